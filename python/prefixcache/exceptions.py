@@ -1,0 +1,53 @@
+"""Every error the package raises on purpose.
+
+    PrefixCacheError
+    ├── InvalidRequestError      the caller's input is wrong; names the field
+    │   └── RequestTooLargeError the request can never fit; says the numbers
+    ├── ConfigError              a flag or a model's configuration is wrong
+    │   └── UnsupportedModelError
+    ├── ModelLoadError           weights are missing, broken or could not be fetched
+    ├── OutOfMemoryError         the asked cache does not fit into memory
+    └── EngineDeadError          the engine stopped; nothing can be served any more
+"""
+
+from __future__ import annotations
+
+
+class PrefixCacheError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class InvalidRequestError(PrefixCacheError, ValueError):
+    """The caller's input is wrong.
+
+    `param` names the offending field, as the OpenAI error object does.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class RequestTooLargeError(InvalidRequestError):
+    """The request needs more tokens or blocks than the engine will ever have."""
+
+
+class ConfigError(PrefixCacheError, ValueError):
+    """A flag or a model's configuration is wrong."""
+
+
+class UnsupportedModelError(ConfigError):
+    """The model's architecture or a feature of it is not supported."""
+
+
+class ModelLoadError(PrefixCacheError):
+    """Weights are missing, broken or could not be fetched."""
+
+
+class OutOfMemoryError(PrefixCacheError, MemoryError):
+    """The asked cache does not fit into memory."""
+
+
+class EngineDeadError(PrefixCacheError, RuntimeError):
+    """The engine stopped after an error; restart the server."""

@@ -1,0 +1,80 @@
+"""A request on its way through the engine, and what comes back of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from prefixcache.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """How one request uses the prefix cache.
+
+    Requests share blocks only under the same `salt`. `read` False skips hits, `write` False
+    publishes nothing.
+    """
+
+    salt: str | None = None
+    read: bool = True
+    write: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to generate: immutable input. `n` choices are `n` requests.
+
+    A lower `priority` value is served earlier, as in vLLM. `arrival_time` is in seconds of
+    `time.monotonic`.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    priority: int = 0
+    arrival_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position: the token taken, then the likeliest ones.
+
+    `rank` is 1 for the likeliest token of the vocabulary.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """What one step added to a request: tokens, their text, and the end if it is reached.
+
+    `text` is the new text alone and never holds half of a character. `stop_reason` is the stop
+    string or token id that ended the request. `prompt_logprobs` comes with the first token; its
+    first entry is None, since nothing precedes the first token.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether no further output follows."""
+        return self.finish_reason is not None

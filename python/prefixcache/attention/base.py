@@ -1,0 +1,91 @@
+"""What an attention backend is, and the plain data it is told for a step.
+
+Letters of shapes: T tokens in the step, S sequences, H query heads, K key-value heads, D head
+size, P pages (blocks), B tokens a block. Arrays of a batch are CSR, in FlashInfer's terms: rows
+`qo_indptr[s]:qo_indptr[s + 1]` of the queries belong to sequence s, and so do pages
+`kv_indices[kv_indptr[s]:kv_indptr[s + 1]]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from prefixcache.exceptions import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """The constants of a model's attention.
+
+    `scale` multiplies the dot products. `sliding_window` W lets a query at position i see keys at
+    positions above i - W. `softcap` c replaces each scaled score x by c * tanh(x / c).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
+                f"({self.num_kv_heads})."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBatch:
+    """Where the step's tokens stand in the paged KV cache. Index arrays live on the CPU.
+
+    The queries of a sequence are its last tokens: with N pages it has
+    `(N - 1) * B + last_page_len` keys, and its query rows are the last of those positions.
+    `slot_mapping[t]` is block * B + offset of token t, on the device of the KV tensors.
+    """
+
+    qo_indptr: Tensor  # int32 [S + 1]
+    kv_indptr: Tensor  # int32 [S + 1]
+    kv_indices: Tensor  # int32 [N], N >= kv_indptr[-1]
+    last_page_len: Tensor  # int32 [S], 1..B
+    slot_mapping: Tensor  # int64 [T]
+    max_q_len: int
+
+
+class AttentionBackend(Protocol):
+    """Paged attention of one group of layers. `plan` once a step, then `run` for each layer."""
+
+    name: str
+
+    def kv_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        """Shape of one layer's KV tensor."""
+        ...
+
+    def bind(self, kv_layers: Sequence[Tensor]) -> None:
+        """Takes the KV tensors, one a layer, each of `kv_shape`."""
+        ...
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Prepares for the step; `batch` must not change until the step's last `run`."""
+        ...
+
+    def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        """Writes k and v to their slots, then attends: causal, aligned at the last token.
+
+        Returns [T, H, D] in the type of `q_THD`.
+        """
+        ...
+
+
+def kv_shape_nhd(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+) -> tuple[int, ...]:
+    """The common layout [P, 2, B, K, D]: keys, then values, token by token."""
+    return (num_blocks, 2, block_size, num_kv_heads, head_dim)

@@ -1,0 +1,22 @@
+"""Fixtures every test room uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import make_checkpoint
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_checkpoint("qwen3", dtype=...)`: the folder, made once a session; do not change it."""
+
+    @cache
+    def make(architecture: str = "smollm2", **arguments: Any) -> Path:
+        return make_checkpoint(tmp_path_factory.mktemp(architecture), architecture, **arguments)
+
+    return make

@@ -1,0 +1,175 @@
+"""Tiny random checkpoints of every supported architecture, in the Hugging Face folder layout.
+
+Seeded, so two calls with the same arguments write the same weights. The tokenizer is a byte-level
+BPE trained here on a page of text, with ChatML turns, so that any string round-trips.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+EOS = "<|im_end|>"
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", EOS]
+VOCAB_SIZE = 384
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_TEXT = (
+    "A block of the cache holds the keys and values of sixteen tokens.",
+    "The same question asked twice is answered from the blocks that are already there.",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich.",
+    "Que sera, sera; whatever will be, will be. 天地玄黃 宇宙洪荒 🦙",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A config class and the arguments in which this family differs from the others."""
+
+    config_class: type
+    arguments: dict[str, Any]
+
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+_LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(LlamaConfig, {}),
+    "smollm2": Architecture(LlamaConfig, {"tie_word_embeddings": True}),
+    "llama-bias": Architecture(LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "llama-llama3": Architecture(LlamaConfig, {"rope_parameters": _LLAMA3_ROPE}),
+    "llama-linear": Architecture(LlamaConfig, {"rope_parameters": _LINEAR_ROPE}),
+    "mistral": Architecture(MistralConfig, {"sliding_window": None, "head_dim": 32}),
+    "qwen2": Architecture(Qwen2Config, {}),
+    "qwen2-yarn": Architecture(Qwen2Config, {"rope_parameters": _YARN_ROPE}),
+    "qwen3": Architecture(Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
+}
+
+
+def make_checkpoint(
+    folder: Path,
+    architecture: str = "smollm2",
+    *,
+    dtype: torch.dtype = torch.float32,
+    sharded: bool = False,
+    seed: int = 0,
+    max_position_embeddings: int = 512,
+    **arguments: Any,
+) -> Path:
+    """Writes a tiny random model with its tokenizer into `folder` and returns it.
+
+    `arguments` override those of the transformers config. `sharded` splits the weights over
+    several safetensors files.
+    """
+    model = make_model(
+        architecture, seed=seed, max_position_embeddings=max_position_embeddings, **arguments
+    )
+    model.generation_config.update(temperature=0.7, top_p=0.9, do_sample=True)
+    model.to(dtype).save_pretrained(folder, max_shard_size="100KB" if sharded else "1GB")
+    save_tokenizer(folder)
+    return folder
+
+
+def make_model(architecture: str, *, seed: int = 0, **arguments: Any) -> PreTrainedModel:
+    """The transformers model itself, float32, in evaluation mode."""
+    family = ARCHITECTURES[architecture]
+    config = family.config_class(**_config_arguments() | family.arguments | arguments)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        _stir(model)
+    return model.eval()
+
+
+def _config_arguments() -> dict[str, Any]:
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+
+
+def _stir(model: PreTrainedModel) -> None:
+    """Spreads the weights, norms and biases too, so that no part can be left out unnoticed."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.5)
+            else:
+                parameter.normal_(std=0.15)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Trains the tokenizer and writes tokenizer.json, tokenizer_config.json and the template."""
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=train_tokenizer(),
+        bos_token="<|im_start|>",
+        eos_token=EOS,
+        pad_token=EOS,
+        unk_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+    )
+    fast.save_pretrained(folder)
+
+
+def train_tokenizer() -> Tokenizer:
+    """Byte-level BPE of at most `VOCAB_SIZE` entries; the special tokens have ids 0 to 2."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXT, trainer)
+    return tokenizer
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Overwrites fields of the folder's config.json; a value of None removes the field."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))

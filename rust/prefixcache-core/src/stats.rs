@@ -1,0 +1,20 @@
+//! Numbers about a pool: lifetime counts, and blocks by state.
+
+/// What a pool can tell of itself. Counts are of its whole life, the rest is of now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreStats {
+    /// Blocks that lost a valid hash because they were handed out again.
+    pub evictions: u64,
+    /// Blocks handed out without their content: new ones and recycled ones.
+    pub allocations: u64,
+    /// Blocks taken with their content, as hits.
+    pub touches: u64,
+    /// Blocks that hold a hash of the current epoch, in use or free.
+    pub cached: usize,
+    /// Blocks that somebody holds, those that retire at release included.
+    pub in_use: usize,
+    /// Blocks that nobody holds, the cached ones included.
+    pub free: usize,
+    /// Free blocks of the pinned tier.
+    pub pinned_free: usize,
+}

@@ -1,0 +1,188 @@
+//! The seam between the cache and its block pool.
+//!
+//! The rules below are those of a pool that one thread drives; [`PlainPool`](crate::plain::PlainPool)
+//! is their obvious form. From several threads each block's history follows the same rules.
+//!
+//! **Free order.** Free blocks stand in one line, handed out from its front: blocks without content
+//! first, then the regular tier, then the pinned tier, each tier oldest first. A fresh pool's line is
+//! 1, 2, 3, ... With [`FreeOrder::UnhashedFirst`] (vLLM since #42656) a released block without a
+//! valid hash joins the front of the line, in the order given to `release`, so that the first of
+//! them is handed out next; a hashed block joins the end of its tier. With [`FreeOrder::Append`]
+//! every released block joins the end of its tier (the regular one for a block without a hash).
+//!
+//! **Twins.** Two blocks may hold the same key. The one registered first hits; when it loses its
+//! hash the next one hits.
+//!
+//! **Retiring.** `resize` below a block's id retires it: it loses its hash at once, a free one
+//! leaves the line at once, a held one when its last holder releases it.
+
+use crate::error::{Broken, Exhausted, InvalidArgument, Misuse};
+use crate::id::{BlockHash, BlockId, Epoch, GroupId, MAX_BLOCKS};
+use crate::stats::StoreStats;
+
+/// What a block is found by: the hash of its content, and the group whose layers filled it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BlockKey {
+    /// The chained hash of the content.
+    pub hash: BlockHash,
+    /// The group that the block belongs to.
+    pub group: GroupId,
+}
+
+impl BlockKey {
+    /// The key of content `hash` in `group`.
+    #[must_use]
+    pub const fn new(hash: BlockHash, group: GroupId) -> Self {
+        Self { hash, group }
+    }
+}
+
+/// Where a released block without a valid hash goes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum FreeOrder {
+    /// To the front: it is reused before any cached block (vLLM since #42656).
+    #[default]
+    UnhashedFirst,
+    /// To the end, as every other block (vLLM before #42656).
+    Append,
+}
+
+/// The size and order of a pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolConfig {
+    /// Blocks, the null block counted.
+    pub num_blocks: usize,
+    /// The most blocks that `resize` may ever reach, the null block counted.
+    pub max_blocks: usize,
+    /// Where released blocks go.
+    pub free_order: FreeOrder,
+}
+
+impl PoolConfig {
+    /// A pool of a fixed size in the default order.
+    #[must_use]
+    pub fn new(num_blocks: usize) -> Self {
+        Self {
+            num_blocks,
+            max_blocks: num_blocks,
+            free_order: FreeOrder::default(),
+        }
+    }
+
+    /// Fails unless both sizes are within their limits.
+    pub fn check(&self) -> Result<(), InvalidArgument> {
+        if self.max_blocks > MAX_BLOCKS {
+            let reason = format!("must be at most {MAX_BLOCKS}, not {}", self.max_blocks);
+            return Err(InvalidArgument::new("max_blocks", reason));
+        }
+        self.check_num_blocks(self.num_blocks)
+    }
+
+    /// Fails unless a pool of this configuration may have `num_blocks` blocks.
+    pub fn check_num_blocks(&self, num_blocks: usize) -> Result<(), InvalidArgument> {
+        if (2..=self.max_blocks).contains(&num_blocks) {
+            return Ok(());
+        }
+        let limit = self.max_blocks;
+        let reason = format!(
+            "must be from 2 (the null block and one more) to {limit} (max_blocks), not {num_blocks}"
+        );
+        Err(InvalidArgument::new("num_blocks", reason))
+    }
+}
+
+/// What became of a registration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Registration {
+    /// The block is the first to hold the key, and hits from now on.
+    New,
+    /// The block held the key already; nothing changed.
+    Already,
+    /// Registered too, but this other block holds the same key and is the one that hits.
+    Twin(BlockId),
+    /// Nothing was registered: the index was cleared since `epoch`, or the block is retired.
+    Stale,
+}
+
+/// A pool of blocks that are handed out, counted, given back, and found again by their content.
+///
+/// All methods take `&self`. A method that changes the pool may be called by one thread at a time
+/// unless the implementation says otherwise.
+pub trait BlockStore {
+    /// The block that hits for `key`, held or free. A retired or recycled block never hits.
+    fn lookup(&self, key: &BlockKey) -> Option<BlockId>;
+
+    /// Takes the blocks of the leading `keys` that hit, then `num_new` blocks from the front of the
+    /// free line, all or none, and appends them to `out` in that order. Returns how many hits were
+    /// taken: fewer than `keys` where one of them hits no more.
+    ///
+    /// A free hit counts against the free blocks as a new block does. The hits are taken before the
+    /// new blocks are chosen, so a new block is never one of the hits.
+    fn commit(
+        &self,
+        keys: &[BlockKey],
+        num_new: usize,
+        out: &mut Vec<BlockId>,
+    ) -> Result<usize, Exhausted>;
+
+    /// Takes `count` blocks from the front of the free line, all or none, and appends them to `out`.
+    /// A block that is handed out again loses its hash and its pin.
+    fn allocate(&self, count: usize, out: &mut Vec<BlockId>) -> Result<(), Exhausted> {
+        self.commit(&[], count, out).map(|_| ())
+    }
+
+    /// Lets a held block be found under `key`, unless the index was cleared since `epoch`, which is
+    /// the value of [`BlockStore::epoch`] from before the block was allocated.
+    fn register(&self, block: BlockId, key: BlockKey, epoch: Epoch)
+    -> Result<Registration, Misuse>;
+
+    /// Gives up one hold of each block; a block whose last hold goes joins the free line, in the
+    /// order given here (so callers pass the tail of a request first).
+    ///
+    /// At a block that cannot be released it stops: those before it are released, the rest is not.
+    fn release(&self, blocks: &[BlockId]) -> Result<(), Misuse>;
+
+    /// The current epoch.
+    fn epoch(&self) -> Epoch;
+
+    /// Forgets every hash, in constant time. Held blocks stay held, free blocks keep their places.
+    fn clear_index(&self);
+
+    /// Marks held blocks as pinned: at release they join the pinned tier, which is evicted last. A
+    /// block without a valid hash is passed over. Returns how many were not pinned before.
+    ///
+    /// A pin lasts through hits and releases until `unpin`, `demote`, or the loss of the hash. Stops
+    /// at a block that nobody holds, as `release` does.
+    fn pin(&self, blocks: &[BlockId]) -> Result<usize, Misuse>;
+
+    /// Takes the pin off held blocks. Returns how many were pinned. Stops as `pin` does.
+    fn unpin(&self, blocks: &[BlockId]) -> Result<usize, Misuse>;
+
+    /// Moves the oldest `count` free blocks of the pinned tier to the end of the regular tier, oldest
+    /// first, and takes their pins off. Returns how many there were.
+    fn demote(&self, count: usize) -> usize;
+
+    /// Sets the number of blocks, the null block counted. Growing puts the blocks that are neither
+    /// held nor free at the front of the free line, lowest id first. Returns how many blocks above
+    /// the new size are still held; they retire at their release.
+    fn resize(&self, num_blocks: usize) -> Result<usize, InvalidArgument>;
+
+    /// Blocks of the pool, the null block counted.
+    fn num_blocks(&self) -> usize;
+
+    /// Blocks that nobody holds.
+    fn num_free(&self) -> usize;
+
+    /// The free line, the block to be handed out next first. For debugging and tests.
+    fn free_order(&self) -> Vec<BlockId>;
+
+    /// The blocks that hold a valid hash, lowest id first. For debugging and tests.
+    fn cached_blocks(&self) -> Vec<BlockId>;
+
+    /// Lifetime counts, and blocks by state.
+    fn stats(&self) -> StoreStats;
+
+    /// Checks every invariant of the whole structure, which must be at rest.
+    fn validate(&self) -> Result<(), Broken>;
+}

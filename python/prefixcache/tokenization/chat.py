@@ -1,0 +1,174 @@
+"""Chat templates: messages rendered to text, as transformers renders them.
+
+The templates come with the model and are code of others, so they run in jinja2's sandbox and see
+plain data alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, cast
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from prefixcache.exceptions import InvalidRequestError, ModelLoadError
+
+# Ends in a space: a template that trims the content loses it, and so tells.
+_CUT = "<<the final message ends here>> "
+
+
+class ChatTemplate:
+    """A compiled chat template. `special_tokens` are variables that it may name."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateError as error:
+            raise ModelLoadError(f"The model's chat template is broken: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. `variables` reach the template and win over the special tokens.
+
+        With `continue_final_message` the text stops where the last message's content does, so
+        that the model goes on with it. Raises `InvalidRequestError` when the template refuses the
+        messages, or when it does not show the final message as it is.
+        """
+        plain = [{key: value for key, value in m.items() if value is not None} for m in messages]
+        if not continue_final_message:
+            return self._render(plain, add_generation_prompt, variables)
+        if add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other.",
+                param="continue_final_message",
+            )
+        return self._render_open_end(plain, variables)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None,
+    ) -> str:
+        values = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
+        values.update(messages=messages, add_generation_prompt=add_generation_prompt)
+        try:
+            return self._template.render(values)
+        except TemplateError as error:
+            raise InvalidRequestError(
+                f"The chat template refuses the messages: {error}", param="messages"
+            ) from error
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+            raise InvalidRequestError(
+                f"The chat template fails on the messages: {error}", param="messages"
+            ) from error
+
+    def _render_open_end(
+        self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None
+    ) -> str:
+        content = messages[-1].get("content") if messages else None
+        if not isinstance(content, str):
+            raise InvalidRequestError(
+                "continue_final_message needs a final message with text.",
+                param="continue_final_message",
+            )
+        marked = [*messages[:-1], {**messages[-1], "content": content + _CUT}]
+        head, found, tail = self._render(marked, False, variables).rpartition(_CUT.rstrip())
+        if not found or content.strip() not in head:
+            raise InvalidRequestError(
+                "The chat template does not show the final message as it is.",
+                param="continue_final_message",
+            )
+        trims = not tail.startswith(" ")
+        return head.rstrip() if trims else head
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what the assistant wrote, for training; here it shows its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    functions: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment.globals.update(functions)
+    return environment
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without jinja2's HTML escapes."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def load_chat_template(
+    folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> ChatTemplate | None:
+    """The folder's default template: a file of its own wins over `tokenizer_config.json`."""
+    source = _template_file(folder) or _template_of(config.get("chat_template"))
+    return None if source is None else ChatTemplate(source, special_tokens)
+
+
+def _template_file(folder: Path) -> str | None:
+    jinja = folder / "chat_template.jinja"
+    if jinja.is_file():
+        return jinja.read_text(encoding="utf-8")
+    older = folder / "chat_template.json"
+    if older.is_file():
+        content: object = json.loads(older.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            return _template_of(cast("dict[str, object]", content).get("chat_template"))
+    return None
+
+
+def _template_of(value: object) -> str | None:
+    """One template, or the one named "default" of a list of named ones."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        return _template_of(cast("dict[str, object]", value).get("default"))
+    if isinstance(value, list):
+        entries = cast("list[dict[str, str]]", value)
+        return next((e["template"] for e in entries if e.get("name") == "default"), None)
+    return None

@@ -1,0 +1,221 @@
+"""A model's tokenizer, loaded without transformers wherever its folder holds a `tokenizer.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as _Backend
+
+from prefixcache.exceptions import InvalidRequestError, ModelLoadError
+from prefixcache.tokenization.chat import ChatTemplate, load_chat_template
+
+_NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class Tokenizer:
+    """Encodes text as the model's folder says, and decodes token ids.
+
+    `plain_token_ids` holds one token of plain text (or none, if the vocabulary has none).
+    Safe to share between threads: nothing is written after construction.
+    """
+
+    def __init__(
+        self,
+        backend: _Backend,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: ChatTemplate | None = None,
+        eos_token_ids: Iterable[int] = (),
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template
+        _mark_special(backend, self.special_tokens.values())
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self.bos_token_id = self._named_id("bos_token")
+        own_eos = self._named_id("eos_token")
+        self.eos_token_ids = frozenset([*eos_token_ids, *([] if own_eos is None else [own_eos])])
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.plain_token_ids = _plain_token(backend)
+        self._token_bytes = _TokenBytes(backend, frozenset(added))
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """Loads the tokenizer of a Hugging Face style folder.
+
+        Raises `ModelLoadError` when there is none, or when it is broken.
+        """
+        folder = Path(path)
+        config = _read_json(folder / "tokenizer_config.json")
+        backend = _load_backend(folder)
+        special_tokens = _special_tokens(folder, config)
+        return cls(
+            backend,
+            special_tokens=special_tokens,
+            chat_template=load_chat_template(folder, config, special_tokens),
+            eos_token_ids=_configured_eos(folder),
+        )
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of `text`; an error names the field `param`.
+
+        Raises `InvalidRequestError` for text that is not valid Unicode (a lone surrogate).
+        """
+        check_text(text, param)
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; ids outside the vocabulary add nothing."""
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token, or None where there is no such token."""
+        return self._backend.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for in running text: possibly a part of a character."""
+        return self._token_bytes(token_id)
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+
+def _plain_token(backend: _Backend) -> tuple[int, ...]:
+    candidates = [*backend.encode("a", add_special_tokens=False).ids[-1:], *range(512)]
+    plain = (i for i in candidates if backend.decode([i]).strip().isalnum())
+    return tuple([i for i in plain if backend.decode([i]).isascii()][:1])
+
+
+def check_text(text: str, param: str) -> None:
+    """Raises `InvalidRequestError` for text that UTF-8 cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{param} is not valid Unicode: a lone surrogate at position {error.start}.",
+            param=param,
+        ) from None
+
+
+class _TokenBytes:
+    """Bytes of single tokens, for byte-level and byte-fallback vocabularies."""
+
+    def __init__(self, backend: _Backend, added: frozenset[int]) -> None:
+        self._backend = backend
+        self._added = added
+        self._byte_level = _BYTE_OF if "ByteLevel" in repr(backend.decoder) else None
+
+    def __call__(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._added:
+            return token.encode()
+        if self._byte_level is not None and all(char in self._byte_level for char in token):
+            return bytes(self._byte_level[char] for char in token)
+        return _fallback_byte(token) or token.replace("\u2581", " ").encode()
+
+
+def _fallback_byte(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes.fromhex(token[3:5])
+    return b""
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's map of printable characters to bytes, inverted: the others follow U+0100 in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(hidden)})
+    return alphabet
+
+
+_BYTE_OF = _byte_level_alphabet()
+
+
+def _load_backend(folder: Path) -> _Backend:
+    file = folder / "tokenizer.json"
+    try:
+        return _Backend.from_file(str(file)) if file.is_file() else _converted_backend(folder)
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        raise ModelLoadError(f"The tokenizer in {folder} cannot be read: {error}") from error
+
+
+def _converted_backend(folder: Path) -> _Backend:
+    """A tokenizer that comes as vocabulary files alone; transformers knows how to convert those."""
+    if not folder.is_dir():
+        raise ModelLoadError(f"There is no folder {folder}.")
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, _Backend):
+        raise ModelLoadError(
+            f"{folder} holds no tokenizer.json, and its tokenizer has no fast form."
+        )
+    return backend
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{file} does not hold a JSON object.")
+    return cast("dict[str, Any]", content)
+
+
+def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Named special tokens; `tokenizer_config.json` wins over the older file."""
+    named = {**_read_json(folder / "special_tokens_map.json"), **config}
+    texts = {name: _token_text(named.get(name)) for name in _NAMED_TOKENS}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _token_text(value: object) -> str | None:
+    if isinstance(value, dict):
+        value = cast("dict[str, object]", value).get("content")
+    return value if isinstance(value, str) else None
+
+
+def _mark_special(backend: _Backend, tokens: Iterable[str]) -> None:
+    """Named tokens are special even where `tokenizer.json` forgot to say so."""
+    known = {
+        token.content for token in backend.get_added_tokens_decoder().values() if token.special
+    }
+    missing = [token for token in dict.fromkeys(tokens) if token not in known]
+    if missing:
+        backend.add_special_tokens([AddedToken(token, special=True) for token in missing])
+
+
+def _configured_eos(folder: Path) -> list[int]:
+    """Ids that end an answer: `generation_config.json` wins over `config.json`."""
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(folder / name).get("eos_token_id")
+        if value is not None:
+            return [int(token_id) for token_id in (value if isinstance(value, list) else [value])]
+    return []

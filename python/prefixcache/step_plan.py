@@ -17,13 +17,15 @@ class SamplingInput:
     """What the sampler needs of a sequence whose next token is due.
 
     The randomness depends on `seed` and on the position of the new token alone
-    (`len(prompt_token_ids) + len(output_token_ids)`), never on the batch.
+    (`len(prompt_token_ids) + len(output_token_ids)`), never on the batch. `banned_token_ids` may
+    not be chosen in this step.
     """
 
     params: SamplingParams
     seed: int
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+    banned_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,25 @@
+"""Where the cache writes a step's block tables: arrays that the runner owns.
+
+Letters of shapes: T tokens in the step, S sequences, P pages (blocks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTableBuffers:
+    """Block tables of one KV cache group as CSR, as large as the largest step needs.
+
+    Pages `indices[indptr[s]:indptr[s + 1]]` belong to sequence s, the last one holds
+    `last_page_len[s]` tokens. `slot_mapping[t]` is block * block size + offset of token t.
+    """
+
+    indptr: npt.NDArray[np.int32]  # [S + 1]
+    indices: npt.NDArray[np.int32]  # [sum of pages]
+    last_page_len: npt.NDArray[np.int32]  # [S]
+    slot_mapping: npt.NDArray[np.int64]  # [T]

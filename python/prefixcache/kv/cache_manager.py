@@ -1,0 +1,146 @@
+"""The prefix cache, by request id: the one place that talks to the Rust core's cache.
+
+Every call is one for the whole batch, never one per block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prefixcache._core import PrefixCache
+from prefixcache._core import Sequence as CoreSequence
+from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.request import Request
+from prefixcache.step_plan import StepPlan
+
+
+class CacheManager:
+    """One core sequence per request: its tokens, block hashes and block tables.
+
+    All calls but `usage`, `stats` and the counts come from one thread, the one that made the
+    manager or called `adopt_thread` last. `num_blocks` counts the null block. Errors of the core
+    pass through: `ValueError` names an argument, `RuntimeError` tells of misuse.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        model: str = "",
+        revision: str = "",
+        kv_dtype: str = "",
+        num_groups: int = 1,
+    ) -> None:
+        self._cache = PrefixCache(
+            num_blocks,
+            block_size,
+            model=model,
+            revision=revision,
+            kv_dtype=kv_dtype,
+            num_groups=num_groups,
+        )
+        self._num_groups = num_groups
+        self._sequences: dict[str, CoreSequence] = {}
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._cache.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that requests can hold: all but the null block."""
+        return self._cache.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no request holds, cached ones included."""
+        return self._cache.num_free_blocks
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests hold, 0 to 1."""
+        return 1.0 - self.num_free_blocks / self.num_blocks
+
+    def stats(self) -> dict[str, int]:
+        """Lifetime counters of the core, and blocks by state."""
+        return self._cache.stats()
+
+    def validate(self) -> None:
+        """Checks the whole structure; raises `RuntimeError` naming a broken invariant."""
+        self._cache.validate()
+
+    def adopt_thread(self) -> None:
+        """Makes the calling thread the one that may change the cache."""
+        self._cache.adopt_writer()
+
+    def start(self, request: Request) -> None:
+        """Makes the request known and hashes its prompt's full blocks."""
+        self._sequences[request.request_id] = self._cache.new_sequence(
+            request.prompt_token_ids, cache_salt=request.cache.salt
+        )
+
+    def count_hits(self, request_id: str) -> int:
+        """Leading tokens of the request whose full blocks are cached. Only reads."""
+        return self._cache.count_prefix_hits(self._sequences[request_id])
+
+    def commit(self, request_id: str, hit_tokens: int, num_tokens: int) -> int | None:
+        """Takes the first `hit_tokens` from the cache and slots for `num_tokens` more.
+
+        Returns the hit tokens taken, or None when blocks are lacking; then nothing has changed.
+        """
+        sequence = self._sequences[request_id]
+        return self._cache.commit_prefix_plan(sequence, hit_tokens, num_tokens)
+
+    def append(self, wanted: Sequence[tuple[str, int]]) -> int:
+        """Slots for more tokens of each request, in order.
+
+        Returns how many leading requests got all of theirs; the others are unchanged.
+        """
+        if not wanted:
+            return 0
+        sequences = self._of([request_id for request_id, _ in wanted])
+        return self._cache.append_slots(sequences, [count for _, count in wanted])
+
+    def append_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
+        """Adds one sampled token to each request."""
+        self._cache.append_tokens(self._of(request_ids), list(token_ids))
+
+    def mark_filled(self, request_ids: Sequence[str], upto: Sequence[int]) -> None:
+        """Publishes each request's full blocks below `upto` tokens, whose KV is there now."""
+        self._cache.mark_blocks_filled(self._of(request_ids), list(upto))
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Gives the blocks back; the requests stay known and can be committed again."""
+        self._cache.release(self._of(request_ids))
+
+    def free(self, request_ids: Sequence[str]) -> None:
+        """Gives the blocks back and forgets the requests."""
+        self._cache.release([self._sequences.pop(request_id) for request_id in request_ids])
+
+    def fill(self, plan: StepPlan, buffers: Sequence[BlockTableBuffers]) -> None:
+        """Writes the step's block tables and slots into the runner's buffers, one set a group."""
+        sequences = self._of([scheduled.request_id for scheduled in plan.sequences])
+        starts = [scheduled.start for scheduled in plan.sequences]
+        counts = [scheduled.num_tokens for scheduled in plan.sequences]
+        for group in range(self._num_groups):
+            tables = buffers[group]
+            self._cache.fill_block_tables(
+                sequences,
+                starts,
+                counts,
+                group,
+                tables.indptr,
+                tables.indices,
+                tables.last_page_len,
+                tables.slot_mapping,
+            )
+
+    def reset(self) -> None:
+        """Forgets all cached prefixes; running requests keep their blocks."""
+        self._cache.clear_cache_index()
+
+    def _of(self, request_ids: Sequence[str]) -> list[CoreSequence]:
+        sequences = self._sequences
+        return [sequences[request_id] for request_id in request_ids]

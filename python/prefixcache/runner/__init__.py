@@ -1,0 +1,1 @@
+"""Turns a `StepPlan` into tensors, runs the model and samples."""

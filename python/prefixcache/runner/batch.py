@@ -1,0 +1,100 @@
+"""From a `StepPlan` to the tensors of a forward pass.
+
+Letters of shapes: T tokens in the step, S sequences, R rows of logits, P pages (blocks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefixcache.attention.base import AttentionBatch
+from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.step_plan import ScheduledSequence, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One step's inputs. `sampled_rows` [R] are the rows of T whose logits choose a token."""
+
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    sampled_rows: Tensor
+    attention: AttentionBatch
+
+
+class StepBuffers:
+    """Host tensors for the largest possible step, filled anew in each one.
+
+    Pinned when the device is a GPU, so that copies to it need not wait. `block_tables` are numpy
+    views, one set for each KV cache group, that the cache writes into. `max_pages` is the number
+    of pages of one sequence.
+    """
+
+    def __init__(
+        self, *, max_tokens: int, max_seqs: int, max_pages: int, device: torch.device
+    ) -> None:
+        self._device = device
+        self._token_ids = self._host(max_tokens, torch.int64)
+        self._positions = self._host(max_tokens, torch.int64)
+        self._slot_mapping = self._host(max_tokens, torch.int64)
+        self._qo_indptr = self._host(max_seqs + 1, torch.int32)
+        self._kv_indptr = self._host(max_seqs + 1, torch.int32)
+        self._kv_indices = self._host(max_seqs * max_pages, torch.int32)
+        self._last_page_len = self._host(max_seqs, torch.int32)
+        self.block_tables = (
+            BlockTableBuffers(
+                indptr=self._kv_indptr.numpy(),
+                indices=self._kv_indices.numpy(),
+                last_page_len=self._last_page_len.numpy(),
+                slot_mapping=self._slot_mapping.numpy(),
+            ),
+        )
+
+    def load(self, plan: StepPlan) -> Batch:
+        """The step's tensors, after the cache has filled `block_tables` for the same plan."""
+        ends = np.cumsum([sequence.num_tokens for sequence in plan.sequences])
+        num_tokens, num_seqs = int(ends[-1]), len(ends)
+        self._write_tokens(plan.sequences, num_tokens)
+        self._qo_indptr.numpy()[1 : num_seqs + 1] = ends
+        sampled = [
+            end - 1
+            for sequence, end in zip(plan.sequences, ends.tolist(), strict=True)
+            if sequence.sampling is not None
+        ]
+        return Batch(
+            token_ids=self._on_device(self._token_ids[:num_tokens]),
+            positions=self._on_device(self._positions[:num_tokens]),
+            sampled_rows=self._on_device(torch.tensor(sampled, dtype=torch.int64)),
+            attention=self._attention_batch(plan, num_tokens, num_seqs),
+        )
+
+    def _write_tokens(self, sequences: Sequence[ScheduledSequence], num_tokens: int) -> None:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        for sequence in sequences:
+            token_ids.extend(sequence.token_ids)
+            positions.extend(range(sequence.start, sequence.start + sequence.num_tokens))
+        self._token_ids.numpy()[:num_tokens] = token_ids
+        self._positions.numpy()[:num_tokens] = positions
+
+    def _attention_batch(self, plan: StepPlan, num_tokens: int, num_seqs: int) -> AttentionBatch:
+        num_pages = int(self._kv_indptr[num_seqs])
+        return AttentionBatch(
+            qo_indptr=self._qo_indptr[: num_seqs + 1],
+            kv_indptr=self._kv_indptr[: num_seqs + 1],
+            kv_indices=self._kv_indices[:num_pages],
+            last_page_len=self._last_page_len[:num_seqs],
+            slot_mapping=self._on_device(self._slot_mapping[:num_tokens]),
+            max_q_len=max(sequence.num_tokens for sequence in plan.sequences),
+        )
+
+    def _host(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype, pin_memory=self._device.type == "cuda")
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)

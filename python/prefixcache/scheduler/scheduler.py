@@ -1,0 +1,252 @@
+"""Which tokens of which requests are computed in the next step.
+
+Continuous batching in the manner of vLLM's v1 scheduler: every step takes one token of each
+running decode, then chunks of prompts in order, then starts waiting requests, all under one token
+budget. When blocks run out, the newest request of the lowest priority is preempted: its blocks go
+back to the cache, and on resume it hits those that nobody overwrote.
+
+Nobody starves: the first request in order is never preempted for another one, so it always ends,
+and then another is first.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from prefixcache.config import SchedulerConfig
+from prefixcache.exceptions import RequestTooLargeError
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.request import Request
+from prefixcache.scheduler.admission import Admission, Verdict
+from prefixcache.scheduler.queue import WaitingQueue
+from prefixcache.scheduler.state import RequestState
+from prefixcache.step_plan import SequenceOutput, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request that was accepted, but can not be started any more."""
+
+    request_id: str
+    error: str
+
+
+@dataclass(slots=True)
+class _Chunk:
+    state: RequestState
+    count: int
+
+    @property
+    def num_missing_slots(self) -> int:
+        return max(0, self.state.num_computed_tokens + self.count - self.state.num_slots)
+
+
+class Scheduler:
+    """Plans steps over the requests it was given, and keeps their cache blocks.
+
+    Each step is one `schedule`, then `complete` with what the runner returned, or `finish` of the
+    plan's requests when the step failed. Not thread safe: one loop drives it.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheManager,
+        *,
+        max_model_len: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self._cache = cache
+        self._max_num_seqs = config.max_num_seqs
+        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._publishes = enable_prefix_caching
+        self._admission = Admission(cache, enable_prefix_caching=enable_prefix_caching)
+        self._states: dict[str, RequestState] = {}
+        self._waiting = WaitingQueue()
+        self._running: list[RequestState] = []
+        self._refused: list[Refusal] = []
+        self._serials = itertools.count()
+        self.num_preemptions = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their start or, preempted, for their return."""
+        return len(self._waiting)
+
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._states)
+
+    def check(self, request: Request) -> None:
+        """Raises `RequestTooLargeError` when the request could never be served to its end."""
+        prompt = len(request.prompt_token_ids)
+        room = self._max_model_len - prompt
+        output = room if request.params.max_tokens is None else request.params.max_tokens
+        if room < 1 or output > room:
+            raise RequestTooLargeError(
+                f"The model's context length is {self._max_model_len} tokens, but the request "
+                f"needs {prompt + max(output, 1)}: {prompt} in the prompt and {max(output, 1)} "
+                "for the answer.",
+                param="prompt" if room < 1 else "max_tokens",
+                code="context_length_exceeded",
+            )
+        self._check_blocks(prompt + output - 1)
+
+    def add(self, request: Request, *, seed: int, end_token_ids: tuple[int, ...] = ()) -> None:
+        """Lets the request wait for its start.
+
+        Raises `RequestTooLargeError` when it can never fit, `ValueError` when its id is in use.
+        """
+        if request.request_id in self._states:
+            raise ValueError(f"request_id {request.request_id!r} is in use.")
+        self.check(request)
+        self._cache.start(request)
+        serial = next(self._serials)
+        state = RequestState(request, seed=seed, serial=serial, end_token_ids=end_token_ids)
+        self._states[request.request_id] = state
+        self._waiting.push(state)
+
+    def schedule(self) -> StepPlan:
+        """The next step. It is empty only when nothing waits or runs, or all was refused."""
+        preempted_before = self.num_preemptions
+        chunks = self._with_slots(self._running_chunks())
+        if self.num_preemptions == preempted_before:
+            self._start_waiting(chunks)
+        return StepPlan(tuple(chunk.state.chunk(chunk.count) for chunk in chunks))
+
+    def complete(self, plan: StepPlan, outputs: Sequence[SequenceOutput]) -> None:
+        """Takes note that the step's KV is there and which tokens were sampled."""
+        sampled_ids: list[str] = []
+        tokens: list[int] = []
+        for scheduled, output in zip(plan.sequences, outputs, strict=True):
+            state = self._states[scheduled.request_id]
+            state.num_computed_tokens += scheduled.num_tokens
+            if output.prompt_logprobs:
+                state.num_prompt_logprobs = scheduled.start + len(output.prompt_logprobs)
+            if output.token_id is not None:
+                sampled_ids.append(scheduled.request_id)
+                tokens.append(output.token_id)
+                state.output_token_ids.append(output.token_id)
+        self._publish([self._states[s.request_id] for s in plan.sequences])
+        if tokens:
+            self._cache.append_tokens(sampled_ids, tokens)
+
+    def finish(self, request_ids: Iterable[str]) -> list[str]:
+        """Forgets requests and frees their blocks; returns the ids that were known."""
+        known = [request_id for request_id in request_ids if request_id in self._states]
+        for request_id in known:
+            state = self._states.pop(request_id)
+            if not self._waiting.remove(request_id):
+                self._running.remove(state)
+        if known:
+            self._cache.free(known)
+        return known
+
+    def take_refused(self) -> list[Refusal]:
+        """Requests that `schedule` gave up on since the last call."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def num_cached_tokens(self, request_id: str) -> int:
+        """Prompt tokens that came from the cache when the request first started."""
+        return self._states[request_id].num_cached_tokens or 0
+
+    def _check_blocks(self, num_tokens: int) -> None:
+        have = self._cache.num_blocks
+        need = -(-num_tokens // self._cache.block_size)
+        if need > have:
+            raise RequestTooLargeError(
+                f"The request needs up to {need} KV cache blocks of {self._cache.block_size} "
+                f"tokens, but the cache has {have}. Shorten the prompt, lower max_tokens, or "
+                "start with a larger --num-blocks or --kv-cache-memory.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+
+    def _running_chunks(self) -> list[_Chunk]:
+        """Decodes first, then prompts in order, as far as the budget goes."""
+        decodes = [state for state in self._running if state.num_remaining == 1]
+        prefills = [state for state in self._running if state.num_remaining > 1]
+        budget = self._max_num_batched_tokens
+        chunks: list[_Chunk] = []
+        for state in itertools.chain(decodes, prefills):
+            if not budget:
+                break
+            chunk = _Chunk(state, min(state.num_remaining, budget))
+            budget -= chunk.count
+            chunks.append(chunk)
+        return chunks
+
+    def _with_slots(self, chunks: list[_Chunk]) -> list[_Chunk]:
+        """The chunks that have slots for their tokens, after as many preemptions as it takes."""
+        served = 0
+        while served < len(chunks):
+            short = [(c.state.request_id, c.num_missing_slots) for c in chunks[served:]]
+            got = self._cache.append(short)
+            for chunk in chunks[served : served + got]:
+                chunk.state.num_slots += chunk.num_missing_slots
+            served += got
+            if served < len(chunks):
+                victim = self._preempt_last()
+                served -= sum(chunk.state is victim for chunk in chunks[:served])
+                chunks = [chunk for chunk in chunks if chunk.state is not victim]
+        return chunks
+
+    def _preempt_last(self) -> RequestState:
+        state = self._running.pop()
+        self._cache.release([state.request_id])
+        state.restart()
+        self._waiting.push(state)
+        self.num_preemptions += 1
+        return state
+
+    def _start_waiting(self, chunks: list[_Chunk]) -> None:
+        budget = self._max_num_batched_tokens - sum(chunk.count for chunk in chunks)
+        while budget and len(self._running) < self._max_num_seqs:
+            state = self._waiting.head()
+            if state is None:
+                return
+            if self._admission.start(state) is Verdict.NO_ROOM:
+                if self._running:
+                    return
+                self._refuse(state)
+                continue
+            self._waiting.pop()
+            bisect.insort(self._running, state, key=lambda running: running.order)
+            chunk = _Chunk(state, min(state.num_remaining, budget))
+            budget -= chunk.count
+            chunks.append(chunk)
+
+    def _refuse(self, state: RequestState) -> None:
+        """Ends a request that does not fit although it is alone; waiting longer cannot help."""
+        error = (
+            f"The request needs KV cache blocks for {state.num_tokens} tokens, but only "
+            f"{self._cache.num_free_blocks} blocks of {self._cache.block_size} tokens are there."
+        )
+        self._refused.append(Refusal(state.request_id, error))
+        self.finish([state.request_id])
+
+    def _publish(self, states: Iterable[RequestState]) -> None:
+        """Registers blocks that this step filled, now that their KV is really there."""
+        size = self._cache.block_size
+        filled = [
+            state
+            for state in states
+            if state.num_computed_tokens // size > state.num_published_tokens // size
+            and self._publishes
+            and state.request.cache.write
+        ]
+        if filled:
+            upto = [state.num_computed_tokens for state in filled]
+            self._cache.mark_filled([state.request_id for state in filled], upto)
+            for state, count in zip(filled, upto, strict=True):
+                state.num_published_tokens = count

@@ -1,5 +1,7 @@
 //! What can go wrong: blocks are lacking, or the caller made a mistake.
 
+use std::fmt;
+
 use thiserror::Error;
 
 use crate::id::BlockId;
@@ -24,7 +26,7 @@ pub enum Misuse {
     #[error("block {0} is not a block of this pool")]
     Foreign(BlockId),
     /// The pool shrank below this id.
-    #[error("block {0} is retired: the pool was resized below it")]
+    #[error("block {0} is retired: the pool now ends below it")]
     Retired(BlockId),
     /// Nobody holds the block: released twice, or never allocated.
     #[error("block {0} is not in use (released twice?)")]
@@ -37,21 +39,56 @@ pub enum Misuse {
     TooManyHolders(BlockId),
 }
 
+/// The name of an argument, or of one element of a list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Argument {
+    /// The name of the argument.
+    pub name: &'static str,
+    /// Which element of the list, if the argument is one.
+    pub index: Option<usize>,
+}
+
+impl Argument {
+    /// Element `index` of the list `name`.
+    #[must_use]
+    pub const fn element(name: &'static str, index: usize) -> Self {
+        Self {
+            name,
+            index: Some(index),
+        }
+    }
+}
+
+impl From<&'static str> for Argument {
+    fn from(name: &'static str) -> Self {
+        Self { name, index: None }
+    }
+}
+
+impl fmt::Display for Argument {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.index {
+            None => formatter.write_str(self.name),
+            Some(index) => write!(formatter, "{}[{index}]", self.name),
+        }
+    }
+}
+
 /// An argument outside its range.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{argument} {reason}")]
 pub struct InvalidArgument {
     /// The name of the argument.
-    pub argument: &'static str,
+    pub argument: Argument,
     /// What it must be and what it was.
     pub reason: String,
 }
 
 impl InvalidArgument {
     /// An error for `argument`; `reason` goes on the sentence that the name begins.
-    pub fn new(argument: &'static str, reason: impl Into<String>) -> Self {
+    pub fn new(argument: impl Into<Argument>, reason: impl Into<String>) -> Self {
         Self {
-            argument,
+            argument: argument.into(),
             reason: reason.into(),
         }
     }
@@ -61,3 +98,36 @@ impl InvalidArgument {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("invariant broken: {0}")]
 pub struct Broken(pub String);
+
+/// What is wrong with the use of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum SequenceFault {
+    /// Another cache made the sequence.
+    #[error("belongs to another cache")]
+    OtherCache,
+    /// The call needs a sequence that holds blocks.
+    #[error("holds no blocks: it was not committed, or it was released already")]
+    NotCommitted,
+    /// The call needs a sequence that holds nothing.
+    #[error("holds blocks already; release it before another commit")]
+    Committed,
+}
+
+/// A call that the cache refused. Nothing has changed.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum CacheError {
+    /// An argument outside its range.
+    #[error(transparent)]
+    Invalid(#[from] InvalidArgument),
+    /// A sequence that the call cannot accept.
+    #[error("{argument} {fault}")]
+    Sequence {
+        /// The name of the argument.
+        argument: Argument,
+        /// What is wrong with it.
+        fault: SequenceFault,
+    },
+    /// A block that the pool refused.
+    #[error(transparent)]
+    Block(#[from] Misuse),
+}

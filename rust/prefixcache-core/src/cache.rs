@@ -1,0 +1,557 @@
+//! `PrefixCache`: sequences over a block pool, and the published primitives.
+//!
+//! A request's life: `new_sequence`, `count_prefix_hits`, `commit_prefix_plan` (hits and new blocks in
+//! one all-or-nothing step), then `append_slots` and `mark_blocks_filled` as it is computed, and
+//! `release`. A released sequence can be committed again, which is how a preempted one resumes.
+//!
+//! Every method checks all its arguments before it changes anything.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::error::{Argument, Broken, CacheError, InvalidArgument, Misuse, SequenceFault};
+use crate::hash::{ChainConfig, Extras, HashChain, Scope, root};
+use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
+use crate::sequence::{BlockHashes, Holding, Sequence};
+use crate::store::{BlockKey, BlockStore, Registration};
+
+/// A block that was registered while another block already held the same content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Twin {
+    /// Which of the sequences of the call.
+    pub sequence: usize,
+    /// The group of the block.
+    pub group: GroupId,
+    /// The block's index in the block table.
+    pub index: usize,
+    /// The block that already holds the content, and hits.
+    pub holder: BlockId,
+}
+
+/// What a commit took from the pool.
+struct Taken {
+    /// Leading blocks that hit, in every group.
+    hits: usize,
+    /// The block table of each group, hits first.
+    tables: Vec<Vec<BlockId>>,
+}
+
+/// Lifetime counts of the cache, in tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheStats {
+    /// Tokens of the sequences that were committed.
+    pub queries: u64,
+    /// Tokens of them that were hits.
+    pub hits: u64,
+}
+
+/// A prefix cache over a pool `S`; as safe to share between threads as that pool is.
+#[derive(Debug)]
+pub struct PrefixCache<S> {
+    store: S,
+    chain_config: Arc<ChainConfig>,
+    weight_version: AtomicU64,
+    queries: AtomicU64,
+    hits: AtomicU64,
+}
+
+impl<S: BlockStore> PrefixCache<S> {
+    /// A cache over an unused pool.
+    pub fn new(chain_config: ChainConfig, store: S) -> Result<Self, InvalidArgument> {
+        chain_config.check()?;
+        Ok(Self {
+            store,
+            chain_config: Arc::new(chain_config),
+            weight_version: AtomicU64::new(0),
+            queries: AtomicU64::new(0),
+            hits: AtomicU64::new(0),
+        })
+    }
+
+    /// The pool below.
+    pub fn store(&self) -> &S {
+        &self.store
+    }
+
+    /// Tokens in a block.
+    pub fn block_size(&self) -> usize {
+        self.chain_config.block_size
+    }
+
+    fn num_groups(&self) -> usize {
+        self.chain_config.groups.count()
+    }
+
+    // Hashing.
+
+    /// The hashes of the full blocks of `tokens` under the current weights.
+    pub fn compute_block_hashes(
+        &self,
+        tokens: &[u32],
+        scope: &Scope,
+        extras: Extras,
+    ) -> BlockHashes {
+        let root = root(&self.chain_config, scope, self.weight_version());
+        let mut chain = HashChain::new(self.block_size(), root, Arc::new(extras));
+        chain.extend_to(tokens);
+        BlockHashes(chain.into_hashes())
+    }
+
+    /// A sequence that holds nothing yet, its full blocks hashed.
+    pub fn new_sequence(&self, tokens: Vec<u32>, scope: Scope, extras: Extras) -> Sequence {
+        let config = Arc::clone(&self.chain_config);
+        Sequence::new(config, scope, self.weight_version(), tokens, extras)
+    }
+
+    // Reading.
+
+    /// How many leading tokens are cached, in full blocks. Changes nothing.
+    pub fn probe(&self, hashes: &BlockHashes) -> usize {
+        self.count_leading_hits(hashes.as_slice()) * self.block_size()
+    }
+
+    /// [`PrefixCache::probe`] for a sequence, which is hashed anew if the weights have changed.
+    pub fn count_prefix_hits(&self, sequence: &mut Sequence) -> Result<usize, CacheError> {
+        self.check_owner(sequence, "sequence".into())?;
+        self.refresh(sequence);
+        Ok(self.count_leading_hits(sequence.hashes()) * self.block_size())
+    }
+
+    /// Leading blocks that every group has.
+    fn count_leading_hits(&self, hashes: &[BlockHash]) -> usize {
+        let hits = |hash: &BlockHash| {
+            self.keys_of(*hash)
+                .all(|key| self.store.lookup(&key).is_some())
+        };
+        hashes.iter().take_while(|hash| hits(hash)).count()
+    }
+
+    fn keys_of(&self, hash: BlockHash) -> impl Iterator<Item = BlockKey> {
+        self.chain_config
+            .groups
+            .ids()
+            .map(move |group| BlockKey::new(hash, group))
+    }
+
+    /// A sequence that holds nothing follows the current weights.
+    fn refresh(&self, sequence: &mut Sequence) {
+        let current = self.weight_version();
+        if sequence.weight_version != current && !sequence.is_committed() {
+            sequence.rehash(current);
+        }
+    }
+
+    // Writing.
+
+    /// Takes the first `hit_tokens` (a multiple of the block size) as hits and slots for `num_tokens`
+    /// more, all or none. Returns the hit tokens really taken, fewer than asked where some are gone
+    /// meanwhile, or None when blocks are lacking, and then nothing has changed.
+    pub fn commit_prefix_plan(
+        &self,
+        sequence: &mut Sequence,
+        hit_tokens: usize,
+        num_tokens: usize,
+    ) -> Result<Option<usize>, CacheError> {
+        self.check_owner(sequence, "sequence".into())?;
+        if sequence.is_committed() {
+            return Err(fault("sequence", SequenceFault::Committed));
+        }
+        self.check_plan(sequence, hit_tokens, num_tokens)?;
+        // Before the blocks are taken: a clear in between leaves them unregistered, never stale.
+        let epoch = self.store.epoch();
+        self.refresh(sequence);
+        let hit_blocks = hit_tokens / self.block_size();
+        let new_blocks = num_tokens.div_ceil(self.block_size());
+        let Some(Taken { hits, tables }) =
+            self.take(&sequence.hashes()[..hit_blocks], new_blocks)?
+        else {
+            return Ok(None);
+        };
+        let hit_tokens = hits * self.block_size();
+        sequence.holding = Some(Holding {
+            epoch,
+            tables,
+            num_slots: hit_tokens + num_tokens,
+            num_filled: hit_tokens,
+            num_published: hits,
+        });
+        self.count_query(sequence.num_tokens(), hit_tokens);
+        Ok(Some(hit_tokens))
+    }
+
+    fn check_plan(
+        &self,
+        sequence: &Sequence,
+        hit_tokens: usize,
+        num_tokens: usize,
+    ) -> Result<(), CacheError> {
+        let size = self.block_size();
+        let full = sequence.num_tokens() / size * size;
+        if !hit_tokens.is_multiple_of(size) || hit_tokens > full {
+            let reason =
+                format!("must be a multiple of {size} (block_size) up to {full}, not {hit_tokens}");
+            return Err(InvalidArgument::new("hit_tokens", reason).into());
+        }
+        if hit_tokens == 0 && num_tokens == 0 {
+            return Err(InvalidArgument::new("num_tokens", "must be at least 1").into());
+        }
+        self.check_num_slots("num_tokens".into(), num_tokens)
+    }
+
+    /// Fails for more tokens than any pool has slots.
+    fn check_num_slots(&self, argument: Argument, count: usize) -> Result<(), CacheError> {
+        let most = MAX_BLOCKS * self.block_size();
+        if count <= most {
+            return Ok(());
+        }
+        let reason = format!("must be at most {most}, not {count}");
+        Err(InvalidArgument::new(argument, reason).into())
+    }
+
+    /// Takes the blocks that hold `hits` and `new_blocks` more for each group; None when blocks are
+    /// lacking.
+    fn take(&self, hits: &[BlockHash], new_blocks: usize) -> Result<Option<Taken>, Misuse> {
+        let groups = self.num_groups();
+        let keys: Vec<BlockKey> = hits.iter().flat_map(|&hash| self.keys_of(hash)).collect();
+        let likely_new = self.store.num_free().min(new_blocks * groups);
+        let mut blocks = Vec::with_capacity(keys.len() + likely_new);
+        let Ok(taken) = self.store.commit(&keys, new_blocks * groups, &mut blocks) else {
+            return Ok(None);
+        };
+        // A hit that only some groups still have is none.
+        let partial = taken - taken % groups..taken;
+        self.store.release(&blocks[partial.clone()])?;
+        blocks.drain(partial);
+        let hits = taken / groups;
+        if groups == 1 {
+            let tables = vec![blocks];
+            return Ok(Some(Taken { hits, tables }));
+        }
+        let (hit, new) = blocks.split_at(hits * groups);
+        let table = |group: usize| {
+            let own_hits = hit.iter().skip(group).step_by(groups);
+            let own_new = &new[group * new_blocks..][..new_blocks];
+            own_hits.chain(own_new).copied().collect()
+        };
+        let tables = (0..groups).map(table).collect();
+        Ok(Some(Taken { hits, tables }))
+    }
+
+    fn count_query(&self, queries: usize, hits: usize) {
+        // Relaxed: counters that order nothing.
+        self.queries.fetch_add(queries as u64, Ordering::Relaxed);
+        self.hits.fetch_add(hits as u64, Ordering::Relaxed);
+    }
+
+    /// Gives each sequence `counts[i]` more slots, in order. Returns how many leading sequences got
+    /// all of theirs; it stops at the first that could not, which is unchanged as all after it.
+    pub fn append_slots(
+        &self,
+        sequences: &mut [&mut Sequence],
+        counts: &[usize],
+    ) -> Result<usize, CacheError> {
+        self.check_committed(sequences)?;
+        check_len("counts", counts.len(), sequences.len())?;
+        for (index, &count) in counts.iter().enumerate() {
+            let argument = Argument::element("counts", index);
+            if count == 0 {
+                return Err(InvalidArgument::new(argument, "must be at least 1").into());
+            }
+            self.check_num_slots(argument, count)?;
+        }
+        let mut batch = sequences.iter_mut().zip(counts);
+        Ok(batch
+            .position(|(sequence, &count)| !self.append(sequence, count))
+            .unwrap_or(counts.len()))
+    }
+
+    /// Gives a committed sequence `count` more slots; false when blocks are lacking.
+    fn append(&self, sequence: &mut Sequence, count: usize) -> bool {
+        let Some(holding) = &mut sequence.holding else {
+            return false;
+        };
+        let num_slots = holding.num_slots + count;
+        let missing = num_slots.div_ceil(self.block_size()) - holding.tables[0].len();
+        if missing > 0 && !self.append_blocks(&mut holding.tables, missing) {
+            return false;
+        }
+        holding.num_slots = num_slots;
+        true
+    }
+
+    /// Allocates `count` blocks for each table; false when blocks are lacking.
+    fn append_blocks(&self, tables: &mut [Vec<BlockId>], count: usize) -> bool {
+        if let [table] = tables {
+            return self.store.allocate(count, table).is_ok();
+        }
+        let mut blocks = Vec::new();
+        if self
+            .store
+            .allocate(count * tables.len(), &mut blocks)
+            .is_err()
+        {
+            return false;
+        }
+        for (table, new) in tables.iter_mut().zip(blocks.chunks_exact(count)) {
+            table.extend_from_slice(new);
+        }
+        true
+    }
+
+    /// Adds one token to each sequence.
+    pub fn append_tokens(
+        &self,
+        sequences: &mut [&mut Sequence],
+        tokens: &[u32],
+    ) -> Result<(), CacheError> {
+        self.check_owners(sequences)?;
+        check_len("tokens", tokens.len(), sequences.len())?;
+        for (sequence, token) in sequences.iter_mut().zip(tokens) {
+            sequence.extend(std::slice::from_ref(token));
+        }
+        Ok(())
+    }
+
+    /// Says that the KV of the first `upto[i]` tokens is there, and publishes the full blocks among
+    /// them. Marking again, or less, changes nothing. Returns the twins among the blocks published.
+    ///
+    /// A sequence that was committed before the index was last cleared publishes nothing.
+    pub fn mark_blocks_filled(
+        &self,
+        sequences: &mut [&mut Sequence],
+        upto: &[usize],
+    ) -> Result<Vec<Twin>, CacheError> {
+        self.check_committed(sequences)?;
+        check_len("upto", upto.len(), sequences.len())?;
+        for (index, (sequence, &upto)) in sequences.iter().zip(upto).enumerate() {
+            let most = sequence.num_slots().min(sequence.num_tokens());
+            if upto > most {
+                let reason = format!("must be at most {most}, the tokens with a slot, not {upto}");
+                return Err(InvalidArgument::new(Argument::element("upto", index), reason).into());
+            }
+        }
+        let mut twins = Vec::new();
+        for (index, (sequence, &upto)) in sequences.iter_mut().zip(upto).enumerate() {
+            self.publish(sequence, index, upto, &mut twins)?;
+        }
+        Ok(twins)
+    }
+
+    fn publish(
+        &self,
+        sequence: &mut Sequence,
+        number: usize,
+        upto: usize,
+        twins: &mut Vec<Twin>,
+    ) -> Result<(), Misuse> {
+        let Some(holding) = &mut sequence.holding else {
+            return Ok(());
+        };
+        let full = upto / self.block_size();
+        for index in holding.num_published..full {
+            let hash = sequence.chain.hashes()[index];
+            for (table, key) in holding.tables.iter().zip(self.keys_of(hash)) {
+                let outcome = self.store.register(table[index], key, holding.epoch)?;
+                if let Registration::Twin(holder) = outcome {
+                    twins.push(Twin {
+                        sequence: number,
+                        group: key.group,
+                        index,
+                        holder,
+                    });
+                }
+            }
+        }
+        holding.num_published = holding.num_published.max(full);
+        holding.num_filled = holding.num_filled.max(upto);
+        Ok(())
+    }
+
+    /// Swaps a published block of a sequence for `block`, its twin that hits, and releases the own one.
+    pub fn replace_block(
+        &self,
+        sequence: &mut Sequence,
+        group: GroupId,
+        index: usize,
+        block: BlockId,
+    ) -> Result<(), CacheError> {
+        self.check_owner(sequence, "sequence".into())?;
+        let key = self.published_key(sequence, group, index)?;
+        let mut taken = Vec::with_capacity(1);
+        let hit = self.store.commit(&[key], 0, &mut taken).unwrap_or(0) == 1;
+        if !hit || taken[0] != block {
+            self.store.release(&taken)?;
+            let reason = format!("must be the block that hits for this content, not {block}");
+            return Err(InvalidArgument::new("block", reason).into());
+        }
+        if let Some(holding) = &mut sequence.holding {
+            std::mem::swap(&mut holding.tables[group.index()][index], &mut taken[0]);
+        }
+        self.store.release(&taken)?;
+        Ok(())
+    }
+
+    fn published_key(
+        &self,
+        sequence: &Sequence,
+        group: GroupId,
+        index: usize,
+    ) -> Result<BlockKey, CacheError> {
+        let Some(holding) = &sequence.holding else {
+            return Err(fault("sequence", SequenceFault::NotCommitted));
+        };
+        self.check_group(group)?;
+        if index >= holding.num_published {
+            let published = holding.num_published;
+            let reason = format!("must be below {published}, the blocks published, not {index}");
+            return Err(InvalidArgument::new("index", reason).into());
+        }
+        Ok(BlockKey::new(sequence.hashes()[index], group))
+    }
+
+    /// Fails unless the cache has this group.
+    pub fn check_group(&self, group: GroupId) -> Result<(), InvalidArgument> {
+        let groups = self.num_groups();
+        if group.index() < groups {
+            return Ok(());
+        }
+        let reason = format!("must be below {groups} (num_groups), not {}", group.get());
+        Err(InvalidArgument::new("group", reason))
+    }
+
+    /// Gives all blocks of each sequence back, the tail first, so that it is evicted before the head.
+    pub fn release(&self, sequences: &mut [&mut Sequence]) -> Result<(), CacheError> {
+        self.check_committed(sequences)?;
+        for sequence in sequences {
+            if let Some(holding) = sequence.holding.take() {
+                for mut table in holding.tables {
+                    table.reverse();
+                    self.store.release(&table)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    // Invalidation.
+
+    /// Forgets everything cached, in constant time. Sequences keep their blocks and publish no more.
+    pub fn clear_cache_index(&self) {
+        self.store.clear_index();
+    }
+
+    /// Forgets everything cached, and hashes under the next version of the weights from now on.
+    pub fn new_weight_version(&self) -> u64 {
+        // AcqRel, and before the clear: whoever sees the new epoch hashes under the new version.
+        let version = self.weight_version.fetch_add(1, Ordering::AcqRel) + 1;
+        self.store.clear_index();
+        version
+    }
+
+    /// The version of the weights, which stands in every hash; 0 at first.
+    pub fn weight_version(&self) -> u64 {
+        // Acquire: pairs with the step in `new_weight_version`.
+        self.weight_version.load(Ordering::Acquire)
+    }
+
+    // The pinned tier.
+
+    /// Pins the cached full blocks among the first `num_tokens` tokens, whether the sequence holds
+    /// them or not. Returns how many blocks were not pinned before.
+    pub fn pin(&self, sequence: &mut Sequence, num_tokens: usize) -> Result<usize, CacheError> {
+        self.check_owner(sequence, "sequence".into())?;
+        self.refresh(sequence);
+        let full = num_tokens.min(sequence.num_tokens()) / self.block_size();
+        self.with_hits(&sequence.hashes()[..full], |blocks| self.store.pin(blocks))
+    }
+
+    /// Takes the pins off the sequence's cached blocks. Returns how many were pinned.
+    pub fn unpin(&self, sequence: &mut Sequence) -> Result<usize, CacheError> {
+        self.check_owner(sequence, "sequence".into())?;
+        self.refresh(sequence);
+        self.with_hits(sequence.hashes(), |blocks| self.store.unpin(blocks))
+    }
+
+    /// Calls `act` on the leading blocks that hit, which are held meanwhile: no other thread can
+    /// recycle one between its being found and its being pinned.
+    fn with_hits(
+        &self,
+        hashes: &[BlockHash],
+        act: impl FnOnce(&[BlockId]) -> Result<usize, Misuse>,
+    ) -> Result<usize, CacheError> {
+        let Some(Taken { tables, .. }) = self.take(hashes, 0)? else {
+            return Ok(0);
+        };
+        let mut blocks: Vec<BlockId> = tables.into_iter().flatten().collect();
+        let changed = act(&blocks)?;
+        blocks.reverse();
+        self.store.release(&blocks)?;
+        Ok(changed)
+    }
+
+    // Looking.
+
+    /// Lifetime counts in tokens; the pool counts blocks.
+    pub fn stats(&self) -> CacheStats {
+        // Relaxed: counters that order nothing.
+        CacheStats {
+            queries: self.queries.load(Ordering::Relaxed),
+            hits: self.hits.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Checks every invariant of the pool, which must be at rest.
+    pub fn validate(&self) -> Result<(), Broken> {
+        self.store.validate()
+    }
+
+    // Checks.
+
+    pub(crate) fn check_owner(
+        &self,
+        sequence: &Sequence,
+        argument: Argument,
+    ) -> Result<(), CacheError> {
+        if Arc::ptr_eq(&sequence.chain_config, &self.chain_config) {
+            return Ok(());
+        }
+        Err(fault(argument, SequenceFault::OtherCache))
+    }
+
+    fn check_owners(&self, sequences: &[&mut Sequence]) -> Result<(), CacheError> {
+        let mut all = sequences.iter().enumerate();
+        all.try_for_each(|(index, sequence)| {
+            self.check_owner(sequence, Argument::element("sequences", index))
+        })
+    }
+
+    fn check_committed(&self, sequences: &[&mut Sequence]) -> Result<(), CacheError> {
+        self.check_owners(sequences)?;
+        let idle = sequences
+            .iter()
+            .position(|sequence| !sequence.is_committed());
+        idle.map_or(Ok(()), |index| {
+            let argument = Argument::element("sequences", index);
+            Err(fault(argument, SequenceFault::NotCommitted))
+        })
+    }
+}
+
+fn fault(argument: impl Into<Argument>, fault: SequenceFault) -> CacheError {
+    CacheError::Sequence {
+        argument: argument.into(),
+        fault,
+    }
+}
+
+pub(crate) fn check_len(
+    argument: &'static str,
+    len: usize,
+    sequences: usize,
+) -> Result<(), InvalidArgument> {
+    if len == sequences {
+        return Ok(());
+    }
+    let reason = format!("must have one entry for each of {sequences} sequences, not {len}");
+    Err(InvalidArgument::new(argument, reason))
+}

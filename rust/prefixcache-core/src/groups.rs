@@ -1,0 +1,53 @@
+//! KV cache groups: layers that share one block table over the one pool.
+
+use crate::error::InvalidArgument;
+use crate::id::GroupId;
+
+/// How a group's layers attend, which decides the blocks that they need.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GroupSpec {
+    /// Every position attends to all before it: all blocks are needed while the sequence lives.
+    FullAttention,
+}
+
+impl GroupSpec {
+    fn name(self) -> &'static str {
+        match self {
+            Self::FullAttention => "full",
+        }
+    }
+}
+
+/// The groups of a cache, at least one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Groups(Vec<GroupSpec>);
+
+impl Groups {
+    /// Fails without a group, or with more than a [`GroupId`] can name.
+    pub fn new(specs: Vec<GroupSpec>) -> Result<Self, InvalidArgument> {
+        let most = usize::from(u16::MAX);
+        if (1..=most).contains(&specs.len()) {
+            return Ok(Self(specs));
+        }
+        let reason = format!("must be from 1 to {most}, not {}", specs.len());
+        Err(InvalidArgument::new("num_groups", reason))
+    }
+
+    /// How many groups there are.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    /// The id of each group.
+    pub fn ids(&self) -> impl Iterator<Item = GroupId> + use<> {
+        (0..self.0.len()).map(|index| GroupId::new(index as u16))
+    }
+
+    /// The groups in words, for the root of the hash chain.
+    #[must_use]
+    pub fn layout(&self) -> String {
+        let names: Vec<&str> = self.0.iter().map(|spec| spec.name()).collect();
+        names.join(",")
+    }
+}

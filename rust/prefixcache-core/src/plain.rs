@@ -1,0 +1,601 @@
+//! The obvious single-owner pool: arrays and links that are array indices.
+//!
+//! It is the oracle of the lock-free [`BlockStore`], so it favours being read over being fast; all
+//! the same every operation is O(1) per block, the removal from the middle of a tier included.
+
+use std::cell::RefCell;
+
+use crate::error::{Broken, Exhausted, InvalidArgument, Misuse};
+use crate::id::{BlockId, Epoch};
+use crate::stats::StoreStats;
+use crate::store::{BlockKey, BlockStore, FreeOrder, PoolConfig, Registration};
+
+/// A pool for one owner; its methods take `&self` as [`BlockStore`] asks, and it is not `Sync`.
+#[derive(Debug)]
+pub struct PlainPool {
+    state: RefCell<State>,
+}
+
+/// A free block's place: the end of a line of free blocks that it stands in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Tier {
+    Regular,
+    Pinned,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Block {
+    holders: u32,
+    /// What the block holds, and the epoch in which that was registered.
+    content: Option<(BlockKey, Epoch)>,
+    pinned: bool,
+    /// The tier that a free block stands in, with its neighbours there (null at the ends).
+    tier: Option<Tier>,
+    before: BlockId,
+    after: BlockId,
+    /// The next block in the same bucket of the index (null at the end).
+    next_in_bucket: BlockId,
+}
+
+impl Block {
+    const NEW: Self = Self {
+        holders: 0,
+        content: None,
+        pinned: false,
+        tier: None,
+        before: BlockId::NULL,
+        after: BlockId::NULL,
+        next_in_bucket: BlockId::NULL,
+    };
+}
+
+/// The ends and the length of a doubly linked line of free blocks.
+#[derive(Clone, Copy, Debug)]
+struct Line {
+    front: BlockId,
+    back: BlockId,
+    len: usize,
+}
+
+impl Line {
+    const EMPTY: Self = Self {
+        front: BlockId::NULL,
+        back: BlockId::NULL,
+        len: 0,
+    };
+}
+
+#[derive(Debug)]
+struct State {
+    config: PoolConfig,
+    num_blocks: usize,
+    /// One entry for every block that the pool may ever have.
+    blocks: Vec<Block>,
+    /// First block of each bucket; within a bucket the one registered first stands first.
+    buckets: Vec<BlockId>,
+    regular: Line,
+    pinned: Line,
+    epoch: Epoch,
+    stats: StoreStats,
+}
+
+impl PlainPool {
+    /// A pool whose blocks are all free and without content.
+    pub fn new(config: PoolConfig) -> Result<Self, InvalidArgument> {
+        config.check()?;
+        let mut state = State {
+            config,
+            num_blocks: 1,
+            blocks: vec![Block::NEW; config.max_blocks],
+            buckets: vec![BlockId::NULL; (2 * config.max_blocks).next_power_of_two()],
+            regular: Line::EMPTY,
+            pinned: Line::EMPTY,
+            epoch: Epoch::default(),
+            stats: StoreStats::default(),
+        };
+        state.grow(config.num_blocks);
+        Ok(Self {
+            state: RefCell::new(state),
+        })
+    }
+}
+
+impl BlockStore for PlainPool {
+    fn lookup(&self, key: &BlockKey) -> Option<BlockId> {
+        self.state.borrow().lookup(key)
+    }
+
+    fn commit(
+        &self,
+        keys: &[BlockKey],
+        num_new: usize,
+        out: &mut Vec<BlockId>,
+    ) -> Result<usize, Exhausted> {
+        self.state.borrow_mut().commit(keys, num_new, out)
+    }
+
+    fn register(
+        &self,
+        block: BlockId,
+        key: BlockKey,
+        epoch: Epoch,
+    ) -> Result<Registration, Misuse> {
+        self.state.borrow_mut().register(block, key, epoch)
+    }
+
+    fn release(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
+        self.state.borrow_mut().release(blocks)
+    }
+
+    fn epoch(&self) -> Epoch {
+        self.state.borrow().epoch
+    }
+
+    fn clear_index(&self) {
+        let mut state = self.state.borrow_mut();
+        state.epoch = state.epoch.next();
+    }
+
+    fn pin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
+        self.state.borrow_mut().set_pins(blocks, true)
+    }
+
+    fn unpin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
+        self.state.borrow_mut().set_pins(blocks, false)
+    }
+
+    fn demote(&self, count: usize) -> usize {
+        self.state.borrow_mut().demote(count)
+    }
+
+    fn resize(&self, num_blocks: usize) -> Result<usize, InvalidArgument> {
+        self.state.borrow_mut().resize(num_blocks)
+    }
+
+    fn num_blocks(&self) -> usize {
+        self.state.borrow().num_blocks
+    }
+
+    fn num_free(&self) -> usize {
+        self.state.borrow().num_free()
+    }
+
+    fn free_order(&self) -> Vec<BlockId> {
+        let state = self.state.borrow();
+        state
+            .walk(state.regular)
+            .chain(state.walk(state.pinned))
+            .collect()
+    }
+
+    fn cached_blocks(&self) -> Vec<BlockId> {
+        let state = self.state.borrow();
+        state.ids().filter(|&id| state.is_cached(id)).collect()
+    }
+
+    fn stats(&self) -> StoreStats {
+        self.state.borrow().stats()
+    }
+
+    fn validate(&self) -> Result<(), Broken> {
+        self.state.borrow().validate()
+    }
+}
+
+impl State {
+    fn num_free(&self) -> usize {
+        self.regular.len + self.pinned.len
+    }
+
+    /// Every block that the pool may ever have, but the null block.
+    fn ids(&self) -> impl Iterator<Item = BlockId> + use<> {
+        (1..self.blocks.len() as u32).map(BlockId::new)
+    }
+
+    fn is_cached(&self, id: BlockId) -> bool {
+        matches!(self.blocks[id.index()].content, Some((_, epoch)) if epoch == self.epoch)
+    }
+
+    fn is_retired(&self, id: BlockId) -> bool {
+        id.index() >= self.num_blocks
+    }
+
+    fn stats(&self) -> StoreStats {
+        StoreStats {
+            cached: self.ids().filter(|&id| self.is_cached(id)).count(),
+            in_use: self.blocks.iter().filter(|block| block.holders > 0).count(),
+            free: self.num_free(),
+            pinned_free: self.pinned.len,
+            ..self.stats
+        }
+    }
+
+    // Handing out and giving back.
+
+    fn commit(
+        &mut self,
+        keys: &[BlockKey],
+        num_new: usize,
+        out: &mut Vec<BlockId>,
+    ) -> Result<usize, Exhausted> {
+        let first = out.len();
+        out.extend(keys.iter().map_while(|key| self.lookup(key)));
+        let hits = out.len() - first;
+        let free_hits = out[first..].iter().filter(|&&id| self.is_free(id)).count();
+        let needed = num_new.saturating_add(free_hits);
+        let free = self.num_free();
+        if needed > free {
+            out.truncate(first);
+            return Err(Exhausted { needed, free });
+        }
+        for &hit in &out[first..] {
+            self.touch(hit);
+        }
+        out.extend((0..num_new).map(|_| self.hand_out_next()));
+        Ok(hits)
+    }
+
+    fn is_free(&self, id: BlockId) -> bool {
+        self.blocks[id.index()].holders == 0
+    }
+
+    fn touch(&mut self, id: BlockId) {
+        if self.is_free(id) {
+            self.unlink(id);
+        }
+        self.blocks[id.index()].holders += 1;
+        self.stats.touches += 1;
+    }
+
+    /// Takes the block at the front of the free line, which must not be empty.
+    fn hand_out_next(&mut self) -> BlockId {
+        let line = if self.regular.len > 0 {
+            self.regular
+        } else {
+            self.pinned
+        };
+        let id = line.front;
+        self.unlink(id);
+        self.stats.evictions += u64::from(self.is_cached(id));
+        self.stats.allocations += 1;
+        self.forget(id);
+        self.blocks[id.index()].holders = 1;
+        id
+    }
+
+    fn release(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
+        let mut freed = Vec::with_capacity(blocks.len());
+        let outcome = blocks.iter().try_for_each(|&id| {
+            self.check_held(id)?;
+            let block = &mut self.blocks[id.index()];
+            block.holders -= 1;
+            if block.holders == 0 {
+                freed.push(id);
+            }
+            Ok(())
+        });
+        self.join_line(&freed);
+        outcome
+    }
+
+    /// Puts blocks that lost their last holder where [`FreeOrder`] says.
+    fn join_line(&mut self, freed: &[BlockId]) {
+        let (cached, rest): (Vec<BlockId>, Vec<BlockId>) =
+            freed.iter().partition(|&&id| self.is_cached(id));
+        let (retired, blank): (Vec<BlockId>, Vec<BlockId>) =
+            rest.into_iter().partition(|&id| self.is_retired(id));
+        for &id in retired.iter().chain(&blank) {
+            self.forget(id);
+        }
+        match self.config.free_order {
+            FreeOrder::UnhashedFirst => {
+                for &id in blank.iter().rev() {
+                    self.push_front(id);
+                }
+                self.push_back_all(&cached);
+            }
+            FreeOrder::Append => {
+                let kept: Vec<BlockId> = freed
+                    .iter()
+                    .copied()
+                    .filter(|&id| !self.is_retired(id))
+                    .collect();
+                self.push_back_all(&kept);
+            }
+        }
+    }
+
+    fn push_back_all(&mut self, blocks: &[BlockId]) {
+        for &id in blocks {
+            let pinned = self.blocks[id.index()].pinned;
+            self.push_back(id, if pinned { Tier::Pinned } else { Tier::Regular });
+        }
+    }
+
+    fn check_held(&self, id: BlockId) -> Result<(), Misuse> {
+        if id.is_null() {
+            return Err(Misuse::Null);
+        }
+        match self.blocks.get(id.index()) {
+            None => Err(Misuse::Foreign(id)),
+            Some(block) if block.holders > 0 => Ok(()),
+            Some(_) if self.is_retired(id) => Err(Misuse::Retired(id)),
+            Some(_) => Err(Misuse::NotInUse(id)),
+        }
+    }
+
+    // Pins.
+
+    fn set_pins(&mut self, blocks: &[BlockId], pinned: bool) -> Result<usize, Misuse> {
+        let mut changed = 0;
+        for &id in blocks {
+            self.check_held(id)?;
+            let may_change = !pinned || self.is_cached(id);
+            if may_change && self.blocks[id.index()].pinned != pinned {
+                self.blocks[id.index()].pinned = pinned;
+                changed += 1;
+            }
+        }
+        Ok(changed)
+    }
+
+    fn demote(&mut self, count: usize) -> usize {
+        let moved = count.min(self.pinned.len);
+        for _ in 0..moved {
+            let id = self.pinned.front;
+            self.unlink(id);
+            self.blocks[id.index()].pinned = false;
+            self.push_back(id, Tier::Regular);
+        }
+        moved
+    }
+
+    // Size.
+
+    fn resize(&mut self, num_blocks: usize) -> Result<usize, InvalidArgument> {
+        self.config.check_num_blocks(num_blocks)?;
+        if num_blocks > self.num_blocks {
+            self.grow(num_blocks);
+        } else {
+            self.shrink(num_blocks);
+        }
+        let above = &self.blocks[num_blocks..];
+        Ok(above.iter().filter(|block| block.holders > 0).count())
+    }
+
+    fn grow(&mut self, num_blocks: usize) {
+        for index in (self.num_blocks..num_blocks).rev() {
+            let id = BlockId::new(index as u32);
+            if self.is_free(id) {
+                self.push_front(id);
+            }
+        }
+        self.num_blocks = num_blocks;
+    }
+
+    fn shrink(&mut self, num_blocks: usize) {
+        for index in num_blocks..self.num_blocks {
+            let id = BlockId::new(index as u32);
+            if self.is_free(id) {
+                self.unlink(id);
+            }
+            self.forget(id);
+        }
+        self.num_blocks = num_blocks;
+    }
+
+    // The index.
+
+    fn bucket(&self, key: &BlockKey) -> usize {
+        let [a, b, c, d, ..] = *key.hash.as_bytes();
+        let spread = u32::from_le_bytes([a, b, c, d]) ^ u32::from(key.group.get());
+        spread as usize & (self.buckets.len() - 1)
+    }
+
+    fn walk_bucket(&self, bucket: usize) -> impl Iterator<Item = BlockId> {
+        let mut next = self.buckets[bucket];
+        std::iter::from_fn(move || {
+            let id = next;
+            next = self.blocks[id.index()].next_in_bucket;
+            (!id.is_null()).then_some(id)
+        })
+    }
+
+    fn lookup(&self, key: &BlockKey) -> Option<BlockId> {
+        self.walk_bucket(self.bucket(key))
+            .find(|&id| self.blocks[id.index()].content == Some((*key, self.epoch)))
+    }
+
+    fn register(
+        &mut self,
+        id: BlockId,
+        key: BlockKey,
+        epoch: Epoch,
+    ) -> Result<Registration, Misuse> {
+        self.check_held(id)?;
+        if epoch != self.epoch || self.is_retired(id) {
+            return Ok(Registration::Stale);
+        }
+        match self.blocks[id.index()].content {
+            Some((held, then)) if then == epoch && held == key => return Ok(Registration::Already),
+            Some((_, then)) if then == epoch => return Err(Misuse::OtherHash(id)),
+            _ => self.forget(id),
+        }
+        let hitting = self.lookup(&key);
+        self.enter(id, key);
+        Ok(hitting.map_or(Registration::New, Registration::Twin))
+    }
+
+    /// Adds a block without content to the end of its bucket.
+    fn enter(&mut self, id: BlockId, key: BlockKey) {
+        let bucket = self.bucket(&key);
+        match self.walk_bucket(bucket).last() {
+            None => self.buckets[bucket] = id,
+            Some(last) => self.blocks[last.index()].next_in_bucket = id,
+        }
+        self.blocks[id.index()].content = Some((key, self.epoch));
+    }
+
+    /// Takes content and pin from a block.
+    fn forget(&mut self, id: BlockId) {
+        self.blocks[id.index()].pinned = false;
+        let Some((key, _)) = self.blocks[id.index()].content.take() else {
+            return;
+        };
+        let bucket = self.bucket(&key);
+        let next = std::mem::replace(&mut self.blocks[id.index()].next_in_bucket, BlockId::NULL);
+        let before = self
+            .walk_bucket(bucket)
+            .find(|&other| self.blocks[other.index()].next_in_bucket == id);
+        match before {
+            None => self.buckets[bucket] = next,
+            Some(before) => self.blocks[before.index()].next_in_bucket = next,
+        }
+    }
+
+    // The lines of free blocks.
+
+    fn line(&mut self, tier: Tier) -> &mut Line {
+        match tier {
+            Tier::Regular => &mut self.regular,
+            Tier::Pinned => &mut self.pinned,
+        }
+    }
+
+    fn walk(&self, line: Line) -> impl Iterator<Item = BlockId> {
+        let mut next = line.front;
+        std::iter::from_fn(move || {
+            let id = next;
+            next = self.blocks[id.index()].after;
+            (!id.is_null()).then_some(id)
+        })
+    }
+
+    fn push_front(&mut self, id: BlockId) {
+        let front = std::mem::replace(&mut self.regular.front, id);
+        self.place(id, Tier::Regular, BlockId::NULL, front);
+    }
+
+    fn push_back(&mut self, id: BlockId, tier: Tier) {
+        let back = std::mem::replace(&mut self.line(tier).back, id);
+        self.place(id, tier, back, BlockId::NULL);
+    }
+
+    fn place(&mut self, id: BlockId, tier: Tier, before: BlockId, after: BlockId) {
+        let block = &mut self.blocks[id.index()];
+        (block.tier, block.before, block.after) = (Some(tier), before, after);
+        self.join(tier, before, id);
+        self.join(tier, id, after);
+        self.line(tier).len += 1;
+    }
+
+    fn unlink(&mut self, id: BlockId) {
+        let block = &mut self.blocks[id.index()];
+        let (before, after) = (block.before, block.after);
+        let tier = block.tier.take().expect("a free block stands in a tier");
+        self.join(tier, before, after);
+        self.line(tier).len -= 1;
+    }
+
+    /// Makes two blocks neighbours; a null block stands for the end of the line.
+    fn join(&mut self, tier: Tier, before: BlockId, after: BlockId) {
+        if before.is_null() {
+            self.line(tier).front = after;
+        } else {
+            self.blocks[before.index()].after = after;
+        }
+        if after.is_null() {
+            self.line(tier).back = before;
+        } else {
+            self.blocks[after.index()].before = before;
+        }
+    }
+
+    // Validation.
+
+    fn validate(&self) -> Result<(), Broken> {
+        self.validate_line(self.regular, Tier::Regular)?;
+        self.validate_line(self.pinned, Tier::Pinned)?;
+        self.validate_index()?;
+        self.ids().try_for_each(|id| self.validate_block(id))?;
+        let in_tiers = self
+            .blocks
+            .iter()
+            .filter(|block| block.tier.is_some())
+            .count();
+        ensure(in_tiers == self.num_free(), || {
+            format!(
+                "{in_tiers} blocks say that they are free, {} stand in line",
+                self.num_free()
+            )
+        })
+    }
+
+    fn validate_line(&self, line: Line, tier: Tier) -> Result<(), Broken> {
+        let mut before = BlockId::NULL;
+        for id in self.walk(line).take(line.len + 1) {
+            let block = &self.blocks[id.index()];
+            ensure(block.tier == Some(tier) && block.before == before, || {
+                format!("block {id} is linked wrongly in the {tier:?} tier")
+            })?;
+            before = id;
+        }
+        let walked = self.walk(line).take(line.len + 1).count();
+        ensure(walked == line.len && line.back == before, || {
+            format!(
+                "the {tier:?} tier ends at {before} after {walked} of {} blocks",
+                line.len
+            )
+        })
+    }
+
+    fn validate_index(&self) -> Result<(), Broken> {
+        let mut indexed = 0;
+        for bucket in 0..self.buckets.len() {
+            for id in self.walk_bucket(bucket) {
+                indexed += 1;
+                let content = self.blocks[id.index()].content;
+                ensure(
+                    content.is_some_and(|(key, _)| self.bucket(&key) == bucket),
+                    || format!("block {id} stands in a bucket that is not its own"),
+                )?;
+            }
+        }
+        let with_content = self
+            .blocks
+            .iter()
+            .filter(|block| block.content.is_some())
+            .count();
+        ensure(indexed == with_content, || {
+            format!("{with_content} blocks hold content, {indexed} are in the index")
+        })
+    }
+
+    fn validate_block(&self, id: BlockId) -> Result<(), Broken> {
+        let block = &self.blocks[id.index()];
+        let in_line = block.tier.is_some();
+        let should_be = block.holders == 0 && !self.is_retired(id);
+        ensure(in_line == should_be, || {
+            format!(
+                "block {id} has {} holders; in line: {in_line}",
+                block.holders
+            )
+        })?;
+        ensure(!self.is_retired(id) || block.content.is_none(), || {
+            format!("block {id} is retired and holds content")
+        })?;
+        ensure(!block.pinned || block.content.is_some(), || {
+            format!("block {id} is pinned without content")
+        })?;
+        ensure(
+            block
+                .tier
+                .is_none_or(|tier| (tier == Tier::Pinned) == block.pinned),
+            || format!("block {id} stands in the wrong tier"),
+        )
+    }
+}
+
+fn ensure(holds: bool, what: impl FnOnce() -> String) -> Result<(), Broken> {
+    if holds { Ok(()) } else { Err(Broken(what())) }
+}

@@ -1,0 +1,132 @@
+//! A request's tokens, block hashes and block tables.
+
+use std::sync::Arc;
+
+use crate::hash::{ChainConfig, Extras, HashChain, Scope, root};
+use crate::id::{BlockHash, BlockId, Epoch};
+
+/// The chained hashes of a token sequence's full blocks, to probe a cache with.
+#[derive(Clone, Debug)]
+pub struct BlockHashes(pub(crate) Vec<BlockHash>);
+
+impl BlockHashes {
+    /// The hashes, first block first.
+    #[must_use]
+    pub fn as_slice(&self) -> &[BlockHash] {
+        &self.0
+    }
+}
+
+/// A request as the cache sees it; made by [`PrefixCache::new_sequence`](crate::cache::PrefixCache::new_sequence).
+///
+/// It holds blocks from a commit until its release, and can be committed again afterwards.
+#[derive(Debug)]
+pub struct Sequence {
+    /// Whose sequence it is: the address of the cache's configuration is the cache's identity.
+    pub(crate) chain_config: Arc<ChainConfig>,
+    pub(crate) scope: Scope,
+    /// The version of the weights that the hashes stand for.
+    pub(crate) weight_version: u64,
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) chain: HashChain,
+    pub(crate) holding: Option<Holding>,
+}
+
+/// What a committed sequence holds.
+#[derive(Debug)]
+pub(crate) struct Holding {
+    /// The epoch from before the first block was allocated.
+    pub(crate) epoch: Epoch,
+    /// The block table of each group, all of one length.
+    pub(crate) tables: Vec<Vec<BlockId>>,
+    /// Tokens that have a slot.
+    pub(crate) num_slots: usize,
+    /// Tokens whose KV is there.
+    pub(crate) num_filled: usize,
+    /// Leading blocks that were hits or have been offered to the index.
+    pub(crate) num_published: usize,
+}
+
+impl Sequence {
+    pub(crate) fn new(
+        chain_config: Arc<ChainConfig>,
+        scope: Scope,
+        weight_version: u64,
+        tokens: Vec<u32>,
+        extras: Extras,
+    ) -> Self {
+        let root = root(&chain_config, &scope, weight_version);
+        let mut chain = HashChain::new(chain_config.block_size, root, Arc::new(extras));
+        chain.extend_to(&tokens);
+        Self {
+            chain_config,
+            scope,
+            weight_version,
+            tokens,
+            chain,
+            holding: None,
+        }
+    }
+
+    /// Adds tokens, and the hashes of the blocks that they fill.
+    pub fn extend(&mut self, tokens: &[u32]) {
+        self.tokens.extend_from_slice(tokens);
+        self.chain.extend_to(&self.tokens);
+    }
+
+    /// Hashes anew under another version of the weights.
+    pub(crate) fn rehash(&mut self, weight_version: u64) {
+        self.weight_version = weight_version;
+        self.chain
+            .restart(root(&self.chain_config, &self.scope, weight_version));
+        self.chain.extend_to(&self.tokens);
+    }
+
+    /// Tokens known: the prompt and what was generated.
+    #[must_use]
+    pub fn num_tokens(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Tokens that have a KV slot; 0 while the sequence holds nothing.
+    #[must_use]
+    pub fn num_slots(&self) -> usize {
+        self.holding.as_ref().map_or(0, |holding| holding.num_slots)
+    }
+
+    /// Tokens whose KV is there; 0 while the sequence holds nothing.
+    #[must_use]
+    pub fn num_filled(&self) -> usize {
+        self.holding
+            .as_ref()
+            .map_or(0, |holding| holding.num_filled)
+    }
+
+    /// Whether the sequence is committed.
+    #[must_use]
+    pub fn is_committed(&self) -> bool {
+        self.holding.is_some()
+    }
+
+    /// How many groups the sequence's cache has.
+    #[must_use]
+    pub fn num_groups(&self) -> usize {
+        self.chain_config.groups.count()
+    }
+
+    /// The block table of a group: block `i` holds positions from `i * block_size` on. Empty while
+    /// the sequence holds nothing, and for a group that is none.
+    #[must_use]
+    pub fn block_table(&self, group: usize) -> &[BlockId] {
+        self.holding
+            .as_ref()
+            .and_then(|holding| holding.tables.get(group))
+            .map_or(&[], Vec::as_slice)
+    }
+
+    /// The hashes of the full blocks.
+    #[must_use]
+    pub fn hashes(&self) -> &[BlockHash] {
+        self.chain.hashes()
+    }
+}

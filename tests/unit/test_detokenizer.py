@@ -101,6 +101,13 @@ def test_broken_bytes_do_not_wait_for_ever():
     assert stream.push(BYTE_LEVEL.encode("x")).endswith("x")
 
 
+@pytest.mark.parametrize("run", ["e4e4e4e4e4bde4e4", "e4e4e4e4e4e4e4bd", "f09ff09ff09ff09ff0"])
+def test_a_long_broken_run_is_cut_between_characters(run):
+    id_of = {BYTE_LEVEL.token_bytes(i): i for i in BYTE_IDS}
+    ids = [id_of[bytes([byte])] for byte in bytes.fromhex(run + "78")]
+    assert "".join(_deltas(BYTE_LEVEL, [[i] for i in ids])) == BYTE_LEVEL.decode(ids)
+
+
 @given(
     text=st.text(alphabet="abc🦙", max_size=30),
     stops=st.lists(st.text(alphabet="abc🦙", min_size=1, max_size=4), min_size=1, max_size=3),

@@ -47,6 +47,8 @@ class AttentionBatch:
     The queries of a sequence are its last tokens: with N pages it has
     `(N - 1) * B + last_page_len` keys, and its query rows are the last of those positions.
     `slot_mapping[t]` is block * B + offset of token t, on the device of the KV tensors.
+    The first `num_decodes` sequences have one query row each and extend an answer; a backend may
+    give them a kernel of their own.
     """
 
     qo_indptr: Tensor  # int32 [S + 1]
@@ -55,6 +57,7 @@ class AttentionBatch:
     last_page_len: Tensor  # int32 [S], 1..B
     slot_mapping: Tensor  # int64 [T]
     max_q_len: int
+    num_decodes: int = 0
 
 
 class AttentionBackend(Protocol):

@@ -1,0 +1,436 @@
+"""Paged attention on CUDA by FlashInfer's kernels, over the core's block tables.
+
+A step is planned once: its decodes go to one kernel, its prompt chunks to another. The kernels
+come from an object with FlashInfer's interface, so that `flashinfer_reference` can stand in for
+them on a CPU. Works with FlashInfer 0.6.14 and newer. Letters of shapes: T tokens in the step,
+H query heads, K key-value heads, D head size, P pages, B tokens a page, N page indices.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from prefixcache.attention.base import AttentionBatch, AttentionSpec, kv_shape_nhd
+from prefixcache.attention.flashinfer_plan import (
+    KernelRows,
+    check_supported,
+    needs_tensor_cores,
+    pad_decodes,
+    plan_options,
+    select_sequences,
+)
+from prefixcache.exceptions import ConfigError
+
+Invariance = Literal["off", "split", "unified"]
+
+_LAYOUT = "NHD"
+# Partial results of split keys. FlashInfer recommends 128 MiB; wide models take more in large
+# batches, and it says so in an error when the workspace is too small.
+_WORKSPACE_BYTES = 256 << 20
+# What every FlashInfer wrapper makes for itself until it is given a shared one.
+_INT_WORKSPACE_BYTES = 8 << 20
+_HOPPER = 9
+
+
+class FlashInferAttention:
+    """FlashInfer behind the protocol of `attention/base.py`.
+
+    `invariance` says what stays bit-equal whatever else is in the batch:
+
+    - "off": nothing; the fastest kernels.
+    - "split": prompt chunks run in the FA3 kernel, whose key tiles start at position 0 and are
+      never split, and decodes in the FA2 kernel without split keys. Each is independent of batch
+      and chunks, but a decode's keys and values differ in bits from a prefill's, so only blocks
+      that a prefill wrote may be shared.
+    - "unified": decodes run in the FA3 kernel too, and everything is equal.
+
+    `batch_invariant` and `decode_matches_prefill` tell what is really kept: without FA3, which is
+    for Hopper devices alone, nothing is. `kernels` is the flashinfer module or its stand-in.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Any,
+        invariance: Invariance = "off",
+        hopper: bool = True,
+    ) -> None:
+        self.name = "flashinfer"
+        self.batch_invariant = invariance != "off" and hopper
+        self.decode_matches_prefill = invariance == "unified" and hopper
+        self._kernels = kernels
+        self._device = device
+        self._makes = _KernelMaker(
+            spec,
+            dtype,
+            device,
+            kernels,
+            prefill_backend="fa3" if hopper else "fa2",
+            split_keys=invariance == "off",
+        )
+        self._unified = invariance == "unified"
+        self._fence = _Fence(device)
+        self._kv: Sequence[Tensor] = ()
+        self._bound: _Bound | None = None
+        self._graphs: _Graphs | None = None
+        self._step: _Step | None = None
+
+    def kv_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        """[P, 2, B, K, D]: FlashInfer's NHD layout, keys and values of a page together."""
+        return kv_shape_nhd(num_blocks, block_size, num_kv_heads, head_dim)
+
+    def bind(self, kv_layers: Sequence[Tensor]) -> None:
+        """Takes the KV tensors. Raises `ConfigError` when their slots exceed FlashInfer's int32."""
+        num_pages, _, page_size = kv_layers[0].shape[:3]
+        if num_pages * page_size >= 2**31:
+            raise ConfigError(
+                f"FlashInfer addresses at most {2**31 - 1} KV cache slots, "
+                f"got {num_pages} blocks of {page_size}."
+            )
+        self._kv = kv_layers
+        self._graphs = self._step = None
+        self._bound = _Bound(
+            prefill=self._makes.prefill(page_size),
+            decode=None if self._unified else self._makes.decode(page_size),
+            page_size=page_size,
+            pool_table=_pool_table(num_pages, page_size, self._device),
+        )
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Plans the step's kernels, after the copies of the plan before have left their buffers."""
+        bound = self._require_bound()
+        count = len(batch.last_page_len)
+        split = 0 if bound.decode is None else batch.num_decodes
+        self._fence.wait()
+        indices = batch.kv_indices.to(self._device, non_blocking=True)
+        slots = batch.slot_mapping.to(torch.int32)
+        parts: list[_Part] = []
+        if bound.decode is not None and split:
+            rows = select_sequences(batch, 0, split)
+            parts.append(_planned(bound.decode, rows, indices, first_row=0))
+        if split < count:
+            rows = select_sequences(batch, split, count)
+            parts.append(_planned(bound.prefill, rows, indices, first_row=split))
+        self._fence.mark()
+        self._step = _Step(slots, torch.zeros_like(slots), tuple(parts))
+
+    def reserve_graphs(self, sizes: Sequence[int], max_page_indices: int) -> None:
+        """Makes tables of fixed addresses for captured decodes of `sizes` rows.
+
+        `max_page_indices` bounds the page indices of a step, before rows are added to it.
+        """
+        bound = self._require_bound()
+        tables = _GraphTables(max(sizes), max_page_indices + max(sizes), self._device)
+        make = self._makes.prefill if self._unified else self._makes.decode
+        kernels = {size: make(bound.page_size, tables.rows(size)) for size in sizes}
+        self._graphs = _Graphs(tables, kernels)
+
+    def plan_graph(self, batch: AttentionBatch, size: int) -> None:
+        """Plans a pure decode with rows added to make `size`; those use the null block alone.
+
+        Until the next plan, `run` takes `size` rows and touches fixed addresses only: it can be
+        captured, and replayed after the next `plan_graph` of the same size.
+        """
+        if self._graphs is None:
+            raise RuntimeError("plan_graph needs reserve_graphs before it.")
+        rows = pad_decodes(batch, size)
+        tables = self._graphs.tables
+        self._fence.wait()
+        tables.load(batch, rows)
+        part = _planned(self._graphs.kernels[size], rows, tables.indices, first_row=0)
+        self._fence.mark()
+        self._step = _Step(tables.slots[:size], tables.zeros[:size], (part,))
+
+    def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        """Writes k and v to their slots, then attends; returns [T, H, D]."""
+        step = self._step
+        if step is None:
+            raise RuntimeError("run needs a plan before it.")
+        kv = self._kv[layer]
+        pool_table = self._require_bound().pool_table
+        self._kernels.append_paged_kv_cache(
+            k_TKD, v_TKD, step.zeros, step.slots, kv, *pool_table, _LAYOUT
+        )
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        for part in step.parts:
+            part.kernel.wrapper.run(q_THD[part.rows], kv, out=out_THD[part.rows])
+        return out_THD
+
+    def _require_bound(self) -> _Bound:
+        if self._bound is None:
+            raise RuntimeError("FlashInferAttention needs bind before it plans or runs.")
+        return self._bound
+
+
+class _Kernel(Protocol):
+    wrapper: Any
+
+    def plan(self, rows: KernelRows, indices: Tensor) -> None: ...
+
+
+class _Decode:
+    """One query row a sequence. `fixed` are the arguments that are the same in every plan."""
+
+    def __init__(self, wrapper: Any, fixed: dict[str, Any]) -> None:
+        self.wrapper = wrapper
+        self._fixed = fixed
+
+    def plan(self, rows: KernelRows, indices: Tensor) -> None:
+        self.wrapper.plan(rows.kv_indptr, indices[rows.pages], rows.last_page_len, **self._fixed)
+
+
+class _Prefill:
+    """Any number of query rows a sequence, causal at its last token."""
+
+    def __init__(self, wrapper: Any, fixed: dict[str, Any]) -> None:
+        self.wrapper = wrapper
+        self._fixed = fixed
+
+    def plan(self, rows: KernelRows, indices: Tensor) -> None:
+        self.wrapper.plan(
+            rows.qo_indptr,
+            rows.kv_indptr,
+            indices[rows.pages],
+            rows.last_page_len,
+            causal=True,
+            **self._fixed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Query rows of a step and the kernel that is planned for them."""
+
+    rows: slice
+    kernel: _Kernel
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A planned step: int32 slots of its tokens, as many zeros, and its kernels."""
+
+    slots: Tensor
+    zeros: Tensor
+    parts: tuple[_Part, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bound:
+    """What depends on the KV tensors. Without `decode`, the prefill kernel computes all rows."""
+
+    prefill: _Prefill
+    decode: _Decode | None
+    page_size: int
+    pool_table: tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Graphs:
+    tables: _GraphTables
+    kernels: Mapping[int, _Kernel]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FixedRows:
+    """Device tables of one graph size, for the wrapper to read in every replay."""
+
+    qo_indptr: Tensor  # int32 [size + 1]
+    kv_indptr: Tensor  # int32 [size + 1]
+    last_page_len: Tensor  # int32 [size]
+    indices: Tensor  # int32 [N]
+
+
+class _GraphTables:
+    """Device tensors of fixed addresses that graphs of all sizes share: only one runs at a time."""
+
+    def __init__(self, max_rows: int, max_page_indices: int, device: torch.device) -> None:
+        def table(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        self.indices = table(max_page_indices)
+        self.slots = table(max_rows)
+        self.zeros = table(max_rows)
+        self._qo_indptr = table(max_rows + 1)
+        self._kv_indptr = table(max_rows + 1)
+        self._last_page_len = table(max_rows)
+
+    def rows(self, size: int) -> _FixedRows:
+        """The tables of one graph size."""
+        return _FixedRows(
+            qo_indptr=self._qo_indptr[: size + 1],
+            kv_indptr=self._kv_indptr[: size + 1],
+            last_page_len=self._last_page_len[:size],
+            indices=self.indices,
+        )
+
+    def load(self, batch: AttentionBatch, rows: KernelRows) -> None:
+        """Writes slots and page indices; those of added rows are 0, the null block."""
+        count, pages = len(batch.last_page_len), int(batch.kv_indptr[-1])
+        self.slots[:count].copy_(batch.slot_mapping, non_blocking=True)
+        self.slots[count : rows.num_sequences].zero_()
+        self.indices[:pages].copy_(batch.kv_indices[:pages], non_blocking=True)
+        self.indices[pages : rows.pages.stop].zero_()
+
+
+class _KernelMaker:
+    """Makes FlashInfer's wrappers. Those of one kind share workspaces: one runs at a time."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Any,
+        *,
+        prefill_backend: str,
+        split_keys: bool,
+    ) -> None:
+        def workspace(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.uint8, device=device)
+
+        self._kernels = kernels
+        self._spec = spec
+        self._prefill_backend = prefill_backend
+        self._tensor_cores = needs_tensor_cores(spec) or not split_keys
+        self._options = plan_options(spec, dtype) | {"disable_split_kv": not split_keys}
+        self._workspace = workspace(_WORKSPACE_BYTES)
+        self._prefill_plans = workspace(_INT_WORKSPACE_BYTES)
+        self._decode_plans = workspace(_INT_WORKSPACE_BYTES)
+
+    def prefill(self, page_size: int, fixed_rows: _FixedRows | None = None) -> _Prefill:
+        """A kernel for chunks, over tables of fixed addresses when these are given."""
+        tables = {} if fixed_rows is None else _prefill_tables(fixed_rows)
+        wrapper = self._kernels.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, _LAYOUT, backend=self._prefill_backend, **tables
+        )
+        wrapper.reset_workspace_buffer(self._workspace, self._prefill_plans)
+        sizes = self._sizes(page_size) | {"head_dim_qk": self._spec.head_dim}
+        return _Prefill(wrapper, sizes | self._options)
+
+    def decode(self, page_size: int, fixed_rows: _FixedRows | None = None) -> _Decode:
+        """A kernel for single rows, over tables of fixed addresses when these are given.
+
+        Always FA2: "auto" may become another one with the release or the shape of a step.
+        """
+        tables = {} if fixed_rows is None else _decode_tables(fixed_rows)
+        wrapper = self._kernels.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, _LAYOUT, use_tensor_cores=self._tensor_cores, backend="fa2", **tables
+        )
+        wrapper.reset_workspace_buffer(self._workspace, self._decode_plans)
+        sizes = self._sizes(page_size) | {"head_dim": self._spec.head_dim}
+        return _Decode(wrapper, sizes | self._options)
+
+    def _sizes(self, page_size: int) -> dict[str, Any]:
+        return {
+            "num_qo_heads": self._spec.num_heads,
+            "num_kv_heads": self._spec.num_kv_heads,
+            "page_size": page_size,
+        }
+
+
+class _Fence:
+    """Keeps the host from writing pinned memory that an earlier copy to the device still reads.
+
+    A plan stages its tables in pinned buffers which it reuses. On a CPU copies are done at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def wait(self) -> None:
+        """Returns when all copies before the last `mark` are done."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def mark(self) -> None:
+        """Remembers the copies that were started until now."""
+        if self._event is not None:
+            self._event.record()
+
+
+def make_flashinfer(
+    spec: AttentionSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    invariance: Invariance = "off",
+) -> FlashInferAttention:
+    """FlashInfer's own kernels on a CUDA device.
+
+    Raises `ConfigError` that says what to install, or which shape or type has no kernel.
+    """
+    kernels = load_kernels(device)
+    check_supported(spec, dtype)
+    major, _ = torch.cuda.get_device_capability(device)
+    return FlashInferAttention(
+        spec,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        invariance=invariance,
+        hopper=major == _HOPPER,
+    )
+
+
+def load_kernels(device: torch.device) -> Any:
+    """The flashinfer module. Raises `ConfigError` when it or the device is missing."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise ConfigError(
+            f"FlashInfer needs a CUDA device, and torch {torch.__version__} finds none for "
+            f"{str(device)!r}. Use --device cpu, or install a CUDA build of torch and a driver."
+        )
+    try:
+        return importlib.import_module("flashinfer")
+    except ImportError as error:
+        raise ConfigError(
+            f"FlashInfer is not installed ({error}). Run: pip install 'prefixcache[cuda]'"
+        ) from error
+
+
+def _planned(kernel: _Kernel, rows: KernelRows, indices: Tensor, *, first_row: int) -> _Part:
+    kernel.plan(rows, indices)
+    return _Part(slice(first_row, first_row + rows.num_rows), kernel)
+
+
+def _pool_table(
+    num_pages: int, page_size: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The whole pool as the block table of one sequence: indices, indptr, last_page_len.
+
+    Position p of that sequence is slot p, so the append kernel takes slots for positions.
+    """
+    return (
+        torch.arange(num_pages, dtype=torch.int32, device=device),
+        torch.tensor([0, num_pages], dtype=torch.int32, device=device),
+        torch.tensor([page_size], dtype=torch.int32, device=device),
+    )
+
+
+def _prefill_tables(rows: _FixedRows) -> dict[str, Any]:
+    return {
+        "use_cuda_graph": True,
+        "qo_indptr_buf": rows.qo_indptr,
+        "paged_kv_indptr_buf": rows.kv_indptr,
+        "paged_kv_indices_buf": rows.indices,
+        "paged_kv_last_page_len_buf": rows.last_page_len,
+    }
+
+
+def _decode_tables(rows: _FixedRows) -> dict[str, Any]:
+    return {
+        "use_cuda_graph": True,
+        "paged_kv_indptr_buffer": rows.kv_indptr,
+        "paged_kv_indices_buffer": rows.indices,
+        "paged_kv_last_page_len_buffer": rows.last_page_len,
+    }

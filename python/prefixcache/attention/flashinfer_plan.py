@@ -1,0 +1,110 @@
+"""What FlashInfer's kernels are planned with: device-free, so that a CPU can check all of it.
+
+Letters of shapes: S sequences, N page indices. Pages of a step are CSR, as in `AttentionBatch`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefixcache.attention.base import AttentionBatch, AttentionSpec
+from prefixcache.exceptions import ConfigError
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16)
+
+# Query heads a key-value head for which the decode kernel without tensor cores is compiled.
+_PLAIN_DECODE_GROUPS = frozenset({1, 2, 3, 4, 8})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRows:
+    """The sequences that one kernel computes: int32 arrays on the CPU that start at zero.
+
+    `pages` is the part of the step's page indices that `kv_indptr` counts in.
+    """
+
+    qo_indptr: Tensor  # [S + 1]
+    kv_indptr: Tensor  # [S + 1]
+    last_page_len: Tensor  # [S]
+    pages: slice
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.last_page_len)
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows of all sequences."""
+        return int(self.qo_indptr[-1])
+
+
+def select_sequences(batch: AttentionBatch, first: int, stop: int) -> KernelRows:
+    """Sequences `first:stop` of a step, counted from zero."""
+    start_page, stop_page = int(batch.kv_indptr[first]), int(batch.kv_indptr[stop])
+    return KernelRows(
+        qo_indptr=batch.qo_indptr[first : stop + 1] - batch.qo_indptr[first],
+        kv_indptr=batch.kv_indptr[first : stop + 1] - start_page,
+        last_page_len=batch.last_page_len[first:stop],
+        pages=slice(start_page, stop_page),
+    )
+
+
+def pad_decodes(batch: AttentionBatch, size: int) -> KernelRows:
+    """The step's decodes and as many rows more as make `size`.
+
+    Each added row is a sequence of one token in one page; its page index stands behind those of
+    the step. Raises `ValueError` when the step is no pure decode of at most `size` sequences.
+    """
+    count = len(batch.last_page_len)
+    if batch.num_decodes != count or not 0 < count <= size:
+        raise ValueError(
+            f"A graph of {size} rows cannot run {batch.num_decodes} decodes of {count} sequences."
+        )
+    added = torch.arange(1, size - count + 1, dtype=torch.int32)
+    kv_indptr = torch.cat([batch.kv_indptr, batch.kv_indptr[-1] + added])
+    return KernelRows(
+        qo_indptr=torch.arange(size + 1, dtype=torch.int32),
+        kv_indptr=kv_indptr,
+        last_page_len=torch.cat([batch.last_page_len, torch.ones_like(added)]),
+        pages=slice(0, int(kv_indptr[-1])),
+    )
+
+
+def needs_tensor_cores(spec: AttentionSpec) -> bool:
+    """Whether decode must take the tensor-core kernel: the plain one lacks this group size."""
+    return spec.num_heads // spec.num_kv_heads not in _PLAIN_DECODE_GROUPS
+
+
+def plan_options(spec: AttentionSpec, dtype: torch.dtype) -> dict[str, Any]:
+    """Keyword arguments that the plans of all kernels share.
+
+    FlashInfer's `window_left` counts the keys before the query's own; our window counts that one
+    too. Types are always named: they default to float16.
+    """
+    return {
+        "sm_scale": spec.scale,
+        "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
+        "logits_soft_cap": spec.softcap,
+        "q_data_type": dtype,
+        "kv_data_type": dtype,
+    }
+
+
+def check_supported(spec: AttentionSpec, dtype: torch.dtype) -> None:
+    """Raises `ConfigError` when FlashInfer has no kernel for this shape or type."""
+    if spec.head_dim not in HEAD_DIMS:
+        raise ConfigError(
+            f"FlashInfer has no kernel for head_dim {spec.head_dim}; "
+            f"it has {', '.join(map(str, HEAD_DIMS))}. Use another attention backend."
+        )
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"FlashInfer has no kernel for {dtype}. Use --dtype bfloat16 or another attention "
+            "backend."
+        )

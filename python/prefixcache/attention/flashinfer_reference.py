@@ -1,0 +1,269 @@
+"""FlashInfer's paged kernels in plain torch: what they compute, and how they must be called.
+
+The same names, arguments and checks as the parts of the flashinfer module that
+`attention/flashinfer.py` uses, from FlashInfer's documentation, so that a CPU can run everything
+but the CUDA kernels. Slow: one sequence after another. Letters of shapes: S sequences, T query
+rows, H query heads, K key-value heads, D head size, P pages, B tokens a page, L keys of a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Wrapper:
+    """What both wrappers share: the tables `run` reads, in fixed tensors for a graph."""
+
+    def __init__(self, workspace: Tensor, kv_layout: str) -> None:
+        _check(kv_layout == "NHD", f"kv_layout {kv_layout}")
+        _check(workspace.dtype == torch.uint8, "the workspace must be bytes")
+        self._device = workspace.device
+        self._fixed: dict[str, Tensor] | None = None
+        self._tables: dict[str, Tensor] = {}
+        self._options: dict[str, Any] = {}
+
+    def reset_workspace_buffer(self, float_workspace: Tensor, int_workspace: Tensor) -> None:
+        """Takes shared workspaces, which this module has no use for."""
+        _check(float_workspace.dtype == int_workspace.dtype == torch.uint8, "workspaces are bytes")
+
+    def _store(self, **tables: Tensor) -> None:
+        """Copies the tables of a plan to the device, and into the fixed ones of a graph."""
+        for name, table in tables.items():
+            _check(table.dtype == torch.int32, f"{name} must be int32")
+            if name != "indices":
+                _check(table.device.type == "cpu", f"{name} off the CPU makes the plan wait")
+        if self._fixed is None:
+            self._tables = {name: table.to(self._device) for name, table in tables.items()}
+            return
+        for name, table in tables.items():
+            fixed = self._fixed[name]
+            fits = len(table) <= len(fixed) if name == "indices" else len(table) == len(fixed)
+            _check(fits, f"{name} has {len(table)} entries in a graph's table of {len(fixed)}")
+            fixed[: len(table)].copy_(table)
+        self._tables = self._fixed
+
+    def _attend(self, q_THD: Tensor, kv: Tensor, out: Tensor, qo_indptr: Tensor) -> Tensor:
+        """Every sequence by itself; tables are read here, as a kernel does."""
+        _check(q_THD.dtype == self._options["q_data_type"], "q_data_type")
+        _check(kv.dtype == self._options["kv_data_type"], "kv_data_type")
+        _check(kv.ndim == 5 and kv.shape[1] == 2, f"KV of shape {tuple(kv.shape)}")
+        _check(kv.shape[2] == self._options["page_size"], "page_size")
+        _check(out.is_contiguous() and out.shape == q_THD.shape, "out")
+        rows, pages = qo_indptr.tolist(), self._tables["kv_indptr"].tolist()
+        _check(rows[-1] == len(q_THD), f"{len(q_THD)} query rows, {rows[-1]} planned")
+        for s, last in enumerate(self._tables["last_page_len"].tolist()):
+            _check(0 < last <= kv.shape[2], f"last_page_len {last}")
+            table = self._tables["indices"][pages[s] : pages[s + 1]]
+            keys_LKD, values_LKD = _gather(kv, table, last)
+            query = slice(rows[s], rows[s + 1])
+            out[query] = _attention(q_THD[query], keys_LKD, values_LKD, self._options)
+        return out
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
+    """Chunks of any length; with `causal` the mask is aligned at the last query and key."""
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        *,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout)
+        self.backend = backend
+        if use_cuda_graph:
+            self._fixed = _require(
+                qo_indptr=qo_indptr_buf,
+                kv_indptr=paged_kv_indptr_buf,
+                indices=paged_kv_indices_buf,
+                last_page_len=paged_kv_last_page_len_buf,
+            )
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None,
+        fixed_split_size: int | None = None,  # noqa: ARG002 (order of additions is not modelled)
+        disable_split_kv: bool = False,  # noqa: ARG002
+    ) -> None:
+        """Takes one step's tables, on the CPU but for the page indices."""
+        _check(num_qo_heads % num_kv_heads == 0, "num_qo_heads must divide by num_kv_heads")
+        self._options = {
+            "scale": 1 / math.sqrt(head_dim_qk) if sm_scale is None else sm_scale,
+            "window_left": window_left,
+            "soft_cap": logits_soft_cap or 0.0,
+            "q_data_type": q_data_type,
+            "kv_data_type": kv_data_type or q_data_type,
+            "page_size": page_size,
+            "causal": causal,
+        }
+        self._store(
+            qo_indptr=qo_indptr,
+            kv_indptr=paged_kv_indptr,
+            indices=paged_kv_indices,
+            last_page_len=paged_kv_last_page_len,
+        )
+
+    def run(self, q: Tensor, paged_kv_cache: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Attention of [T, H, D]."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        return self._attend(q, paged_kv_cache, out, self._tables["qo_indptr"])
+
+
+class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
+    """One query row a sequence, which sees all its keys or those of its window."""
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+        *,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout)
+        self.backend = backend
+        self._use_tensor_cores = use_tensor_cores
+        if use_cuda_graph:
+            self._fixed = _require(
+                kv_indptr=paged_kv_indptr_buffer,
+                indices=paged_kv_indices_buffer,
+                last_page_len=paged_kv_last_page_len_buffer,
+            )
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,  # noqa: ARG002 (order of additions is not modelled)
+    ) -> None:
+        """Takes one step's tables, on the CPU but for the page indices."""
+        group, rest = divmod(num_qo_heads, num_kv_heads)
+        _check(rest == 0, "num_qo_heads must divide by num_kv_heads")
+        _check(self._use_tensor_cores or group in (1, 2, 3, 4, 8), f"no plain kernel for {group}")
+        _check(self._use_tensor_cores or fixed_split_size is None, "fixed_split_size")
+        self._options = {
+            "scale": 1 / math.sqrt(head_dim) if sm_scale is None else sm_scale,
+            "window_left": window_left,
+            "soft_cap": logits_soft_cap or 0.0,
+            "q_data_type": q_data_type,
+            "kv_data_type": kv_data_type or q_data_type,
+            "page_size": page_size,
+            "causal": True,
+        }
+        self._store(kv_indptr=indptr, indices=indices, last_page_len=last_page_len)
+
+    def run(self, q: Tensor, paged_kv_cache: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Attention of [S, H, D]."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        one_each = torch.arange(len(self._tables["last_page_len"]) + 1)
+        return self._attend(q, paged_kv_cache, out, one_each)
+
+
+def append_paged_kv_cache(
+    append_key: Tensor,
+    append_value: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    paged_kv_cache: Tensor,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Writes each token's key and value where its sequence's table puts its position."""
+    _check(kv_layout == "NHD", f"kv_layout {kv_layout}")
+    for table in (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len):
+        _check(table.dtype == torch.int32, "tables must be int32")
+    _check(len(kv_indptr) == len(kv_last_page_len) + 1, "kv_indptr")
+    _check(len(batch_indices) == len(positions) == len(append_key), "one position a token")
+    page_size = paged_kv_cache.shape[2]
+    places = kv_indptr[batch_indices.long()].long() * page_size + positions
+    pages = kv_indices[places // page_size].long()
+    paged_kv_cache[pages, 0, places % page_size] = append_key
+    paged_kv_cache[pages, 1, places % page_size] = append_value
+
+
+def _gather(kv: Tensor, table: Tensor, last_page_len: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [L, K, D] of the pages, in order."""
+    pages = kv[table.long()]
+    length = (len(pages) - 1) * kv.shape[2] + last_page_len
+    keys, values = pages[:, 0].flatten(0, 1), pages[:, 1].flatten(0, 1)
+    return keys[:length], values[:length]
+
+
+def _attention(q_THD: Tensor, k_LKD: Tensor, v_LKD: Tensor, options: dict[str, Any]) -> Tensor:
+    """Softmax attention in float32; the last query stands at the last key."""
+    group = q_THD.shape[1] // k_LKD.shape[1]
+    keys = k_LKD.float().repeat_interleave(group, dim=1)
+    values = v_LKD.float().repeat_interleave(group, dim=1)
+    scores_HTL = torch.einsum("thd,lhd->htl", q_THD.float(), keys) * options["scale"]
+    if options["soft_cap"] > 0:
+        scores_HTL = options["soft_cap"] * torch.tanh(scores_HTL / options["soft_cap"])
+    visible_TL = _visible(len(q_THD), len(k_LKD), options, q_THD.device)
+    scores_HTL = scores_HTL.masked_fill(~visible_TL, -math.inf)
+    out_THD = torch.einsum("htl,lhd->thd", torch.softmax(scores_HTL, dim=-1), values)
+    return out_THD.to(q_THD.dtype)
+
+
+def _visible(
+    num_queries: int, num_keys: int, options: dict[str, Any], device: torch.device
+) -> Tensor:
+    """[T, L]: `window_left` w shows a query at position i the keys from i - w on."""
+    at_T1 = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
+    key_L = torch.arange(num_keys, device=device)
+    visible = key_L <= at_T1 if options["causal"] else (key_L >= 0) | (at_T1 >= 0)
+    if options["window_left"] >= 0:
+        visible = visible & (key_L >= at_T1 - options["window_left"])
+    return visible
+
+
+def _require(**tables: Tensor | None) -> dict[str, Tensor]:
+    """The fixed tables of a graph, all of them."""
+    found = {name: table for name, table in tables.items() if table is not None}
+    _check(len(found) == len(tables), "a graph needs all of its tables")
+    return found
+
+
+def _check(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"FlashInfer would refuse this call: {what}.")

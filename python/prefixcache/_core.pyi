@@ -1,97 +1,279 @@
-"""The Rust core: block pool, prefix index, block tables."""
+"""The Rust core: block pool, prefix index, block tables.
 
+A number that is negative or out of its range raises ValueError; misuse (a released sequence, the
+sequence of another cache, a sequence that two calls use at once, a closed cache) RuntimeError; a
+wrong type TypeError. Each names the argument. A call that raises has changed nothing unless it says
+so.
+"""
+
+from array import array
 from collections.abc import Sequence as _Sequence
-from typing import Literal, final
+from typing import Any, Literal, Protocol, TypeAlias, final, type_check_only
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Buffer
 
-type Tokens = ...  # placeholder: see contract (numpy int32/int64/uint32, array.array, list[int])
+__all__ = ["BlockHashes", "BlockPool", "PrefixCache", "Sequence"]
+
+@type_check_only
+class _SupportsArray(Protocol):
+    """What numpy can view as an array: a torch tensor on the CPU, for one."""
+
+    def __array__(self) -> Any: ...
+
+# Token ids from 0 to 2**32 - 1 in one dimension. An array costs no Python object for each token.
+_Tokens: TypeAlias = (
+    npt.NDArray[np.int32]
+    | npt.NDArray[np.int64]
+    | npt.NDArray[np.uint32]
+    | array[int]
+    | _Sequence[int]
+    | _SupportsArray
+)
+_FreeOrder: TypeAlias = Literal["unhashed_first", "append"]
 
 @final
 class BlockHashes:
     """Chained hashes of a token sequence's full blocks."""
+
     def __len__(self) -> int: ...
-    def to_bytes(self, index: int) -> bytes: ...
+    def to_bytes(self, index: int) -> bytes:
+        """The 32 bytes of a block's hash; IndexError past the last."""
 
 @final
 class Sequence:
     """A request's tokens, block hashes and block tables. Made by `PrefixCache.new_sequence`."""
+
     @property
-    def num_tokens(self) -> int: ...          # tokens known (prompt + generated)
+    def num_tokens(self) -> int:
+        """Tokens known: the prompt and what was generated."""
     @property
-    def num_slots(self) -> int: ...           # tokens that have a KV slot (hits + allocated)
+    def num_slots(self) -> int:
+        """Tokens that have a KV slot: hits and allocated ones; 0 while nothing is held."""
     @property
-    def num_filled(self) -> int: ...          # tokens whose KV is there (mark_blocks_filled)
-    def extend(self, tokens: Tokens) -> None: ...
-    def block_table(self, group: int = 0) -> list[int]: ...
-    def block_hashes(self, start: int = 0, stop: int | None = None) -> list[bytes]: ...
+    def num_filled(self) -> int:
+        """Tokens whose KV is there; 0 while nothing is held."""
+    @property
+    def is_committed(self) -> bool:
+        """Whether the sequence holds blocks: from a commit until its release."""
+    def extend(self, tokens: _Tokens) -> None:
+        """Add tokens, and hash the blocks that they fill."""
+    def block_table(self, group: int = 0) -> list[int]:
+        """The blocks of a group, in the order of the positions; empty while nothing is held."""
+    def block_hashes(self, start: int = 0, stop: int | None = None) -> list[bytes]:
+        """The hashes of full blocks `start` to `stop`, 32 bytes each."""
 
 @final
 class PrefixCache:
-    def __init__(
-        self,
-        num_blocks: int,              # block 0 is the null block and is never handed out (as in vLLM)
+    """A prefix cache: a pool of KV cache blocks, found again by the tokens that filled them."""
+
+    def __new__(
+        cls,
+        num_blocks: int,
         block_size: int = 16,
         *,
         model: str = "",
         revision: str = "",
         kv_dtype: str = "",
         num_groups: int = 1,
-        free_order: Literal["unhashed_first", "append"] = "unhashed_first",
-        threads: Literal["single_writer", "shared"] = "single_writer",   # 2nd form only
-        max_blocks: int | None = None,   # the most resize() may ever reach
-    ) -> None: ...
-    # hashing (any thread)
-    def compute_block_hashes(self, tokens: Tokens, *, cache_salt: str | None = None, lora: str | None = None, extras: _Sequence[bytes] | None = None) -> BlockHashes: ...
-    def new_sequence(self, tokens: Tokens, *, cache_salt: str | None = None, lora: str | None = None, extras: _Sequence[bytes] | None = None) -> Sequence: ...
-    # reading (any thread, wait-free)
-    def probe(self, hashes: BlockHashes) -> int: ...                 # leading TOKENS that hit (full blocks)
-    def count_prefix_hits(self, sequence: Sequence) -> int: ...      # the same for a sequence; only reads
-    # writing (the scheduler)
-    def commit_prefix_plan(self, sequence: Sequence, hit_tokens: int, num_tokens: int) -> int | None: ...
-        # takes the first `hit_tokens` (a block multiple, 0 allowed) as hits and allocates slots for
-        # `num_tokens` more, all or nothing. Returns the hit tokens really taken (fewer only when another
-        # thread evicted some meanwhile), or None when blocks are lacking (nothing changed).
-    def append_slots(self, sequences: list[Sequence], counts: list[int]) -> int: ...
-        # in order; returns how many leading sequences got all their slots (stops at the first that could not;
-        # that one is unchanged)
-    def append_tokens(self, sequences: list[Sequence], tokens: Tokens) -> None: ...   # one sampled token each
-    def mark_blocks_filled(self, sequences: list[Sequence], upto: list[int]) -> list[tuple[int, int, int, int]]: ...
-        # publishes full blocks below `upto` tokens; idempotent; returns twins (sequence index, group, block index, block that already holds it)
-    def replace_block(self, sequence: Sequence, group: int, index: int, block: int) -> None: ...
-    def release(self, sequences: list[Sequence]) -> None: ...        # tail first; the sequence can be committed again
-    def clear_cache_index(self) -> None: ...                         # O(1); live sequences keep blocks, publish nothing more
-    def new_weight_version(self) -> int: ...                         # clear_cache_index + next version into the root hash
+        free_order: _FreeOrder = "unhashed_first",
+        max_blocks: int | None = None,
+    ) -> PrefixCache:
+        """A cache of `num_blocks` blocks of `block_size` tokens (a power of two from 1 to 256).
+
+        Block 0, the null block, counts among them and is never handed out, as in vLLM. `model`,
+        `revision` and `kv_dtype` enter every hash. `max_blocks` is the most that `resize` may
+        reach.
+        """
+    def compute_block_hashes(
+        self,
+        tokens: _Tokens,
+        *,
+        cache_salt: str | None = None,
+        lora: str | None = None,
+        extras: _Sequence[bytes] | None = None,
+    ) -> BlockHashes:
+        """The chained hashes of the full blocks of `tokens`. Any thread."""
+    def new_sequence(
+        self,
+        tokens: _Tokens,
+        *,
+        cache_salt: str | None = None,
+        lora: str | None = None,
+        extras: _Sequence[bytes] | None = None,
+    ) -> Sequence:
+        """A sequence that holds nothing yet, its full blocks hashed. Any thread.
+
+        Sequences share blocks only where `cache_salt` and `lora` are equal; None and "" differ.
+        `extras` are bytes that a block's KV depends on besides its tokens, one entry for each block
+        from the first on, empty where there is none.
+        """
+    def probe(self, hashes: BlockHashes) -> int:
+        """How many leading tokens are cached, in full blocks. Any thread; changes nothing."""
+    def count_prefix_hits(self, sequence: Sequence) -> int:
+        """`probe` for a sequence."""
+    def commit_prefix_plan(
+        self, sequence: Sequence, hit_tokens: int, num_tokens: int
+    ) -> int | None:
+        """Take the first `hit_tokens` as hits and slots for `num_tokens` more, all or none.
+
+        `hit_tokens` is a multiple of the block size, 0 included. Returns the hit tokens really
+        taken, fewer than asked where some are gone meanwhile; None when blocks are lacking, and
+        then nothing has changed.
+        """
+    def append_slots(self, sequences: _Sequence[Sequence], counts: _Sequence[int]) -> int:
+        """Give each sequence `counts[i]` (at least 1) more slots, in order.
+
+        Returns how many leading sequences got all of theirs; it stops at the first that could not,
+        which is unchanged as all after it.
+        """
+    def append_tokens(self, sequences: _Sequence[Sequence], tokens: _Tokens) -> None:
+        """Add one token to each sequence."""
+    def mark_blocks_filled(
+        self, sequences: _Sequence[Sequence], upto: _Sequence[int]
+    ) -> list[tuple[int, int, int, int]]:
+        """Say that the KV of the first `upto[i]` tokens is there; publish their full blocks.
+
+        Marking again, or less, changes nothing. Returns the twins among the blocks published:
+        (sequence, group, index in the block table, the block that already holds the content). A
+        sequence committed before the last clear publishes nothing.
+        """
+    def replace_block(self, sequence: Sequence, group: int, index: int, block: int) -> None:
+        """Swap a published block for `block`, the twin that hits, and release the own one."""
+    def release(self, sequences: _Sequence[Sequence]) -> None:
+        """Give all blocks of each sequence back, the tail first: it is evicted before the head.
+
+        A released sequence can be committed again.
+        """
+    def clear_cache_index(self) -> None:
+        """Forget everything cached, in constant time; sequences keep blocks and publish no more."""
+    def new_weight_version(self) -> int:
+        """Forget everything cached, and hash under the next version of the weights from now on."""
     @property
-    def weight_version(self) -> int: ...
-    def pin(self, sequence: Sequence, num_tokens: int) -> int: ...
-    def unpin(self, sequence: Sequence) -> int: ...
-    def demote(self, count: int) -> int: ...
-    def resize(self, num_blocks: int) -> int: ...                    # blocks still busy above the new size
+    def weight_version(self) -> int:
+        """The version of the weights, which stands in every hash; 0 at first."""
+    def pin(self, sequence: Sequence, num_tokens: int) -> int:
+        """Pin the cached full blocks among the first `num_tokens` tokens; they are evicted last.
+
+        Returns how many blocks were not pinned before. The sequence need not hold anything.
+        """
+    def unpin(self, sequence: Sequence) -> int:
+        """Take the pins off the sequence's cached blocks. Returns how many were pinned."""
+    def demote(self, count: int) -> int:
+        """Move the oldest `count` free pinned blocks to the regular tier; how many there were."""
+    def resize(self, num_blocks: int) -> int:
+        """Set the number of blocks, the null block counted; how many above it are still held.
+
+        Those are retired when they are released. Blocks that come back are handed out first.
+        """
     def fill_block_tables(
         self,
-        sequences: list[Sequence],
-        starts: list[int],
-        counts: list[int],
+        sequences: _Sequence[Sequence],
+        starts: _Sequence[int],
+        counts: _Sequence[int],
         group: int,
-        indptr: npt.NDArray[np.int32],        # S+1
-        indices: npt.NDArray[np.int32],       # at least sum(pages)
-        last_page_len: npt.NDArray[np.int32], # S
-        slot_mapping: npt.NDArray[np.int64],  # T
-    ) -> int: ...
-        # for each sequence the pages that cover positions [0, start+count), and block*B+offset for each
-        # computed token; returns the number of indices written
-    # looking
+        indptr: npt.NDArray[np.int32],
+        indices: npt.NDArray[np.int32],
+        last_page_len: npt.NDArray[np.int32],
+        slot_mapping: npt.NDArray[np.int64],
+    ) -> int:
+        """Write the block tables of a batch of S sequences and T computed tokens.
+
+        For each sequence: the pages that cover positions 0 to `starts[i] + counts[i]` (`indptr`
+        [S + 1], `indices` [pages], `last_page_len` [S]: tokens on the last page), and
+        block * block_size + offset for each of the `counts[i]` computed tokens (`slot_mapping`
+        [T]).
+        The arrays may be longer. Returns the number of pages written.
+        """
     @property
-    def block_size(self) -> int: ...
+    def block_size(self) -> int:
+        """Tokens in a block."""
     @property
-    def num_blocks(self) -> int: ...          # usable ones: without the null block
+    def num_blocks(self) -> int:
+        """Blocks that can be handed out: the null block is not counted."""
     @property
-    def num_free_blocks(self) -> int: ...
-    def free_order(self) -> list[int]: ...    # debugging: next to be handed out first
-    def cached_blocks(self) -> list[int]: ... # debugging: ids that hold a hash
-    def stats(self) -> dict[str, int]: ...    # queries, hits (tokens), evictions, ... lifetime; blocks by state
-    def validate(self) -> None: ...           # raises RuntimeError naming the broken invariant
-    def adopt_writer(self) -> None: ...       # single_writer: this thread is the writer from now on
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+    def free_order(self) -> list[int]:
+        """The free blocks, the one to be handed out next first. For debugging."""
+    def cached_blocks(self) -> list[int]:
+        """The blocks that hold a hash, lowest id first. For debugging."""
+    def stats(self) -> dict[str, int]:
+        """Lifetime counts, and blocks by state.
+
+        Lifetime: queries and hits (tokens), allocations, touches and evictions (blocks). Now:
+        cached_blocks, blocks_in_use, free_blocks, pinned_free_blocks.
+        """
+    def validate(self) -> None:
+        """Check every invariant of the cache; RuntimeError names the broken one."""
+    def close(self) -> None:
+        """End the cache: every later call raises RuntimeError."""
+
+@final
+class BlockPool:
+    """A pool of blocks that are handed out, counted, given back, and found again by their hashes.
+
+    The pool alone, for a caller that keeps its own hashes (32 bytes each) and block tables.
+    """
+
+    def __new__(
+        cls,
+        num_blocks: int,
+        *,
+        free_order: _FreeOrder = "unhashed_first",
+        max_blocks: int | None = None,
+    ) -> BlockPool:
+        """A pool of `num_blocks` blocks, block 0, the null block, counted."""
+    def allocate(self, count: int) -> list[int] | None:
+        """Take `count` blocks from the front of the free order, all or none; None if lacking."""
+    def commit(
+        self, hashes: _Sequence[bytes], num_new: int = 0, group: int = 0
+    ) -> tuple[int, list[int]] | None:
+        """Take the blocks of the leading `hashes` that hit, then `num_new` new ones, all or none.
+
+        Returns how many hits there are and all blocks, hits first; None when blocks are lacking.
+        """
+    def lookup(self, block_hash: bytes, group: int = 0) -> int | None:
+        """The block that hits for `block_hash`, or None."""
+    def register(
+        self, blocks: _Sequence[int], hashes: _Sequence[bytes], epoch: int, group: int = 0
+    ) -> list[int | None]:
+        """Let held blocks be found under `hashes`, one for each.
+
+        `epoch` is the value of `epoch` from before the blocks were allocated: nothing is registered
+        if the index was cleared since. Returns, for each block, the block that already holds the
+        same content and hits, or None. At a block that cannot be registered it raises; those before
+        it are registered.
+        """
+    def release(self, blocks: _Sequence[int]) -> None:
+        """Give up one hold of each block; those without a holder become free, in this order.
+
+        At a block that cannot be released it raises: those before it are released, the rest is not.
+        """
+    @property
+    def epoch(self) -> int:
+        """Counts the clears of the index."""
+    def clear_index(self) -> None:
+        """Forget every hash, in constant time."""
+    def pin(self, blocks: _Sequence[int]) -> int:
+        """Pin held blocks that have a hash; they are evicted last. How many were not pinned."""
+    def unpin(self, blocks: _Sequence[int]) -> int:
+        """Take the pins off held blocks. How many were pinned."""
+    def demote(self, count: int) -> int:
+        """Move the oldest `count` free pinned blocks to the regular tier; how many there were."""
+    def resize(self, num_blocks: int) -> int:
+        """Set the number of blocks, the null block counted; how many above it are still held."""
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be handed out: the null block is not counted."""
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+    def free_order(self) -> list[int]:
+        """The free blocks, the one to be handed out next first. For debugging."""
+    def cached_blocks(self) -> list[int]:
+        """The blocks that hold a hash, lowest id first. For debugging."""
+    def stats(self) -> dict[str, int]:
+        """Lifetime counts, and blocks by state, as those of `PrefixCache` without its tokens."""
+    def validate(self) -> None:
+        """Check every invariant of the pool; RuntimeError names the broken one."""

@@ -1,0 +1,48 @@
+//! The core's errors as Python exceptions: ValueError for an argument out of its range, RuntimeError
+//! for misuse and for a broken invariant.
+
+use prefixcache_core::error::{Argument, Broken, CacheError, InvalidArgument, Misuse};
+use pyo3::PyErr;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+
+/// An error of the core that knows its Python exception.
+pub trait IntoPyErr {
+    fn into_py_err(self) -> PyErr;
+}
+
+impl IntoPyErr for InvalidArgument {
+    fn into_py_err(self) -> PyErr {
+        PyValueError::new_err(self.to_string())
+    }
+}
+
+impl IntoPyErr for CacheError {
+    fn into_py_err(self) -> PyErr {
+        match self {
+            Self::Invalid(error) => error.into_py_err(),
+            misuse => PyRuntimeError::new_err(misuse.to_string()),
+        }
+    }
+}
+
+impl IntoPyErr for Broken {
+    fn into_py_err(self) -> PyErr {
+        PyRuntimeError::new_err(self.to_string())
+    }
+}
+
+/// A block id that the pool refused, as an error of the argument `blocks`.
+pub fn bad_blocks(misuse: Misuse) -> PyErr {
+    PyValueError::new_err(format!("blocks: {misuse}"))
+}
+
+pub fn out_of_range(argument: impl Into<Argument>, reason: impl Into<String>) -> PyErr {
+    InvalidArgument::new(argument, reason).into_py_err()
+}
+
+pub fn in_use(argument: impl Into<Argument>) -> PyErr {
+    let argument = argument.into();
+    PyRuntimeError::new_err(format!(
+        "{argument} is in use by another call: of another thread, or twice in this one"
+    ))
+}

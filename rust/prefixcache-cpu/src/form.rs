@@ -1,0 +1,160 @@
+//! The forms of the kernels, one per set of instructions, and their choice at run time.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::lanes::{Lanes, portable::Portable};
+
+#[cfg(target_arch = "x86_64")]
+use crate::lanes::{avx2::Avx2, avx512::Avx512, avx512::Avx512Bf16};
+
+/// A set of instructions that a kernel is compiled for.
+///
+/// A value of this type is a proof that the processor has them: the only ways to make one are
+/// [`Form::detect`], [`Form::available`] and parsing its name, and they ask the processor.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Form(Kind);
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Portable(Portable),
+    #[cfg(target_arch = "x86_64")]
+    Avx2(Avx2),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(Avx512),
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16(Avx512Bf16),
+}
+
+/// A computation written once over [`Lanes`]. [`Form::run`] compiles it for each form.
+///
+/// Everything `run` calls must be `#[inline(always)]`, or it is compiled without the form's
+/// instructions: correct, but slow.
+pub trait Kernel {
+    /// What the computation returns.
+    type Output;
+
+    /// Computes with vectors of type `L`.
+    fn run<L: Lanes>(self, lanes: L) -> Self::Output;
+}
+
+impl Form {
+    /// The fastest form that this processor has.
+    pub fn detect() -> Self {
+        *Self::available()
+            .last()
+            .expect("the portable form is always there")
+    }
+
+    /// Every form that this processor has, the slowest first.
+    pub fn available() -> Vec<Self> {
+        let mut forms = vec![Self(Kind::Portable(Portable))];
+        #[cfg(target_arch = "x86_64")]
+        {
+            forms.extend(Avx2::detect().map(|lanes| Self(Kind::Avx2(lanes))));
+            forms.extend(Avx512::detect().map(|lanes| Self(Kind::Avx512(lanes))));
+            forms.extend(Avx512Bf16::detect().map(|lanes| Self(Kind::Avx512Bf16(lanes))));
+        }
+        forms
+    }
+
+    /// Name of the form: `portable`, `avx2`, `avx512` or `avx512_bf16`.
+    pub fn name(self) -> &'static str {
+        match self.0 {
+            Kind::Portable(_) => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(_) => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(_) => "avx512_bf16",
+        }
+    }
+
+    /// Runs the kernel with this form's instructions.
+    #[inline]
+    pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        match self.0 {
+            Kind::Portable(lanes) => kernel.run(lanes),
+            // SAFETY: `lanes` exists only where the processor has the features named below.
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(lanes) => unsafe { with_avx2(lanes, kernel) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(lanes) => unsafe { with_avx512(lanes, kernel) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(lanes) => unsafe { with_avx512_bf16(lanes, kernel) },
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn with_avx2<K: Kernel>(lanes: Avx2, kernel: K) -> K::Output {
+    kernel.run(lanes)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")]
+fn with_avx512<K: Kernel>(lanes: Avx512, kernel: K) -> K::Output {
+    kernel.run(lanes)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+fn with_avx512_bf16<K: Kernel>(lanes: Avx512Bf16, kernel: K) -> K::Output {
+    kernel.run(lanes)
+}
+
+impl fmt::Debug for Form {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The processor has no form of this name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UnknownForm(String);
+
+impl fmt::Display for UnknownForm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "this processor has no form {:?}; it has {:?}",
+            self.0,
+            Form::available()
+        )
+    }
+}
+
+impl std::error::Error for UnknownForm {}
+
+impl FromStr for Form {
+    type Err = UnknownForm;
+
+    fn from_str(name: &str) -> Result<Self, UnknownForm> {
+        let found = Self::available()
+            .into_iter()
+            .find(|form| form.name() == name);
+        found.ok_or_else(|| UnknownForm(name.to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_lead_back_to_their_form() {
+        for form in Form::available() {
+            assert_eq!(form.name().parse(), Ok(form));
+        }
+        assert!("sse9".parse::<Form>().is_err());
+    }
+
+    #[test]
+    fn the_best_form_is_the_last() {
+        assert_eq!(Form::available().last(), Some(&Form::detect()));
+    }
+}

@@ -1,0 +1,228 @@
+//! Sixteen lanes with AVX-512, with and without the bfloat16 dot product.
+
+use std::arch::x86_64::*;
+
+use super::Lanes;
+use crate::bf16::Bf16;
+
+/// Proof that the processor has AVX-512 (F, BW, DQ, VL).
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Avx512(());
+
+/// Proof that the processor has AVX-512 and its bfloat16 instructions.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Avx512Bf16(());
+
+impl Avx512 {
+    /// The proof, where the processor has the instructions.
+    pub fn detect() -> Option<Self> {
+        let found = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl");
+        found.then_some(Self(()))
+    }
+}
+
+impl Avx512Bf16 {
+    /// The proof, where the processor has the instructions.
+    pub fn detect() -> Option<Self> {
+        let found = Avx512::detect().is_some() && is_x86_feature_detected!("avx512bf16");
+        found.then_some(Self(()))
+    }
+}
+
+/// Methods whose body needs nothing but the instructions themselves.
+macro_rules! arithmetic {
+    ($(fn $name:ident($($arg:ident),*) $body:expr;)*) => {$(
+        #[inline(always)]
+        fn $name(self, $($arg: __m512),*) -> __m512 {
+            // SAFETY: `self` proves that the processor has the instructions.
+            unsafe { $body }
+        }
+    )*};
+}
+
+/// What both forms share.
+macro_rules! common {
+    () => {
+        type V = __m512;
+        const LANES: usize = 16;
+        const WIDTH: usize = 4;
+
+        #[inline(always)]
+        fn splat(self, x: f32) -> __m512 {
+            // SAFETY: `self` proves that the processor has AVX-512.
+            unsafe { _mm512_set1_ps(x) }
+        }
+
+        #[inline(always)]
+        unsafe fn load(self, from: *const f32) -> __m512 {
+            // SAFETY: the caller vouches for 16 readable numbers.
+            unsafe { _mm512_loadu_ps(from) }
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, to: *mut f32, v: __m512) {
+            // SAFETY: the caller vouches for 16 writable numbers.
+            unsafe { _mm512_storeu_ps(to, v) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_bf16(self, from: *const Bf16) -> __m512 {
+            // SAFETY: the caller vouches for 16 readable numbers.
+            unsafe {
+                let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn transpose(
+            self,
+            from: &[*const u32; 16],
+            words: usize,
+            to: *mut u32,
+            stride: usize,
+        ) {
+            for start in (0..words).step_by(16) {
+                let count = (words - start).min(16);
+                // SAFETY: as the caller vouches; masks keep to `count` words of a row.
+                unsafe { transpose_16(from, start, count, to.add(start * stride), stride) }
+            }
+        }
+
+        arithmetic! {
+            fn iota() _mm512_setr_ps(
+                0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0
+            );
+            fn add(a, b) _mm512_add_ps(a, b);
+            fn sub(a, b) _mm512_sub_ps(a, b);
+            fn mul(a, b) _mm512_mul_ps(a, b);
+            fn div(a, b) _mm512_div_ps(a, b);
+            fn max(a, b) _mm512_max_ps(a, b);
+            fn min(a, b) _mm512_min_ps(a, b);
+            fn mul_add(a, b, c) _mm512_fmadd_ps(a, b, c);
+            fn select_less(a, b, yes, no)
+                _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), no, yes);
+            fn pow2(n) {
+                let exponent = _mm512_slli_epi32::<23>(_mm512_castps_si512(n));
+                _mm512_castsi512_ps(_mm512_add_epi32(exponent, _mm512_set1_epi32(127 << 23)))
+            };
+        }
+    };
+}
+
+impl Lanes for Avx512 {
+    common!();
+
+    arithmetic! {
+        fn dot_pair(acc, a, b) {
+            let upper = _mm512_castsi512_ps(_mm512_set1_epi32(0xffff_0000_u32 as i32));
+            let low = |v| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_castps_si512(v)));
+            let acc = _mm512_fmadd_ps(low(a), low(b), acc);
+            _mm512_fmadd_ps(_mm512_and_ps(a, upper), _mm512_and_ps(b, upper), acc)
+        };
+    }
+
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut Bf16, v: __m512) {
+        // SAFETY: the caller vouches for 16 writable numbers; `self` proves AVX-512.
+        unsafe {
+            let bits = _mm512_castps_si512(v);
+            let upper = _mm512_srli_epi32::<16>(bits);
+            let odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
+            let bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+            let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, bias));
+            let quiet = _mm512_or_si512(upper, _mm512_set1_epi32(0x40));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
+            let words = _mm512_mask_blend_epi32(nan, rounded, quiet);
+            _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(words));
+        }
+    }
+}
+
+impl Lanes for Avx512Bf16 {
+    common!();
+
+    arithmetic! {
+        fn dot_pair(acc, a, b) {
+            // SAFETY: both are 64 bytes of plain bits.
+            let pairs = |v| std::mem::transmute::<__m512, __m512bh>(v);
+            _mm512_dpbf16_ps(acc, pairs(a), pairs(b))
+        };
+    }
+
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut Bf16, v: __m512) {
+        // SAFETY: the caller vouches for 16 writable numbers; both types are 32 bytes of bits.
+        unsafe {
+            let rounded = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(v));
+            _mm256_storeu_si256(to.cast(), rounded);
+        }
+    }
+}
+
+/// Transposes up to 16 words of 16 rows: four rounds of interleaving, 1, 2, 4 and 8 words wide.
+#[inline(always)]
+unsafe fn transpose_16(
+    from: &[*const u32; 16],
+    start: usize,
+    count: usize,
+    to: *mut u32,
+    stride: usize,
+) {
+    let mask = (0xffff_u32 >> (16 - count)) as __mmask16;
+    // SAFETY: the caller vouches for `count` words of each row and the rows of `to`.
+    unsafe {
+        let rows: [__m512; 16] = std::array::from_fn(|k| match from[k].is_null() {
+            true => _mm512_setzero_ps(),
+            false => _mm512_maskz_loadu_ps(mask, from[k].add(start).cast()),
+        });
+        let ones = interleave(rows, 1, |a, b| {
+            (_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b))
+        });
+        let twos = interleave(ones, 2, |a, b| {
+            let (a, b) = (_mm512_castps_pd(a), _mm512_castps_pd(b));
+            (
+                _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)),
+            )
+        });
+        let fours = interleave(twos, 4, |a, b| {
+            (
+                _mm512_shuffle_f32x4::<0x88>(a, b),
+                _mm512_shuffle_f32x4::<0xdd>(a, b),
+            )
+        });
+        let eights = interleave(fours, 8, |a, b| {
+            (
+                _mm512_shuffle_f32x4::<0x88>(a, b),
+                _mm512_shuffle_f32x4::<0xdd>(a, b),
+            )
+        });
+        for w in 0..count {
+            _mm512_storeu_ps(to.add(w * stride).cast(), eights[ORDER[w]]);
+        }
+    }
+}
+
+/// Where the rounds of `transpose_16` leave word w.
+const ORDER: [usize; 16] = [0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15];
+
+/// Joins rows k and k + distance: their first halves stay at k, their second go to k + distance.
+#[inline(always)]
+fn interleave(
+    mut rows: [__m512; 16],
+    distance: usize,
+    join: impl Fn(__m512, __m512) -> (__m512, __m512),
+) -> [__m512; 16] {
+    for block in (0..16).step_by(2 * distance) {
+        for k in block..block + distance {
+            (rows[k], rows[k + distance]) = join(rows[k], rows[k + distance]);
+        }
+    }
+    rows
+}

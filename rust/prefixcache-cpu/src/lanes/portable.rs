@@ -1,0 +1,118 @@
+//! Plain Rust that every processor runs; the compiler makes what vectors it can of it.
+
+use super::Lanes;
+use crate::bf16::Bf16;
+
+/// Eight lanes in plain Rust.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Portable;
+
+type V = [f32; 8];
+
+#[inline(always)]
+fn each(f: impl Fn(usize) -> f32) -> V {
+    std::array::from_fn(f)
+}
+
+fn low(word: f32) -> f32 {
+    f32::from_bits(word.to_bits() << 16)
+}
+
+fn high(word: f32) -> f32 {
+    f32::from_bits(word.to_bits() & 0xffff_0000)
+}
+
+impl Lanes for Portable {
+    type V = V;
+    const LANES: usize = 8;
+    const WIDTH: usize = 2;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> V {
+        [x; 8]
+    }
+
+    #[inline(always)]
+    fn iota(self) -> V {
+        each(|i| i as f32)
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, from: *const f32) -> V {
+        // SAFETY: the caller vouches for 8 readable numbers.
+        unsafe { from.cast::<V>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32, v: V) {
+        // SAFETY: the caller vouches for 8 writable numbers.
+        unsafe { to.cast::<V>().write_unaligned(v) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(self, from: *const Bf16) -> V {
+        // SAFETY: the caller vouches for 8 readable numbers.
+        let numbers = unsafe { from.cast::<[Bf16; 8]>().read_unaligned() };
+        each(|i| numbers[i].to_f32())
+    }
+
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut Bf16, v: V) {
+        // SAFETY: the caller vouches for 8 writable numbers.
+        unsafe {
+            to.cast::<[Bf16; 8]>()
+                .write_unaligned(v.map(Bf16::from_f32))
+        }
+    }
+
+    #[inline(always)]
+    fn add(self, a: V, b: V) -> V {
+        each(|i| a[i] + b[i])
+    }
+
+    #[inline(always)]
+    fn sub(self, a: V, b: V) -> V {
+        each(|i| a[i] - b[i])
+    }
+
+    #[inline(always)]
+    fn mul(self, a: V, b: V) -> V {
+        each(|i| a[i] * b[i])
+    }
+
+    #[inline(always)]
+    fn div(self, a: V, b: V) -> V {
+        each(|i| a[i] / b[i])
+    }
+
+    #[inline(always)]
+    fn max(self, a: V, b: V) -> V {
+        each(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+
+    #[inline(always)]
+    fn min(self, a: V, b: V) -> V {
+        each(|i| if a[i] < b[i] { a[i] } else { b[i] })
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: V, b: V, c: V) -> V {
+        // Two roundings: a fused one would be a call into the C library here.
+        each(|i| a[i] * b[i] + c[i])
+    }
+
+    #[inline(always)]
+    fn dot_pair(self, acc: V, a: V, b: V) -> V {
+        each(|i| acc[i] + low(a[i]) * low(b[i]) + high(a[i]) * high(b[i]))
+    }
+
+    #[inline(always)]
+    fn select_less(self, a: V, b: V, yes: V, no: V) -> V {
+        each(|i| if a[i] < b[i] { yes[i] } else { no[i] })
+    }
+
+    #[inline(always)]
+    fn pow2(self, n: V) -> V {
+        each(|i| f32::from_bits((n[i].to_bits() << 23).wrapping_add(127 << 23)))
+    }
+}

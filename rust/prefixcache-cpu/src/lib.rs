@@ -1,0 +1,28 @@
+//! What the CPU kernels share.
+//!
+//! The kernels promise that an output element is the same, bit for bit, however many other rows
+//! are computed with it and however the work is split over threads. Everything here serves that:
+//!
+//! - [`Form`] picks the processor's instructions once; the promise holds within a form.
+//! - [`Lanes`] is one vector of a form. Each lane computes alone and lanes are never mixed but in
+//!   sums of a fixed order, so a value does not depend on the lane it stands in.
+//! - [`tile::dot_tile`] adds products to an element one after the other along the depth: a chain
+//!   that is a function of the depth alone, whatever the height and width of the tile around it.
+//! - [`Team`] runs independent tasks on a few threads; which thread runs a task leaves no trace.
+
+pub mod aligned;
+pub mod bf16;
+pub mod element;
+pub mod form;
+pub mod lanes;
+pub mod rows;
+pub mod team;
+pub mod tile;
+
+pub use aligned::AlignedWords;
+pub use bf16::Bf16;
+pub use element::Element;
+pub use form::{Form, Kernel};
+pub use lanes::Lanes;
+pub use rows::{Rows, RowsMut};
+pub use team::Team;

@@ -1,0 +1,142 @@
+//! Matrices that belong to someone else: rows of equal width at equal distances.
+
+use std::marker::PhantomData;
+
+/// Rows to read.
+#[derive(Clone, Copy)]
+pub struct Rows<'a, T> {
+    start: *const T,
+    rows: usize,
+    width: usize,
+    stride: usize,
+    owner: PhantomData<&'a [T]>,
+}
+
+// SAFETY: it stands for a `&[T]`, which goes to other threads when `T` may be shared.
+unsafe impl<T: Sync> Send for Rows<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for Rows<'_, T> {}
+
+impl<'a, T> Rows<'a, T> {
+    /// A slice as rows of `width`; a remainder is left out.
+    pub fn new(numbers: &'a [T], width: usize) -> Self {
+        let rows = numbers.len().checked_div(width).unwrap_or(0);
+        Self {
+            start: numbers.as_ptr(),
+            rows,
+            width,
+            stride: width,
+            owner: PhantomData,
+        }
+    }
+
+    /// `rows` rows of `width` numbers, one every `stride` numbers from `start`.
+    ///
+    /// # Safety
+    /// Each of them stays readable, and nobody writes to it, while `'a` lasts.
+    pub unsafe fn from_raw(start: *const T, rows: usize, width: usize, stride: usize) -> Self {
+        Self {
+            start,
+            rows,
+            width,
+            stride,
+            owner: PhantomData,
+        }
+    }
+
+    /// Number of rows.
+    #[inline(always)]
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Numbers in a row.
+    #[inline(always)]
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// Row `row`.
+    ///
+    /// # Panics
+    /// There is no such row.
+    #[inline(always)]
+    pub fn row(&self, row: usize) -> &'a [T] {
+        assert!(row < self.rows);
+        // SAFETY: the row is one of those that the maker vouched for.
+        unsafe { std::slice::from_raw_parts(self.start.add(row * self.stride), self.width) }
+    }
+}
+
+/// Rows to write, by several threads at once, each its own part.
+pub struct RowsMut<'a, T> {
+    start: *mut T,
+    rows: usize,
+    width: usize,
+    stride: usize,
+    owner: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: it stands for a `&mut [T]`; sharing it gives no access without `part`'s promise.
+unsafe impl<T: Send> Send for RowsMut<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for RowsMut<'_, T> {}
+
+impl<'a, T> RowsMut<'a, T> {
+    /// A slice as rows of `width`; a remainder is left out.
+    pub fn new(numbers: &'a mut [T], width: usize) -> Self {
+        let rows = numbers.len().checked_div(width).unwrap_or(0);
+        Self {
+            start: numbers.as_mut_ptr(),
+            rows,
+            width,
+            stride: width,
+            owner: PhantomData,
+        }
+    }
+
+    /// `rows` rows of `width` numbers, one every `stride` numbers from `start`.
+    ///
+    /// # Safety
+    /// Each of them stays writable, and nobody else reads or writes it, while `'a` lasts; and
+    /// rows do not overlap.
+    pub unsafe fn from_raw(start: *mut T, rows: usize, width: usize, stride: usize) -> Self {
+        Self {
+            start,
+            rows,
+            width,
+            stride,
+            owner: PhantomData,
+        }
+    }
+
+    /// Number of rows.
+    #[inline(always)]
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Numbers in a row.
+    #[inline(always)]
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// Columns `from..from + count` of row `row`.
+    ///
+    /// # Safety
+    /// No other part that overlaps this one is in use.
+    ///
+    /// # Panics
+    /// The part is not inside the matrix.
+    #[inline(always)]
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "parts are disjoint, as the caller vouches"
+    )]
+    pub unsafe fn part(&self, row: usize, from: usize, count: usize) -> &mut [T] {
+        assert!(row < self.rows && count <= self.width && from <= self.width - count);
+        // SAFETY: inside what the maker vouched for, and disjoint from every other part.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(row * self.stride + from), count) }
+    }
+}

@@ -1,0 +1,324 @@
+//! A few threads that share the tasks of one computation at a time.
+//!
+//! A decode step has some two hundred short computations, so what counts is how fast the members
+//! start: between two of them a member spins for a while before it sleeps.
+//!
+//! How a computation is passed on. One word, the gate, holds the number of the round, whether the
+//! round is open, and how many members are in it. `run` writes the job, then opens the next round
+//! (Release). A member goes in by adding itself to the gate of an open round (Acquire), and so sees
+//! the job. All take task numbers from one counter until none is left; a member then leaves
+//! (Release). The caller, when no number is left, closes the round, so that a member that comes
+//! late is not waited for, and returns once the members inside have left (Acquire): all writes of
+//! all tasks are visible to it, and nobody holds the job, which may thus borrow from its stack.
+
+use std::cell::UnsafeCell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle, Thread};
+
+/// Turns of the wait loop before a member sleeps: about 100 microseconds.
+const SPINS_BEFORE_SLEEP: u32 = 4_000;
+
+/// Turns of the caller's wait loop between two offers of the processor to other threads.
+const SPINS_BEFORE_YIELD: u32 = 2_000;
+
+/// The caller and `threads - 1` members.
+pub struct Team {
+    shared: Arc<Shared>,
+    members: Vec<JoinHandle<()>>,
+    sleepers: Vec<Thread>,
+    turn: Mutex<()>,
+}
+
+struct Shared {
+    job: UnsafeCell<Job>,
+    gate: AtomicU64,
+    next: AtomicUsize,
+    asleep: AtomicUsize,
+    stop: AtomicBool,
+    panicked: AtomicBool,
+}
+
+/// Bits of the gate: members inside, whether they may come in, and the round's number above.
+const INSIDE: u64 = 0xffff;
+const OPEN: u64 = 1 << 16;
+const ROUND: u64 = 1 << 17;
+
+fn round_of(gate: u64) -> u64 {
+    gate / ROUND
+}
+
+// SAFETY: `job` is written only by the caller of `run`, who holds `turn`, while the gate is closed
+// and nobody is inside; members read it only while they are inside.
+unsafe impl Sync for Shared {}
+// SAFETY: the pointer in `job` is used only while `run` keeps its target alive.
+unsafe impl Send for Shared {}
+
+#[derive(Clone, Copy)]
+struct Job {
+    task: *const (dyn Fn(usize) + Sync),
+    tasks: usize,
+}
+
+fn nothing(_: usize) {}
+
+impl Team {
+    /// A team of `threads` threads, of which the caller of [`Team::run`] is one; at least 1.
+    pub fn new(threads: usize) -> Self {
+        let shared = Arc::new(Shared {
+            job: UnsafeCell::new(Job {
+                task: &nothing,
+                tasks: 0,
+            }),
+            gate: AtomicU64::new(0),
+            next: AtomicUsize::new(0),
+            asleep: AtomicUsize::new(0),
+            stop: AtomicBool::new(false),
+            panicked: AtomicBool::new(false),
+        });
+        let members: Vec<_> = (1..threads)
+            .map(|number| spawn(number, shared.clone()))
+            .collect();
+        let sleepers = members
+            .iter()
+            .map(|member| member.thread().clone())
+            .collect();
+        Self {
+            shared,
+            members,
+            sleepers,
+            turn: Mutex::new(()),
+        }
+    }
+
+    /// Threads that work on a computation.
+    pub fn threads(&self) -> usize {
+        self.members.len() + 1
+    }
+
+    /// Calls `task` with each of `0..tasks`, once, on any thread and in any order; returns when all
+    /// have returned. Callers from several threads take turns.
+    ///
+    /// # Panics
+    /// A task panicked.
+    pub fn run(&self, tasks: usize, task: impl Fn(usize) + Sync) {
+        if tasks <= 1 || self.members.is_empty() {
+            return (0..tasks).for_each(task);
+        }
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        self.start(tasks, &task);
+        let mine = catch_unwind(AssertUnwindSafe(|| self.shared.take_tasks()));
+        self.finish();
+        if let Err(panic) = mine {
+            std::panic::resume_unwind(panic);
+        }
+        assert!(
+            !self.shared.panicked.swap(false, Ordering::Relaxed),
+            "a task of the team panicked"
+        );
+    }
+
+    fn start(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
+        // SAFETY: only the lifetime changes; `run` waits until nobody holds the job.
+        let task = unsafe {
+            std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(task)
+        };
+        // SAFETY: the caller holds `turn`, and the last `run` left the gate closed, nobody inside.
+        unsafe { *self.shared.job.get() = Job { task, tasks } };
+        // Relaxed: a member takes a number only after it has come in.
+        self.shared.next.store(0, Ordering::Relaxed);
+        self.shared.open_round();
+        // SeqCst: see `Shared::await_round`.
+        if self.shared.asleep.load(Ordering::SeqCst) > 0 {
+            self.sleepers.iter().for_each(Thread::unpark);
+        }
+    }
+
+    fn finish(&self) {
+        // Relaxed: it publishes nothing; the loop below synchronizes.
+        self.shared.gate.fetch_and(!OPEN, Ordering::Relaxed);
+        let mut spins = 0;
+        // Acquire: synchronizes with each member's leave, so that its tasks' writes are visible.
+        while self.shared.gate.load(Ordering::Acquire) & INSIDE > 0 {
+            spins += 1;
+            if spins % SPINS_BEFORE_YIELD == 0 {
+                thread::yield_now();
+            }
+            std::hint::spin_loop();
+        }
+    }
+}
+
+impl Drop for Team {
+    fn drop(&mut self) {
+        // Relaxed: the new round publishes it.
+        self.shared.stop.store(true, Ordering::Relaxed);
+        self.shared.open_round();
+        for member in self.members.drain(..) {
+            member.thread().unpark();
+            // A member catches its tasks' panics and has nothing else to fail with.
+            let _ = member.join();
+        }
+    }
+}
+
+fn spawn(number: usize, shared: Arc<Shared>) -> JoinHandle<()> {
+    let name = format!("prefixcache-cpu-{number}");
+    let body = move || shared.work();
+    thread::Builder::new()
+        .name(name)
+        .spawn(body)
+        .expect("the system has threads to give")
+}
+
+impl Shared {
+    /// Opens the next round; the gate is closed and nobody inside.
+    fn open_round(&self) {
+        // Relaxed: only the caller who holds `turn` changes the round.
+        let round = round_of(self.gate.load(Ordering::Relaxed)) + 1;
+        // SeqCst: releases the job; for the rest see `await_round`.
+        self.gate.store((round * ROUND) | OPEN, Ordering::SeqCst);
+    }
+
+    /// A member's life: one round after the other, until the team is dropped.
+    fn work(&self) {
+        let mut seen = 0;
+        loop {
+            seen = self.await_round(seen);
+            // Relaxed: ordered by the round that was just seen.
+            if self.stop.load(Ordering::Relaxed) {
+                return;
+            }
+            if self.enter(seen) {
+                self.take_tasks_as_member();
+                // Release: the caller that sees it sees the writes of this member's tasks.
+                self.gate.fetch_sub(1, Ordering::Release);
+            }
+        }
+    }
+
+    /// Waits for a round other than `seen`; returns its number.
+    fn await_round(&self, seen: u64) -> u64 {
+        for _ in 0..SPINS_BEFORE_SLEEP {
+            // Acquire: synchronizes with `open_round`, so that `stop` is visible.
+            let round = round_of(self.gate.load(Ordering::Acquire));
+            if round != seen {
+                return round;
+            }
+            std::hint::spin_loop();
+        }
+        self.sleep_through(seen)
+    }
+
+    fn sleep_through(&self, seen: u64) -> u64 {
+        // SeqCst, here, at the load below, in `open_round` and in `start`: of "asleep, then look at
+        // the gate" and "open the gate, then look for sleepers" one sees the other.
+        self.asleep.fetch_add(1, Ordering::SeqCst);
+        let mut round = round_of(self.gate.load(Ordering::SeqCst));
+        while round == seen {
+            thread::park();
+            round = round_of(self.gate.load(Ordering::SeqCst));
+        }
+        // Relaxed: a caller that still counts this member wakes it for nothing.
+        self.asleep.fetch_sub(1, Ordering::Relaxed);
+        round
+    }
+
+    /// Goes into the round while it is open.
+    fn enter(&self, round: u64) -> bool {
+        let come_in = |gate| (round_of(gate) == round && gate & OPEN > 0).then_some(gate + 1);
+        // Acquire: synchronizes with `open_round`, so that the job is visible. Relaxed: a failed
+        // look is only a reason to look again.
+        self.gate
+            .fetch_update(Ordering::Acquire, Ordering::Relaxed, come_in)
+            .is_ok()
+    }
+
+    fn take_tasks_as_member(&self) {
+        if catch_unwind(AssertUnwindSafe(|| self.take_tasks())).is_err() {
+            // Relaxed: the leave that follows publishes it.
+            self.panicked.store(true, Ordering::Relaxed);
+        }
+    }
+
+    fn take_tasks(&self) {
+        // SAFETY: this is the caller of `run`, or a member inside the round, which `run` waits for.
+        // So nobody writes the job, and what it points to lives.
+        let Job { task, tasks } = unsafe { *self.job.get() };
+        // SAFETY: as above.
+        let task = unsafe { &*task };
+        loop {
+            // Relaxed: only the number counts; the job was published by the round.
+            let number = self.next.fetch_add(1, Ordering::Relaxed);
+            if number >= tasks {
+                return;
+            }
+            task(number);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_task_runs_once_and_is_seen() {
+        for threads in [1, 2, 3] {
+            let team = Team::new(threads);
+            for tasks in (0..200).chain([5_000]) {
+                let counts: Vec<_> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
+                team.run(tasks, |i| {
+                    counts[i].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(
+                    counts
+                        .iter()
+                        .all(|count| count.load(Ordering::Relaxed) == 1)
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_member_wakes_from_sleep() {
+        let team = Team::new(2);
+        for _ in 0..5 {
+            thread::sleep(std::time::Duration::from_millis(3));
+            let together = std::sync::Barrier::new(2);
+            // Returns only if two threads take a task each.
+            team.run(2, |_| {
+                together.wait();
+            });
+        }
+    }
+
+    #[test]
+    fn callers_take_turns() {
+        let team = Team::new(2);
+        let sum = AtomicUsize::new(0);
+        thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    for _ in 0..200 {
+                        team.run(7, |i| {
+                            sum.fetch_add(i, Ordering::Relaxed);
+                        });
+                    }
+                });
+            }
+        });
+        assert_eq!(sum.into_inner(), 3 * 200 * 21);
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_and_leaves_the_team_whole() {
+        let team = Team::new(2);
+        for bad in 0..8 {
+            let run = || team.run(8, |i| assert!(i != bad));
+            assert!(catch_unwind(AssertUnwindSafe(run)).is_err());
+        }
+        team.run(8, |_| ());
+    }
+}

@@ -1,0 +1,111 @@
+//! The one dot-product tile that all matrix products are made of.
+//!
+//! A *panel* is a matrix of words laid out so that columns are adjacent: word w of column c stands
+//! at `panel[w * stride + c]`. A row of activations is a sequence of words, two bfloat16 to a
+//! word. Element (row, column) is a chain of additions along the depth, one word after the other:
+//! it does not depend on the tile's height or width, nor on what else the tile holds.
+
+use crate::element::Element;
+use crate::lanes::Lanes;
+
+/// The most rows of a tile.
+pub const MAX_HEIGHT: usize = 6;
+
+/// `acc[r][c] += sum over w of rows[r][w] * panel[w * stride + c]`, in the order of w.
+///
+/// # Safety
+/// Each row is readable for `depth` words, and `panel` for `W * L::LANES` words at each of `depth`
+/// multiples of `stride`.
+#[inline(always)]
+pub unsafe fn dot_tile<E: Element, L: Lanes, const H: usize, const W: usize>(
+    lanes: L,
+    acc: &mut [[L::V; W]; H],
+    rows: &[*const u32; H],
+    panel: *const u32,
+    stride: usize,
+    depth: usize,
+) {
+    for w in 0..depth {
+        // SAFETY: w is below `depth`, so the caller vouches for these addresses.
+        unsafe {
+            let line = panel.add(w * stride);
+            let columns: [L::V; W] =
+                std::array::from_fn(|c| lanes.load(line.add(c * L::LANES).cast()));
+            for r in 0..H {
+                let x = lanes.splat_word(rows[r].add(w).read_unaligned());
+                for c in 0..W {
+                    acc[r][c] = E::dot(lanes, acc[r][c], columns[c], x);
+                }
+            }
+        }
+    }
+}
+
+/// Work on one tile, of a height and a width that the compiler knows.
+pub trait TileWork {
+    /// Computes a tile of `H` rows and `W` vectors.
+    fn run<const H: usize, const W: usize>(self);
+}
+
+/// Runs the work with its height (1 to [`MAX_HEIGHT`]) and width (1 to 4) as constants.
+///
+/// # Panics
+/// The tile is larger than that, or empty.
+#[inline(always)]
+pub fn run_tile(height: usize, width: usize, work: impl TileWork) {
+    match height {
+        1 => run_width::<1>(width, work),
+        2 => run_width::<2>(width, work),
+        3 => run_width::<3>(width, work),
+        4 => run_width::<4>(width, work),
+        5 => run_width::<5>(width, work),
+        6 => run_width::<6>(width, work),
+        _ => panic!("a tile has 1 to {MAX_HEIGHT} rows"),
+    }
+}
+
+#[inline(always)]
+fn run_width<const H: usize>(width: usize, work: impl TileWork) {
+    match width {
+        1 => work.run::<H, 1>(),
+        2 => work.run::<H, 2>(),
+        3 => work.run::<H, 3>(),
+        4 => work.run::<H, 4>(),
+        _ => panic!("a tile is 1 to 4 vectors wide"),
+    }
+}
+
+/// Splits `rows` into the fewest tiles of at most [`MAX_HEIGHT`] rows, as even as they can be.
+///
+/// Returns the first row and the height of each.
+#[inline(always)]
+pub fn heights(rows: usize) -> impl Iterator<Item = (usize, usize)> {
+    let tiles = rows.div_ceil(MAX_HEIGHT).max(1);
+    let (base, longer) = (rows / tiles, rows % tiles);
+    (0..tiles)
+        .map(move |tile| {
+            (
+                tile * base + tile.min(longer),
+                base + usize::from(tile < longer),
+            )
+        })
+        .filter(|&(_, height)| height > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::heights;
+
+    #[test]
+    fn tiles_cover_every_row_once() {
+        for rows in 0..100 {
+            let mut next = 0;
+            for (first, height) in heights(rows) {
+                assert_eq!(first, next);
+                assert!((1..=6).contains(&height));
+                next += height;
+            }
+            assert_eq!(next, rows);
+        }
+    }
+}

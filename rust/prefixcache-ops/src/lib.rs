@@ -1,0 +1,9 @@
+//! The layers of a language model, row by row, on the CPU.
+//!
+//! Each row of a result is a function of that row of the input alone, bit for bit: not of how many
+//! rows are computed with it, nor of the number of threads.
+
+pub mod linear;
+pub mod rowwise;
+
+pub use linear::PackedLinear;

@@ -1,0 +1,250 @@
+//! Layers without a weight matrix: norms, gates and rotary positions.
+
+use std::ops::Range;
+
+use prefixcache_cpu::{Element, Form, Kernel, Lanes, Rows, RowsMut, Team};
+
+/// Numbers that a task should have, so that waking a thread pays.
+const TASK_NUMBERS: usize = 16_384;
+
+/// x / sqrt(mean(x^2) + eps) * weight, for each group of `weight.len()` numbers of a row.
+///
+/// A row of one group is the usual norm; a row of several is the norm of each head. Computed in
+/// `f32` and rounded once.
+///
+/// # Panics
+/// The shapes do not fit.
+pub fn rms_norm<E: Element>(
+    form: Form,
+    team: &Team,
+    x: Rows<'_, E>,
+    weight: &[f32],
+    eps: f32,
+    out: &RowsMut<'_, E>,
+) {
+    assert_eq!(
+        (x.rows(), x.width()),
+        (out.rows(), out.width()),
+        "shape of out"
+    );
+    assert!(
+        x.width().is_multiple_of(weight.len()),
+        "width of the weight"
+    );
+    in_chunks(team, x.rows(), x.width(), |rows| {
+        form.run(RmsNorm {
+            x,
+            weight,
+            eps,
+            out,
+            rows,
+        });
+    });
+}
+
+/// The function between the two halves of a gated layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gate {
+    /// x / (1 + e^-x)
+    Silu,
+    /// x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3): gelu in its tanh form.
+    GeluTanh,
+}
+
+/// gate(first half of the row) * second half.
+///
+/// # Panics
+/// A row of x is not twice as wide as one of `out`.
+pub fn gated<E: Element>(
+    form: Form,
+    team: &Team,
+    gate: Gate,
+    x: Rows<'_, E>,
+    out: &RowsMut<'_, E>,
+) {
+    assert_eq!(
+        (x.rows(), x.width()),
+        (out.rows(), 2 * out.width()),
+        "shape of x"
+    );
+    in_chunks(team, x.rows(), x.width(), |rows| {
+        form.run(Gated { gate, x, out, rows })
+    });
+}
+
+/// Turns each head of a row by the angles of the row's position, in place: halves (x, y) become
+/// (x cos - y sin, y cos + x sin).
+///
+/// Row p of `angles` holds the cosines, then the sines, of position p: as many numbers as a head
+/// has. `positions` holds one position a row.
+///
+/// # Panics
+/// The shapes do not fit, or a position is outside `angles`.
+pub fn rotate<E: Element>(
+    form: Form,
+    team: &Team,
+    angles: Rows<'_, f32>,
+    positions: &[i64],
+    x: &RowsMut<'_, E>,
+) {
+    assert_eq!(positions.len(), x.rows(), "one position a row");
+    assert!(
+        angles.width().is_multiple_of(2) && x.width().is_multiple_of(angles.width()),
+        "angles"
+    );
+    in_chunks(team, x.rows(), x.width(), |rows| {
+        form.run(Rotate {
+            angles,
+            positions,
+            x,
+            rows,
+        })
+    });
+}
+
+fn in_chunks(team: &Team, rows: usize, width: usize, work: impl Fn(Range<usize>) + Sync) {
+    let chunk = (TASK_NUMBERS / width.max(1)).max(1);
+    team.run(rows.div_ceil(chunk), |task| {
+        work(task * chunk..((task + 1) * chunk).min(rows));
+    });
+}
+
+/// Starts of the vectors of `width` numbers, and how many numbers each really has.
+#[inline(always)]
+fn vectors<L: Lanes>(width: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..width)
+        .step_by(L::LANES)
+        .map(move |at| (at, (width - at).min(L::LANES)))
+}
+
+struct RmsNorm<'a, E> {
+    x: Rows<'a, E>,
+    weight: &'a [f32],
+    eps: f32,
+    out: &'a RowsMut<'a, E>,
+    rows: Range<usize>,
+}
+
+impl<E: Element> Kernel for RmsNorm<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        let group = self.weight.len();
+        for row in self.rows {
+            let x = self.x.row(row);
+            // SAFETY: a row belongs to one task.
+            let out = unsafe { self.out.part(row, 0, x.len()) };
+            for (x, out) in x.chunks_exact(group).zip(out.chunks_exact_mut(group)) {
+                norm_group(lanes, x, self.weight, self.eps, out);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn norm_group<E: Element, L: Lanes>(lanes: L, x: &[E], weight: &[f32], eps: f32, out: &mut [E]) {
+    let mut squares = lanes.splat(0.0);
+    for (at, count) in vectors::<L>(x.len()) {
+        // SAFETY: `count` numbers stand at `at`.
+        let v = unsafe { E::load_some(lanes, x[at..].as_ptr(), count) };
+        squares = lanes.mul_add(v, v, squares);
+    }
+    let scale = lanes.splat(1.0 / (lanes.sum(squares) / x.len() as f32 + eps).sqrt());
+    for (at, count) in vectors::<L>(x.len()) {
+        // SAFETY: `count` numbers stand at `at` in each of the three, which are equally long.
+        unsafe {
+            let v = E::load_some(lanes, x[at..].as_ptr(), count);
+            let w = f32::load_some(lanes, weight[at..].as_ptr(), count);
+            let y = lanes.mul(lanes.mul(v, scale), w);
+            E::store_some(lanes, out[at..].as_mut_ptr(), y, count);
+        }
+    }
+}
+
+struct Gated<'a, E> {
+    gate: Gate,
+    x: Rows<'a, E>,
+    out: &'a RowsMut<'a, E>,
+    rows: Range<usize>,
+}
+
+impl<E: Element> Kernel for Gated<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        for row in self.rows {
+            let (gates, values) = self.x.row(row).split_at(self.out.width());
+            // SAFETY: a row belongs to one task.
+            let out = unsafe { self.out.part(row, 0, values.len()) };
+            for (at, count) in vectors::<L>(values.len()) {
+                // SAFETY: `count` numbers stand at `at` in each of the three.
+                unsafe {
+                    let x = E::load_some(lanes, gates[at..].as_ptr(), count);
+                    let v = E::load_some(lanes, values[at..].as_ptr(), count);
+                    let y = lanes.mul(opened(lanes, self.gate, x), v);
+                    E::store_some(lanes, out[at..].as_mut_ptr(), y, count);
+                }
+            }
+        }
+    }
+}
+
+/// gate(x), as x / (1 + e^-t).
+#[inline(always)]
+fn opened<L: Lanes>(lanes: L, gate: Gate, x: L::V) -> L::V {
+    /// 2 sqrt(2 / pi)
+    const SLOPE: f32 = 1.595_769;
+    let minus_t = match gate {
+        Gate::Silu => lanes.sub(lanes.splat(0.0), x),
+        Gate::GeluTanh => {
+            let square = lanes.mul(x, x);
+            let cubic = lanes.mul_add(square, lanes.splat(-0.044715 * SLOPE), lanes.splat(-SLOPE));
+            lanes.mul(cubic, x)
+        }
+    };
+    lanes.div(x, lanes.add(lanes.splat(1.0), lanes.exp(minus_t)))
+}
+
+struct Rotate<'a, E> {
+    angles: Rows<'a, f32>,
+    positions: &'a [i64],
+    x: &'a RowsMut<'a, E>,
+    rows: Range<usize>,
+}
+
+impl<E: Element> Kernel for Rotate<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        for row in self.rows {
+            let position = usize::try_from(self.positions[row]).expect("positions start at 0");
+            let (cos, sin) = self.angles.row(position).split_at(self.angles.width() / 2);
+            // SAFETY: a row belongs to one task.
+            let x = unsafe { self.x.part(row, 0, self.x.width()) };
+            for head in x.chunks_exact_mut(self.angles.width()) {
+                rotate_head(lanes, head, cos, sin);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn rotate_head<E: Element, L: Lanes>(lanes: L, head: &mut [E], cos: &[f32], sin: &[f32]) {
+    let (left, right) = head.split_at_mut(cos.len());
+    for (at, count) in vectors::<L>(cos.len()) {
+        // SAFETY: `count` numbers stand at `at` in each of the four, which are equally long.
+        unsafe {
+            let x = E::load_some(lanes, left[at..].as_ptr(), count);
+            let y = E::load_some(lanes, right[at..].as_ptr(), count);
+            let c = f32::load_some(lanes, cos[at..].as_ptr(), count);
+            let s = f32::load_some(lanes, sin[at..].as_ptr(), count);
+            let turned_x = lanes.sub(lanes.mul(x, c), lanes.mul(y, s));
+            let turned_y = lanes.add(lanes.mul(y, c), lanes.mul(x, s));
+            E::store_some(lanes, left[at..].as_mut_ptr(), turned_x, count);
+            E::store_some(lanes, right[at..].as_mut_ptr(), turned_y, count);
+        }
+    }
+}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from prefixcache.attention.base import AttentionBatch, AttentionSpec, kv_shape_nhd
+from prefixcache.attention.fence import Fence
 from prefixcache.attention.flashinfer_plan import (
     KernelRows,
     check_supported,
@@ -78,7 +79,7 @@ class FlashInferAttention:
             split_keys=invariance == "off",
         )
         self._unified = invariance == "unified"
-        self._fence = _Fence(device)
+        self._fence = Fence(device)
         self._kv: Sequence[Tensor] = ()
         self._bound: _Bound | None = None
         self._graphs: _Graphs | None = None
@@ -337,26 +338,6 @@ class _KernelMaker:
             "num_kv_heads": self._spec.num_kv_heads,
             "page_size": page_size,
         }
-
-
-class _Fence:
-    """Keeps the host from writing pinned memory that an earlier copy to the device still reads.
-
-    A plan stages its tables in pinned buffers which it reuses. On a CPU copies are done at once.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
-
-    def wait(self) -> None:
-        """Returns when all copies before the last `mark` are done."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def mark(self) -> None:
-        """Remembers the copies that were started until now."""
-        if self._event is not None:
-            self._event.record()
 
 
 def make_flashinfer(

@@ -5,6 +5,7 @@ Letters of shapes: T tokens in the step, S sequences, R rows of logits, P pages 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,26 +14,27 @@ import torch
 from torch import Tensor
 
 from prefixcache.attention.base import AttentionBatch
+from prefixcache.attention.fence import Fence
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.step_plan import ScheduledSequence, StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One step's inputs. `sampled_rows` [R] are the rows of T whose logits choose a token."""
+    """One step's inputs. `sampled_rows_R` are the rows of T whose logits choose a token."""
 
-    token_ids: Tensor  # [T]
-    positions: Tensor  # [T]
-    sampled_rows: Tensor
+    token_ids_T: Tensor
+    positions_T: Tensor
+    sampled_rows_R: Tensor
     attention: AttentionBatch
 
 
 class StepBuffers:
     """Host tensors for the largest possible step, filled anew in each one.
 
-    Pinned when the device is a GPU, so that copies to it need not wait. `block_tables` are numpy
-    views, one set for each KV cache group, that the cache writes into. `max_pages` is the number
-    of pages of one sequence.
+    Pinned when the device is a GPU, so that copies to it need not wait; `block_tables` waits
+    until they are done. It holds numpy views, one set for each KV cache group, that the cache
+    writes into. `max_pages` is the number of pages of one sequence.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class StepBuffers:
         self._kv_indptr = self._host(max_seqs + 1, torch.int32)
         self._kv_indices = self._host(max_seqs * max_pages, torch.int32)
         self._last_page_len = self._host(max_seqs, torch.int32)
-        self.block_tables = (
+        self._loaded = Fence(device)
+        self._block_tables = (
             BlockTableBuffers(
                 indptr=self._kv_indptr.numpy(),
                 indices=self._kv_indices.numpy(),
@@ -55,8 +58,18 @@ class StepBuffers:
             ),
         )
 
-    def load(self, plan: StepPlan) -> Batch:
-        """The step's tensors, after the cache has filled `block_tables` for the same plan."""
+    @property
+    def block_tables(self) -> Sequence[BlockTableBuffers]:
+        """Views for the cache to fill; waits until the last step's copies have left them."""
+        self._loaded.wait()
+        return self._block_tables
+
+    def load(self, plan: StepPlan, sampled_R: Tensor) -> Batch:
+        """The step's tensors, after the cache has filled `block_tables` for the same plan.
+
+        `sampled_R` are the tokens that the step before sampled, on the device: the plan's tokens
+        below zero stand for them.
+        """
         ends = np.cumsum([sequence.num_tokens for sequence in plan.sequences])
         num_tokens, num_seqs = int(ends[-1]), len(ends)
         self._write_tokens(plan.sequences, num_tokens)
@@ -66,12 +79,19 @@ class StepBuffers:
             for sequence, end in zip(plan.sequences, ends.tolist(), strict=True)
             if sequence.sampling is not None
         ]
-        return Batch(
-            token_ids=self._on_device(self._token_ids[:num_tokens]),
-            positions=self._on_device(self._positions[:num_tokens]),
-            sampled_rows=self._on_device(torch.tensor(sampled, dtype=torch.int64)),
+        batch = Batch(
+            token_ids_T=self._tokens_on_device(num_tokens, sampled_R),
+            positions_T=self._on_device(self._positions[:num_tokens]),
+            sampled_rows_R=self._on_device(torch.tensor(sampled, dtype=torch.int64)),
             attention=self._attention_batch(plan, num_tokens, num_seqs),
         )
+        self._loaded.mark()
+        return batch
+
+    def _tokens_on_device(self, num_tokens: int, sampled_R: Tensor) -> Tensor:
+        known = self._token_ids[:num_tokens]
+        token_ids = self._on_device(known)
+        return token_ids if known.numpy().min() >= 0 else resolve_pending(token_ids, sampled_R)
 
     def _write_tokens(self, sequences: Sequence[ScheduledSequence], num_tokens: int) -> None:
         token_ids: list[int] = []
@@ -91,6 +111,7 @@ class StepBuffers:
             last_page_len=self._last_page_len[:num_seqs],
             slot_mapping=self._on_device(self._slot_mapping[:num_tokens]),
             max_q_len=max(sequence.num_tokens for sequence in plan.sequences),
+            num_decodes=count_decodes(plan),
         )
 
     def _host(self, size: int, dtype: torch.dtype) -> Tensor:
@@ -98,3 +119,27 @@ class StepBuffers:
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
+
+
+def resolve_pending(token_ids_T: Tensor, sampled_R: Tensor) -> Tensor:
+    """Puts the i-th sampled token in the place of -1 - i; an unusable one becomes token 0.
+
+    The sequence of an unusable token ends with an error, whatever is computed of it here.
+    """
+    sampled_T = sampled_R[(-1 - token_ids_T).clamp_(min=0)].clamp_(min=0)
+    return torch.where(token_ids_T < 0, sampled_T, token_ids_T)
+
+
+def count_decodes(plan: StepPlan) -> int:
+    """Leading sequences of the step that compute one token of their answer."""
+    decodes = itertools.takewhile(_is_decode, plan.sequences)
+    return sum(1 for _ in decodes)
+
+
+def _is_decode(sequence: ScheduledSequence) -> bool:
+    sampling = sequence.sampling
+    return (
+        sequence.num_tokens == 1
+        and sampling is not None
+        and sequence.start >= len(sampling.prompt_token_ids)
+    )

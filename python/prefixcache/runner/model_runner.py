@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,33 +16,28 @@ from torch import Tensor
 from prefixcache.attention.base import AttentionBackend
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.request import TokenLogprobs
-from prefixcache.runner.batch import StepBuffers
+from prefixcache.runner.batch import Batch, StepBuffers
+from prefixcache.runner.cuda_graph import DecodeGraphs
+from prefixcache.runner.decoder import Decoder
+from prefixcache.runner.pending import PendingStep, TokenCopies
 from prefixcache.sampling.logprobs import token_logprobs
-from prefixcache.sampling.sampler import sample
-from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
+from prefixcache.sampling.sampler import (
+    all_plain_greedy,
+    greedy_outputs,
+    greedy_token_ids,
+    sample,
+)
+from prefixcache.step_plan import SamplingInput, ScheduledSequence, SequenceOutput, StepPlan
 
 _LOGPROB_ROWS = 256
 _NOTHING = SequenceOutput()
 
 
-class Decoder(Protocol):
-    """What the runner needs of a model."""
-
-    def __call__(
-        self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionBackend, /
-    ) -> Tensor:
-        """Hidden states [T, E]."""
-        ...
-
-    def compute_logits(self, hidden_RE: Tensor, /) -> Tensor:
-        """Logits [R, V], float32."""
-        ...
-
-
 class ModelRunner:
     """One model on one device, with the buffers of its steps.
 
-    `max_pages` is the number of pages of the longest sequence.
+    `max_pages` is the number of pages of the longest sequence. With `graphs`, pure decodes are
+    replayed from them. At most two submitted steps may wait for their results.
     """
 
     def __init__(
@@ -55,30 +49,74 @@ class ModelRunner:
         max_seqs: int,
         max_pages: int,
         device: torch.device,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
+        self._graphs = graphs
         self._buffers = StepBuffers(
             max_tokens=max_tokens, max_seqs=max_seqs, max_pages=max_pages, device=device
         )
+        self._copies = TokenCopies(max_seqs, device)
+        self._sampled_R = torch.zeros(0, dtype=torch.int64, device=device)
 
     @property
     def block_tables(self) -> Sequence[BlockTableBuffers]:
-        """Arrays for the cache to fill before each `execute`, one set a KV cache group."""
+        """Arrays for the cache to fill before each step, one set a KV cache group.
+
+        Waits until the copies of the step before have left them.
+        """
         return self._buffers.block_tables
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[SequenceOutput]:
         """Computes the step; one output for each sequence of the plan, in its order."""
-        batch = self._buffers.load(plan)
-        self._attention.plan(batch.attention)
-        hidden_TE = self._model(batch.token_ids, batch.positions, self._attention)
+        return self.submit(plan).outputs()
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Starts the step on the device, and returns before it ends where that is possible.
+
+        The plan's tokens below zero are those that the step before sampled. Only results that the
+        host computes from logits are waited for: greedy tokens come by an asynchronous copy.
+        """
+        batch = self._buffers.load(plan, self._sampled_R)
         inputs = [s.sampling for s in plan.sequences if s.sampling is not None]
-        if inputs:
-            sampled = sample(self._model.compute_logits(hidden_TE[batch.sampled_rows]), inputs)
-        else:
-            sampled = []
-        return self._with_prompt_logprobs(plan, hidden_TE, _spread(plan, sampled))
+        if self._graphs is not None and self._graphs.fits(batch):
+            decoded = self._graphs.run(batch)
+            return self._choose(plan, inputs, decoded.logits_SV, decoded.token_ids_S)
+        hidden_TE = self._forward(batch)
+        logits_RV = self._model.compute_logits(hidden_TE[batch.sampled_rows_R]) if inputs else None
+        if any(sequence.prompt_logprobs is not None for sequence in plan.sequences):
+            sampled = [] if logits_RV is None else sample(logits_RV, inputs)
+            return self._finished(plan, hidden_TE, sampled)
+        return self._choose(plan, inputs, logits_RV, None)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        self._attention.plan(batch.attention)
+        return self._model(batch.token_ids_T, batch.positions_T, self._attention)
+
+    def _choose(
+        self,
+        plan: StepPlan,
+        inputs: Sequence[SamplingInput],
+        logits_RV: Tensor | None,
+        greedy_R: Tensor | None,
+    ) -> PendingStep:
+        """Samples: on the device alone where every sequence is greedy."""
+        if logits_RV is None:
+            return PendingStep(lambda: _spread(plan, []))
+        if not all_plain_greedy(inputs):
+            outputs = _spread(plan, sample(logits_RV, inputs))
+            return PendingStep(lambda: outputs)
+        self._sampled_R = greedy_token_ids(logits_RV) if greedy_R is None else greedy_R
+        read = self._copies.start(self._sampled_R)
+        return PendingStep(lambda: _spread(plan, greedy_outputs(read())))
+
+    def _finished(
+        self, plan: StepPlan, hidden_TE: Tensor, sampled: list[SequenceOutput]
+    ) -> PendingStep:
+        outputs = self._with_prompt_logprobs(plan, hidden_TE, _spread(plan, sampled))
+        return PendingStep(lambda: outputs)
 
     def _with_prompt_logprobs(
         self, plan: StepPlan, hidden_TE: Tensor, outputs: list[SequenceOutput]

@@ -1,0 +1,186 @@
+"""Decode steps as CUDA graphs: one launch in place of hundreds.
+
+A graph is captured for each of a few batch sizes. A step takes the smallest that holds it; the
+rows that are left over read and write the null block, and nobody reads what they compute. Each
+graph holds the model, the logits and the greedy choice. What is done for other sampling options
+follows outside, on the graph's logits. Letters of shapes: S sequences of the step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from prefixcache.attention.base import AttentionBackend, AttentionBatch
+from prefixcache.runner.batch import Batch
+from prefixcache.runner.decoder import Decoder
+from prefixcache.sampling.sampler import greedy_token_ids
+
+Replay = Callable[[], None]
+
+
+class GraphAttention(AttentionBackend, Protocol):
+    """An attention backend whose decodes can be captured."""
+
+    def reserve_graphs(self, sizes: Sequence[int], max_page_indices: int) -> None:
+        """Makes the tables of fixed addresses that captured decodes of `sizes` rows read."""
+        ...
+
+    def plan_graph(self, batch: AttentionBatch, size: int) -> None:
+        """Plans a pure decode, with rows of the null block added to make `size`."""
+        ...
+
+
+class Capture(Protocol):
+    """Records the work that `step` launches; calling the result launches it again.
+
+    The memory that `step` takes for itself may be used again by the next recording.
+    """
+
+    def __call__(self, step: Callable[[], None], /) -> Replay:
+        """Runs `step` at least once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What a replay computed, on the device: valid until the next one."""
+
+    token_ids_S: Tensor  # greedy choices, -1 where the logits are unusable
+    logits_SV: Tensor
+
+
+def graph_sizes(max_seqs: int) -> tuple[int, ...]:
+    """Batch sizes to capture: close together where rows are cheap, up to `max_seqs` itself.
+
+    At most an eighth of a large batch is padding; below 8 rows it is at most half.
+    """
+    if max_seqs < 1:
+        raise ValueError(f"max_seqs must be at least 1, got {max_seqs}.")
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_seqs, 32)]
+    return (*(size for size in steps if size < max_seqs), max_seqs)
+
+
+def choose_size(sizes: Sequence[int], count: int) -> int | None:
+    """The smallest of the ascending `sizes` that holds `count` rows, None when all are smaller."""
+    at = bisect.bisect_left(sizes, count)
+    return sizes[at] if at < len(sizes) else None
+
+
+class DecodeGraphs:
+    """The captured decodes of one model on one device.
+
+    `max_page_indices` bounds the page indices of a step: sequences times pages of the longest.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        attention: GraphAttention,
+        *,
+        sizes: Sequence[int],
+        max_page_indices: int,
+        device: torch.device,
+        capture: Capture,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._sizes = tuple(sizes)
+        self._device = device
+        self._tokens = _DecodeTokens(max(sizes), device)
+        self._logits_SV: Tensor | None = None
+        attention.reserve_graphs(self._sizes, max_page_indices)
+        # The largest first: smaller ones then find room in the memory it took.
+        self._replays = {size: self._capture(size, capture) for size in sorted(sizes, reverse=True)}
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether the step is a pure decode that a graph holds."""
+        count = len(batch.attention.last_page_len)
+        return batch.attention.num_decodes == count <= self._sizes[-1]
+
+    def run(self, batch: Batch) -> Decoded:
+        """Replays the smallest graph that holds the step. Raises `ValueError` when none does."""
+        count = len(batch.attention.last_page_len)
+        size = choose_size(self._sizes, count)
+        if size is None or self._logits_SV is None:
+            raise ValueError(
+                f"No graph holds {count} sequences; the largest has {self._sizes[-1]}."
+            )
+        self._attention.plan_graph(batch.attention, size)
+        self._tokens.load(batch)
+        self._replays[size]()
+        return Decoded(self._tokens.chosen[:count], self._logits_SV[:count])
+
+    @torch.inference_mode()
+    def _capture(self, size: int, capture: Capture) -> Replay:
+        self._attention.plan_graph(_null_decode(self._device), size)
+        return capture(lambda: self._step(size))
+
+    def _step(self, size: int) -> None:
+        """What a graph holds. All it reads and leaves behind has a fixed address."""
+        tokens = self._tokens
+        hidden_TE = self._model(tokens.ids[:size], tokens.positions[:size], self._attention)
+        logits_RV = self._model.compute_logits(hidden_TE)
+        if self._logits_SV is None:
+            self._logits_SV = torch.empty_like(logits_RV)
+        self._logits_SV[:size].copy_(logits_RV)
+        tokens.chosen[:size].copy_(greedy_token_ids(logits_RV))
+
+
+class _DecodeTokens:
+    """Inputs and choices of decodes, at fixed addresses. Rows beyond a step keep old tokens."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.ids = torch.zeros(size, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(size, dtype=torch.int64, device=device)
+        self.chosen = torch.zeros(size, dtype=torch.int64, device=device)
+
+    def load(self, batch: Batch) -> None:
+        """The step's tokens; they are on the device, so the copies only queue up."""
+        count = len(batch.token_ids_T)
+        self.ids[:count].copy_(batch.token_ids_T)
+        self.positions[:count].copy_(batch.positions_T)
+
+
+class CudaCapture:
+    """Records CUDA graphs that share one pool of memory.
+
+    The step runs twice before: kernels are compiled, libraries make their handles and choose
+    their algorithms then, none of which can be captured.
+    """
+
+    _WARM_UPS = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Callable[[], None], /) -> Replay:
+        """Captures `step`; the result replays it on the stream that is current then."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            for _ in range(self._WARM_UPS):
+                step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            step()
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        return graph.replay
+
+
+def _null_decode(device: torch.device) -> AttentionBatch:
+    """One decode in the null block, to plan a capture with."""
+    return AttentionBatch(
+        qo_indptr=torch.tensor([0, 1], dtype=torch.int32),
+        kv_indptr=torch.tensor([0, 1], dtype=torch.int32),
+        kv_indices=torch.zeros(1, dtype=torch.int32),
+        last_page_len=torch.ones(1, dtype=torch.int32),
+        slot_mapping=torch.zeros(1, dtype=torch.int64, device=device),
+        max_q_len=1,
+        num_decodes=1,
+    )

@@ -1,0 +1,23 @@
+"""What the runner needs of a model. Letters of shapes: T tokens, R rows, E hidden, V vocabulary."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from prefixcache.attention.base import AttentionBackend
+
+
+class Decoder(Protocol):
+    """A model of `models/registry.py`."""
+
+    def __call__(
+        self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionBackend, /
+    ) -> Tensor:
+        """Hidden states [T, E]."""
+        ...
+
+    def compute_logits(self, hidden_RE: Tensor, /) -> Tensor:
+        """Logits [R, V], float32."""
+        ...

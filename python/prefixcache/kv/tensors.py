@@ -1,0 +1,119 @@
+"""The KV tensors: how many blocks fit, and their memory.
+
+A KV tensor's memory is reserved, not touched: the system gives pages out as blocks are first
+written, so a large pool costs nothing until it is used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from prefixcache.attention.base import AttentionBackend
+from prefixcache.config import CacheConfig
+from prefixcache.exceptions import OutOfMemoryError
+from prefixcache.kv.specs import KVGroup
+
+_MIB = 1 << 20
+_DEFAULT_SHARE = 0.5
+_DEFAULT_CPU_BYTES = 4 << 30
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+
+
+def choose_num_blocks(
+    cache: CacheConfig, groups: Sequence[KVGroup], dtype: torch.dtype, device: torch.device
+) -> int:
+    """Blocks of the pool, the null block included.
+
+    `num_blocks` and `kv_cache_memory` are taken at their word. With neither, half of the free
+    memory is used, on a CPU at most 4 GiB. Raises `OutOfMemoryError` when not even one block
+    beside the null block fits.
+    """
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    block_bytes = _bytes_per_block(groups, cache.block_size, dtype)
+    budget = cache.kv_cache_memory or _default_budget(device)
+    if budget < 2 * block_bytes:
+        raise OutOfMemoryError(
+            f"The KV cache needs at least 2 blocks of {block_bytes} bytes, "
+            f"but only {budget} bytes are allowed (kv_cache_memory)."
+        )
+    return budget // block_bytes
+
+
+def allocate_kv(
+    group: KVGroup,
+    backend: AttentionBackend,
+    *,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Tensor]:
+    """One zeroed tensor a layer of the group, of the backend's shape.
+
+    Raises `OutOfMemoryError` with the numbers when they exceed the free memory.
+    """
+    needed = num_blocks * group.bytes_per_block(block_size, dtype.itemsize)
+    free = available_memory(device)
+    if needed > free:
+        raise OutOfMemoryError(
+            f"The KV cache of {num_blocks} blocks of {block_size} tokens needs "
+            f"{needed / _MIB:,.0f} MiB, but only {free / _MIB:,.0f} MiB are free. "
+            "Lower num_blocks or kv_cache_memory."
+        )
+    shape = backend.kv_shape(num_blocks, block_size, group.num_kv_heads, group.head_dim)
+    try:
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in group.layers]
+    except (RuntimeError, MemoryError) as error:
+        raise OutOfMemoryError(
+            f"Cannot allocate {needed / _MIB:,.0f} MiB of KV: {error}"
+        ) from error
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device, container limits included."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(_system_available(), *_cgroup_available())
+
+
+def _bytes_per_block(groups: Sequence[KVGroup], block_size: int, dtype: torch.dtype) -> int:
+    return sum(group.bytes_per_block(block_size, dtype.itemsize) for group in groups)
+
+
+def _default_budget(device: torch.device) -> int:
+    budget = int(available_memory(device) * _DEFAULT_SHARE)
+    return budget if device.type == "cuda" else min(budget, _DEFAULT_CPU_BYTES)
+
+
+def _system_available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # Not Linux: the whole memory is the best bound there is.
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cgroup_available() -> list[int]:
+    bounds = [_limit_minus_usage(Path(limit), Path(usage)) for limit, usage in _CGROUP_FILES]
+    return [bound for bound in bounds if bound is not None] or [1 << 62]
+
+
+def _limit_minus_usage(limit: Path, usage: Path) -> int | None:
+    try:
+        return max(int(limit.read_text()) - int(usage.read_text()), 0)
+    except (OSError, ValueError):
+        return None  # No such controller, or "max": no limit.

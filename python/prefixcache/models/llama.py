@@ -1,0 +1,256 @@
+"""The Llama family in one file: Llama, SmolLM2, Mistral, Qwen2 and Qwen3 by flags of their config.
+
+Letters of shapes: T tokens in the step, E hidden size, F intermediate size, H query heads, K
+key-value heads, D head size, R rows whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prefixcache.attention.base import AttentionBackend, AttentionSpec
+from prefixcache.config import ModelConfig
+from prefixcache.models.weights import NamedTensor, Slot, copy_into
+from prefixcache.ops.activation import silu_and_mul
+from prefixcache.ops.linear import Linear, make_linear
+from prefixcache.ops.norm import rms_norm
+from prefixcache.ops.rope import RotaryEmbedding, apply_rope
+
+
+class Builder:
+    """Makes unfilled parameters of one type, on one device, with one kind of linear layer."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, linear: str) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._linear = linear
+
+    def tensor(self, *shape: int) -> Tensor:
+        """An uninitialised parameter."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def linear(
+        self, inputs: int, outputs: int, *, bias: bool, tied: Tensor | None = None
+    ) -> Linear:
+        """An unfilled linear layer."""
+        return make_linear(
+            self._linear,
+            inputs,
+            outputs,
+            bias=bias,
+            dtype=self.dtype,
+            device=self.device,
+            tied_to_OI=tied,
+        )
+
+
+class Attention:
+    """Fused q, k, v projection, rotation, paged attention, output projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, builder: Builder) -> None:
+        self._layer = layer
+        self._eps = config.rms_norm_eps
+        self._heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self._head_dim = config.head_dim
+        self._qkv = builder.linear(
+            config.hidden_size, sum(self._heads) * config.head_dim, bias=config.qkv_bias
+        )
+        self._out = builder.linear(
+            config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias
+        )
+        # One row a head, so that one call normalises the queries and the keys.
+        self._qk_norm = (
+            builder.tensor(config.num_heads + config.num_kv_heads, config.head_dim)
+            if config.qk_norm
+            else None
+        )
+        self._qkv_bias = config.qkv_bias
+        self._out_bias = config.output_bias
+
+    def __call__(
+        self, x_TE: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionBackend
+    ) -> Tensor:
+        """Returns [T, E]; `rotation` holds the cosines and sines of the step's positions."""
+        num_q, num_k, _ = self._heads
+        qkv = self._qkv(x_TE).view(-1, sum(self._heads), self._head_dim)
+        qk, v_TKD = qkv[:, : num_q + num_k], qkv[:, num_q + num_k :]
+        if self._qk_norm is not None:
+            qk = rms_norm(qk, self._qk_norm, self._eps)
+        qk = apply_rope(qk, *rotation)
+        out_THD = attention.run(self._layer, qk[:, :num_q], qk[:, num_q:], v_TKD)
+        return self._out(out_THD.flatten(1))
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """The checkpoint's names of this block's tensors."""
+        row = 0
+        for name, heads in zip("qkv", self._heads, strict=True):
+            rows = heads * self._head_dim
+            yield from _linear_slots(
+                f"{prefix}.{name}_proj", self._qkv, row, rows, bias=self._qkv_bias
+            )
+            row += rows
+        yield from _linear_slots(
+            f"{prefix}.o_proj", self._out, 0, self._out.out_features, bias=self._out_bias
+        )
+        if self._qk_norm is not None:
+            yield f"{prefix}.q_norm.weight", _head_slot(self._qk_norm[: self._heads[0]])
+            yield f"{prefix}.k_norm.weight", _head_slot(self._qk_norm[self._heads[0] :])
+
+
+class MLP:
+    """down(silu(gate(x)) * up(x)), gate and up in one linear."""
+
+    def __init__(self, config: ModelConfig, builder: Builder) -> None:
+        size = config.intermediate_size
+        self._size = size
+        self._bias = config.mlp_bias
+        self._gate_up = builder.linear(config.hidden_size, 2 * size, bias=config.mlp_bias)
+        self._down = builder.linear(size, config.hidden_size, bias=config.mlp_bias)
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """Returns [T, E]."""
+        return self._down(silu_and_mul(self._gate_up(x_TE)))
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """The checkpoint's names of this block's tensors."""
+        for part, name in enumerate(("gate_proj", "up_proj")):
+            yield from _linear_slots(
+                f"{prefix}.{name}", self._gate_up, part * self._size, self._size, bias=self._bias
+            )
+        yield from _linear_slots(
+            f"{prefix}.down_proj", self._down, 0, self._down.out_features, bias=self._bias
+        )
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm and with a residual connection."""
+
+    def __init__(self, config: ModelConfig, layer: int, builder: Builder) -> None:
+        self._eps = config.rms_norm_eps
+        self._input_norm_E = builder.tensor(config.hidden_size)
+        self._attention = Attention(config, layer, builder)
+        self._post_norm_E = builder.tensor(config.hidden_size)
+        self._mlp = MLP(config, builder)
+
+    def __call__(
+        self, x_TE: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionBackend
+    ) -> Tensor:
+        """Returns the residual stream after this layer, [T, E]."""
+        normed = rms_norm(x_TE, self._input_norm_E, self._eps)
+        x_TE = x_TE + self._attention(normed, rotation, attention)
+        return x_TE + self._mlp(rms_norm(x_TE, self._post_norm_E, self._eps))
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """The checkpoint's names of this layer's tensors."""
+        yield f"{prefix}.input_layernorm.weight", _tensor_slot(self._input_norm_E)
+        yield from self._attention.slots(f"{prefix}.self_attn")
+        yield f"{prefix}.post_attention_layernorm.weight", _tensor_slot(self._post_norm_E)
+        yield from self._mlp.slots(f"{prefix}.mlp")
+
+
+class LlamaModel:
+    """The decoder. Its parameters are undefined until every slot was written.
+
+    `max_positions` bounds the positions `forward` may be given.
+    """
+
+    def __init__(self, config: ModelConfig, builder: Builder, max_positions: int) -> None:
+        self.config = config
+        self.dtype = builder.dtype
+        self.device = builder.device
+        self._embedding_VE = builder.tensor(config.vocab_size, config.hidden_size)
+        self._layers = [DecoderLayer(config, i, builder) for i in range(config.num_layers)]
+        self._norm_E = builder.tensor(config.hidden_size)
+        self._head = builder.linear(
+            config.hidden_size,
+            config.vocab_size,
+            bias=False,
+            tied=self._embedding_VE if config.tie_word_embeddings else None,
+        )
+        self._rope = RotaryEmbedding(config.rope, config.head_dim, max_positions, builder.device)
+        self.slots = dict(self._all_slots())
+
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        """What this model's attention backend is made with."""
+        return AttentionSpec(
+            num_heads=self.config.num_heads,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            scale=self.config.head_dim**-0.5,
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionBackend
+    ) -> Tensor:
+        """Hidden states [T, E] after the last norm; `attention` must be planned for the step."""
+        rotation = self._rope.at(positions_T)
+        x_TE = F.embedding(token_ids_T, self._embedding_VE)
+        for layer in self._layers:
+            x_TE = layer(x_TE, rotation, attention)
+        return rms_norm(x_TE, self._norm_E, self.config.rms_norm_eps)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden_RE: Tensor) -> Tensor:
+        """Logits [R, V] in float32 of the given rows of `forward`'s result."""
+        return self._head(hidden_RE).float()
+
+    def load_weights(self, tensors: Iterable[NamedTensor]) -> set[str]:
+        """Replaces the named parameters in place and returns their names.
+
+        Names and shapes are the checkpoint's. Raises `ModelLoadError` for an unknown name or a
+        wrong shape. Nothing may run on the model meanwhile.
+        """
+        return copy_into(self.slots, tensors)
+
+    @property
+    def ignored_names(self) -> frozenset[str]:
+        """Names that checkpoints may hold beside the slots: copies of what is known already."""
+        rotary = {
+            f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(len(self._layers))
+        }
+        tied = {"lm_head.weight"} if self.config.tie_word_embeddings else set[str]()
+        return frozenset(rotary | tied | {"model.rotary_emb.inv_freq"})
+
+    def _all_slots(self) -> Iterator[tuple[str, Slot]]:
+        yield (
+            "model.embed_tokens.weight",
+            Slot(tuple(self._embedding_VE.shape), self._write_embedding),
+        )
+        for index, layer in enumerate(self._layers):
+            yield from layer.slots(f"model.layers.{index}")
+        yield "model.norm.weight", _tensor_slot(self._norm_E)
+        if not self.config.tie_word_embeddings:
+            yield from _linear_slots("lm_head", self._head, 0, self.config.vocab_size, bias=False)
+
+    def _write_embedding(self, weight_VE: Tensor) -> None:
+        self._embedding_VE.copy_(weight_VE)
+        if self.config.tie_word_embeddings:
+            self._head.copy_rows(0, weight_VE)
+
+
+def _tensor_slot(parameter: Tensor) -> Slot:
+    return Slot(tuple(parameter.shape), parameter.copy_)
+
+
+def _head_slot(parameter_ND: Tensor) -> Slot:
+    """One checkpoint row [D] for all of N heads."""
+    return Slot((parameter_ND.shape[1],), parameter_ND.copy_)
+
+
+def _linear_slots(
+    name: str, linear: Linear, start: int, rows: int, *, bias: bool
+) -> Iterator[tuple[str, Slot]]:
+    """The part of a (fused) linear that the checkpoint keeps under `name`."""
+    yield f"{name}.weight", Slot((rows, linear.in_features), _at(linear.copy_rows, start))
+    if bias:
+        yield f"{name}.bias", Slot((rows,), _at(linear.copy_bias, start))
+
+
+def _at(copy: Callable[[int, Tensor], None], start: int) -> Callable[[Tensor], None]:
+    return lambda tensor: copy(start, tensor)

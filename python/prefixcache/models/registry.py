@@ -1,0 +1,56 @@
+"""From a model's configuration and folder to a loaded model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from prefixcache.config import DType, ModelConfig
+from prefixcache.models.llama import Builder, LlamaModel
+from prefixcache.models.weights import load_folder
+
+logger = logging.getLogger(__name__)
+
+_HALF_TYPES = ("bfloat16", "float16")
+
+
+def load_model(
+    config: ModelConfig,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_positions: int | None = None,
+    linear: str = "torch",
+) -> LlamaModel:
+    """Builds the model on the device and fills it from the folder's safetensors.
+
+    `max_positions` (the model's context length if None) bounds the rotary table. Raises
+    `ModelLoadError` naming the tensor and the file when weights do not fit the configuration.
+    """
+    builder = Builder(dtype, device, linear)
+    model = LlamaModel(config, builder, max_positions or config.max_context_length)
+    load_folder(model.slots, folder, device, model.ignored_names)
+    return model
+
+
+def choose_dtype(asked: DType, checkpoint: str | None, device: torch.device) -> torch.dtype:
+    """The type weights and activations are kept in.
+
+    "auto" is bfloat16 where the checkpoint was saved in a 16-bit type and the processor multiplies
+    bfloat16, else float32.
+    """
+    if asked != "auto":
+        return torch.bfloat16 if asked == "bfloat16" else torch.float32
+    half = checkpoint in _HALF_TYPES and _multiplies_bfloat16(device)
+    chosen = torch.bfloat16 if half else torch.float32
+    logger.info("dtype auto: %s (checkpoint: %s)", str(chosen).removeprefix("torch."), checkpoint)
+    return chosen
+
+
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001

@@ -1,0 +1,123 @@
+"""Weights from safetensors files into a model, strictly: nothing missing, nothing left over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from prefixcache.exceptions import ModelLoadError
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_LONG_LOAD_BYTES = 1 << 30
+_LISTED_NAMES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """A tensor of a checkpoint; `source` says where it came from, for error messages."""
+
+    name: str
+    tensor: Tensor
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a checkpoint's tensor goes: the shape it must have, and what writes it."""
+
+    shape: tuple[int, ...]
+    write: Callable[[Tensor], object]
+
+
+Slots = Mapping[str, Slot]
+
+
+def load_folder(slots: Slots, folder: Path, device: torch.device, ignored: Iterable[str]) -> None:
+    """Fills every slot from the folder's safetensors.
+
+    Raises `ModelLoadError` naming the tensor and the file when one is missing, unexpected,
+    misshapen or unreadable. Names in `ignored` may be there or not.
+    """
+    files = _checkpoint_files(folder)
+    skipped = frozenset(ignored)
+    tensors = (one for one in _read(files, device) if one.name not in skipped)
+    missing = slots.keys() - copy_into(slots, tensors)
+    if missing:
+        raise ModelLoadError(f"The weights in {folder} lack {_listed(missing)}.")
+
+
+@torch.inference_mode()
+def copy_into(slots: Slots, tensors: Iterable[NamedTensor]) -> set[str]:
+    """Writes the given tensors to their slots, in place, and returns the names written.
+
+    Raises `ModelLoadError` for a name without a slot or a wrong shape; tensors before it are
+    written.
+    """
+    written: set[str] = set()
+    for one in tensors:
+        slot = slots.get(one.name)
+        if slot is None:
+            raise ModelLoadError(f"{one.source} holds an unexpected tensor {one.name}.")
+        if tuple(one.tensor.shape) != slot.shape:
+            raise ModelLoadError(
+                f"{one.name} in {one.source} has shape {list(one.tensor.shape)}, "
+                f"the model's configuration needs {list(slot.shape)}."
+            )
+        slot.write(one.tensor)
+        written.add(one.name)
+    return written
+
+
+def _checkpoint_files(folder: Path) -> list[Path]:
+    index = folder / _INDEX_FILE
+    if index.is_file():
+        files = [folder / name for name in sorted(set(_weight_map(index).values()))]
+    else:
+        files = [folder / _SINGLE_FILE]
+    for file in files:
+        if not file.is_file():
+            raise ModelLoadError(f"The weight file {file} does not exist.")
+    return files
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelLoadError(f"Cannot read {index}: {error!r}") from error
+
+
+def _read(files: list[Path], device: torch.device) -> Iterator[NamedTensor]:
+    total = sum(file.stat().st_size for file in files)
+    columns = (TextColumn("Loading weights"), BarColumn(), DownloadColumn())
+    with Progress(*columns, disable=total < _LONG_LOAD_BYTES) as progress:
+        task = progress.add_task("", total=total)
+        for file in files:
+            for one in _read_file(file, device):
+                yield one
+                progress.advance(task, one.tensor.nbytes)
+
+
+def _read_file(file: Path, device: torch.device) -> Iterator[NamedTensor]:
+    """Tensors are mapped, not read: a tensor's pages come in when its slot copies them."""
+    try:
+        with safe_open(file, framework="pt", device=str(device)) as opened:
+            for name in opened.keys():  # noqa: SIM118  (not a mapping)
+                yield NamedTensor(name, opened.get_tensor(name), file.name)
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    shown = ", ".join(ordered[:_LISTED_NAMES])
+    rest = len(ordered) - _LISTED_NAMES
+    return f"{shown} and {rest} more" if rest > 0 else shown

@@ -1,0 +1,1 @@
+"""The arithmetic of a decoder layer, one small module an operation."""

@@ -1,0 +1,85 @@
+"""Linear layers: y = x W^T + b, behind one seam.
+
+A layer owns its weight in whatever form its kernel reads fastest, so that callers never see the
+weight's layout: rows are written with `copy_rows`, once at load and again whenever weights are
+replaced, and the fused projections write each of their parts at its own row.
+
+Letters of shapes: T tokens, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prefixcache.exceptions import ConfigError
+
+
+class Linear(Protocol):
+    """One linear layer. Its weight is undefined until every row was written."""
+
+    in_features: int
+    out_features: int
+
+    def copy_rows(self, start: int, weight_OI: Tensor) -> None:
+        """Writes output rows `start:start + O` of the weight, converting their type."""
+        ...
+
+    def copy_bias(self, start: int, bias_O: Tensor) -> None:
+        """Writes elements `start:start + O` of the bias."""
+        ...
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """Returns [T, O] in the type of `x_TI`."""
+        ...
+
+
+class TorchLinear:
+    """The plain form: a dense weight and torch's own matmul."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight_OI.shape
+        self._weight_OI = weight_OI
+        self._bias_O = bias_O
+
+    def copy_rows(self, start: int, weight_OI: Tensor) -> None:
+        """Writes output rows `start:start + O` of the weight, converting their type."""
+        self._weight_OI[start : start + weight_OI.shape[0]].copy_(weight_OI)
+
+    def copy_bias(self, start: int, bias_O: Tensor) -> None:
+        """Writes elements `start:start + O` of the bias."""
+        if self._bias_O is None:
+            raise ValueError("this linear has no bias")
+        self._bias_O[start : start + bias_O.shape[0]].copy_(bias_O)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """Returns [T, O] in the type of `x_TI`."""
+        return F.linear(x_TI, self._weight_OI, self._bias_O)
+
+
+def make_linear(
+    kind: str,
+    in_features: int,
+    out_features: int,
+    *,
+    bias: bool = False,
+    dtype: torch.dtype,
+    device: torch.device,
+    tied_to_OI: Tensor | None = None,
+) -> Linear:
+    """Makes an unfilled layer of a kind: "torch".
+
+    `tied_to_OI` is a dense weight of the same shape (the embedding) that the layer may read instead
+    of keeping a copy; the caller writes both all the same. Raises `ConfigError` for an unknown
+    kind.
+    """
+    if kind != "torch":
+        raise ConfigError(f"linear must be one of torch, got {kind!r}.")
+    weight_OI = tied_to_OI
+    if weight_OI is None:
+        weight_OI = torch.empty(out_features, in_features, dtype=dtype, device=device)
+    bias_O = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+    return TorchLinear(weight_OI, bias_O)

@@ -1,0 +1,16 @@
+"""Root mean square normalisation (Zhang and Sennrich, 2019)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalises the last dimension, in float32, and scales it by `weight`.
+
+    The result is rounded to the type of `x` before the scaling, as Llama does.
+    """
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight

@@ -1,0 +1,91 @@
+"""Runs a model over a paged KV cache without an engine: block tables laid out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from prefixcache.attention.base import AttentionBackend, AttentionBatch
+from prefixcache.attention.registry import make_attention
+from prefixcache.kv.specs import kv_groups
+from prefixcache.kv.tensors import allocate_kv
+from prefixcache.models.llama import LlamaModel
+
+
+def make_batch(
+    chunks: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]], block_size: int
+) -> AttentionBatch:
+    """The batch of sequences whose positions `start:stop` are computed now."""
+    pages = [-(-stop // block_size) for _, stop in chunks]
+    slots = [
+        table[position // block_size] * block_size + position % block_size
+        for (start, stop), table in zip(chunks, tables, strict=True)
+        for position in range(start, stop)
+    ]
+    rows = [stop - start for start, stop in chunks]
+    used = [block for table, count in zip(tables, pages, strict=True) for block in table[:count]]
+    last = [stop - (count - 1) * block_size for (_, stop), count in zip(chunks, pages, strict=True)]
+    return AttentionBatch(
+        qo_indptr=_indptr(rows),
+        kv_indptr=_indptr(pages),
+        kv_indices=torch.tensor(used, dtype=torch.int32),
+        last_page_len=torch.tensor(last, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots),
+        max_q_len=max(rows),
+    )
+
+
+def _indptr(counts: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+
+
+class PagedDriver:
+    """Sequences of one model, each with blocks that are neither in order nor side by side."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        *,
+        num_sequences: int = 1,
+        max_tokens: int = 256,
+        block_size: int = 16,
+        attention: str = "torch",
+    ) -> None:
+        per_sequence = -(-max_tokens // block_size)
+        num_blocks = num_sequences * per_sequence + 1
+        shuffled = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)) + 1
+        self.tables: list[list[int]] = shuffled.view(num_sequences, per_sequence).tolist()
+        self.block_size = block_size
+        self.model = model
+        self.attention: AttentionBackend = make_attention(attention, model.attention_spec)
+        (group,) = kv_groups(model.config)
+        self.kv = allocate_kv(
+            group,
+            self.attention,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self.attention.bind(self.kv)
+
+    def forward(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
+        """Computes `(sequence, start, token ids)` of each; float32 logits of all rows."""
+        chunks = [(start, start + len(tokens)) for _, start, tokens in work]
+        tables = [self.tables[sequence] for sequence, _, _ in work]
+        self.attention.plan(make_batch(chunks, tables, self.block_size))
+        tokens = torch.tensor([token for _, _, ids in work for token in ids])
+        positions = torch.cat([torch.arange(start, stop) for start, stop in chunks])
+        hidden = self.model.forward(tokens, positions, self.attention)
+        return self.model.compute_logits(hidden)
+
+    def generate(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Greedy tokens after the prompt, one by one, on sequence 0."""
+        tokens = list(prompt)
+        logits = self.forward([(0, 0, tokens)])
+        for _ in range(count):
+            tokens.append(int(logits[-1].argmax()))
+            logits = self.forward([(0, len(tokens) - 1, tokens[-1:])])
+        return tokens[len(prompt) :]

@@ -1,0 +1,139 @@
+"""Our layers against transformers' own, on tiny random checkpoints of each architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from paged_driver import PagedDriver
+from prefixcache.config import ModelConfig
+from prefixcache.models.llama import LlamaModel
+from prefixcache.models.registry import choose_dtype, load_model
+from prefixcache.models.weights import NamedTensor
+from tiny_models import ARCHITECTURES, make_model
+
+CPU = torch.device("cpu")
+TinyCheckpoint = Callable[..., Path]
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaModel:
+    return load_model(ModelConfig.from_hf(folder), folder, dtype=dtype, device=CPU)
+
+
+def prompt_of(length: int, vocab_size: int = 384, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocab_size, (length,), generator=generator).tolist()
+
+
+def reference(folder: Path, tokens: list[int]) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0]
+
+
+def reference_greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_logits_equal_those_of_transformers(
+    tiny_checkpoint: TinyCheckpoint, architecture: str, sharded: bool
+) -> None:
+    folder = tiny_checkpoint(architecture, sharded=sharded)
+    tokens = prompt_of(200)
+    ours = PagedDriver(load(folder)).forward([(0, 0, tokens)])
+    torch.testing.assert_close(ours, reference(folder, tokens), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_64_greedy_tokens_equal_those_of_transformers(
+    tiny_checkpoint: TinyCheckpoint, architecture: str
+) -> None:
+    folder = tiny_checkpoint(architecture)
+    prompt = prompt_of(21)
+    ours = PagedDriver(load(folder)).generate(prompt, 64)
+    assert ours == reference_greedy(folder, prompt, 64)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2-yarn", "llama-llama3", "llama-linear"])
+def test_positions_beyond_the_original_context_match(
+    tiny_checkpoint: TinyCheckpoint, architecture: str
+) -> None:
+    folder = tiny_checkpoint(architecture)
+    tokens = prompt_of(500)
+    ours = PagedDriver(load(folder), max_tokens=512).forward([(0, 0, tokens)])
+    torch.testing.assert_close(ours, reference(folder, tokens), atol=5e-4, rtol=1e-3)
+
+
+def test_chunks_and_mixed_batches_give_the_logits_of_one_prefill(
+    tiny_checkpoint: TinyCheckpoint,
+) -> None:
+    model = load(tiny_checkpoint("qwen3"))
+    first, second = prompt_of(70), prompt_of(40, seed=1)
+    whole = PagedDriver(model).forward([(0, 0, first)])
+    other = PagedDriver(model).forward([(0, 0, second)])
+
+    driver = PagedDriver(model, num_sequences=2, block_size=8)
+    driver.forward([(0, 0, first[:23])])
+    mixed = driver.forward([(0, 23, first[23:69]), (1, 0, second[:39])])
+    torch.testing.assert_close(mixed, torch.cat([whole[23:69], other[:39]]), atol=1e-4, rtol=1e-4)
+    decoded = driver.forward([(1, 39, second[39:]), (0, 69, first[69:])])
+    torch.testing.assert_close(decoded, torch.cat([other[39:], whole[69:]]), atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16_stays_near_float32(tiny_checkpoint: TinyCheckpoint) -> None:
+    folder = tiny_checkpoint("smollm2", dtype=torch.bfloat16)
+    tokens = prompt_of(100)
+    model = load(folder, torch.bfloat16)
+    logits = PagedDriver(model).forward([(0, 0, tokens)])
+    exact = reference(folder, tokens)
+    assert logits.dtype == torch.float32
+    assert (logits - exact).norm() / exact.norm() < 0.02
+
+
+def test_weights_are_replaced_in_place_one_chunk_at_a_time(
+    tiny_checkpoint: TinyCheckpoint,
+) -> None:
+    model = load(tiny_checkpoint("smollm2"))
+    other = make_model("smollm2", seed=7)
+    tokens = prompt_of(30)
+    before = PagedDriver(model).forward([(0, 0, tokens)])
+    for name, tensor in other.named_parameters():
+        model.load_weights([NamedTensor(name, tensor.detach(), "update")])
+    after = PagedDriver(model).forward([(0, 0, tokens)])
+    with torch.inference_mode():
+        expected = other(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(after, expected, atol=2e-4, rtol=1e-4)
+    assert not torch.allclose(before, after, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "checkpoint", "expected"),
+    [
+        ("float32", "bfloat16", torch.float32),
+        ("bfloat16", "float32", torch.bfloat16),
+        ("auto", "float32", torch.float32),
+        ("auto", None, torch.float32),
+    ],
+)
+def test_dtype_choice(asked: str, checkpoint: str | None, expected: torch.dtype) -> None:
+    assert choose_dtype(asked, checkpoint, CPU) == expected
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_auto_takes_bfloat16_only_where_the_processor_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    monkeypatch.setattr("prefixcache.models.registry._multiplies_bfloat16", lambda device: fast)
+    expected = torch.bfloat16 if fast else torch.float32
+    assert choose_dtype("auto", "float16", CPU) == expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prefixcache.exceptions import InvalidRequestError
 
@@ -71,6 +71,11 @@ class SamplingParams:
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).",
                 param="min_tokens",
             )
+
+    def for_choice(self, index: int) -> SamplingParams:
+        """Options of choice number `index` of the `n`: its seed is `seed + index`."""
+        seed = None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
+        return replace(self, n=1, seed=seed)
 
     @property
     def greedy(self) -> bool:

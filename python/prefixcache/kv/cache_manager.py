@@ -117,7 +117,8 @@ class CacheManager:
 
     def free(self, request_ids: Sequence[str]) -> None:
         """Gives the blocks back and forgets the requests."""
-        self._cache.release([self._sequences.pop(request_id) for request_id in request_ids])
+        sequences = [self._sequences.pop(request_id) for request_id in request_ids]
+        self._cache.release([sequence for sequence in sequences if sequence.num_slots])
 
     def fill(self, plan: StepPlan, buffers: Sequence[BlockTableBuffers]) -> None:
         """Writes the step's block tables and slots into the runner's buffers, one set a group."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -31,33 +31,46 @@ def sample(logits_RV: Tensor, rows: Sequence[SamplingInput]) -> list[SequenceOut
 
     `logits_RV` is float32. A row without a finite maximum gets an error in place of a token.
     """
-    if all(_is_plain_greedy(row) for row in rows):
-        best_R = logits_RV.max(dim=-1)
-        return _outputs(best_R.indices.tolist(), best_R.values.isfinite().tolist(), {})
+    if all_plain_greedy(rows):
+        return greedy_outputs(greedy_token_ids(logits_RV).tolist())
+    tokens: list[int] = greedy_token_ids(logits_RV).tolist()
     adjusted_RV = adjust_logits(logits_RV, rows)
-    best_R = adjusted_RV.max(dim=-1)
-    usable = (best_R.values.isfinite() & logits_RV.amax(dim=-1).isfinite()).tolist()
-    tokens: list[int] = best_R.indices.tolist()
-    drawn = [r for r, row in enumerate(rows) if usable[r] and not row.params.greedy]
+    if adjusted_RV is not logits_RV:
+        best = greedy_token_ids(adjusted_RV).tolist()
+        tokens = [-1 if raw < 0 else token for raw, token in zip(tokens, best, strict=True)]
+    drawn = [r for r, row in enumerate(rows) if tokens[r] >= 0 and not row.params.greedy]
     if drawn:
         chosen = _draw(adjusted_RV[drawn], [rows[r] for r in drawn])
         for r, token in zip(drawn, chosen, strict=True):
             tokens[r] = token
-    return _outputs(tokens, usable, _logprobs(logits_RV, rows, tokens))
+    return _outputs(tokens, _logprobs(logits_RV, rows, tokens))
 
 
-def _is_plain_greedy(row: SamplingInput) -> bool:
-    return row.params.greedy and row.params.logprobs is None and not has_adjustments(row)
+def all_plain_greedy(rows: Sequence[SamplingInput]) -> bool:
+    """Whether the rows ask for nothing but their likeliest tokens: `greedy_token_ids` will do."""
+    return all(
+        row.params.greedy and row.params.logprobs is None and not has_adjustments(row)
+        for row in rows
+    )
 
 
-def _outputs(
-    tokens: Sequence[int], usable: Sequence[bool], logprobs: dict[int, TokenLogprobs]
-) -> list[SequenceOutput]:
+def greedy_token_ids(logits_RV: Tensor) -> Tensor:
+    """[R] on the logits' device: each row's likeliest token, -1 without a finite maximum."""
+    best_R = logits_RV.max(dim=-1)
+    return torch.where(best_R.values.isfinite(), best_R.indices, -1)
+
+
+def greedy_outputs(token_ids: Sequence[int]) -> list[SequenceOutput]:
+    """What `sample` returns for rows whose `greedy_token_ids` these are."""
+    return _outputs(token_ids, {})
+
+
+def _outputs(tokens: Sequence[int], logprobs: Mapping[int, TokenLogprobs]) -> list[SequenceOutput]:
     return [
-        SequenceOutput(token_id=token, logprobs=logprobs.get(r))
-        if ok
-        else SequenceOutput(error=_UNUSABLE)
-        for r, (token, ok) in enumerate(zip(tokens, usable, strict=True))
+        SequenceOutput(error=_UNUSABLE)
+        if token < 0
+        else SequenceOutput(token_id=token, logprobs=logprobs.get(r))
+        for r, token in enumerate(tokens)
     ]
 
 
@@ -67,7 +80,7 @@ def _logprobs(
     """Rows that ask for the same number go together: how ties fall may depend on the number."""
     by_count: defaultdict[int, list[int]] = defaultdict(list)
     for r, row in enumerate(rows):
-        if row.params.logprobs is not None:
+        if row.params.logprobs is not None and tokens[r] >= 0:
             by_count[row.params.logprobs].append(r)
     found: dict[int, TokenLogprobs] = {}
     for count, group in by_count.items():

@@ -82,6 +82,16 @@ class Scheduler:
         """Requests that wait for their start or, preempted, for their return."""
         return len(self._waiting)
 
+    @property
+    def num_queried_tokens(self) -> int:
+        """Prompt tokens looked up in the prefix cache."""
+        return self._admission.num_queried_tokens
+
+    @property
+    def num_hit_tokens(self) -> int:
+        """Prompt tokens found there."""
+        return self._admission.num_hit_tokens
+
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._states)
@@ -124,21 +134,24 @@ class Scheduler:
         return StepPlan(tuple(chunk.state.chunk(chunk.count) for chunk in chunks))
 
     def complete(self, plan: StepPlan, outputs: Sequence[SequenceOutput]) -> None:
-        """Takes note that the step's KV is there and which tokens were sampled."""
-        sampled_ids: list[str] = []
-        tokens: list[int] = []
+        """Takes note that the step's KV is there and which tokens were sampled.
+
+        A sequence with an error gets no further: what it computed is not to be trusted.
+        """
+        computed: list[RequestState] = []
+        sampled: list[RequestState] = []
         for scheduled, output in zip(plan.sequences, outputs, strict=True):
+            if output.error is not None:
+                continue
             state = self._states[scheduled.request_id]
-            state.num_computed_tokens += scheduled.num_tokens
-            if output.prompt_logprobs:
-                state.num_prompt_logprobs = scheduled.start + len(output.prompt_logprobs)
+            state.take(scheduled, output)
+            computed.append(state)
             if output.token_id is not None:
-                sampled_ids.append(scheduled.request_id)
-                tokens.append(output.token_id)
-                state.output_token_ids.append(output.token_id)
-        self._publish([self._states[s.request_id] for s in plan.sequences])
-        if tokens:
-            self._cache.append_tokens(sampled_ids, tokens)
+                sampled.append(state)
+        self._publish(computed)
+        if sampled:
+            ids = [state.request_id for state in sampled]
+            self._cache.append_tokens(ids, [state.output_token_ids[-1] for state in sampled])
 
     def finish(self, request_ids: Iterable[str]) -> list[str]:
         """Forgets requests and frees their blocks; returns the ids that were known."""
@@ -188,18 +201,23 @@ class Scheduler:
 
     def _with_slots(self, chunks: list[_Chunk]) -> list[_Chunk]:
         """The chunks that have slots for their tokens, after as many preemptions as it takes."""
-        served = 0
-        while served < len(chunks):
-            short = [(c.state.request_id, c.num_missing_slots) for c in chunks[served:]]
-            got = self._cache.append(short)
-            for chunk in chunks[served : served + got]:
-                chunk.state.num_slots += chunk.num_missing_slots
-            served += got
-            if served < len(chunks):
+        short = [chunk for chunk in chunks if chunk.num_missing_slots]
+        while short:
+            wanted = [(c.state.request_id, self._whole_blocks(c.num_missing_slots)) for c in short]
+            served = self._cache.append(wanted)
+            for chunk, (_, count) in zip(short[:served], wanted, strict=False):
+                chunk.state.num_slots += count
+            short = short[served:]
+            if short:
                 victim = self._preempt_last()
-                served -= sum(chunk.state is victim for chunk in chunks[:served])
                 chunks = [chunk for chunk in chunks if chunk.state is not victim]
+                short = [chunk for chunk in short if chunk.state is not victim]
         return chunks
+
+    def _whole_blocks(self, num_tokens: int) -> int:
+        """A block's slots cost nothing more once it is held, so they are taken together."""
+        size = self._cache.block_size
+        return -(-num_tokens // size) * size
 
     def _preempt_last(self) -> RequestState:
         state = self._running.pop()

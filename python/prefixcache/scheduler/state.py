@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from prefixcache.request import Request
-from prefixcache.step_plan import SamplingInput, ScheduledSequence
+from prefixcache.step_plan import SamplingInput, ScheduledSequence, SequenceOutput
 
 
 class RequestState:
@@ -90,6 +90,14 @@ class RequestState:
             if due
             else (),
         )
+
+    def take(self, scheduled: ScheduledSequence, output: SequenceOutput) -> None:
+        """Takes note of a computed chunk and of the token sampled after it."""
+        self.num_computed_tokens += scheduled.num_tokens
+        if output.prompt_logprobs:
+            self.num_prompt_logprobs = scheduled.start + len(output.prompt_logprobs)
+        if output.token_id is not None:
+            self.output_token_ids.append(output.token_id)
 
     def _sampling_input(self) -> SamplingInput:
         if len(self.output_token_ids) >= self.request.params.min_tokens:

@@ -1,0 +1,42 @@
+"""A prefix KV cache with a lock-free core, and an LLM server around it.
+
+The names below are loaded when they are first used: importing the package imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prefixcache.engine.async_engine import AsyncEngine
+    from prefixcache.llm import LLM
+    from prefixcache.sampling_params import SamplingParams
+
+__all__ = ["LLM", "AsyncEngine", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "AsyncEngine": "prefixcache.engine.async_engine",
+    "LLM": "prefixcache.llm",
+    "SamplingParams": "prefixcache.sampling_params",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return _version()
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _version() -> str:
+    try:
+        return version("prefixcache")
+    except PackageNotFoundError:
+        return "0.0.0+unknown"

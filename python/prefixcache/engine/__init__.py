@@ -1,0 +1,1 @@
+"""Joins scheduler, cache and runner into a loop."""

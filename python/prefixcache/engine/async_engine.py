@@ -1,0 +1,248 @@
+"""The engine for asyncio: one thread runs the loop, everything reaches it through one queue.
+
+A request's outputs go back to the event loop that asked, all of a step in one hand-over. An idle
+loop waits on the queue and costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
+
+from prefixcache.engine.engine import Engine
+from prefixcache.exceptions import EngineDeadError, InvalidRequestError
+from prefixcache.metrics import Metrics
+from prefixcache.request import Request, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class _Stream:
+    """Outputs of one request on their way to the event loop that waits for them."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.loop = asyncio.get_running_loop()
+        self.items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+
+
+_Delivery = tuple[_Stream, RequestOutput | Exception]
+
+
+class AsyncEngine:
+    """Serves requests of coroutines, of any number of event loops.
+
+    Takes the engine over: nobody else may call it afterwards. After `shutdown`, or when the engine
+    died, every call raises `EngineDeadError`, and so does every stream that is still open.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}
+        self._error: EngineDeadError | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="prefixcache-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def dead(self) -> EngineDeadError | None:
+        """Why nothing can be served any more; None while the engine lives."""
+        return self._error
+
+    @property
+    def metrics(self) -> Metrics:
+        """The engine's counters."""
+        return self._engine.metrics
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence, prompt and answer together."""
+        return self._engine.max_model_len
+
+    def check(self, request: Request) -> None:
+        """Raises `InvalidRequestError` when the request cannot be served."""
+        self._engine.check(request)
+
+    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        """Streams what each step adds to the request; closing the stream aborts the request.
+
+        Raises `InvalidRequestError` and `EngineDeadError` at once. The request is handed over when
+        the iteration starts. A stream whose engine dies raises `EngineDeadError`.
+        """
+        self._raise_if_dead()
+        self.check(request)
+        return self._outputs(request)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends the request, whose stream then ends with `finish_reason` "abort"."""
+        await self._call(lambda: self._deliver_outputs(self._engine.abort([request_id])))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; running requests keep their blocks."""
+        await self._call(self._engine.control.reset_prefix_cache)
+
+    def stats(self) -> dict[str, int]:
+        """Lifetime counters of the cache, and blocks by state."""
+        return self._engine.stats()
+
+    async def shutdown(self, *, drain: bool = False) -> None:
+        """Ends the loop: after all requests with `drain`, else they are aborted. Idempotent."""
+        await asyncio.to_thread(self.close, drain=drain)
+
+    def close(self, *, drain: bool = False) -> None:
+        """`shutdown` for code without an event loop. Waits until the loop has ended."""
+        self._inbox.put(partial(self._stop, drain))
+        self._thread.join()
+
+    async def _outputs(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        stream = _Stream(request.request_id)
+        self._send(partial(self._add, request, stream))
+        finished = False
+        try:
+            while not finished:
+                item = await stream.items.get()
+                if isinstance(item, Exception):
+                    finished = True
+                    raise item
+                finished = item.finished
+                yield item
+        finally:
+            if not finished:
+                self._inbox.put(partial(self._abandon, stream))
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Runs `function` between two steps, on the loop's thread."""
+        future: Future[T] = Future()
+        self._send(partial(self._resolve, future, function))
+        return await asyncio.wrap_future(future)
+
+    def _send(self, command: Callable[[], None]) -> None:
+        """Hands a command to the loop; one that comes too late is run here, and so refused."""
+        self._raise_if_dead()
+        self._inbox.put(command)
+        if self._error is not None:
+            self._run_commands()
+
+    def _raise_if_dead(self) -> None:
+        if self._error is not None:
+            raise EngineDeadError(str(self._error)) from self._error
+
+    def _run_commands(self) -> None:
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    # Everything below runs on the loop's thread; commands may run elsewhere once it has ended.
+
+    def _run(self) -> None:
+        try:
+            self._engine.adopt_thread()
+            self._serve()
+            self._die(EngineDeadError("The engine was shut down."))
+        except BaseException as cause:
+            logger.exception("The engine stopped.")
+            error = EngineDeadError(f"The engine stopped: {cause}")
+            error.__cause__ = cause
+            self._die(error)
+
+    def _serve(self) -> None:
+        while True:
+            self._receive()
+            if self._engine.has_unfinished():
+                self._deliver_outputs(self._engine.step())
+            elif self._stopping:
+                return
+
+    def _receive(self) -> None:
+        """Runs the commands that have come; waits for one when there is nothing else to do."""
+        if not (self._engine.has_unfinished() or self._stopping):
+            self._inbox.get()()
+        self._run_commands()
+
+    def _add(self, request: Request, stream: _Stream) -> None:
+        if self._error is not None or self._stopping:
+            error = self._error or EngineDeadError("The engine is shutting down.")
+            self._deliver([(stream, error)])
+            return
+        try:
+            self._engine.add_request(request)
+        except InvalidRequestError as error:
+            self._deliver([(stream, error)])
+        else:
+            self._streams[request.request_id] = stream
+
+    def _abandon(self, stream: _Stream) -> None:
+        """Nobody listens to the stream any more."""
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
+            self._engine.abort([stream.request_id])
+
+    def _resolve(self, future: Future[T], function: Callable[[], T]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            if self._error is not None:
+                raise self._error
+            future.set_result(function())
+        except Exception as error:  # noqa: BLE001 - the caller gets it
+            future.set_exception(error)
+
+    def _stop(self, drain: bool) -> None:
+        self._stopping = True
+        if not drain and self._error is None:
+            self._deliver_outputs(self._engine.abort(list(self._streams)))
+
+    def _die(self, error: EngineDeadError) -> None:
+        """Tells everybody who waits.
+
+        The error is set before the queue is emptied, and `_send` looks at it after it has put its
+        command there: one of the two runs the command.
+        """
+        self._error = error
+        streams, self._streams = self._streams, {}
+        self._deliver([(stream, error) for stream in streams.values()])
+        self._run_commands()
+
+    def _deliver_outputs(self, outputs: Sequence[RequestOutput]) -> None:
+        deliveries: list[_Delivery] = []
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            deliveries.append((stream, output))
+            if output.finished:
+                del self._streams[output.request_id]
+        self._deliver(deliveries)
+
+    def _deliver(self, deliveries: Sequence[_Delivery]) -> None:
+        """One hand-over for each event loop."""
+        by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Delivery]] = defaultdict(list)
+        for delivery in deliveries:
+            by_loop[delivery[0].loop].append(delivery)
+        for loop, batch in by_loop.items():
+            self._hand_over(loop, batch)
+
+    def _hand_over(self, loop: asyncio.AbstractEventLoop, batch: Sequence[_Delivery]) -> None:
+        try:
+            loop.call_soon_threadsafe(_put_all, batch)
+        except RuntimeError:  # the event loop is closed: nobody listens
+            for stream, _ in batch:
+                self._abandon(stream)
+
+
+def _put_all(batch: Sequence[_Delivery]) -> None:
+    for stream, item in batch:
+        stream.items.put_nowait(item)

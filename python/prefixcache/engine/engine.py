@@ -1,0 +1,237 @@
+"""The step loop: scheduler, cache and runner joined. One thread drives it."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from prefixcache.engine.control import Control
+from prefixcache.engine.output import Answer, Detokenizer
+from prefixcache.exceptions import EngineDeadError, InvalidRequestError
+from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.metrics import Gauges, Metrics
+from prefixcache.request import FinishReason, Request, RequestOutput
+from prefixcache.sampling_params import SamplingParams
+from prefixcache.scheduler.scheduler import Scheduler
+from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
+
+logger = logging.getLogger(__name__)
+
+_MAX_FAILED_STEPS = 3
+
+
+class Runner(Protocol):
+    """What computes a step: `runner.model_runner.ModelRunner`."""
+
+    @property
+    def block_tables(self) -> Sequence[BlockTableBuffers]:
+        """Arrays for the cache to fill before each `execute`."""
+        ...
+
+    def execute(self, plan: StepPlan) -> list[SequenceOutput]:
+        """One output for each sequence of the plan."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What an engine is put together from; `engine.build` makes it from an `EngineConfig`."""
+
+    scheduler: Scheduler
+    cache: CacheManager
+    runner: Runner
+    make_detokenizer: Callable[[SamplingParams], Detokenizer]
+    vocab_size: int
+    eos_token_ids: Collection[int]
+    max_model_len: int
+    seed: int = 0
+
+
+class Engine:
+    """Serves requests step by step.
+
+    Only `check`, `stats` and `metrics` may be used from a thread other than the loop's. A request
+    that fails ends with `finish_reason` "error"; a step that fails ends its requests so, and
+    `EngineDeadError` is raised when steps keep failing.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._scheduler = parts.scheduler
+        self._cache = parts.cache
+        self._runner = parts.runner
+        self._make_detokenizer = parts.make_detokenizer
+        self._vocab_size = parts.vocab_size
+        self._eos_token_ids = frozenset(parts.eos_token_ids)
+        self.max_model_len = parts.max_model_len
+        self._seeds = random.Random(parts.seed)
+        self._answers: dict[str, Answer] = {}
+        self._failed_steps = 0
+        self.control = Control(parts.cache)
+        self.metrics = Metrics(self._gauges)
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has something to do."""
+        return self._scheduler.has_unfinished()
+
+    def adopt_thread(self) -> None:
+        """Makes the calling thread the one that runs the loop."""
+        self._cache.adopt_thread()
+
+    def check(self, request: Request) -> None:
+        """Raises `InvalidRequestError` when the request cannot be served. From any thread."""
+        _check_token_ids(request.prompt_token_ids, self._vocab_size)
+        for token_id in request.params.logit_bias:
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequestError(
+                    f"logit_bias holds the token id {token_id}; ids are from 0 to "
+                    f"{self._vocab_size - 1}.",
+                    param="logit_bias",
+                )
+        self._scheduler.check(request)
+
+    def add_request(self, request: Request) -> None:
+        """Lets the request wait for its turn. Raises `InvalidRequestError` as `check` does."""
+        self.check(request)
+        if request.request_id in self._answers:
+            raise InvalidRequestError(
+                f"request_id {request.request_id!r} is in use.", param="request_id"
+            )
+        seed = request.params.seed
+        self._scheduler.add(
+            request,
+            seed=self._seeds.getrandbits(64) if seed is None else seed,
+            end_token_ids=self._end_token_ids(request.params),
+        )
+        self._answers[request.request_id] = self._new_answer(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """Ends requests and frees their blocks; unknown ids are passed over."""
+        known = self._scheduler.finish(request_ids)
+        return [self._end(request_id, "abort") for request_id in known]
+
+    def step(self) -> list[RequestOutput]:
+        """Computes one step and returns what it added to each request.
+
+        Raises `EngineDeadError` when nothing can be served any more.
+        """
+        begun = time.perf_counter()
+        plan = self._scheduler.schedule()
+        refused = self._scheduler.take_refused()
+        outputs = [self._end(r.request_id, "error", error=r.error) for r in refused]
+        if not plan.sequences:
+            return outputs
+        try:
+            results, forward_seconds = self._compute(plan)
+        except Exception as error:  # whatever the model raised, the others can be served
+            logger.exception("A step failed; its %d requests end.", len(plan.sequences))
+            return outputs + self._fail_step(plan, error)
+        self._failed_steps = 0
+        outputs += self._take(plan, results)
+        self.metrics.iteration_tokens.observe(plan.num_tokens)
+        self.metrics.step_overhead.observe(time.perf_counter() - begun - forward_seconds)
+        return outputs
+
+    def stats(self) -> dict[str, int]:
+        """Lifetime counters of the cache and blocks by state. From any thread."""
+        return self._cache.stats()
+
+    def _compute(self, plan: StepPlan) -> tuple[list[SequenceOutput], float]:
+        self._cache.fill(plan, self._runner.block_tables)
+        begun = time.perf_counter()
+        results = self._runner.execute(plan)
+        return results, time.perf_counter() - begun
+
+    def _take(self, plan: StepPlan, results: list[SequenceOutput]) -> list[RequestOutput]:
+        self._scheduler.complete(plan, results)
+        now = time.monotonic()
+        outputs: list[RequestOutput] = []
+        for scheduled, result in zip(plan.sequences, results, strict=True):
+            output = self._output(scheduled, result)
+            if output is not None:
+                self._answers[output.request_id].observe(output, now, self.metrics)
+                outputs.append(output)
+        ended = [output.request_id for output in outputs if output.finished]
+        self._scheduler.finish(ended)
+        for request_id in ended:
+            del self._answers[request_id]
+        return outputs
+
+    def _output(self, scheduled: ScheduledSequence, result: SequenceOutput) -> RequestOutput | None:
+        """What the caller gets, if anything; a failure here is this request's alone."""
+        answer = self._answers[scheduled.request_id]
+        try:
+            if result.prompt_logprobs:
+                answer.add_prompt_logprobs(scheduled.start, result.prompt_logprobs)
+            if scheduled.sampling is None and result.error is None:
+                return None
+            cached = self._scheduler.num_cached_tokens(scheduled.request_id)
+            return answer.push(result, cached)
+        except Exception as error:
+            logger.exception("Request %s failed.", scheduled.request_id)
+            return answer.end("error", error=repr(error))
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
+        self._failed_steps += 1
+        if self._failed_steps >= _MAX_FAILED_STEPS:
+            raise EngineDeadError(
+                f"{self._failed_steps} steps failed one after another, the last with {error!r}."
+            ) from error
+        failed = self._scheduler.finish([s.request_id for s in plan.sequences])
+        return [self._end(request_id, "error", error=repr(error)) for request_id in failed]
+
+    def _end(
+        self, request_id: str, reason: FinishReason, *, error: str | None = None
+    ) -> RequestOutput:
+        answer = self._answers.pop(request_id)
+        output = answer.end(reason, error=error)
+        answer.observe(output, time.monotonic(), self.metrics)
+        return output
+
+    def _new_answer(self, request: Request) -> Answer:
+        room = self.max_model_len - len(request.prompt_token_ids)
+        return Answer(
+            request,
+            self._make_detokenizer(request.params),
+            eos_token_ids=self._eos_token_ids,
+            max_tokens=room if request.params.max_tokens is None else request.params.max_tokens,
+        )
+
+    def _end_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        ids = self._eos_token_ids.union(params.stop_token_ids)
+        return tuple(sorted(token_id for token_id in ids if 0 <= token_id < self._vocab_size))
+
+    def _gauges(self) -> Gauges:
+        scheduler = self._scheduler
+        return Gauges(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            cache_usage=self._cache.usage,
+            num_preemptions=scheduler.num_preemptions,
+            num_queried_tokens=scheduler.num_queried_tokens,
+            num_hit_tokens=scheduler.num_hit_tokens,
+        )
+
+
+def _check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    if not len(token_ids):
+        raise InvalidRequestError("The prompt must hold at least one token.", param="prompt")
+    try:
+        ids = np.asarray(token_ids)
+    except (ValueError, OverflowError):
+        ids = np.empty((0, 0), dtype=object)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InvalidRequestError("The prompt's token ids must be integers.", param="prompt")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise InvalidRequestError(
+            f"The prompt holds the token id {low if low < 0 else high}; ids are from 0 to "
+            f"{vocab_size - 1}.",
+            param="prompt",
+        )

@@ -1,0 +1,118 @@
+"""From sampled tokens to what the caller gets: text, end, log probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from prefixcache.metrics import Metrics
+from prefixcache.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from prefixcache.step_plan import SequenceOutput
+
+
+class Detokenizer(Protocol):
+    """What is needed of `tokenization.detokenizer.IncrementalDetokenizer`."""
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        ...
+
+    def push(self, token_ids: Sequence[int], *, ended_by_token: bool = False) -> str:
+        """New text that is certain after these tokens."""
+        ...
+
+    def finish(self) -> str:
+        """The text that was held back."""
+        ...
+
+
+class Answer:
+    """The growing answer to one request.
+
+    `eos_token_ids` end it unless the request ignores them, and so do its stop ids, its stop
+    strings, and `max_tokens`.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        detokenizer: Detokenizer,
+        *,
+        eos_token_ids: Collection[int],
+        max_tokens: int,
+    ) -> None:
+        self.request = request
+        self._detokenizer = detokenizer
+        self._eos_token_ids = () if request.params.ignore_eos else eos_token_ids
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._num_cached_tokens = 0
+        self._prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self._last_token_time: float | None = None
+
+    def add_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Takes those that follow positions `start`, `start + 1`, ...; known ones are skipped."""
+        known = len(self._prompt_logprobs) - 1 - start
+        self._prompt_logprobs.extend(logprobs[known:])
+
+    def push(self, output: SequenceOutput, num_cached_tokens: int) -> RequestOutput:
+        """Adds the sampled token and tells what the caller gets for it."""
+        if output.token_id is None:
+            return self.end("error", error=output.error)
+        self._num_cached_tokens = num_cached_tokens
+        token_id, first = output.token_id, not self._num_tokens
+        self._num_tokens += 1
+        stop_id = token_id in self.request.params.stop_token_ids
+        ended_by_token = stop_id or token_id in self._eos_token_ids
+        text = self._detokenizer.push((token_id,), ended_by_token=ended_by_token)
+        finish_reason = self._finish_reason(ended_by_token)
+        if finish_reason is not None and self._detokenizer.stopped_by is None:
+            text += self._detokenizer.finish()
+        return RequestOutput(
+            request_id=self.request.request_id,
+            token_ids=(token_id,),
+            text=text,
+            logprobs=() if output.logprobs is None else (output.logprobs,),
+            prompt_logprobs=self._take_prompt_logprobs() if first else None,
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_cached_tokens=num_cached_tokens,
+            finish_reason=finish_reason,
+            stop_reason=self._detokenizer.stopped_by or (token_id if stop_id else None),
+        )
+
+    def end(self, reason: FinishReason, *, error: str | None = None) -> RequestOutput:
+        """The last output of an answer that no token ended. After an error no text is added."""
+        return RequestOutput(
+            request_id=self.request.request_id,
+            text="" if reason == "error" else self._detokenizer.finish(),
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_cached_tokens=self._num_cached_tokens,
+            finish_reason=reason,
+            error=error,
+        )
+
+    def observe(self, output: RequestOutput, now: float, metrics: Metrics) -> None:
+        """Counts an output at `now`, in seconds of `time.monotonic`."""
+        arrival = self.request.arrival_time or now
+        if output.token_ids:
+            metrics.generation_tokens += len(output.token_ids)
+            if self._last_token_time is None:
+                metrics.prompt_tokens += output.num_prompt_tokens
+                metrics.time_to_first_token.observe(now - arrival)
+            else:
+                metrics.inter_token_latency.observe(now - self._last_token_time)
+            self._last_token_time = now
+        if output.finish_reason is not None:
+            metrics.finished[output.finish_reason] += 1
+            metrics.request_latency.observe(now - arrival)
+
+    def _finish_reason(self, ended_by_token: bool) -> FinishReason | None:
+        if ended_by_token or self._detokenizer.stopped_by is not None:
+            return "stop"
+        return "length" if self._num_tokens >= self._max_tokens else None
+
+    def _take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        if self.request.params.prompt_logprobs is None:
+            return None
+        return tuple(self._prompt_logprobs)

@@ -1,0 +1,266 @@
+"""Offline generation: the server's engine without the server.
+
+    from prefixcache import LLM, SamplingParams
+
+    llm = LLM("smollm2-135m-instruct")
+    for result in llm.generate(["Hello,", "Once upon a time"], SamplingParams(max_tokens=32)):
+        print(result.outputs[0].text)
+
+Names and shapes are those that vLLM's users expect.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from prefixcache.config import DEFAULT_MODEL
+from prefixcache.engine.build import build, config_from_flags
+from prefixcache.exceptions import InvalidRequestError
+from prefixcache.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from prefixcache.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log probability of one token at one position; `rank` 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice of an answer. `logprobs` has one dict a token, by token id."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is complete."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class GenerationResult:
+    """A prompt and its choices. `num_cached_tokens` is that of the first choice."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether all choices are complete."""
+        return all(output.finished for output in self.outputs)
+
+
+class LLM:
+    """A model with its engine, driven by the calling thread.
+
+    Flags are those of `vllm serve`: see `prefixcache.config.EngineConfig`, `CacheConfig` and
+    `SchedulerConfig`; `num_gpu_blocks_override` is another name of `num_blocks`. Raises
+    `ConfigError` for a wrong flag and `ModelLoadError` when the model cannot be loaded.
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, **flags: Any) -> None:
+        built = build(config_from_flags(model=model, **flags))
+        self._engine = built.engine
+        self._tokenizer = built.tokenizer
+        self._numbers = itertools.count()
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence, prompt and answer together."""
+        return self._engine.max_model_len
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[GenerationResult]:
+        """Answers all prompts together; the results are in the prompts' order.
+
+        A prompt is a text, a list of token ids, or a dict with "prompt" or "prompt_token_ids".
+        Raises `InvalidRequestError` before anything is computed when one of them is wrong.
+        """
+        many = _as_list(prompts)
+        params = _for_each(sampling_params or SamplingParams(), len(many), "sampling_params")
+        priorities = _for_each(0 if priority is None else priority, len(many), "priority")
+        jobs = [self._job(*one) for one in zip(many, params, priorities, strict=True)]
+        self._run(jobs, show_progress=use_tqdm)
+        return [job.result for job in jobs]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[GenerationResult]:
+        """Answers one conversation or several, rendered by the model's chat template."""
+        template = self._tokenizer.chat_template
+        if template is None:
+            raise InvalidRequestError("The model has no chat template.", param="messages")
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        many = cast("Sequence[Sequence[Mapping[str, Any]]]", [messages] if single else messages)
+        prompts = [
+            self._tokenizer.encode(
+                template.render(one, add_generation_prompt=add_generation_prompt),
+                add_special_tokens=False,
+                param="messages",
+            )
+            for one in many
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes."""
+        self._engine.control.reset_prefix_cache()
+
+    def stats(self) -> dict[str, int]:
+        """Lifetime counters of the cache, and blocks by state."""
+        return self._engine.stats()
+
+    def _job(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Job:
+        text, token_ids = self._encode(prompt)
+        number = str(next(self._numbers))
+        requests = [
+            Request(
+                request_id=f"{number}-{choice}",
+                prompt_token_ids=token_ids,
+                params=params.for_choice(choice),
+                priority=priority,
+                arrival_time=time.monotonic(),
+            )
+            for choice in range(params.n)
+        ]
+        for request in requests:
+            self._engine.check(request)
+        outputs = [
+            CompletionOutput(choice, logprobs=None if params.logprobs is None else [])
+            for choice in range(params.n)
+        ]
+        return _Job(requests, GenerationResult(number, text, token_ids, outputs))
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            prompt = cast("str", prompt["prompt"])
+        if isinstance(prompt, str):
+            return prompt, self._tokenizer.encode(prompt)
+        return None, list(prompt)
+
+    def _run(self, jobs: Sequence[_Job], *, show_progress: bool) -> None:
+        """Steps until all jobs are done; whatever goes wrong, no request stays behind."""
+        places = {
+            request.request_id: (job.result, job.result.outputs[choice])
+            for job in jobs
+            for choice, request in enumerate(job.requests)
+        }
+        try:
+            for job in jobs:
+                for request in job.requests:
+                    self._engine.add_request(request)
+            self._collect(places, show_progress)
+        finally:
+            self._engine.abort(places)
+
+    def _collect(
+        self, places: Mapping[str, tuple[GenerationResult, CompletionOutput]], show_progress: bool
+    ) -> None:
+        progress = _progress_bar() if show_progress else nullcontext()
+        with progress as bar:
+            task = None if bar is None else bar.add_task("Generating", total=len(places))
+            while self._engine.has_unfinished():
+                outputs = self._engine.step()
+                for output in outputs:
+                    self._add(output, *places[output.request_id])
+                if bar is not None and task is not None:
+                    bar.advance(task, sum(output.finished for output in outputs))
+
+    def _add(self, new: RequestOutput, result: GenerationResult, choice: CompletionOutput) -> None:
+        choice.text += new.text
+        choice.token_ids.extend(new.token_ids)
+        if choice.logprobs is not None:
+            choice.logprobs.extend(self._by_id(logprobs) for logprobs in new.logprobs)
+        choice.finish_reason, choice.stop_reason = new.finish_reason, new.stop_reason
+        choice.error = new.error
+        if new.prompt_logprobs is not None:
+            result.prompt_logprobs = [
+                None if logprobs is None else self._by_id(logprobs)
+                for logprobs in new.prompt_logprobs
+            ]
+        if choice.index == 0:
+            result.num_cached_tokens = new.num_cached_tokens
+
+    def _by_id(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:
+        """The token taken first, then the likeliest ones."""
+        ranked = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
+        taken = self._logprob(logprobs.token_id, logprobs.logprob, logprobs.rank)
+        found = {logprobs.token_id: taken}
+        for rank, (token_id, value) in enumerate(ranked, start=1):
+            found.setdefault(token_id, self._logprob(token_id, value, rank))
+        return found
+
+    def _logprob(self, token_id: int, value: float, rank: int) -> Logprob:
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return Logprob(value, rank, text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    requests: list[Request]
+    result: GenerationResult
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)):
+        return [cast("Prompt", prompts)]
+    if len(prompts) and isinstance(prompts[0], int):
+        return [cast("Sequence[int]", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def _for_each(value: Any, count: int, name: str) -> Iterator[Any]:
+    """One value for all, or a list of as many."""
+    if not isinstance(value, Sequence):
+        return itertools.repeat(value, count)
+    if len(value) != count:
+        raise InvalidRequestError(
+            f"{name} has {len(value)} entries for {count} prompts.", param=name
+        )
+    return iter(value)
+
+
+def _progress_bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        transient=True,
+    )

@@ -1,0 +1,130 @@
+"""Counters of one engine, and their Prometheus form under vLLM's names.
+
+The engine's thread adds to plain integers; prometheus-client's objects are made when somebody asks
+for them. Nothing here is global: each engine has a registry of its own.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from prefixcache.request import FinishReason
+
+PREFIX = "prefixcache:"
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_OVERHEAD_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 1e-1)
+_TOKENS = tuple(2**power for power in range(15))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauges:
+    """Values that are read at the moment somebody asks; the cache's are a share from 0 to 1."""
+
+    num_running: int
+    num_waiting: int
+    cache_usage: float
+    num_preemptions: int
+    num_queried_tokens: int
+    num_hit_tokens: int
+
+
+class Histogram:
+    """Counts of observations by upper bound, as Prometheus wants them."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Adds one observation."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def family(self, name: str, documentation: str) -> HistogramMetricFamily:
+        """The histogram as it stands now."""
+        total = 0
+        buckets: list[tuple[str, float]] = []
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), total))
+        return HistogramMetricFamily(
+            PREFIX + name, documentation, buckets=buckets, sum_value=self._sum
+        )
+
+
+class Metrics(Collector):
+    """What one engine counted; `registry` serves it to prometheus-client."""
+
+    def __init__(self, gauges: Callable[[], Gauges]) -> None:
+        self._gauges = gauges
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished: Counter[FinishReason] = Counter()
+        self.time_to_first_token = Histogram(_SECONDS)
+        self.inter_token_latency = Histogram(_SECONDS)
+        self.request_latency = Histogram(_SECONDS)
+        self.iteration_tokens = Histogram(_TOKENS)
+        self.step_overhead = Histogram(_OVERHEAD_SECONDS)
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """All metric families, for prometheus-client."""
+        gauges = self._gauges()
+        yield from _gauge_families(gauges)
+        yield from self._counter_families(gauges)
+        yield from self._histogram_families()
+
+    def _counter_families(self, gauges: Gauges) -> Iterator[Metric]:
+        counters = (
+            ("num_preemptions", "Preemptions so far.", gauges.num_preemptions),
+            ("prompt_tokens", "Prompt tokens processed.", self.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", self.generation_tokens),
+            ("prefix_cache_queries", "Tokens looked up.", gauges.num_queried_tokens),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", gauges.num_hit_tokens),
+        )
+        for name, documentation, value in counters:
+            yield CounterMetricFamily(PREFIX + name, documentation, value=value)
+        success = CounterMetricFamily(
+            PREFIX + "request_success", "Requests that ended.", labels=["finished_reason"]
+        )
+        for reason, count in sorted(self.finished.items()):
+            success.add_metric([reason], count)
+        yield success
+
+    def _histogram_families(self) -> Iterator[Metric]:
+        yield self.time_to_first_token.family(
+            "time_to_first_token_seconds", "From arrival to the first token."
+        )
+        yield self.inter_token_latency.family(
+            "inter_token_latency_seconds", "Between two tokens of a request."
+        )
+        yield self.request_latency.family(
+            "e2e_request_latency_seconds", "From arrival to the end of a request."
+        )
+        yield self.iteration_tokens.family("iteration_tokens_total", "Tokens computed in a step.")
+        yield self.step_overhead.family(
+            "step_overhead_seconds", "Time of a step outside the runner."
+        )
+
+
+def _gauge_families(gauges: Gauges) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        PREFIX + "num_requests_running", "Requests that hold blocks.", value=gauges.num_running
+    )
+    yield GaugeMetricFamily(
+        PREFIX + "num_requests_waiting", "Requests not started.", value=gauges.num_waiting
+    )
+    yield GaugeMetricFamily(
+        PREFIX + "kv_cache_usage_perc", "Share of blocks held, 0 to 1.", value=gauges.cache_usage
+    )

@@ -1,0 +1,88 @@
+"""A runner whose next token is a function of the KV it reads through the block tables.
+
+Each slot holds the token that was written there. A wrong block table, a hit on a block that was
+not filled, or a block handed out twice gives another token than `answer_alone`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.request import TokenLogprobs
+from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
+
+VOCAB_SIZE = 97
+
+
+def next_token(history: Sequence[int], vocab_size: int = VOCAB_SIZE) -> int:
+    return zlib.crc32(np.asarray(history, dtype=np.int64).tobytes()) % vocab_size
+
+
+def answer_alone(prompt: Sequence[int], max_tokens: int, eos: Sequence[int] = ()) -> list[int]:
+    """What a request gets that nobody shares anything with."""
+    answer: list[int] = []
+    while len(answer) < max_tokens and (not answer or answer[-1] not in eos):
+        answer.append(next_token([*prompt, *answer]))
+    return answer
+
+
+class FakeRunner:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, max_tokens: int, max_seqs: int, max_pages: int
+    ) -> None:
+        self._kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
+        self._tables = BlockTableBuffers(
+            indptr=np.zeros(max_seqs + 1, dtype=np.int32),
+            indices=np.zeros(max_seqs * max_pages, dtype=np.int32),
+            last_page_len=np.zeros(max_seqs, dtype=np.int32),
+            slot_mapping=np.zeros(max_tokens, dtype=np.int64),
+        )
+        self.block_tables = (self._tables,)
+        self.plans: list[StepPlan] = []
+        self.broken_tokens: set[int] = set()
+        self.failures: list[Exception] = []
+
+    def execute(self, plan: StepPlan) -> list[SequenceOutput]:
+        self.plans.append(plan)
+        if self.failures:
+            raise self.failures.pop(0)
+        tokens = [token for sequence in plan.sequences for token in sequence.token_ids]
+        self._kv.reshape(-1)[self._tables.slot_mapping[: len(tokens)]] = tokens
+        return [self._output(row, sequence) for row, sequence in enumerate(plan.sequences)]
+
+    def _output(self, row: int, sequence: ScheduledSequence) -> SequenceOutput:
+        history = self._history(row)
+        assert len(history) == sequence.start + sequence.num_tokens
+        assert history[sequence.start :] == list(sequence.token_ids)
+        if sequence.sampling is None:
+            token = None
+        elif self.broken_tokens & set(history):
+            return SequenceOutput(error="broken")
+        else:
+            token = next_token(history)
+            while token in sequence.sampling.banned_token_ids:
+                token = (token + 1) % VOCAB_SIZE
+        return SequenceOutput(
+            token_id=token, prompt_logprobs=self._prompt_logprobs(history, sequence)
+        )
+
+    def _history(self, row: int) -> list[int]:
+        tables = self._tables
+        pages = tables.indices[tables.indptr[row] : tables.indptr[row + 1]]
+        unused = self._kv.shape[1] - int(tables.last_page_len[row])
+        tokens = self._kv[pages].reshape(-1).tolist()
+        return tokens[: len(tokens) - unused]
+
+    def _prompt_logprobs(
+        self, history: list[int], sequence: ScheduledSequence
+    ) -> tuple[TokenLogprobs, ...]:
+        if sequence.prompt_logprobs is None:
+            return ()
+        return tuple(
+            TokenLogprobs(token, -float(next_token(history[: sequence.start + i + 1])), 1)
+            for i, token in enumerate(sequence.next_prompt_token_ids)
+        )

@@ -124,7 +124,7 @@ class DecodeGraphs:
     def _step(self, size: int) -> None:
         """What a graph holds. All it reads and leaves behind has a fixed address."""
         tokens = self._tokens
-        hidden_TE = self._model(tokens.ids[:size], tokens.positions[:size], self._attention)
+        hidden_TE = self._model.forward(tokens.ids[:size], tokens.positions[:size], self._attention)
         logits_RV = self._model.compute_logits(hidden_TE)
         if self._logits_SV is None:
             self._logits_SV = torch.empty_like(logits_RV)

@@ -12,7 +12,7 @@ from prefixcache.attention.base import AttentionBackend
 class Decoder(Protocol):
     """A model of `models/registry.py`."""
 
-    def __call__(
+    def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionBackend, /
     ) -> Tensor:
         """Hidden states [T, E]."""

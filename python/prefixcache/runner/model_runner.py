@@ -93,7 +93,7 @@ class ModelRunner:
 
     def _forward(self, batch: Batch) -> Tensor:
         self._attention.plan(batch.attention)
-        return self._model(batch.token_ids_T, batch.positions_T, self._attention)
+        return self._model.forward(batch.token_ids_T, batch.positions_T, self._attention)
 
     def _choose(
         self,

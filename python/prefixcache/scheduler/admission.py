@@ -19,8 +19,8 @@ class Admission:
     """Starts a request when its whole prompt fits: hits first, new blocks for the rest.
 
     Slots for all known tokens, in whole blocks, are taken at once, so that two long prompts that
-    arrive together cannot each hold half of the pool and preempt one another. `num_queried_tokens` and
-    `num_hit_tokens` count first starts alone, not the returns of preempted requests.
+    arrive together cannot each hold half of the pool and preempt one another. The two counters
+    count first starts alone, not the returns of preempted requests.
     """
 
     def __init__(self, cache: CacheManager, *, enable_prefix_caching: bool) -> None:

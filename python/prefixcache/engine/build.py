@@ -1,0 +1,184 @@
+"""From an `EngineConfig` to a running engine: model, tokenizer, KV tensors, cache, scheduler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prefixcache.attention.base import AttentionBackend
+from prefixcache.attention.registry import make_attention
+from prefixcache.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from prefixcache.engine.engine import Engine, EngineParts
+from prefixcache.exceptions import ConfigError
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.specs import kv_groups
+from prefixcache.kv.tensors import allocate_kv, choose_num_blocks
+from prefixcache.models.llama import LlamaModel
+from prefixcache.models.registry import choose_dtype, load_model
+from prefixcache.runner.model_runner import ModelRunner
+from prefixcache.scheduler.scheduler import Scheduler
+from prefixcache.tokenization.detokenizer import IncrementalDetokenizer
+from prefixcache.tokenization.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_SYNONYMS = {"num_gpu_blocks_override": "num_blocks"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltEngine:
+    """An engine and what was chosen for it."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    model: ModelConfig
+    folder: Path
+    dtype: str
+    device: str
+    attention: str
+    num_blocks: int
+    max_model_len: int
+
+
+def config_from_flags(**flags: Any) -> EngineConfig:
+    """An `EngineConfig` from flat flags named as its fields and those of its parts.
+
+    A flag that is None keeps its default. Raises `ConfigError` for an unknown or wrong flag.
+    """
+    given = {_SYNONYMS.get(name, name): v for name, v in flags.items() if v is not None}
+    cache = _take(given, CacheConfig)
+    scheduler = _take(given, SchedulerConfig)
+    own = _take(given, EngineConfig)
+    if given:
+        raise ConfigError(f"Unknown flag {', '.join(sorted(given))}.")
+    return EngineConfig(cache=CacheConfig(**cache), scheduler=SchedulerConfig(**scheduler), **own)
+
+
+def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
+    """Loads the model and puts an engine around it.
+
+    `folder` is where the model's files are, if that is known already. Raises `ConfigError`,
+    `ModelLoadError` or `OutOfMemoryError`.
+    """
+    folder = folder or _model_folder(config)
+    model_config = ModelConfig.from_hf(folder)
+    device = _device(config)
+    dtype = choose_dtype(config.dtype, model_config.checkpoint_dtype, device)
+    num_blocks = choose_num_blocks(config.cache, kv_groups(model_config), dtype, device)
+    max_model_len = _max_model_len(config, model_config, num_blocks)
+    tokenizer = Tokenizer.from_folder(folder)
+    model = load_model(
+        model_config, folder, dtype=dtype, device=device, max_positions=max_model_len
+    )
+    attention = _bound_attention(config, model, num_blocks)
+    cache = _cache(config, num_blocks, str(dtype).removeprefix("torch."))
+    parts = EngineParts(
+        scheduler=Scheduler(
+            config.scheduler,
+            cache,
+            max_model_len=max_model_len,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+        ),
+        cache=cache,
+        runner=_runner(config, model, attention, max_model_len),
+        make_detokenizer=partial(IncrementalDetokenizer, tokenizer),
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids or tokenizer.eos_token_ids,
+        max_model_len=max_model_len,
+        seed=config.seed,
+    )
+    logger.info(
+        "KV cache: %d blocks of %d tokens; context length %d tokens.",
+        num_blocks,
+        config.cache.block_size,
+        max_model_len,
+    )
+    return BuiltEngine(
+        engine=Engine(parts),
+        tokenizer=tokenizer,
+        model=model_config,
+        folder=folder,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        attention=attention.name,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+    )
+
+
+def _take(given: dict[str, Any], kind: Callable[..., Any]) -> Mapping[str, Any]:
+    return {f.name: given.pop(f.name) for f in fields(kind) if f.name in given}
+
+
+def _model_folder(config: EngineConfig) -> Path:
+    folder = Path(config.model)
+    if not folder.is_dir():
+        raise ConfigError(f"model {config.model!r} is not a folder.")
+    return folder
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device != "auto":
+        return torch.device(config.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+    """The context length, lowered to what the pool holds unless it was asked for."""
+    longest = config.scheduler.context_length(model)
+    room = (num_blocks - 1) * config.cache.block_size
+    if longest <= room:
+        return longest
+    if config.scheduler.max_model_len is not None:
+        raise ConfigError(
+            f"The KV cache holds {room} tokens ({num_blocks - 1} blocks of "
+            f"{config.cache.block_size}), less than one sequence of max_model_len {longest}. "
+            "Raise --kv-cache-memory or --num-blocks, or lower --max-model-len."
+        )
+    logger.warning("The KV cache holds %d tokens: max_model_len is lowered from %d.", room, longest)
+    return room
+
+
+def _bound_attention(config: EngineConfig, model: LlamaModel, num_blocks: int) -> AttentionBackend:
+    kind = "cuda" if model.device.type == "cuda" else "cpu"
+    attention = make_attention(config.attention, model.attention_spec, kind)
+    (group,) = kv_groups(model.config)
+    kv_layers = allocate_kv(
+        group,
+        attention,
+        num_blocks=num_blocks,
+        block_size=config.cache.block_size,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    attention.bind(kv_layers)
+    return attention
+
+
+def _cache(config: EngineConfig, num_blocks: int, kv_dtype: str) -> CacheManager:
+    return CacheManager(
+        num_blocks,
+        config.cache.block_size,
+        model=config.model,
+        revision=config.revision or "",
+        kv_dtype=kv_dtype,
+    )
+
+
+def _runner(
+    config: EngineConfig, model: LlamaModel, attention: AttentionBackend, max_model_len: int
+) -> ModelRunner:
+    return ModelRunner(
+        model,
+        attention,
+        max_tokens=config.scheduler.max_num_batched_tokens,
+        max_seqs=config.scheduler.max_num_seqs,
+        max_pages=-(-max_model_len // config.cache.block_size),
+        device=model.device,
+    )

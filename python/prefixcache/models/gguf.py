@@ -1,0 +1,239 @@
+"""GGUF files, converted once into a folder as Hugging Face lays it out.
+
+Quantized tensors are stored as float16: eight times finer than bfloat16, and a hundred times finer
+than the quantization itself. Tensors that were not quantized keep their type.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor, dequantize
+from safetensors.torch import save_file
+from torch import Tensor
+
+from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
+
+_SHARD_BYTES = 2 << 30
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_LEVEL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_UNQUANTIZED = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
+_DIGITS_APART = r"\p{N}"
+_GPT2_WORDS = (
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # as OpenAI's
+)
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# How text is cut before byte-pair merging, by the name GGUF gives it in tokenizer.ggml.pre.
+_WORD_PATTERNS = {
+    "default": (_GPT2_WORDS,),
+    "gpt-2": (_GPT2_WORDS,),
+    "smollm": (_DIGITS_APART, _GPT2_WORDS),
+    "llama-bpe": (_LLAMA3_WORDS,),
+    "qwen2": (_LLAMA3_WORDS.replace("{1,3}", ""),),
+}
+
+
+def convert_gguf(file: Path, folder: Path) -> None:
+    """Writes config, tokenizer, chat template and safetensors of a GGUF file into `folder`.
+
+    Raises `ModelLoadError` for a broken file and `UnsupportedModelError` for a model of another
+    family.
+    """
+    reader = _open(file)
+    metadata = _Metadata(reader)
+    tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
+    config = _config(metadata, tied=tied)
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", _token_ids(metadata))
+    _write_tokenizer(file, folder, metadata, config["max_position_embeddings"])
+    _write_weights(folder, _tensors(reader, config))
+
+
+def _open(file: Path) -> GGUFReader:
+    try:
+        return GGUFReader(file)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise ModelLoadError(f"Cannot read the GGUF file {file}: {error}") from error
+
+
+class _Metadata:
+    """The key-value part of a GGUF file. Keys of the model's shape go without their prefix."""
+
+    def __init__(self, reader: GGUFReader) -> None:
+        self._fields = reader.fields
+        self.architecture: str = self.get("general.architecture", "")
+        if self.architecture not in _ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"GGUF architecture {self.architecture!r} is not supported. "
+                f"Supported: {', '.join(_ARCHITECTURES)}."
+            )
+
+    def get(self, key: str, default: Any = None) -> Any:
+        field = self._fields.get(key)
+        return default if field is None else field.contents()
+
+    def shape(self, key: str, default: Any = None) -> Any:
+        value = self.get(f"{self.architecture}.{key}", default)
+        if value is None:
+            raise ModelLoadError(f"The GGUF file lacks {self.architecture}.{key}.")
+        return value
+
+    def decimal(self, key: str, default: float) -> float:
+        """A float32 as the shortest decimal that means it: 1e-05, not 9.999999747378752e-06."""
+        return float(str(np.float32(self.shape(key, default))))
+
+
+def _config(metadata: _Metadata, *, tied: bool) -> dict[str, Any]:
+    hidden_size = metadata.shape("embedding_length")
+    num_heads = metadata.shape("attention.head_count")
+    return {
+        "architectures": [_ARCHITECTURES[metadata.architecture]],
+        "model_type": metadata.architecture,
+        "dtype": "float16",
+        "hidden_act": "silu",
+        "hidden_size": hidden_size,
+        "intermediate_size": metadata.shape("feed_forward_length"),
+        "num_hidden_layers": metadata.shape("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": metadata.shape("attention.head_count_kv", num_heads),
+        "head_dim": metadata.shape("attention.key_length", hidden_size // num_heads),
+        "max_position_embeddings": metadata.shape("context_length"),
+        "rms_norm_eps": metadata.decimal("attention.layer_norm_rms_epsilon", 1e-6),
+        "rope_parameters": _rope(metadata),
+        "tie_word_embeddings": tied,
+        "vocab_size": len(metadata.get("tokenizer.ggml.tokens", ())),
+        **_token_ids(metadata),
+    }
+
+
+def _rope(metadata: _Metadata) -> dict[str, Any]:
+    rope = {"rope_theta": metadata.decimal("rope.freq_base", 10_000.0), "rope_type": "default"}
+    kind = metadata.shape("rope.scaling.type", "none")
+    if kind == "none":
+        return rope
+    original = metadata.shape("rope.scaling.original_context_length", 0)
+    scaling = {"rope_type": kind, "factor": metadata.decimal("rope.scaling.factor", 1.0)}
+    return rope | scaling | ({"original_max_position_embeddings": original} if original else {})
+
+
+def _token_ids(metadata: _Metadata) -> dict[str, int]:
+    names = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
+    ids = {key: metadata.get(f"tokenizer.ggml.{name}_token_id") for name, key in names.items()}
+    return {key: int(value) for key, value in ids.items() if value is not None}
+
+
+def _write_tokenizer(file: Path, folder: Path, metadata: _Metadata, max_length: int) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    if metadata.get("tokenizer.ggml.model") == "gpt2":
+        _set_word_patterns(tokenizer.backend_tokenizer, metadata.get("tokenizer.ggml.pre"))
+    tokenizer.model_max_length = max_length
+    tokenizer.save_pretrained(str(folder))
+
+
+def _set_word_patterns(backend: Any, name: str | None) -> None:
+    """Transformers cuts every byte-level vocabulary as GPT-2 does; its authors may not."""
+    from tokenizers import Regex, pre_tokenizers
+
+    patterns = _WORD_PATTERNS.get(name or "default")
+    if patterns is None:
+        raise UnsupportedModelError(
+            f"tokenizer.ggml.pre {name!r} is not supported. Supported: {', '.join(_WORD_PATTERNS)}."
+        )
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, last])
+
+
+def _tensors(reader: GGUFReader, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for tensor in reader.tensors:
+        name = _checkpoint_name(tensor.name)
+        values = _dequantized(tensor)
+        if config["model_type"] == "llama" and ".attn_q." in tensor.name:
+            values = _unpermuted(values, config["num_attention_heads"])
+        if config["model_type"] == "llama" and ".attn_k." in tensor.name:
+            values = _unpermuted(values, config["num_key_value_heads"])
+        yield name, values
+
+
+def _checkpoint_name(name: str) -> str:
+    match = _LAYER_NAME.fullmatch(name)
+    if match is not None and match[2] in _MODULES:
+        return f"model.layers.{match[1]}.{_MODULES[match[2]]}.{match[3]}"
+    if name in _TOP_LEVEL:
+        return _TOP_LEVEL[name]
+    raise UnsupportedModelError(f"The GGUF file holds a tensor {name} that no supported model has.")
+
+
+def _dequantized(tensor: ReaderTensor) -> Tensor:
+    dtype = _UNQUANTIZED.get(tensor.tensor_type, torch.float16)
+    values = dequantize(tensor.data, tensor.tensor_type)
+    return torch.from_numpy(np.array(values, dtype=np.float32)).to(dtype)
+
+
+def _unpermuted(values: Tensor, heads: int) -> Tensor:
+    """Undoes llama.cpp's order of q and k rows: there, a rotated pair stands side by side."""
+    pairs = values.unflatten(0, (heads, -1, 2))
+    return pairs.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def _write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Shards of bounded size, so that a large model is never in memory as a whole."""
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(_shards(tensors)):
+        file = f"model-{number:05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file))
+    _write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+
+
+def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > _SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    yield shard
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

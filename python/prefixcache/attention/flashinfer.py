@@ -33,9 +33,9 @@ Invariance = Literal["off", "split", "unified"]
 _LAYOUT = "NHD"
 # Partial results of split keys. FlashInfer recommends 128 MiB; wide models take more in large
 # batches, and it says so in an error when the workspace is too small.
-_WORKSPACE_BYTES = 256 << 20
+WORKSPACE_BYTES = 256 << 20
 # What every FlashInfer wrapper makes for itself until it is given a shared one.
-_INT_WORKSPACE_BYTES = 8 << 20
+INT_WORKSPACE_BYTES = 8 << 20
 _HOPPER = 9
 
 
@@ -52,7 +52,8 @@ class FlashInferAttention:
     - "unified": decodes run in the FA3 kernel too, and everything is equal.
 
     `batch_invariant` and `decode_matches_prefill` tell what is really kept: without FA3, which is
-    for Hopper devices alone, nothing is. `kernels` is the flashinfer module or its stand-in.
+    for Hopper devices alone, nothing is. `kernels` is the flashinfer module or its stand-in, which
+    needs no `workspace_bytes`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class FlashInferAttention:
         kernels: Any,
         invariance: Invariance = "off",
         hopper: bool = True,
+        workspace_bytes: int = WORKSPACE_BYTES,
     ) -> None:
         self.name = "flashinfer"
         self.batch_invariant = invariance != "off" and hopper
@@ -77,6 +79,7 @@ class FlashInferAttention:
             kernels,
             prefill_backend="fa3" if hopper else "fa2",
             split_keys=invariance == "off",
+            workspace_bytes=workspace_bytes,
         )
         self._unified = invariance == "unified"
         self._fence = Fence(device)
@@ -296,6 +299,7 @@ class _KernelMaker:
         *,
         prefill_backend: str,
         split_keys: bool,
+        workspace_bytes: int,
     ) -> None:
         def workspace(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.uint8, device=device)
@@ -305,9 +309,9 @@ class _KernelMaker:
         self._prefill_backend = prefill_backend
         self._tensor_cores = needs_tensor_cores(spec) or not split_keys
         self._options = plan_options(spec, dtype) | {"disable_split_kv": not split_keys}
-        self._workspace = workspace(_WORKSPACE_BYTES)
-        self._prefill_plans = workspace(_INT_WORKSPACE_BYTES)
-        self._decode_plans = workspace(_INT_WORKSPACE_BYTES)
+        self._workspace = workspace(workspace_bytes)
+        self._prefill_plans = workspace(min(workspace_bytes, INT_WORKSPACE_BYTES))
+        self._decode_plans = workspace(min(workspace_bytes, INT_WORKSPACE_BYTES))
 
     def prefill(self, page_size: int, fixed_rows: _FixedRows | None = None) -> _Prefill:
         """A kernel for chunks, over tables of fixed addresses when these are given."""

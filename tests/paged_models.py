@@ -1,0 +1,106 @@
+"""Tiny models served step by step through scheduler, cache and runner, for checks of backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from prefixcache.attention.base import AttentionBackend, AttentionSpec, kv_shape_nhd
+from prefixcache.attention.cpu import TorchAttention
+from prefixcache.config import SchedulerConfig
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.models.llama import LlamaModel
+from prefixcache.request import Request
+from prefixcache.runner.cuda_graph import DecodeGraphs, graph_sizes
+from prefixcache.runner.model_runner import ModelRunner
+from prefixcache.sampling_params import SamplingParams
+from prefixcache.scheduler.scheduler import Scheduler
+from prefixcache.step_plan import SequenceOutput, StepPlan
+
+CPU = torch.device("cpu")
+MakeAttention = Callable[[AttentionSpec], AttentionBackend]
+
+
+class PagedServer:
+    """One model behind one attention backend, with a scheduler and a cache of its own."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        make_attention: MakeAttention = TorchAttention,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_seqs: int = 8,
+        max_tokens: int = 32,
+        max_model_len: int = 128,
+        capture: Any = None,
+    ) -> None:
+        self.cache = CacheManager(num_blocks, block_size)
+        config = SchedulerConfig(max_num_seqs=max_seqs, max_num_batched_tokens=max_tokens)
+        self.scheduler = Scheduler(config, self.cache, max_model_len=max_model_len)
+        spec = model.attention_spec
+        self.attention = make_attention(spec)
+        shape = kv_shape_nhd(num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        layers = range(model.config.num_layers)
+        self.kv = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in layers]
+        self.attention.bind(self.kv)
+        max_pages = -(-max_model_len // block_size)
+        graphs = None
+        if capture is not None:
+            graphs = DecodeGraphs(
+                model,
+                self.attention,
+                sizes=graph_sizes(max_seqs),
+                max_page_indices=max_seqs * max_pages,
+                device=model.device,
+                capture=capture,
+            )
+        self.runner = ModelRunner(
+            model,
+            self.attention,
+            max_tokens=max_tokens,
+            max_seqs=max_seqs,
+            max_pages=max_pages,
+            device=model.device,
+            graphs=graphs,
+        )
+        self.plans: list[StepPlan] = []
+        self._limits: dict[str, int] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[float]] = {}
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int = 6, **params: Any
+    ) -> list[list[int]]:
+        """Answers of `num_tokens` tokens each, all requests arriving together; greedy if unsaid."""
+        first = len(self._limits)
+        names = [f"request-{first + i}" for i in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            options = SamplingParams(max_tokens=num_tokens, **{"temperature": 0.0} | params)
+            self._limits[name] = num_tokens
+            self.answers[name], self.logprobs[name] = [], []
+            self.scheduler.add(
+                Request(request_id=name, prompt_token_ids=list(prompt), params=options), seed=7
+            )
+        while self.scheduler.has_unfinished():
+            self.step()
+        return [self.answers[name] for name in names]
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        self.plans.append(plan)
+        self.cache.fill(plan, self.runner.block_tables)
+        self.take(plan, self.runner.execute(plan))
+
+    def take(self, plan: StepPlan, outputs: Sequence[SequenceOutput]) -> None:
+        self.scheduler.complete(plan, outputs)
+        for scheduled, output in zip(plan.sequences, outputs, strict=True):
+            if output.token_id is not None:
+                self.answers[scheduled.request_id].append(output.token_id)
+                if output.logprobs is not None:
+                    self.logprobs[scheduled.request_id].append(output.logprobs.logprob)
+        ended = [name for name, tokens in self.answers.items() if len(tokens) == self._limits[name]]
+        self.scheduler.finish(ended)

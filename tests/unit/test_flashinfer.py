@@ -1,0 +1,262 @@
+"""The FlashInfer backend with its kernels replaced by torch: planning, models, refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from paged_models import CPU, PagedServer
+from prefixcache.attention import flashinfer_reference
+from prefixcache.attention.base import AttentionSpec
+from prefixcache.attention.flashinfer import FlashInferAttention, load_kernels, make_flashinfer
+from prefixcache.attention.flashinfer_plan import check_supported, needs_tensor_cores, pad_decodes
+from prefixcache.config import ModelConfig
+from prefixcache.exceptions import ConfigError
+from prefixcache.models.llama import LlamaModel
+from prefixcache.models.registry import load_model
+from reference.paged_attention import SlowSequence, batch_of
+
+TinyCheckpoint = Callable[..., Path]
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5)
+
+
+def backend(spec: AttentionSpec = SPEC, **options) -> FlashInferAttention:
+    return FlashInferAttention(
+        spec,
+        **{"dtype": torch.float32, "device": CPU, "kernels": flashinfer_reference}
+        | {"workspace_bytes": 16}
+        | options,
+    )
+
+
+def load(folder: Path) -> LlamaModel:
+    return load_model(ModelConfig.from_hf(folder), folder, dtype=torch.float32, device=CPU)
+
+
+def prompts(count: int, length: int, shared: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(count * length)
+    common = torch.randint(3, 384, (shared,), generator=generator).tolist()
+    return [
+        common + torch.randint(3, 384, (length - i,), generator=generator).tolist()
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("invariance", ["off", "split", "unified"])
+def test_models_answer_as_with_plain_torch_attention(
+    tiny_checkpoint: TinyCheckpoint, architecture: str, invariance: str
+) -> None:
+    model = load(tiny_checkpoint(architecture))
+    asked = prompts(5, 37, shared=9)
+    options = {"temperature": 0.0, "logprobs": 0}
+    plain = PagedServer(model)
+    ours = PagedServer(model, partial(backend, invariance=invariance))
+    assert ours.generate(asked, **options) == plain.generate(asked, **options)
+    for name, values in plain.logprobs.items():
+        assert ours.logprobs[name] == pytest.approx(values, abs=1e-4)
+
+
+def test_the_steps_mix_decodes_with_chunks_and_hit_the_cache(
+    tiny_checkpoint: TinyCheckpoint,
+) -> None:
+    model = load(tiny_checkpoint("qwen3"))
+    asked = prompts(6, 41, shared=16)
+    ours = PagedServer(model, backend, num_blocks=48, max_tokens=16)
+    assert ours.generate(asked, 12) == PagedServer(model).generate(asked, 12)
+    kinds = [{s.num_tokens == 1 for s in plan.sequences} for plan in ours.plans]
+    assert {True, False} in kinds, "no step held decodes beside chunks"
+    assert ours.scheduler.num_preemptions, "the pool was large enough for all"
+    assert ours.scheduler.num_hit_tokens, "no prompt hit the cache"
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_graphs_step_computes_what_a_plain_one_does(window: int | None) -> None:
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5, sliding_window=window)
+    sequences = [
+        SlowSequence(n, 1, tuple(range(5 * i + 1, 5 * i + 6)), True)
+        for i, n in enumerate((0, 7, 16))
+    ]
+    batch = batch_of(sequences, page_size=4)
+    generator = torch.Generator().manual_seed(3)
+    pool = torch.randn(20, 2, 4, 2, 8, generator=generator)
+    q = torch.randn(4, 4, 8, generator=generator)
+    k, v = torch.randn(2, 4, 2, 8, generator=generator)
+    plain, graph = backend(spec), backend(spec)
+    pools = pool.clone(), pool.clone()
+    plain.bind([pools[0]])
+    plain.plan(batch)
+    graph.bind([pools[1]])
+    graph.reserve_graphs([2, 4], max_page_indices=15)
+    graph.plan_graph(batch, 4)
+    torch.testing.assert_close(graph.run(0, q, k, v)[:3], plain.run(0, q[:3], k[:3], v[:3]))
+    assert torch.equal(pools[0][1:], pools[1][1:]), "a row that was added wrote to a real block"
+    assert not torch.equal(pools[0][0], pools[1][0]), "the added row wrote nothing"
+
+
+def test_a_graph_takes_no_step_that_it_cannot_hold() -> None:
+    chunk = batch_of([SlowSequence(0, 3, (1,))], page_size=4)
+    with pytest.raises(ValueError, match="cannot run 0 decodes of 1"):
+        pad_decodes(chunk, 4)
+    decodes = batch_of([SlowSequence(1, 1, (p,), True) for p in (1, 2, 3)], page_size=4)
+    with pytest.raises(ValueError, match="graph of 2 rows"):
+        pad_decodes(decodes, 2)
+
+
+def test_decode_goes_to_tensor_cores_for_groups_without_a_plain_kernel() -> None:
+    groups = {
+        g: needs_tensor_cores(AttentionSpec(num_heads=g, num_kv_heads=1, head_dim=64, scale=1))
+        for g in range(1, 17)
+    }
+    assert [g for g, needed in groups.items() if not needed] == [1, 2, 3, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("invariance", "hopper", "kept"),
+    [
+        ("off", True, (False, False)),
+        ("split", True, (True, False)),
+        ("unified", True, (True, True)),
+        ("split", False, (False, False)),
+        ("unified", False, (False, False)),
+    ],
+)
+def test_a_backend_says_what_it_keeps_equal(invariance, hopper, kept) -> None:
+    attention = backend(invariance=invariance, hopper=hopper)
+    assert (attention.batch_invariant, attention.decode_matches_prefill) == kept
+
+
+@pytest.mark.parametrize(
+    ("invariance", "hopper", "expected"),
+    [
+        ("off", True, {("fa2", False, False), ("fa3", None, False)}),
+        ("off", False, {("fa2", False, False), ("fa2", None, False)}),
+        ("split", True, {("fa2", True, True), ("fa3", None, True)}),
+        ("unified", True, {("fa3", None, True)}),
+    ],
+)
+def test_kernels_are_chosen_by_name_and_never_split_keys_in_invariant_mode(
+    invariance, hopper, expected
+) -> None:
+    made = []
+
+    class Kernels:
+        append_paged_kv_cache = staticmethod(flashinfer_reference.append_paged_kv_cache)
+
+        class BatchPrefillWithPagedKVCacheWrapper(
+            flashinfer_reference.BatchPrefillWithPagedKVCacheWrapper
+        ):
+            def plan(self, *args, **kwargs):
+                made.append((self.backend, None, kwargs["disable_split_kv"]))
+                super().plan(*args, **kwargs)
+
+        class BatchDecodeWithPagedKVCacheWrapper(
+            flashinfer_reference.BatchDecodeWithPagedKVCacheWrapper
+        ):
+            def plan(self, *args, **kwargs):
+                made.append((self.backend, self._use_tensor_cores, kwargs["disable_split_kv"]))
+                super().plan(*args, **kwargs)
+
+    attention = backend(kernels=Kernels, invariance=invariance, hopper=hopper)
+    attention.bind([torch.zeros(9, 2, 4, 2, 8)])
+    mixed = [SlowSequence(2, 1, (1,), True), SlowSequence(0, 6, (2, 3))]
+    attention.plan(batch_of(mixed, page_size=4))
+    assert set(made) == expected
+
+
+def test_calls_out_of_order_say_what_is_missing() -> None:
+    batch = batch_of([SlowSequence(0, 1, (1,), True)], page_size=4)
+    attention = backend()
+    with pytest.raises(RuntimeError, match="needs bind"):
+        attention.plan(batch)
+    attention.bind([torch.zeros(2, 2, 4, 2, 8)])
+    with pytest.raises(RuntimeError, match="needs a plan"):
+        attention.run(0, torch.zeros(1, 4, 8), torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))
+    with pytest.raises(RuntimeError, match="needs reserve_graphs"):
+        attention.plan_graph(batch, 1)
+
+
+def test_more_slots_than_int32_can_count_are_refused() -> None:
+    with pytest.raises(ConfigError, match="2147483647 KV cache slots"):
+        backend().bind([torch.empty(2**27, 2, 16, 2, 8, device="meta")])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 96}, "head_dim 96"),
+        ({"dtype": torch.float32}, "torch.float32"),
+    ],
+)
+def test_shapes_and_types_without_a_kernel_are_refused(change, message) -> None:
+    spec = AttentionSpec(
+        num_heads=4, num_kv_heads=2, head_dim=change.get("head_dim", 64), scale=0.5
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_supported(spec, change.get("dtype", torch.bfloat16))
+
+
+def test_asking_for_it_without_a_device_or_the_package_says_what_to_install(monkeypatch) -> None:
+    with pytest.raises(ConfigError, match="needs a CUDA device"):
+        make_flashinfer(SPEC, dtype=torch.bfloat16, device=CPU)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(ConfigError, match=r"pip install 'prefixcache\[cuda\]'"):
+        load_kernels(torch.device("cuda"))
+
+
+def test_importing_the_backend_neither_imports_flashinfer_nor_says_a_word() -> None:
+    code = (
+        "import sys; import prefixcache.attention.flashinfer, prefixcache.runner.cuda_graph; "
+        "assert 'flashinfer' not in sys.modules; import torch; "
+        "assert not torch.cuda.is_initialized()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def plan_prefill(wrapper, batch, **changes):
+    options = {
+        "num_qo_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim_qk": 8,
+        "page_size": 4,
+        "causal": True,
+        "q_data_type": torch.float32,
+    }
+    wrapper.plan(
+        batch.qo_indptr,
+        changes.pop("kv_indptr", batch.kv_indptr),
+        batch.kv_indices,
+        batch.last_page_len,
+        **options | changes,
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"q_data_type": torch.float16},
+        {"page_size": 8},
+        {"num_kv_heads": 3},
+        {"kv_indptr": torch.tensor([0, 1], dtype=torch.int64)},
+    ],
+)
+def test_the_stand_in_refuses_what_flashinfer_does(changes) -> None:
+    workspace = torch.zeros(16, dtype=torch.uint8)
+    wrapper = flashinfer_reference.BatchPrefillWithPagedKVCacheWrapper(workspace)
+    batch = batch_of([SlowSequence(0, 3, (1,))], page_size=4)
+    q, kv = torch.zeros(3, 4, 8), torch.zeros(2, 2, 4, 2, 8)
+    plan_prefill(wrapper, batch)
+    wrapper.run(q, kv)
+    with pytest.raises(ValueError, match="would refuse"):  # noqa: PT012 (either call may)
+        plan_prefill(wrapper, batch, **changes)
+        wrapper.run(q, kv)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from prefixcache.llm import LLM
     from prefixcache.sampling_params import SamplingParams
 
+    __version__: str
+
 __all__ = ["LLM", "AsyncEngine", "SamplingParams", "__version__"]
 
 _HOMES = {

@@ -91,9 +91,9 @@ class AsyncEngine:
         """Forgets all cached prefixes; running requests keep their blocks."""
         await self._call(self._engine.control.reset_prefix_cache)
 
-    def stats(self) -> dict[str, int]:
+    async def stats(self) -> dict[str, int]:
         """Lifetime counters of the cache, and blocks by state."""
-        return self._engine.stats()
+        return await self._call(self._engine.stats)
 
     async def shutdown(self, *, drain: bool = False) -> None:
         """Ends the loop: after all requests with `drain`, else they are aborted. Idempotent."""
@@ -149,7 +149,6 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            self._engine.adopt_thread()
             self._serve()
             self._die(EngineDeadError("The engine was shut down."))
         except BaseException as cause:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import Field, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,9 @@ def config_from_flags(**flags: Any) -> EngineConfig:
     A flag that is None keeps its default. Raises `ConfigError` for an unknown or wrong flag.
     """
     given = {_SYNONYMS.get(name, name): v for name, v in flags.items() if v is not None}
-    cache = _take(given, CacheConfig)
-    scheduler = _take(given, SchedulerConfig)
-    own = _take(given, EngineConfig)
+    cache = _take(given, fields(CacheConfig))
+    scheduler = _take(given, fields(SchedulerConfig))
+    own = _take(given, fields(EngineConfig))
     if given:
         raise ConfigError(f"Unknown flag {', '.join(sorted(given))}.")
     return EngineConfig(cache=CacheConfig(**cache), scheduler=SchedulerConfig(**scheduler), **own)
@@ -89,7 +89,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         runner=_runner(config, model, attention, max_model_len),
         make_detokenizer=partial(IncrementalDetokenizer, tokenizer),
         vocab_size=model_config.vocab_size,
-        eos_token_ids=model_config.eos_token_ids or tokenizer.eos_token_ids,
+        eos_token_ids=model_config.eos_token_ids or [*map(int, tokenizer.eos_token_ids)],
         max_model_len=max_model_len,
         seed=config.seed,
     )
@@ -112,8 +112,8 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     )
 
 
-def _take(given: dict[str, Any], kind: Callable[..., Any]) -> Mapping[str, Any]:
-    return {f.name: given.pop(f.name) for f in fields(kind) if f.name in given}
+def _take(given: dict[str, Any], known: Iterable[Field[Any]]) -> dict[str, Any]:
+    return {f.name: given.pop(f.name) for f in known if f.name in given}
 
 
 def _model_folder(config: EngineConfig) -> Path:

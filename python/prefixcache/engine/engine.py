@@ -57,7 +57,7 @@ class EngineParts:
 class Engine:
     """Serves requests step by step.
 
-    Only `check`, `stats` and `metrics` may be used from a thread other than the loop's. A request
+    Only `check` and `metrics` may be used from a thread other than the loop's. A request
     that fails ends with `finish_reason` "error"; a step that fails ends its requests so, and
     `EngineDeadError` is raised when steps keep failing.
     """
@@ -73,16 +73,13 @@ class Engine:
         self._seeds = random.Random(parts.seed)
         self._answers: dict[str, Answer] = {}
         self._failed_steps = 0
+        self._cache_usage = 0.0
         self.control = Control(parts.cache)
         self.metrics = Metrics(self._gauges)
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something to do."""
         return self._scheduler.has_unfinished()
-
-    def adopt_thread(self) -> None:
-        """Makes the calling thread the one that runs the loop."""
-        self._cache.adopt_thread()
 
     def check(self, request: Request) -> None:
         """Raises `InvalidRequestError` when the request cannot be served. From any thread."""
@@ -114,6 +111,7 @@ class Engine:
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Ends requests and frees their blocks; unknown ids are passed over."""
         known = self._scheduler.finish(request_ids)
+        self._cache_usage = self._cache.usage
         return [self._end(request_id, "abort") for request_id in known]
 
     def step(self) -> list[RequestOutput]:
@@ -122,6 +120,11 @@ class Engine:
         Raises `EngineDeadError` when nothing can be served any more.
         """
         begun = time.perf_counter()
+        outputs = self._step(begun)
+        self._cache_usage = self._cache.usage
+        return outputs
+
+    def _step(self, begun: float) -> list[RequestOutput]:
         plan = self._scheduler.schedule()
         refused = self._scheduler.take_refused()
         outputs = [self._end(r.request_id, "error", error=r.error) for r in refused]
@@ -139,7 +142,7 @@ class Engine:
         return outputs
 
     def stats(self) -> dict[str, int]:
-        """Lifetime counters of the cache and blocks by state. From any thread."""
+        """Lifetime counters of the cache, and blocks by state."""
         return self._cache.stats()
 
     def _compute(self, plan: StepPlan) -> tuple[list[SequenceOutput], float]:
@@ -212,7 +215,7 @@ class Engine:
         return Gauges(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            cache_usage=self._cache.usage,
+            cache_usage=self._cache_usage,
             num_preemptions=scheduler.num_preemptions,
             num_queried_tokens=scheduler.num_queried_tokens,
             num_hit_tokens=scheduler.num_hit_tokens,

@@ -17,9 +17,9 @@ from prefixcache.step_plan import StepPlan
 class CacheManager:
     """One core sequence per request: its tokens, block hashes and block tables.
 
-    All calls but `usage`, `stats` and the counts come from one thread, the one that made the
-    manager or called `adopt_thread` last. `num_blocks` counts the null block. Errors of the core
-    pass through: `ValueError` names an argument, `RuntimeError` tells of misuse.
+    One thread makes all calls; the attributes may be read from any. The `num_blocks` given counts
+    the null block, the attribute those that requests can hold. Errors of the core pass through:
+    `ValueError` names an argument, `RuntimeError` tells of misuse.
     """
 
     def __init__(
@@ -40,18 +40,10 @@ class CacheManager:
             kv_dtype=kv_dtype,
             num_groups=num_groups,
         )
+        self.block_size = block_size
+        self.num_blocks = self._cache.num_blocks
         self._num_groups = num_groups
         self._sequences: dict[str, CoreSequence] = {}
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        return self._cache.block_size
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that requests can hold: all but the null block."""
-        return self._cache.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
@@ -70,10 +62,6 @@ class CacheManager:
     def validate(self) -> None:
         """Checks the whole structure; raises `RuntimeError` naming a broken invariant."""
         self._cache.validate()
-
-    def adopt_thread(self) -> None:
-        """Makes the calling thread the one that may change the cache."""
-        self._cache.adopt_writer()
 
     def start(self, request: Request) -> None:
         """Makes the request known and hashes its prompt's full blocks."""
@@ -118,7 +106,7 @@ class CacheManager:
     def free(self, request_ids: Sequence[str]) -> None:
         """Gives the blocks back and forgets the requests."""
         sequences = [self._sequences.pop(request_id) for request_id in request_ids]
-        self._cache.release([sequence for sequence in sequences if sequence.num_slots])
+        self._cache.release([sequence for sequence in sequences if sequence.is_committed])
 
     def fill(self, plan: StepPlan, buffers: Sequence[BlockTableBuffers]) -> None:
         """Writes the step's block tables and slots into the runner's buffers, one set a group."""

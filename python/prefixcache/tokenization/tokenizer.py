@@ -27,7 +27,8 @@ _NAMED_TOKENS = (
 class Tokenizer:
     """Encodes text as the model's folder says, and decodes token ids.
 
-    `plain_token_ids` holds one token of plain text (or none, if the vocabulary has none).
+    `plain_token_ids` holds one token of plain text (or none, if the vocabulary has none),
+    `longest_token` is the most characters that a token spells.
     Safe to share between threads: nothing is written after construction.
     """
 
@@ -50,7 +51,9 @@ class Tokenizer:
         self.bos_token_id = self._named_id("bos_token")
         own_eos = self._named_id("eos_token")
         self.eos_token_ids = frozenset([*eos_token_ids, *([] if own_eos is None else [own_eos])])
-        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocabulary.values(), default=-1)
+        self.longest_token = max(map(len, vocabulary), default=1)
         self.plain_token_ids = _plain_token(backend)
         self._token_bytes = _TokenBytes(backend, frozenset(added))
 

@@ -1,0 +1,189 @@
+"""Runs the requests of a job and gathers what comes back, at once or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from prefixcache.exceptions import PrefixCacheError
+from prefixcache.request import RequestOutput, TokenLogprobs
+from prefixcache.server.backend import EngineClient
+from prefixcache.server.errors import error_body
+from prefixcache.server.protocol import StreamOptions
+from prefixcache.server.requests import Job
+
+logger = logging.getLogger(__name__)
+
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer as far as it has come."""
+
+    index: int
+    num_prompt_tokens: int
+    started: bool = False
+    text: list[str] = field(default_factory=list[str])
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    text_offset: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        """Takes what a step added. Raises `PrefixCacheError` when the engine failed on it."""
+        if output.finish_reason == "error":
+            raise GenerationError(f"The answer could not be computed: {output.error}")
+        if not self.num_tokens:
+            self.num_cached_tokens = output.num_cached_tokens
+            self.prompt_logprobs = output.prompt_logprobs
+        self.num_tokens += len(output.token_ids)
+        self.text.append(output.text)
+        self.logprobs.extend(output.logprobs)
+        self.finish_reason = output.finish_reason
+        self.stop_reason = output.stop_reason
+
+
+class GenerationError(PrefixCacheError):
+    """The engine failed on this request alone."""
+
+
+class AnswerForm(Protocol):
+    """How an endpoint words its answers."""
+
+    def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The whole answer, without `usage`."""
+        ...
+
+    def chunks(self, job: Job, choice: Choice, output: RequestOutput) -> Iterable[dict[str, Any]]:
+        """What is streamed when `output` was added to `choice`."""
+        ...
+
+    def last_chunk(self, job: Job) -> dict[str, Any]:
+        """The chunk without choices that carries the usage."""
+        ...
+
+
+async def whole_answer(engine: EngineClient, job: Job, form: AnswerForm) -> dict[str, Any]:
+    """The body of an answer that is not streamed."""
+    choices = _new_choices(job)
+    async with aclosing(_merge(_start(engine, job))) as outputs:
+        async for index, output in outputs:
+            choices[index].add(output)
+    return {**form.response(job, choices), "usage": usage(job, choices)}
+
+
+def streamed_answer(
+    engine: EngineClient, job: Job, form: AnswerForm, options: StreamOptions | None
+) -> AsyncGenerator[str, None]:
+    """Server-sent events of an answer. What is wrong with the request is raised here, at once."""
+    streams = _start(engine, job)
+    return _events(streams, job, form, options or StreamOptions())
+
+
+def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Token counts. The prompt of several choices counts once, with the hits of the first."""
+    first_choices = choices[:: job.params.n]
+    prompt = sum(choice.num_prompt_tokens for choice in first_choices)
+    completion = sum(choice.num_tokens for choice in choices)
+    cached = sum(choice.num_cached_tokens for choice in first_choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def event(payload: dict[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def _events(
+    streams: Sequence[AsyncGenerator[RequestOutput, None]],
+    job: Job,
+    form: AnswerForm,
+    options: StreamOptions,
+) -> AsyncGenerator[str, None]:
+    try:
+        async with aclosing(_payloads(streams, job, form, options)) as payloads:
+            async for payload in payloads:
+                yield event(payload)
+    except Exception as error:  # the status is sent already: the error goes into the stream
+        if not isinstance(error, PrefixCacheError):
+            logger.exception("A stream failed.")
+        yield event(error_body(error)[1])
+    yield DONE
+
+
+async def _payloads(
+    streams: Sequence[AsyncGenerator[RequestOutput, None]],
+    job: Job,
+    form: AnswerForm,
+    options: StreamOptions,
+) -> AsyncGenerator[dict[str, Any], None]:
+    choices = _new_choices(job)
+    always = bool(options.continuous_usage_stats)
+    told = bool(options.include_usage) or always
+    async with aclosing(_merge(streams)) as outputs:
+        async for index, output in outputs:
+            choices[index].add(output)
+            for chunk in form.chunks(job, choices[index], output):
+                shown = {"usage": usage(job, choices) if always else None} if told else {}
+                yield {**chunk, **shown}
+    if told:
+        yield {**form.last_chunk(job), "usage": usage(job, choices)}
+
+
+def _new_choices(job: Job) -> list[Choice]:
+    lengths = [len(request.prompt_token_ids) for request in job.requests]
+    return [Choice(index, length) for index, length in enumerate(lengths)]
+
+
+def _start(engine: EngineClient, job: Job) -> list[AsyncGenerator[RequestOutput, None]]:
+    """All requests are checked before the first one runs."""
+    return [engine.generate(request) for request in job.requests]
+
+
+async def _merge(
+    streams: Sequence[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of all streams as they come. Closing it, or an error in one, closes every stream."""
+    arrived: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue()
+    tasks = [
+        asyncio.create_task(_pump(index, stream, arrived)) for index, stream in enumerate(streams)
+    ]
+    open_streams = len(streams)
+    try:
+        while open_streams:
+            index, item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            open_streams -= item.finished
+            yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    index: int,
+    stream: AsyncGenerator[RequestOutput, None],
+    arrived: asyncio.Queue[tuple[int, RequestOutput | Exception]],
+) -> None:
+    try:
+        async with aclosing(stream):
+            async for output in stream:
+                arrived.put_nowait((index, output))
+    except Exception as error:  # noqa: BLE001 - raised again by the reader
+        arrived.put_nowait((index, error))

@@ -1,0 +1,48 @@
+"""The ASGI application."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import FastAPI
+
+from prefixcache.server.admin import admin_router
+from prefixcache.server.backend import EngineClient, ServedModel
+from prefixcache.server.chat import chat_router
+from prefixcache.server.completions import completions_router
+from prefixcache.server.context import RequestContext
+from prefixcache.server.errors import install_error_handlers
+from prefixcache.server.requests import JobMaker
+from prefixcache.server.tokens import tokens_router
+
+
+def create_app(engine: EngineClient, served: ServedModel) -> FastAPI:
+    """The application that serves `engine`, which it shuts down when it ends itself."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
+        yield
+        await engine.shutdown()
+
+    release = package_version()
+    app = FastAPI(
+        title="prefixcache", version=release, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    maker = JobMaker(engine=engine, served=served)
+    app.include_router(completions_router(maker))
+    app.include_router(chat_router(maker))
+    app.include_router(tokens_router(maker))
+    app.include_router(admin_router(maker, release))
+    install_error_handlers(app)
+    app.add_middleware(RequestContext)
+    return app
+
+
+def package_version() -> str:
+    """The installed version, or "unknown" for a checkout that is not installed."""
+    try:
+        return version("prefixcache")
+    except PackageNotFoundError:
+        return "unknown"

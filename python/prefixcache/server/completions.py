@@ -1,0 +1,150 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from prefixcache.request import RequestOutput, TokenLogprobs
+from prefixcache.sampling_params import SamplingParams
+from prefixcache.server.answers import Choice, streamed_answer, whole_answer
+from prefixcache.server.body import read_fields
+from prefixcache.server.context import new_id
+from prefixcache.server.logprobs import ScoredToken, completion_logprobs, prompt_logprobs
+from prefixcache.server.protocol import CompletionRequest
+from prefixcache.server.requests import Job, JobMaker, check_ids, parse_prompts, sampling_params
+from prefixcache.server.sse import EventStream, answer_unless_disconnected
+from prefixcache.tokenization.tokenizer import Tokenizer
+
+_DEFAULT_MAX_TOKENS = 16
+
+
+def completions_router(maker: JobMaker) -> APIRouter:
+    """The endpoint, for one served model."""
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def create_completion(request: Request) -> Response:
+        fields = await read_fields(request, CompletionRequest)
+        prompts = parse_prompts(fields.prompt)
+        job = await _make_job(maker, fields, prompts, new_id(request, "cmpl"))
+        form = CompletionForm(maker.served.tokenizer, fields, prompts)
+        if fields.stream:
+            return EventStream(streamed_answer(maker.engine, job, form, fields.stream_options))
+        work = whole_answer(maker.engine, job, form)
+        return JSONResponse(await answer_unless_disconnected(request, work))
+
+    return router
+
+
+async def _make_job(
+    maker: JobMaker, fields: CompletionRequest, prompts: Sequence[str | list[int]], job_id: str
+) -> Job:
+    maker.check_model(fields.model)
+    params = _params(maker, fields)
+    special = fields.add_special_tokens is not False
+    encoded = [
+        await maker.encode(prompt, param="prompt", add_special_tokens=special)
+        if isinstance(prompt, str)
+        else prompt
+        for prompt in prompts
+    ]
+    return maker.job(
+        fields, encoded, params, job_id=job_id, fit_max_tokens=fields.max_tokens is None
+    )
+
+
+def _params(maker: JobMaker, fields: CompletionRequest) -> SamplingParams:
+    generation = maker.served.generation
+    max_tokens = fields.max_tokens
+    if max_tokens is None:
+        max_tokens = generation.max_new_tokens or _DEFAULT_MAX_TOKENS
+    params = sampling_params(fields, generation, max_tokens=max_tokens, logprobs=fields.logprobs)
+    check_ids(params.stop_token_ids, maker.served.tokenizer, "stop_token_ids")
+    if fields.echo and params.prompt_logprobs is None and params.logprobs is not None:
+        return dataclasses.replace(params, prompt_logprobs=params.logprobs)
+    return params
+
+
+class CompletionForm:
+    """OpenAI's `text_completion` objects."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, fields: CompletionRequest, prompts: Sequence[str | list[int]]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._echo = bool(fields.echo)
+        self._num_logprobs = fields.logprobs
+        self._num_prompt_logprobs = fields.prompt_logprobs
+
+    def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The whole answer, without `usage`."""
+        return {**_head(job), "choices": [self._whole(job, choice) for choice in choices]}
+
+    def chunks(self, job: Job, choice: Choice, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """One chunk, or none while text is held back."""
+        shown = self._choice(job, choice, output.text, output.logprobs)
+        if shown["text"] or shown["logprobs"] or output.finished:
+            choice.started = True
+            yield {**_head(job), "choices": [shown]}
+
+    def last_chunk(self, job: Job) -> dict[str, Any]:
+        """The chunk without choices that carries the usage."""
+        return {**_head(job), "choices": []}
+
+    def _whole(self, job: Job, choice: Choice) -> dict[str, Any]:
+        shown = self._choice(job, choice, "".join(choice.text), choice.logprobs)
+        if self._num_prompt_logprobs is not None and choice.prompt_logprobs is not None:
+            shown["prompt_logprobs"] = prompt_logprobs(
+                choice.prompt_logprobs, self._num_prompt_logprobs, self._tokenizer
+            )
+        return shown
+
+    def _choice(
+        self, job: Job, choice: Choice, text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> dict[str, Any]:
+        """A choice with new text and log probabilities, behind the prompt's if that is echoed."""
+        tokens: list[ScoredToken] = [(known.token_id, known) for known in logprobs]
+        if self._echo and not choice.started:
+            index = choice.index // job.params.n
+            text = self._echoed(index) + text
+            tokens = [*_prompt_tokens(job.prompts[index], choice), *tokens]
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": self._logprobs(choice, tokens),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def _echoed(self, index: int) -> str:
+        prompt = self._prompts[index]
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+
+    def _logprobs(self, choice: Choice, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
+        if self._num_logprobs is None or not tokens:
+            return None
+        shown = completion_logprobs(
+            tokens, self._num_logprobs, self._tokenizer, offset=choice.text_offset
+        )
+        choice.text_offset += sum(map(len, shown["tokens"]))
+        return shown
+
+
+def _prompt_tokens(prompt: Sequence[int], choice: Choice) -> list[ScoredToken]:
+    return list(zip(prompt, choice.prompt_logprobs or (), strict=False))
+
+
+def _head(job: Job) -> dict[str, Any]:
+    return {
+        "id": job.id,
+        "object": "text_completion",
+        "created": job.created,
+        "model": job.model,
+    }

@@ -1,0 +1,98 @@
+"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any, cast
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from prefixcache.exceptions import EngineDeadError, InvalidRequestError, PrefixCacheError
+
+logger = logging.getLogger(__name__)
+
+
+class ApiError(PrefixCacheError):
+    """An error with an HTTP status of its own."""
+
+    def __init__(
+        self,
+        status: HTTPStatus,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+def model_not_found(name: str, served: str) -> ApiError:
+    """404 for a model that is not served here; `served` is the one that is."""
+    return ApiError(
+        HTTPStatus.NOT_FOUND,
+        f"The model {name!r} does not exist. Served here: {served!r}.",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
+    """HTTP status and body of an error. What was not raised on purpose shows nothing of itself."""
+    status, message = _status_and_message(error)
+    body = {
+        "message": message,
+        "type": _type_of(status),
+        "param": getattr(error, "param", None),
+        "code": getattr(error, "code", None),
+    }
+    return status, {"error": body}
+
+
+def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The error as an answer; logs what nobody expected."""
+    status, body = error_body(error)
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, PrefixCacheError):
+        logger.error("A request failed.", exc_info=error)
+    return JSONResponse(body, status_code=status, headers=dict(headers or {}))
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Every error of `app` leaves it in OpenAI's form."""
+    app.add_exception_handler(PrefixCacheError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Unknown routes and methods."""
+    error = cast("HTTPException", error)
+    status = HTTPStatus(error.status_code)
+    message = f"{status.phrase}: {request.method} {request.url.path}"
+    return error_response(ApiError(status, message), error.headers)
+
+
+def _status_and_message(error: Exception) -> tuple[int, str]:
+    if isinstance(error, ApiError):
+        return error.status, str(error)
+    if isinstance(error, InvalidRequestError):
+        return HTTPStatus.BAD_REQUEST, str(error)
+    if isinstance(error, EngineDeadError):
+        return HTTPStatus.SERVICE_UNAVAILABLE, str(error)
+    return HTTPStatus.INTERNAL_SERVER_ERROR, "The server failed to answer; its log says why."
+
+
+def _type_of(status: int) -> str:
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        return "service_unavailable_error"
+    return "invalid_request_error" if status < 500 else "internal_server_error"

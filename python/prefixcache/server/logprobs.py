@@ -1,0 +1,108 @@
+"""Log probabilities in the forms of OpenAI's two endpoints, and vLLM's for prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from prefixcache.request import TokenLogprobs
+from prefixcache.tokenization.tokenizer import Tokenizer
+
+# JSON has no infinity; OpenAI and vLLM write this for a token that cannot be drawn.
+_LOWEST = -9999.0
+
+
+ScoredToken = tuple[int, TokenLogprobs | None]
+
+
+def completion_logprobs(
+    tokens: Sequence[ScoredToken],
+    num_top: int,
+    tokenizer: Tokenizer,
+    *,
+    offset: int,
+) -> dict[str, Any]:
+    """The form of `/v1/completions`; `offset` is where the first token's text starts.
+
+    A token without log probabilities is the first one of an echoed prompt.
+    """
+    texts = [token_text(tokenizer, token_id) for token_id, _ in tokens]
+    return {
+        "tokens": texts,
+        "token_logprobs": [known and _finite(known.logprob) for _, known in tokens],
+        "top_logprobs": [known and _top_dict(known, num_top, tokenizer) for _, known in tokens],
+        "text_offset": _offsets(texts, offset),
+    }
+
+
+def chat_logprobs(
+    logprobs: Sequence[TokenLogprobs], num_top: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """The form of `/v1/chat/completions`."""
+    return {"content": [_chat_token(one, num_top, tokenizer) for one in logprobs]}
+
+
+def prompt_logprobs(
+    logprobs: Sequence[TokenLogprobs | None], num_top: int, tokenizer: Tokenizer
+) -> list[dict[str, Any] | None]:
+    """The form of vLLM: one map from token id to details for each token of the prompt."""
+    return [known and _prompt_token(known, num_top, tokenizer) for known in logprobs]
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token's text; a part of a character is spelled in bytes, as OpenAI does."""
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)
+
+
+def _top(known: TokenLogprobs, num_top: int) -> Iterator[tuple[int, float, int]]:
+    """Token id, log probability and rank of the likeliest tokens."""
+    pairs = zip(known.top_token_ids[:num_top], known.top_logprobs[:num_top], strict=True)
+    for rank, (token_id, logprob) in enumerate(pairs, 1):
+        yield token_id, _finite(logprob), rank
+
+
+def _top_dict(known: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, float]:
+    chosen = {token_text(tokenizer, known.token_id): _finite(known.logprob)}
+    top = {token_text(tokenizer, i): logprob for i, logprob, _ in _top(known, num_top)}
+    return chosen | top
+
+
+def _chat_token(known: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    top = [_chat_entry(i, logprob, tokenizer) for i, logprob, _ in _top(known, num_top)]
+    return {**_chat_entry(known.token_id, known.logprob, tokenizer), "top_logprobs": top}
+
+
+def _chat_entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "token": token_text(tokenizer, token_id),
+        "logprob": _finite(logprob),
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }
+
+
+def _prompt_token(known: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    entries = [(known.token_id, _finite(known.logprob), known.rank), *_top(known, num_top)]
+    return {
+        str(token_id): {
+            "logprob": logprob,
+            "rank": rank,
+            "decoded_token": token_text(tokenizer, token_id),
+        }
+        for token_id, logprob, rank in entries
+    }
+
+
+def _offsets(texts: Sequence[str], offset: int) -> list[int]:
+    offsets: list[int] = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return offsets

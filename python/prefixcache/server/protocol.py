@@ -1,0 +1,250 @@
+"""The fields of the requests: OpenAI's, and vLLM's additions.
+
+Types are strict, so that true is no number and "1" neither. Every field may be null, which means
+that it is left out. Values are checked where they are used, once for all endpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from prefixcache.exceptions import InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+_TYPE_TAGS = ("str", "int", "float", "bool", "none", "list[", "dict[", "function-")
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells besides text."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class RequestFields(BaseModel):
+    """`no_effect` names fields that change nothing here; `refused` those that would have to.
+
+    A refused field may be given with one of the values listed for it, which ask for nothing.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    no_effect: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[dict[str, tuple[object, ...]]] = {}
+
+    def check_other_fields(self) -> None:
+        """Raises `InvalidRequestError` for a field that asks for what is not supported."""
+        for name, value in (self.model_extra or {}).items():
+            if name in self.refused:
+                _refuse(name, value, self.refused[name])
+            elif name not in self.no_effect:
+                logger.debug("Ignored the unknown field %r.", name)
+
+
+def _refuse(name: str, value: object, harmless: tuple[object, ...]) -> None:
+    if value is None or value in harmless:
+        return
+    raise InvalidRequestError(
+        f"{name} is not supported by this server.", param=name, code="unsupported_parameter"
+    )
+
+
+class SamplingFields(RequestFields):
+    """What both completion endpoints take."""
+
+    no_effect = frozenset(
+        {
+            "metadata",
+            "parallel_tool_calls",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "spaces_between_special_tokens",
+            "store",
+            "user",
+        }
+    )
+    refused: ClassVar[dict[str, tuple[object, ...]]] = {
+        "allowed_token_ids": ([],),
+        "bad_words": ([],),
+        "best_of": (1,),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "length_penalty": (1.0,),
+        "logits_processors": ([],),
+        "prompt_embeds": ([],),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "structured_outputs": (),
+        "truncate_prompt_tokens": (),
+        "use_beam_search": (False,),
+    }
+
+    model: str | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    cache_read: bool | None = None
+    cache_write: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class CompletionRequest(SamplingFields):
+    """Body of `POST /v1/completions`. `prompt`: text, token ids, or a list of either."""
+
+    refused: ClassVar[dict[str, tuple[object, ...]]] = {
+        **SamplingFields.refused,
+        "response_format": ({"type": "text"},),
+        "suffix": ("",),
+    }
+
+    prompt: Any = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class _Message(BaseModel):
+    """One message. Content is text, or parts of type text."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str = Field(min_length=1)
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatFields(BaseModel):
+    """How messages become a prompt."""
+
+    messages: list[_Message] = Field(min_length=1)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def plain_messages(self) -> list[dict[str, Any]]:
+        """The messages as a template takes them, each content one text."""
+        return [_plain(message, index) for index, message in enumerate(self.messages)]
+
+
+def _plain(message: _Message, index: int) -> dict[str, Any]:
+    field = f"messages[{index}]"
+    for name in ("tool_calls", "function_call", "audio"):
+        _refuse(f"{field}.{name}", (message.model_extra or {}).get(name), ([],))
+    content = message.content
+    if isinstance(content, list):
+        parts = enumerate(content)
+        content = "\n".join([_text_of(part, f"{field}.content[{i}]") for i, part in parts])
+    return {**message.model_dump(exclude={"content"}), "content": content}
+
+
+def _text_of(part: dict[str, Any], field: str) -> str:
+    if part.get("type") not in ("text", "input_text"):
+        raise InvalidRequestError(
+            f"{field}.type must be 'text', got {part.get('type')!r}.", param=f"{field}.type"
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{field}.text must be a string.", param=f"{field}.text")
+    return text
+
+
+class ChatRequest(SamplingFields, ChatFields):
+    """Body of `POST /v1/chat/completions`."""
+
+    no_effect = SamplingFields.no_effect | {"reasoning_effort", "verbosity"}
+    refused: ClassVar[dict[str, tuple[object, ...]]] = {
+        **SamplingFields.refused,
+        "audio": (),
+        "chat_template": (),
+        "documents": ([],),
+        "echo": (False,),
+        "function_call": ("none",),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "prediction": (),
+        "response_format": ({"type": "text"},),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "web_search_options": (),
+    }
+
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class TokenizeRequest(RequestFields):
+    """Body of `POST /tokenize` with a `prompt`."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(RequestFields, ChatFields):
+    """Body of `POST /tokenize` with `messages`."""
+
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(RequestFields):
+    """Body of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def invalid_field(error: ValidationError) -> InvalidRequestError:
+    """The first of pydantic's complaints, naming the field in the caller's spelling."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = _path(first["loc"])
+    reason = first["msg"][:1].lower() + first["msg"][1:]
+    got = "" if first["type"] == "missing" else f", got {_shortened(first['input'])}"
+    return InvalidRequestError(f"{param}: {reason}{got}.", param=param)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif path and part.startswith(_TYPE_TAGS):
+            break
+        else:
+            path += f".{part}" if path else part
+    return path
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

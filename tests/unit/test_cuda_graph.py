@@ -1,0 +1,166 @@
+"""Decode graphs on a CPU: sizes, padding, and replays of a recording in place of a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from paged_models import CPU, PagedServer
+from prefixcache.attention.flashinfer import FlashInferAttention
+from prefixcache.config import ModelConfig
+from prefixcache.models.llama import LlamaModel
+from prefixcache.models.registry import load_model
+from prefixcache.runner.cuda_graph import choose_size, graph_sizes
+from tape import TapeCapture
+
+TinyCheckpoint = Callable[..., Path]
+
+
+def load(folder: Path) -> LlamaModel:
+    return load_model(ModelConfig.from_hf(folder), folder, dtype=torch.float32, device=CPU)
+
+
+def server(model: LlamaModel, capture: TapeCapture, **options) -> PagedServer:
+    attention = partial(
+        FlashInferAttention,
+        dtype=torch.float32,
+        device=CPU,
+        kernels=capture.kernels,
+        invariance=options.pop("invariance", "off"),
+        workspace_bytes=16,
+    )
+    return PagedServer(model, attention, capture=capture, **options)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(3, 384, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("max_seqs", [1, 2, 3, 7, 8, 9, 64, 100, 256, 300, 1024])
+def test_sizes_ascend_to_the_largest_batch_and_waste_little(max_seqs: int) -> None:
+    sizes = graph_sizes(max_seqs)
+    assert list(sizes) == sorted(set(sizes))
+    assert (sizes[0], sizes[-1]) == (1, max_seqs)
+    for count in range(1, max_seqs + 1):
+        size = choose_size(sizes, count)
+        assert size == min(s for s in sizes if s >= count)
+        assert size - count <= max(7, size // 4)
+
+
+def test_no_size_holds_more_than_the_largest() -> None:
+    assert choose_size((1, 2, 4), 5) is None
+    with pytest.raises(ValueError, match="max_seqs"):
+        graph_sizes(0)
+
+
+@pytest.mark.parametrize("invariance", ["off", "unified"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_replays_answer_as_plain_steps_do(
+    tiny_checkpoint: TinyCheckpoint, architecture: str, invariance: str
+) -> None:
+    model = load(tiny_checkpoint(architecture))
+    capture = TapeCapture()
+    graphs = server(model, capture, invariance=invariance)
+    asked = prompts(5, 19, 33)
+    assert graphs.generate(asked, 9) == PagedServer(model).generate(asked, 9)
+    assert capture.num_replays >= 7
+    again = graphs.generate(prompts(12), 5)
+    assert again == PagedServer(model).generate(prompts(12), 5)
+
+
+def test_batches_shrink_through_the_sizes_and_others_run_plainly(
+    tiny_checkpoint: TinyCheckpoint,
+) -> None:
+    model = load(tiny_checkpoint("smollm2"))
+    capture = TapeCapture()
+    graphs = server(model, capture, max_tokens=16, num_blocks=40)
+    asked = prompts(40, 3, 17, 29, 8)
+    plain = PagedServer(model)
+    assert graphs.generate(asked, 11) == plain.generate(asked, 11)
+    pure = [p for p in graphs.plans if all(_is_decode(s) for s in p.sequences)]
+    assert capture.num_replays == len(pure)
+    assert len({len(plan.sequences) for plan in pure}) > 1, "all batches had one size"
+    assert len(pure) < len(graphs.plans)
+
+
+def _is_decode(sequence) -> bool:
+    return sequence.sampling is not None and sequence.start >= len(
+        sequence.sampling.prompt_token_ids
+    )
+
+
+def test_other_sampling_follows_on_the_graphs_logits(tiny_checkpoint: TinyCheckpoint) -> None:
+    model = load(tiny_checkpoint("qwen3"))
+    capture = TapeCapture()
+    graphs, plain = server(model, capture), PagedServer(model)
+    options = {"temperature": 0.8, "top_p": 0.9, "logprobs": 0, "seed": 5}
+    assert graphs.generate(prompts(9, 14), 8, **options) == plain.generate(
+        prompts(9, 14), 8, **options
+    )
+    assert capture.num_replays
+    for name, values in plain.logprobs.items():
+        assert graphs.logprobs[name] == pytest.approx(values, abs=1e-4)
+
+
+def test_added_rows_leave_all_blocks_but_the_null_block_alone(
+    tiny_checkpoint: TinyCheckpoint,
+) -> None:
+    model = load(tiny_checkpoint("smollm2"))
+    graphs, plain = server(model, TapeCapture()), PagedServer(model)
+    asked = prompts(6, 10, 4, 15, 7)
+    graphs.generate(asked, 6)
+    plain.generate(asked, 6)
+    for ours, theirs in zip(graphs.kv, plain.kv, strict=True):
+        torch.testing.assert_close(ours[1:], theirs[1:], atol=1e-4, rtol=1e-4)
+    assert ours[0].any(), "no row was added"
+
+
+def test_unusable_logits_end_their_sequence_alone(
+    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(tiny_checkpoint("smollm2"))
+    graphs = server(model, TapeCapture())
+    graphs.generate(prompts(5, 6), 3)
+    graphs.scheduler.add(_request("a", [5, 6, 7]), seed=1)
+    graphs.scheduler.add(_request("b", [8, 9, 10, 11]), seed=1)
+    plan = graphs.scheduler.schedule()
+    graphs.cache.fill(plan, graphs.runner.block_tables)
+    graphs.scheduler.complete(plan, graphs.runner.execute(plan))
+    plan = graphs.scheduler.schedule()
+    graphs.cache.fill(plan, graphs.runner.block_tables)
+    page = int(graphs.runner.block_tables[0].indices[0])
+    graphs.kv[0][page, 1, 0] = float("nan")
+    first, second = graphs.runner.execute(plan)
+    assert first.error is not None
+    assert first.token_id is None
+    assert second.token_id is not None
+
+
+def _request(name: str, prompt: list[int]):
+    from prefixcache.request import Request
+    from prefixcache.sampling_params import SamplingParams
+
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    return Request(request_id=name, prompt_token_ids=prompt, params=params)
+
+
+def test_the_recording_refuses_what_a_real_capture_does() -> None:
+    value = torch.ones(3)
+    with pytest.raises(RuntimeError, match="reads a value back"):
+        TapeCapture()(lambda: value.sum().item())
+    with pytest.raises(RuntimeError, match="uploads"):
+        TapeCapture()(lambda: value.copy_(torch.tensor([1.0, 2.0, 3.0])))
+
+
+def test_the_recording_freezes_what_the_host_computed() -> None:
+    table, numbers = torch.zeros(1), [2.0]
+    replay = TapeCapture()(lambda: table.fill_(numbers[0]))
+    numbers[0] = 3.0
+    table.zero_()
+    replay()
+    assert table.item() == 2.0

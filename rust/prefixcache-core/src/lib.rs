@@ -4,13 +4,25 @@
 //! it stands on a [`BlockStore`](store::BlockStore).
 #![warn(missing_docs)]
 
+mod block;
 pub mod cache;
+mod compactor;
+mod credits;
+#[cfg(any(test, fuzzing, feature = "oracle"))]
+pub mod differential;
 pub mod error;
+mod free_stack;
 pub mod groups;
 pub mod hash;
 pub mod id;
+mod index;
 pub mod plain;
+pub mod pool;
+mod ring;
 pub mod sequence;
 pub mod stats;
 pub mod store;
+mod sync;
 pub mod tables;
+mod validate;
+mod zeroed;

@@ -1,0 +1,496 @@
+//! The record of one block, and every change of its state.
+//!
+//! One word says who has the block; each change of it is one exchange, named `transition_to_*`:
+//!
+//! ```text
+//!   bits 0..20   holders
+//!   bit  20      HASHED   the record names the block's content, and a lookup may take a hold
+//!   bit  21      PINNED   when free, the block stands in the pinned tier
+//!   bit  22      QUEUED   free, with a place in the ring of its tier
+//!   bit  23      ASIDE    held: one thread is writing or removing the index entry
+//!                         free: retired, not in the pool
+//!   bits 24..64  ticket of the place, while QUEUED
+//!
+//!              allocated                registering         hashed
+//!   IDLE ────────────────► held ──► held|ASIDE(+1 hold) ──► held|HASHED ◄──┐ touched
+//!    ▲                      │ ▲                                  │         │
+//!    │ idle (front of line) │ │ evicted (HASHED goes)            │ queued  │
+//!    └──────────────────────┘ └──────────── QUEUED[|HASHED] ◄────┴─────────┘
+//! ```
+//!
+//! Why this is enough:
+//!
+//! * *One owner at a time.* A block leaves the line by `touched`, `evicted` or `demoted` (QUEUED goes
+//!   and a hold comes in the same exchange) or, from IDLE, by whoever unlinked it from the free
+//!   stack. An exchange that read QUEUED with a ticket succeeds only while the block still stands at
+//!   that place, as a ticket is given out once in 2^40.
+//! * *A recycled block is never hit.* A touch needs HASHED; an eviction takes HASHED away in the
+//!   exchange that takes the block, before anybody can give it new content.
+//! * *The record is stable while held with HASHED.* `hash`, `group` and `epoch` are written only
+//!   between a registration's first and second exchange, when HASHED is off and ASIDE keeps every
+//!   other registration out. So who holds a block may compare its content at leisure.
+//! * *Readers that hold nothing* read `seq`, then the content, then `seq` again. `seq` is 0 while the
+//!   content changes and unique to each registration; the content's stores release and its loads
+//!   acquire, so a reader that saw new content sees `seq` changed.
+
+use crate::id::{BlockHash, Epoch, GroupId};
+use crate::store::BlockKey;
+use crate::sync::{AtomicU16, AtomicU32, AtomicU64, Fault, Mode, Ordering, planted};
+use crate::zeroed::Zeroable;
+
+use Ordering::{Acquire, Relaxed, Release};
+
+/// A place in a ring: the number of slots handed out before it, modulo 2^40.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Ticket(u64);
+
+impl Ticket {
+    const BITS: u32 = 40;
+    const MASK: u64 = (1 << Self::BITS) - 1;
+
+    /// The ticket `number`, of which the low 40 bits count.
+    #[inline]
+    pub(crate) const fn new(number: u64) -> Self {
+        Self(number & Self::MASK)
+    }
+
+    #[inline]
+    pub(crate) const fn get(self) -> u64 {
+        self.0
+    }
+
+    #[inline]
+    pub(crate) const fn plus(self, count: u64) -> Self {
+        Self::new(self.0.wrapping_add(count))
+    }
+
+    #[inline]
+    pub(crate) const fn minus(self, count: u64) -> Self {
+        Self::new(self.0.wrapping_sub(count))
+    }
+
+    /// How many places lie from `earlier` to here; no ring is long enough for this to be ambiguous.
+    #[inline]
+    pub(crate) const fn since(self, earlier: Self) -> u64 {
+        self.0.wrapping_sub(earlier.0) & Self::MASK
+    }
+
+    /// Whether this place comes before `other`: less than half the circle behind it.
+    #[inline]
+    pub(crate) const fn is_before(self, other: Self) -> bool {
+        self.0 != other.0 && other.since(self) < 1 << (Self::BITS - 1)
+    }
+}
+
+/// Which ring a free block stands in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Tier {
+    Regular,
+    Pinned,
+}
+
+/// Where a free block stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) tier: Tier,
+    pub(crate) ticket: Ticket,
+}
+
+/// The packed state of a block.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct State(u64);
+
+impl State {
+    const HOLDERS: u64 = (1 << 20) - 1;
+    const HASHED: u64 = 1 << 20;
+    const PINNED: u64 = 1 << 21;
+    const QUEUED: u64 = 1 << 22;
+    const ASIDE: u64 = 1 << 23;
+    const TICKET_SHIFT: u32 = 24;
+
+    /// Neither held nor queued nor retired: on the free stack, or on its way there or from there.
+    pub(crate) const IDLE: Self = Self(0);
+    /// Held by one, without content.
+    pub(crate) const HELD_ONCE: Self = Self(1);
+    const RETIRED: Self = Self(Self::ASIDE);
+
+    #[inline]
+    fn queued(place: Place, hashed: bool) -> Self {
+        let pinned = if place.tier == Tier::Pinned {
+            Self::PINNED
+        } else {
+            0
+        };
+        let hashed = if hashed { Self::HASHED } else { 0 };
+        Self(Self::QUEUED | pinned | hashed | place.ticket.get() << Self::TICKET_SHIFT)
+    }
+
+    #[inline]
+    pub(crate) fn holders(self) -> u64 {
+        self.0 & Self::HOLDERS
+    }
+
+    #[inline]
+    pub(crate) fn is_held(self) -> bool {
+        self.holders() > 0
+    }
+
+    #[inline]
+    pub(crate) fn is_hashed(self) -> bool {
+        self.0 & Self::HASHED != 0
+    }
+
+    #[inline]
+    pub(crate) fn is_retired(self) -> bool {
+        self == Self::RETIRED
+    }
+
+    /// The tier that the block is in, or would join at its release.
+    #[inline]
+    pub(crate) fn tier(self) -> Tier {
+        if self.0 & Self::PINNED != 0 {
+            Tier::Pinned
+        } else {
+            Tier::Regular
+        }
+    }
+
+    /// Where the block stands, when it is queued.
+    #[inline]
+    pub(crate) fn place(self) -> Option<Place> {
+        let queued = self.0 & Self::QUEUED != 0;
+        queued.then(|| Place {
+            tier: self.tier(),
+            ticket: Ticket::new(self.0 >> Self::TICKET_SHIFT),
+        })
+    }
+
+    #[inline]
+    fn is_at(self, place: Place) -> bool {
+        self == Self::queued(place, self.is_hashed())
+    }
+
+    /// Whether one thread is registering or forgetting the content of the block, which it holds.
+    #[inline]
+    pub(crate) fn is_claimed(self) -> bool {
+        self.is_held() && self.is_aside()
+    }
+
+    #[inline]
+    pub(crate) fn is_full(self) -> bool {
+        self.holders() == Self::HOLDERS
+    }
+
+    #[inline]
+    fn is_aside(self) -> bool {
+        self.0 & Self::ASIDE != 0
+    }
+}
+
+/// What a touch came to.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use]
+pub(crate) enum Touch {
+    /// One more hold on a block that others hold.
+    Shared,
+    /// The first hold: the block left this place, which the caller must bury.
+    Unqueued(Place),
+    /// The block is free, and the caller has no credit to take it with.
+    NeedsCredit,
+    /// The block holds no content, or as many holders as it can count.
+    Missed,
+}
+
+/// What giving up one hold came to.
+#[must_use]
+pub(crate) enum Unhold {
+    /// Others hold the block still.
+    StillHeld,
+    /// The caller has the last hold, and has it still; this is the state that said so.
+    Last(State),
+    /// Nobody held the block.
+    NotHeld,
+}
+
+/// Whether an exchange took place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub(crate) enum Step {
+    /// It did.
+    Done,
+    /// The state was another by then.
+    Lost,
+}
+
+/// What claiming the index entry of a held block came to.
+#[must_use]
+pub(crate) enum Claim {
+    /// Nobody else may register or forget the block until the claim is given up. The claim is a hold.
+    Claimed {
+        /// Whether the block held content, which the caller must now forget.
+        was_hashed: bool,
+    },
+    /// The state was another by then.
+    Lost,
+}
+
+/// One block. The order of the fields keeps what a probe reads in one cache line.
+#[derive(Debug, Default)]
+#[repr(C, align(64))]
+pub(crate) struct Block {
+    state: AtomicU64,
+    hash: [AtomicU64; 4],
+    /// Which registration, in the order of the pool's life, wrote the content; 0 for none.
+    seq: AtomicU64,
+    /// The block below on the free stack.
+    pub(crate) next: AtomicU32,
+    epoch: AtomicU32,
+    group: AtomicU16,
+}
+
+#[cfg(not(any(loom, shuttle)))]
+const _: () = assert!(size_of::<Block>() == 64);
+
+// SAFETY: every field is an atomic integer or an array of them: zero is valid, is their default, and
+// none needs to be dropped.
+unsafe impl Zeroable for Block {}
+
+impl Block {
+    /// The state now. Acquire: what the last transition's thread did before it is seen.
+    #[inline]
+    pub(crate) fn state(&self) -> State {
+        State(self.state.load(Acquire))
+    }
+
+    #[inline]
+    fn exchange<M: Mode>(&self, current: State, new: State) -> Step {
+        match M::exchange(&self.state, current.0, new.0) {
+            Ok(()) => Step::Done,
+            Err(_) => Step::Lost,
+        }
+    }
+
+    // Taking a hold.
+
+    /// Takes a hold on a block with content.
+    #[inline]
+    pub(crate) fn transition_to_touched<M: Mode>(&self, has_credit: bool) -> Touch {
+        loop {
+            let state = self.state();
+            let place = state.place();
+            if !state.is_hashed() || state.is_full() {
+                return Touch::Missed;
+            }
+            if place.is_some() && !has_credit {
+                return Touch::NeedsCredit;
+            }
+            let kept = State(state.0 & (State::PINNED | State::HASHED));
+            let touched = place.map_or(State(state.0 + 1), |_| State(kept.0 + 1));
+            if self.exchange::<M>(state, touched) == Step::Done {
+                return place.map_or(Touch::Shared, Touch::Unqueued);
+            }
+        }
+    }
+
+    /// Takes the block from its place for new content; what it held can be hit no more.
+    #[inline]
+    pub(crate) fn transition_to_evicted<M: Mode>(&self, place: Place) -> Step {
+        let state = self.state();
+        if !state.is_at(place) {
+            return Step::Lost;
+        }
+        let hashed = if planted(Fault::EvictHashed) {
+            State::HASHED
+        } else {
+            0
+        };
+        self.exchange::<M>(state, State(1 | hashed))
+    }
+
+    /// Takes the block from its place with its content and without its pin.
+    pub(crate) fn transition_to_demoted<M: Mode>(&self, place: Place) -> Step {
+        let state = self.state();
+        if !state.is_at(place) {
+            return Step::Lost;
+        }
+        self.exchange::<M>(state, State(1 | state.0 & State::HASHED))
+    }
+
+    /// Gives an idle block, which the caller has unlinked and nobody else can reach, its first hold.
+    #[inline]
+    pub(crate) fn transition_to_allocated(&self) {
+        debug_assert!(self.state() == State::IDLE);
+        // Release: as the exchanges, so that whoever sees this state sees what came before it.
+        self.state.store(State::HELD_ONCE.0, Release);
+    }
+
+    // Giving up a hold.
+
+    /// Gives up one hold, unless it is the last: that one stays with the caller.
+    #[inline]
+    pub(crate) fn transition_to_one_less_held<M: Mode>(&self) -> Unhold {
+        loop {
+            let state = self.state();
+            match state.holders() {
+                0 => return Unhold::NotHeld,
+                // The only hold is that of a claim, so the caller has none.
+                1 if state.is_aside() => return Unhold::NotHeld,
+                1 => return Unhold::Last(state),
+                _ if planted(Fault::ForgetLastHolder) => {
+                    self.state.fetch_sub(1, Ordering::AcqRel);
+                    return Unhold::StillHeld;
+                }
+                _ => {}
+            }
+            if self.exchange::<M>(state, State(state.0 - 1)) == Step::Done {
+                return Unhold::StillHeld;
+            }
+        }
+    }
+
+    /// The last holder lets the block stand in line, from `last` on its state.
+    #[inline]
+    pub(crate) fn transition_to_queued<M: Mode>(&self, last: State, place: Place) -> Step {
+        self.exchange::<M>(last, State::queued(place, last.is_hashed()))
+    }
+
+    /// The last holder takes content and pin from the block and holds it on.
+    pub(crate) fn transition_to_blank<M: Mode>(&self, last: State) -> Step {
+        self.exchange::<M>(last, State::HELD_ONCE)
+    }
+
+    /// The last holder of a blank block gives it up, to link it into the free stack.
+    #[inline]
+    pub(crate) fn transition_to_idle<M: Mode>(&self) -> Step {
+        self.exchange::<M>(State::HELD_ONCE, State::IDLE)
+    }
+
+    /// Takes a blank block that the caller holds, or an idle one that it has unlinked, out of the pool.
+    pub(crate) fn transition_to_retired<M: Mode>(&self, blank: State) -> Step {
+        debug_assert!(blank == State::HELD_ONCE || blank == State::IDLE);
+        self.exchange::<M>(blank, State::RETIRED)
+    }
+
+    /// Brings a retired block back, for the caller alone.
+    pub(crate) fn transition_to_revived<M: Mode>(&self) -> Step {
+        self.exchange::<M>(State::RETIRED, State::IDLE)
+    }
+
+    // Changing where a block stands or will stand.
+
+    /// Moves a queued block to another place of its tier.
+    pub(crate) fn transition_to_moved<M: Mode>(&self, from: Place, to: Place) -> Step {
+        let state = self.state();
+        if !state.is_at(from) {
+            return Step::Lost;
+        }
+        self.exchange::<M>(state, State::queued(to, state.is_hashed()))
+    }
+
+    /// Sets or takes the pin of a held block with content; whether that changed anything.
+    pub(crate) fn transition_to_pinned<M: Mode>(&self, pinned: bool) -> bool {
+        let pin = if pinned { State::PINNED } else { 0 };
+        loop {
+            let state = self.state();
+            let new = State(state.0 & !State::PINNED | pin);
+            if !state.is_held() || !state.is_hashed() || new == state {
+                return false;
+            }
+            if self.exchange::<M>(state, new) == Step::Done {
+                return true;
+            }
+        }
+    }
+
+    // Content.
+
+    /// Claims the index entry of a held block, and takes content and pin from it.
+    pub(crate) fn transition_to_claimed<M: Mode>(&self, held: State) -> Claim {
+        if !held.is_held() || held.is_aside() || held.is_full() {
+            return Claim::Lost;
+        }
+        match self.exchange::<M>(held, State((held.holders() + 1) | State::ASIDE)) {
+            Step::Done => Claim::Claimed {
+                was_hashed: held.is_hashed(),
+            },
+            Step::Lost => Claim::Lost,
+        }
+    }
+
+    /// Gives the claim up, and the hold that came with it unless that is the last one by now.
+    pub(crate) fn transition_to_unclaimed<M: Mode>(&self, hashed: bool) -> Unhold {
+        let hashed = if hashed { State::HASHED } else { 0 };
+        loop {
+            let state = self.state();
+            debug_assert!(state.is_held() && state.is_aside());
+            let holders = state.holders();
+            let new = State((holders.max(2) - 1) | hashed);
+            match self.exchange::<M>(state, new) {
+                Step::Done if holders == 1 => return Unhold::Last(new),
+                Step::Done => return Unhold::StillHeld,
+                Step::Lost => {}
+            }
+        }
+    }
+
+    /// Writes the content of a claimed block. From the last store on, lookups find it.
+    pub(crate) fn write_content(&self, key: &BlockKey, epoch: Epoch, seq: u64) {
+        // Release, all of them: a reader that acquires one sees the `seq` of 0 that stands before it,
+        // and a reader that acquires the new `seq` sees all of them.
+        for (word, value) in self.hash.iter().zip(words(&key.hash)) {
+            word.store(value, Release);
+        }
+        self.group.store(key.group.get(), Release);
+        self.epoch.store(epoch.get(), Release);
+        self.seq.store(seq, Release);
+    }
+
+    /// Ends the content for lookups. The words stay, for the removal of the index entry.
+    #[inline]
+    pub(crate) fn erase_content(&self) {
+        // Release: so that a reader that acquires a word of the content to come sees this.
+        self.seq.store(0, Release);
+    }
+
+    /// The number of the registration whose content the block has; 0 for none.
+    #[inline]
+    pub(crate) fn seq(&self) -> u64 {
+        self.seq.load(Acquire)
+    }
+
+    /// The content's epoch.
+    #[inline]
+    pub(crate) fn epoch(&self) -> Epoch {
+        Epoch::new(self.epoch.load(Acquire))
+    }
+
+    /// The content's key. Whole only for who holds the block, or finds `seq` the same around it.
+    #[inline]
+    pub(crate) fn key(&self) -> BlockKey {
+        let mut bytes = [0; 32];
+        for (chunk, word) in bytes.chunks_exact_mut(8).zip(&self.hash) {
+            chunk.copy_from_slice(&word.load(Acquire).to_le_bytes());
+        }
+        let group = GroupId::new(self.group.load(Acquire));
+        BlockKey::new(BlockHash::from_bytes(bytes), group)
+    }
+
+    /// The registration that gave the block `key` in `epoch`, if that is what it holds.
+    #[inline]
+    pub(crate) fn matches(&self, key: &BlockKey, epoch: Epoch) -> Option<u64> {
+        let seq = self.seq();
+        let same = seq != 0 && self.epoch() == epoch && self.key() == *key;
+        // Relaxed: the loads of the content acquire, so this one cannot pass before them.
+        (same && self.seq.load(Relaxed) == seq).then_some(seq)
+    }
+}
+
+/// The hash as four words.
+#[inline]
+pub(crate) fn words(hash: &BlockHash) -> [u64; 4] {
+    let bytes = hash.as_bytes();
+    std::array::from_fn(|word| {
+        let start = 8 * word;
+        u64::from_le_bytes(std::array::from_fn(|byte| bytes[start + byte]))
+    })
+}

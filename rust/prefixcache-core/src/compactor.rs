@@ -1,0 +1,181 @@
+//! Packs the live slots of a ring rightward, so that its head can move past a cold block.
+//!
+//! A pass runs from the tail of its start down to the head, with two cursors: `source` looks for live
+//! blocks and `target` for dead slots behind them, so that the order in line stays what it was. It is
+//! done by the threads that release, a few steps at each release, and only once the line is half as
+//! long as the ring. One thread at a time compacts; the others go on without, nobody waits.
+//!
+//! The compactor takes a credit for every block that it moves, for the time in which the block's old
+//! slot is dead and its new one not yet written; with no credit to be had it stops for now.
+
+use crate::block::{Block, Step, Ticket};
+use crate::credits::Credits;
+use crate::ring::{Ring, Slot};
+use crate::sync::{AtomicBool, AtomicU64, Mode, Ordering};
+
+use Ordering::{Relaxed, Release};
+
+/// The cursors of a pass.
+#[derive(Debug, Default)]
+pub(crate) struct Compactor {
+    busy: AtomicBool,
+    running: AtomicBool,
+    source: AtomicU64,
+    target: AtomicU64,
+}
+
+/// What a step of a pass came to.
+#[derive(Debug, PartialEq, Eq)]
+enum Progress {
+    Going,
+    Finished,
+    /// No credit, or the head has come near: go on another time.
+    Stopped,
+}
+
+/// The cursors while one thread has them.
+struct Pass<'a, M: Mode> {
+    ring: &'a Ring<M>,
+    blocks: &'a [Block],
+    credits: &'a Credits,
+    source: Ticket,
+    target: Ticket,
+}
+
+impl<M: Mode> Ring<M> {
+    /// Keeps the ring from filling up, after a release of some blocks: up to `steps` slots are looked
+    /// at.
+    #[inline]
+    pub(crate) fn maintain(&self, blocks: &[Block], credits: &Credits, steps: usize) {
+        // Relaxed: a pass that another thread has just begun or ended can be seen the next time.
+        if self.is_half_full() || self.compactor.0.running.load(Relaxed) {
+            self.skip_dead(blocks, steps);
+            self.compact(blocks, credits, steps);
+        }
+    }
+
+    #[inline]
+    fn is_half_full(&self) -> bool {
+        let head = self.head().ticket();
+        self.tail().since(head) > self.capacity() / 2
+    }
+
+    #[cold]
+    pub(crate) fn compact(&self, blocks: &[Block], credits: &Credits, steps: usize) {
+        let compactor = &self.compactor.0;
+        if !M::try_set(&compactor.busy) {
+            return;
+        }
+        if let Some(pass) = self.resume(blocks, credits) {
+            pass.run(steps, compactor);
+        }
+        // Release: the next thread that sets the flag has the cursors as they stand now.
+        compactor.busy.store(false, Release);
+    }
+
+    /// The pass that is under way, or a new one if the ring is still half full.
+    fn resume<'a>(&'a self, blocks: &'a [Block], credits: &'a Credits) -> Option<Pass<'a, M>> {
+        // Relaxed, as all loads and stores of the cursors: `busy` orders them.
+        let compactor = &self.compactor.0;
+        let (source, target) = if compactor.running.load(Relaxed) {
+            (
+                compactor.source.load(Relaxed),
+                compactor.target.load(Relaxed),
+            )
+        } else if self.is_half_full() {
+            let last = self.tail().minus(1).get();
+            (last, last)
+        } else {
+            return None;
+        };
+        let (source, target) = (Ticket::new(source), Ticket::new(target));
+        Some(Pass {
+            ring: self,
+            blocks,
+            credits,
+            source,
+            target,
+        })
+    }
+}
+
+impl<M: Mode> Pass<'_, M> {
+    fn run(mut self, steps: usize, compactor: &Compactor) {
+        let mut progress = Progress::Going;
+        for _ in 0..steps {
+            progress = self.step();
+            if progress != Progress::Going {
+                break;
+            }
+        }
+        // Relaxed: see `resume`.
+        compactor
+            .running
+            .store(progress != Progress::Finished, Relaxed);
+        compactor.source.store(self.source.get(), Relaxed);
+        compactor.target.store(self.target.get(), Relaxed);
+    }
+
+    /// Looks at one slot, or at one segment if it is dead.
+    fn step(&mut self) -> Progress {
+        let ring = self.ring;
+        if self.source.is_before(ring.head().ticket()) {
+            return Progress::Finished;
+        }
+        if ring.starts_segment(self.source.plus(1)) && ring.segment_is_dead(self.source) {
+            self.source = ring.segment_start(self.source).minus(1);
+            return Progress::Going;
+        }
+        if !self.is_live(self.source) {
+            self.source = self.source.minus(1);
+            return Progress::Going;
+        }
+        if self.source == self.target {
+            self.source = self.source.minus(1);
+            self.target = self.source;
+            return Progress::Going;
+        }
+        if !ring.is_dead(self.blocks, self.target, ring.slot(self.target)) {
+            self.target = self.target.minus(1);
+            return Progress::Going;
+        }
+        self.fill_target()
+    }
+
+    fn is_live(&self, ticket: Ticket) -> bool {
+        let slot = self.ring.slot(ticket);
+        slot != Slot::Pending && !self.ring.is_dead(self.blocks, ticket, slot)
+    }
+
+    /// Moves the block at `source` to `target`, which is dead and lies behind it.
+    fn fill_target(&mut self) -> Progress {
+        if self.credits.take::<M>(1).is_err() {
+            return Progress::Stopped;
+        }
+        let progress = if self.ring.revive(self.target) {
+            self.move_block();
+            Progress::Going
+        } else {
+            // The head has passed the target, so no live block is left before it.
+            Progress::Finished
+        };
+        self.credits.give::<M>(1);
+        progress
+    }
+
+    /// Moves the block at `source` to `target`, which is pending and which the head cannot pass.
+    fn move_block(&mut self) {
+        let ring = self.ring;
+        let (from, to) = (ring.place(self.source), ring.place(self.target));
+        if let Slot::Names(block) = ring.slot(self.source)
+            && self.blocks[block.index()].transition_to_moved::<M>(from, to) == Step::Done
+        {
+            ring.fill_revived(self.target, block);
+            ring.deaths().add(self.source);
+            self.target = self.target.minus(1);
+        } else {
+            ring.void_revived(self.target);
+        }
+        self.source = self.source.minus(1);
+    }
+}

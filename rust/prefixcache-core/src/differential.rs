@@ -1,0 +1,254 @@
+//! One script, two pools: the plain one and a lock-free one, compared after every step.
+//!
+//! Steps are made of three bytes, so that a random test, a fuzzer and a person can all write them.
+
+use std::collections::HashMap;
+
+use crate::id::{BlockHash, BlockId, Epoch, GroupId};
+use crate::plain::PlainPool;
+use crate::pool::BlockPool;
+use crate::store::{BlockKey, BlockStore, FreeOrder, PoolConfig};
+use crate::sync::Mode;
+
+/// Keys that a script can name.
+const KEYS: u8 = 48;
+
+/// One step: what to do, and two numbers that say to what.
+pub type Step = [u8; 3];
+
+/// The sizes that a script starts with.
+#[must_use]
+pub fn config(max_blocks: usize, free_order: FreeOrder) -> PoolConfig {
+    PoolConfig {
+        num_blocks: max_blocks - max_blocks / 4,
+        max_blocks,
+        free_order,
+    }
+}
+
+fn key(number: u8) -> BlockKey {
+    let number = number % KEYS;
+    let mut hash = [0; 32];
+    hash[usize::from(number) % 32] = 1 + number / 2;
+    BlockKey::new(
+        BlockHash::from_bytes(hash),
+        GroupId::new(u16::from(number & 1)),
+    )
+}
+
+/// A run of keys, as a request would ask for.
+fn keys(first: u8, count: u8) -> Vec<BlockKey> {
+    (0..count)
+        .map(|step| key(first.wrapping_add(2 * step)))
+        .collect()
+}
+
+/// What one request holds, in the order in which it got it.
+#[derive(Clone, Debug, Default)]
+struct Request {
+    blocks: Vec<BlockId>,
+    epoch: Epoch,
+}
+
+/// The holds that a script has: the same for every pool that it drives.
+#[derive(Debug, Default)]
+struct Script {
+    requests: Vec<Request>,
+}
+
+impl Script {
+    fn request(&self, number: u8) -> Option<usize> {
+        let count = self.requests.len();
+        (count > 0).then(|| usize::from(number) % count)
+    }
+
+    fn blocks(&self, number: u8) -> Vec<BlockId> {
+        self.request(number)
+            .map(|at| self.requests[at].blocks.clone())
+            .unwrap_or_default()
+    }
+
+    /// A block that a request holds, and the epoch in which it got it.
+    fn block(&self, a: u8, b: u8) -> Option<(BlockId, Epoch)> {
+        let request = &self.requests[self.request(a)?];
+        let at = usize::from(b) % request.blocks.len().max(1);
+        Some((*request.blocks.get(at)?, request.epoch))
+    }
+
+    /// Does one step to `pool`; what came back, and the holds that were taken.
+    fn apply(&self, pool: &impl BlockStore, [what, a, b]: Step) -> (String, Option<Request>) {
+        let mut out = Vec::new();
+        let mut taken = None;
+        let outcome = match what % 16 {
+            0..4 => {
+                let epoch = pool.epoch();
+                let outcome = pool.commit(&keys(a, b % 9), usize::from(b / 9) % 9, &mut out);
+                taken = outcome.is_ok().then(|| Request {
+                    blocks: out.clone(),
+                    epoch,
+                });
+                format!("{outcome:?} {out:?}")
+            }
+            4..8 => match self.block(a, b) {
+                None => "nothing held".into(),
+                Some((block, epoch)) => {
+                    format!(
+                        "{:?}",
+                        pool.register(block, key(a ^ b.rotate_left(3)), epoch)
+                    )
+                }
+            },
+            8..11 => {
+                let mut blocks = self.blocks(a);
+                blocks.reverse();
+                format!("{:?}", pool.release(&blocks))
+            }
+            11 => format!("{:?}", pool.pin(&self.blocks(a))),
+            12 => format!("{:?}", pool.unpin(&self.blocks(a))),
+            13 => format!("{:?}", pool.demote(usize::from(a % 8))),
+            14 if a < 64 => format!("{:?}", pool.clear_index()),
+            14 => format!("{:?}", pool.resize(usize::from(b))),
+            _ => format!("{:?}", pool.release(&self.bad_blocks(a, b))),
+        };
+        (outcome, taken)
+    }
+
+    /// Blocks of which at least one cannot be released: the last of a request is named twice more
+    /// than it is held, or is nobody's.
+    fn bad_blocks(&self, a: u8, b: u8) -> Vec<BlockId> {
+        let held = |block| {
+            self.requests
+                .iter()
+                .flat_map(|r| &r.blocks)
+                .filter(|&&h| h == block)
+                .count()
+        };
+        let wrong = match b % 3 {
+            0 => BlockId::NULL,
+            1 => BlockId::new(u32::MAX),
+            _ => BlockId::new(u32::from(b)),
+        };
+        let repeats = if held(wrong) > 0 { held(wrong) + 1 } else { 1 };
+        self.blocks(a)
+            .into_iter()
+            .filter(|&block| block != wrong)
+            .take(2)
+            .chain(std::iter::repeat_n(wrong, repeats))
+            .collect()
+    }
+
+    /// Keeps the books after a step.
+    fn settle(&mut self, [what, a, b]: Step, taken: Option<Request>) {
+        self.requests.extend(taken);
+        match what % 16 {
+            8..11 => {
+                if let Some(at) = self.request(a) {
+                    self.requests.swap_remove(at);
+                }
+            }
+            15 => {
+                // All but the last were released.
+                let mut bad = self.bad_blocks(a, b);
+                bad.pop();
+                bad.into_iter().for_each(|block| self.drop_hold(block));
+            }
+            _ => {}
+        }
+    }
+
+    fn drop_hold(&mut self, block: BlockId) {
+        let found = self.requests.iter_mut().find_map(|request| {
+            let at = request.blocks.iter().position(|&held| held == block)?;
+            Some(request.blocks.remove(at))
+        });
+        assert_eq!(found, Some(block));
+    }
+}
+
+/// Runs a script on a plain pool and on `pool`, which has the same configuration and has not been
+/// used. Panics where they differ or where one of them is broken.
+pub fn assert_same_as_plain<M: Mode>(config: PoolConfig, pool: &BlockPool<M>, steps: &[Step]) {
+    let plain = PlainPool::new(config).expect("the configuration was accepted before");
+    let mut script = Script::default();
+    for &step in steps {
+        let (expected, taken) = script.apply(&plain, step);
+        let (outcome, _) = script.apply(pool, step);
+        assert_eq!(outcome, expected, "{step:?} came to something else");
+        assert_same_state(&plain, pool);
+        script.settle(step, taken);
+    }
+}
+
+fn assert_same_state<M: Mode>(plain: &PlainPool, pool: &BlockPool<M>) {
+    pool.validate().expect("the lock-free pool is whole");
+    assert_eq!(pool.free_order(), plain.free_order(), "the free order");
+    assert_eq!(
+        pool.cached_blocks(),
+        plain.cached_blocks(),
+        "the cached blocks"
+    );
+    assert_eq!(pool.stats(), plain.stats());
+    assert_eq!(pool.num_blocks(), plain.num_blocks());
+    assert_eq!(pool.num_free(), plain.num_free());
+    for key in (0..KEYS).map(key) {
+        assert_eq!(pool.lookup(&key), plain.lookup(&key), "the hit of {key:?}");
+    }
+}
+
+/// Runs a script on a pool whose rings may be too short, so that it may forget content that a plain
+/// pool would keep. Panics where the pool is broken, a hit is wrong or a block is handed out twice.
+pub fn assert_conserves<M: Mode>(pool: &BlockPool<M>, steps: &[Step]) {
+    let mut script = Script::default();
+    let mut contents: HashMap<BlockId, BlockKey> = HashMap::new();
+    for &step in steps {
+        let (outcome, taken) = script.apply(pool, step);
+        if let Some(request) = &taken {
+            check_taken(&script, &contents, step, request);
+        }
+        if outcome.starts_with("Ok(New") || outcome.starts_with("Ok(Twin") {
+            let [_, a, b] = step;
+            let (block, _) = script.block(a, b).expect("it was registered");
+            contents.insert(block, key(a ^ b.rotate_left(3)));
+        }
+        script.settle(step, taken);
+        pool.validate().expect("the lock-free pool is whole");
+        check_books(&script, pool);
+    }
+}
+
+/// Hits hold what they should; the other blocks were nobody's.
+fn check_taken(
+    script: &Script,
+    contents: &HashMap<BlockId, BlockKey>,
+    [_, a, b]: Step,
+    request: &Request,
+) {
+    let num_new = usize::from(b / 9) % 9;
+    let (hits, new) = request.blocks.split_at(request.blocks.len() - num_new);
+    for (hit, key) in hits.iter().zip(keys(a, b % 9)) {
+        assert!(
+            contents.get(hit) == Some(&key),
+            "block {hit} is a wrong hit"
+        );
+    }
+    let mut held = script
+        .requests
+        .iter()
+        .flat_map(|request| &request.blocks)
+        .chain(hits);
+    assert!(
+        !held.any(|block| new.contains(block)),
+        "a held block was handed out again"
+    );
+}
+
+fn check_books<M: Mode>(script: &Script, pool: &BlockPool<M>) {
+    let mut held: Vec<BlockId> = script
+        .requests
+        .iter()
+        .flat_map(|r| r.blocks.clone())
+        .collect();
+    held.sort_unstable();
+    held.dedup();
+    assert_eq!(pool.stats().in_use, held.len(), "blocks in use");
+}

@@ -1,0 +1,215 @@
+//! From content to block: a fixed table with open addressing, whose readers never wait.
+//!
+//! A bucket is one cache line: a word that counts overflows, and seven entries of
+//! `fingerprint:32 | block + 1:32`. An insertion takes the first empty entry from its home bucket on
+//! and counts itself in every bucket that it passed. A lookup goes on past a bucket only while that
+//! count is not 0, so a removal just empties the entry and takes the counts back; no tombstone is ever
+//! left. Chains end after [`MAX_CHAIN`] buckets, which bounds a lookup (wait-free); an insertion that
+//! finds no room on its way is refused. At the load that the pool keeps, 4/7 at most, the longest of
+//! a million chains has about ten buckets.
+//!
+//! The index only proposes: a fingerprint may be another's, and the block may have moved on since. The
+//! caller looks at the block. Several blocks may hold the same content: it is for the caller to choose
+//! among all that the lookup proposes.
+//!
+//! Each entry belongs to the thread that registers or forgets its block, and the block's state sees to
+//! it that this is one at a time. So only empty entries are contended for.
+
+use crate::block::words;
+use crate::id::BlockId;
+use crate::store::BlockKey;
+use crate::sync::{AtomicU64, Fault, Mode, Ordering, planted, prefetch};
+use crate::zeroed::{Zeroable, Zeroed};
+
+use Ordering::{Acquire, Relaxed, Release};
+
+/// Entries of a bucket. Two suffice a model check, and leave it more interleavings to look at.
+const ENTRIES: usize = if cfg!(loom) { 2 } else { 7 };
+
+/// Buckets that a chain may span.
+pub(crate) const MAX_CHAIN: usize = if cfg!(loom) { 2 } else { 64 };
+
+/// Blocks for each bucket: a load of 4 in 7.
+const BLOCKS_PER_BUCKET: usize = 4;
+
+#[derive(Debug, Default)]
+#[repr(C, align(64))]
+struct Bucket {
+    /// Entries that stand in later buckets because this one was full.
+    overflow: AtomicU64,
+    entries: [AtomicU64; ENTRIES],
+}
+
+// SAFETY: atomic integers and an array of them: zero is valid, is their default, and needs no drop.
+unsafe impl Zeroable for Bucket {}
+
+/// Where a key's chain starts, and what its entries start with.
+#[derive(Clone, Copy, Debug)]
+struct Spot {
+    home: usize,
+    fingerprint: u32,
+}
+
+impl Spot {
+    fn entry(self, block: BlockId) -> u64 {
+        u64::from(self.fingerprint) << 32 | u64::from(block.get() + 1)
+    }
+}
+
+/// The table. It never grows: it is made for the most blocks that the pool may have.
+pub(crate) struct Index {
+    buckets: Zeroed<Bucket>,
+}
+
+impl Index {
+    /// A table for `max_blocks` blocks, or nothing when there is no memory for it.
+    pub(crate) fn new(max_blocks: usize) -> Option<Self> {
+        let buckets = max_blocks.div_ceil(BLOCKS_PER_BUCKET).next_power_of_two();
+        Some(Self {
+            buckets: Zeroed::new(buckets)?,
+        })
+    }
+
+    /// Hashes are uniform already, but nothing forces a caller to bring good ones, so all bits count.
+    #[inline]
+    fn spot(&self, key: &BlockKey) -> Spot {
+        const ODD: [u64; 4] = [
+            0x9e37_79b9_7f4a_7c15,
+            0xc2b2_ae3d_27d4_eb4f,
+            0x1656_67b1_9e37_79f9,
+            0xd6e8_feb8_6659_fd93,
+        ];
+        let start = u64::from(key.group.get()).wrapping_mul(0xff51_afd7_ed55_8ccd);
+        let sum = words(&key.hash)
+            .iter()
+            .zip(ODD)
+            .fold(start, |sum, (word, odd)| {
+                (sum ^ word).wrapping_mul(odd).rotate_left(29)
+            });
+        Spot {
+            home: (sum >> 32) as usize & (self.buckets.len() - 1),
+            fingerprint: sum as u32,
+        }
+    }
+
+    /// The buckets of a chain, in order.
+    #[inline]
+    fn chain(&self, home: usize) -> impl Iterator<Item = &Bucket> {
+        let mask = self.buckets.len() - 1;
+        (0..MAX_CHAIN.min(self.buckets.len())).map(move |step| &self.buckets[(home + step) & mask])
+    }
+
+    /// Starts to fetch the bucket that a lookup of `key` reads first.
+    #[inline]
+    pub(crate) fn prefetch(&self, key: &BlockKey) {
+        prefetch(&self.buckets[self.spot(key).home]);
+    }
+
+    /// Every block that may hold `key`: all that do are among them.
+    #[inline]
+    pub(crate) fn for_each_candidate(&self, key: &BlockKey, mut look: impl FnMut(BlockId)) {
+        let spot = self.spot(key);
+        for bucket in self.chain(spot.home) {
+            for entry in &bucket.entries {
+                // Acquire: the block's content was written before its entry.
+                let entry = entry.load(Acquire);
+                if entry != 0 && (entry >> 32) as u32 == spot.fingerprint {
+                    look(BlockId::new(entry as u32 - 1));
+                }
+            }
+            // Acquire: an insertion counts itself here before its entry stands further on, so who
+            // knows of the entry also sees the count.
+            if bucket.overflow.load(Acquire) == 0 {
+                return;
+            }
+        }
+    }
+
+    /// Enters a block; whether there was room.
+    pub(crate) fn insert<M: Mode>(&self, key: &BlockKey, block: BlockId) -> bool {
+        let spot = self.spot(key);
+        let late = planted(Fault::CountLate);
+        for (passed, bucket) in self.chain(spot.home).enumerate() {
+            if Self::fill_empty::<M>(bucket, spot.entry(block)) {
+                if late {
+                    self.chain(spot.home)
+                        .take(passed)
+                        .for_each(|b| M::add(&b.overflow, 1));
+                }
+                return true;
+            }
+            if !late {
+                M::add(&bucket.overflow, 1);
+            }
+        }
+        self.uncount::<M>(spot.home, MAX_CHAIN.min(self.buckets.len()));
+        false
+    }
+
+    fn fill_empty<M: Mode>(bucket: &Bucket, entry: u64) -> bool {
+        // Relaxed: the exchange checks again, and acquires.
+        let mut places = bucket
+            .entries
+            .iter()
+            .filter(|place| place.load(Relaxed) == 0);
+        places.any(|place| M::exchange(place, 0, entry).is_ok())
+    }
+
+    /// Removes a block's entry; whether there was one.
+    pub(crate) fn remove<M: Mode>(&self, key: &BlockKey, block: BlockId) -> bool {
+        let spot = self.spot(key);
+        let entry = spot.entry(block);
+        for (passed, bucket) in self.chain(spot.home).enumerate() {
+            // Relaxed: the entry is this thread's; it sees its own, or that of the block's last owner,
+            // through the block's state.
+            let place = bucket
+                .entries
+                .iter()
+                .find(|place| place.load(Relaxed) == entry);
+            if let Some(place) = place {
+                // Release: whoever fills the place again acquires it, and with it all that came before.
+                place.store(0, Release);
+                self.uncount::<M>(spot.home, passed);
+                return true;
+            }
+        }
+        false
+    }
+
+    fn uncount<M: Mode>(&self, home: usize, passed: usize) {
+        for bucket in self.chain(home).take(passed) {
+            M::add(&bucket.overflow, 1_u64.wrapping_neg());
+        }
+    }
+
+    /// The blocks in the table, once for each entry.
+    pub(crate) fn walk(&self) -> impl Iterator<Item = BlockId> {
+        let entries = self.buckets.iter().flat_map(|bucket| &bucket.entries);
+        let entries = entries
+            .map(|entry| entry.load(Acquire))
+            .filter(|&entry| entry != 0);
+        entries.map(|entry| BlockId::new(entry as u32 - 1))
+    }
+
+    /// Whether the overflow counts are those of `keys`, each with its block, and every one is found.
+    pub(crate) fn is_exact(&self, keys: impl Iterator<Item = (BlockId, BlockKey)>) -> bool {
+        let mut counts = vec![0_u64; self.buckets.len()];
+        let mask = self.buckets.len() - 1;
+        for (block, key) in keys {
+            let spot = self.spot(&key);
+            let found = self.chain(spot.home).position(|bucket| {
+                bucket
+                    .entries
+                    .iter()
+                    .any(|entry| entry.load(Acquire) == spot.entry(block))
+            });
+            let Some(passed) = found else { return false };
+            (0..passed).for_each(|step| counts[(spot.home + step) & mask] += 1);
+        }
+        let held = self
+            .buckets
+            .iter()
+            .map(|bucket| bucket.overflow.load(Acquire));
+        held.eq(counts)
+    }
+}

@@ -1,0 +1,280 @@
+//! The lock-free block pool.
+//!
+//! Free blocks stand in one line: the [stack](crate::free_stack) of blank ones, those that were never
+//! used, the [ring](crate::ring) of the regular tier, the ring of the pinned tier. The
+//! [index](crate::index) finds blocks by content, the [block](crate::block)'s own state word decides
+//! every race about it, and [credits](crate::credits) are taken before blocks are.
+//!
+//! # What each call promises
+//!
+//! * Lookups only load, in a bounded number of steps: wait-free, beside any number of writers.
+//! * `commit`, `register`, `release`, `pin`, `unpin` and `clear_index` are lock-free: a thread that is
+//!   stalled anywhere keeps no other from finishing. `commit` is all or nothing, as its credits are
+//!   taken first. It is not one atomic point: two threads that allocate at once may interleave their
+//!   blocks.
+//! * `resize` holds all credits for a moment, in which an allocation can fail although blocks are
+//!   free, and one that had its credits already waits for blocks that are being sorted out. A second
+//!   `resize` beside it is refused.
+//! * From one thread the line is exactly that of [`PlainPool`](crate::plain::PlainPool). From several,
+//!   each block's history follows the same rules; the line as a whole is only nearly in LRU order.
+//! * A thread killed in the middle of a call can take the blocks of that call with it.
+//!
+//! # What being lock-free buys, and what it costs
+//!
+//! It buys readers that never wait: beside a thread that commits batches of 2,048 blocks, a probe
+//! takes 0.5 us at the 99.9th percentile, where a mutex around a plain pool makes it 12 to 51 us, and
+//! 105 ms once, when the holder had lost its core. And nobody holds a lock while attached to the
+//! Python interpreter. It does not buy throughput: on two threads a mutex around batches is 25 to 35 %
+//! cheaper a block. [`SingleWriter`] takes back most of that where one thread does all the changing.
+//! The ring is the exception: the ids of the blocks to come are known ahead and can be fetched, so an
+//! eviction out of a million blocks costs a tenth of what a linked list's does.
+//!
+//! # Memory
+//!
+//! 144 bytes a block: 64 for the record, 16 for the index at a load of 4/7, 32 for each ring of four
+//! slots. All of it starts as untouched zero pages, so a pool is built in microseconds and grows into
+//! its memory as it is used.
+
+mod content;
+mod give;
+mod size;
+mod take;
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests;
+
+use crate::block::{Block, Tier};
+use crate::credits::Credits;
+use crate::error::{Broken, Exhausted, InvalidArgument, Misuse};
+use crate::free_stack::{FreeStack, FreshRun};
+use crate::id::{BlockId, Epoch};
+use crate::index::Index;
+use crate::ring::Ring;
+use crate::stats::StoreStats;
+use crate::store::{BlockKey, BlockStore, PoolConfig, Registration};
+use crate::sync::{AtomicU64, Mode, Ordering};
+use crate::zeroed::Zeroed;
+
+pub use crate::sync::{Shared, SingleWriter};
+
+use Ordering::Relaxed;
+
+/// The shortest ring: with less, a releasing thread that loses its core costs cached content.
+const MIN_RING: usize = 1 << 18;
+
+/// Ring slots for each block: the rest is room for dead slots.
+const SLOTS_PER_BLOCK: usize = 4;
+
+/// A pool of blocks that any number of threads may use: see the [module](self).
+///
+/// With [`SingleWriter`] one thread at a time may call the methods that change the pool (its caller
+/// sees to that), and any number may call [`lookup`](BlockStore::lookup) beside it.
+pub struct BlockPool<M: Mode> {
+    pub(crate) config: PoolConfig,
+    pub(crate) blocks: Zeroed<Block>,
+    pub(crate) index: Index,
+    pub(crate) stack: FreeStack,
+    pub(crate) fresh: FreshRun,
+    pub(crate) regular: Ring<M>,
+    pub(crate) pinned: Ring<M>,
+    pub(crate) credits: Credits,
+    pub(crate) contents: content::Contents,
+    pub(crate) size: size::Size,
+    counters: Counters,
+}
+
+/// Lifetime counts.
+#[derive(Debug, Default)]
+struct Counters {
+    evictions: AtomicU64,
+    allocations: AtomicU64,
+    touches: AtomicU64,
+    drops: AtomicU64,
+}
+
+impl<M: Mode> std::fmt::Debug for BlockPool<M> {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut out = formatter.debug_struct("BlockPool");
+        out.field("config", &self.config)
+            .field("stats", &self.stats())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<M: Mode> BlockPool<M> {
+    /// A pool whose blocks are all free and without content.
+    ///
+    /// Fails when a size is out of range or there is no memory for `max_blocks` blocks.
+    pub fn new(config: PoolConfig) -> Result<Self, InvalidArgument> {
+        config.check()?;
+        let slots = config
+            .max_blocks
+            .saturating_mul(SLOTS_PER_BLOCK)
+            .next_power_of_two();
+        Self::with_ring_capacity(config, slots.max(MIN_RING))
+    }
+
+    /// A pool whose rings have `ring_capacity` slots each, a power of two.
+    ///
+    /// For tests and measurements: a ring of fewer than four slots a block can fill up, and then
+    /// releases drop content ([`Self::content_drops`]).
+    pub fn with_ring_capacity(
+        config: PoolConfig,
+        ring_capacity: usize,
+    ) -> Result<Self, InvalidArgument> {
+        config.check()?;
+        if !ring_capacity.is_power_of_two() || ring_capacity > 1 << 32 {
+            let reason = format!("must be a power of two up to 2^32, not {ring_capacity}");
+            return Err(InvalidArgument::new("ring_capacity", reason));
+        }
+        Self::allocate_memory(config, ring_capacity).ok_or_else(|| {
+            let reason = format!("asks for more memory than there is: {}", config.max_blocks);
+            InvalidArgument::new("max_blocks", reason)
+        })
+    }
+
+    fn allocate_memory(config: PoolConfig, ring_capacity: usize) -> Option<Self> {
+        let pool = Self {
+            config,
+            blocks: Zeroed::new(config.max_blocks)?,
+            index: Index::new(config.max_blocks)?,
+            stack: FreeStack::default(),
+            fresh: FreshRun::new(1, config.num_blocks),
+            regular: Ring::new(Tier::Regular, ring_capacity)?,
+            pinned: Ring::new(Tier::Pinned, ring_capacity)?,
+            credits: Credits::default(),
+            contents: content::Contents::default(),
+            size: size::Size::new(config.num_blocks),
+            counters: Counters::default(),
+        };
+        pool.credits.give::<M>(config.num_blocks - 1);
+        Some(pool)
+    }
+
+    /// How many blocks lost valid content at their release because the ring was full.
+    ///
+    /// With the ring of [`Self::new`] this takes a thread that stalls in the middle of a release
+    /// while others release some hundred thousand blocks.
+    #[must_use]
+    pub fn content_drops(&self) -> u64 {
+        self.counters.drops.load(Relaxed)
+    }
+
+    #[inline]
+    pub(crate) fn block(&self, id: BlockId) -> &Block {
+        &self.blocks[id.index()]
+    }
+
+    #[inline]
+    fn ring(&self, tier: Tier) -> &Ring<M> {
+        match tier {
+            Tier::Regular => &self.regular,
+            Tier::Pinned => &self.pinned,
+        }
+    }
+
+    /// Fails unless somebody holds the block.
+    fn check_held(&self, id: BlockId) -> Result<(), Misuse> {
+        if id.is_null() {
+            return Err(Misuse::Null);
+        }
+        match self.blocks.get(id.index()) {
+            None => Err(Misuse::Foreign(id)),
+            Some(block) if block.state().is_held() => Ok(()),
+            Some(_) if self.is_retired(id) => Err(Misuse::Retired(id)),
+            Some(_) => Err(Misuse::NotInUse(id)),
+        }
+    }
+}
+
+impl<M: Mode> BlockStore for BlockPool<M> {
+    fn lookup(&self, key: &BlockKey) -> Option<BlockId> {
+        self.find(key, None)
+    }
+
+    fn commit(
+        &self,
+        keys: &[BlockKey],
+        num_new: usize,
+        out: &mut Vec<BlockId>,
+    ) -> Result<usize, Exhausted> {
+        self.take(keys, num_new, out)
+    }
+
+    fn register(
+        &self,
+        block: BlockId,
+        key: BlockKey,
+        epoch: Epoch,
+    ) -> Result<Registration, Misuse> {
+        self.check_held(block)?;
+        self.enter(block, key, epoch)
+    }
+
+    fn release(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
+        self.give_back(blocks)
+    }
+
+    fn epoch(&self) -> Epoch {
+        self.contents.epoch()
+    }
+
+    fn clear_index(&self) {
+        self.contents.clear::<M>();
+    }
+
+    fn pin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
+        self.set_pins(blocks, true)
+    }
+
+    fn unpin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
+        self.set_pins(blocks, false)
+    }
+
+    fn demote(&self, count: usize) -> usize {
+        self.demote_oldest(count)
+    }
+
+    fn resize(&self, num_blocks: usize) -> Result<usize, InvalidArgument> {
+        self.config.check_num_blocks(num_blocks)?;
+        self.resize_to(num_blocks)
+    }
+
+    fn num_blocks(&self) -> usize {
+        self.size.num_blocks()
+    }
+
+    fn num_free(&self) -> usize {
+        self.credits.available()
+    }
+
+    fn free_order(&self) -> Vec<BlockId> {
+        let rings = [&self.regular, &self.pinned];
+        let queued = rings.into_iter().flat_map(|ring| ring.walk(&self.blocks));
+        let blank = self.stack.walk(&self.blocks).chain(self.fresh.walk());
+        blank.chain(queued.map(|(_, block)| block)).collect()
+    }
+
+    fn cached_blocks(&self) -> Vec<BlockId> {
+        let ids = (1..self.size.most_ever() as u32).map(BlockId::new);
+        ids.filter(|&id| self.is_cached(id)).collect()
+    }
+
+    fn stats(&self) -> StoreStats {
+        let free = self.num_free();
+        let num_blocks = self.num_blocks();
+        // Relaxed: the counts are for people.
+        StoreStats {
+            evictions: self.counters.evictions.load(Relaxed),
+            allocations: self.counters.allocations.load(Relaxed),
+            touches: self.counters.touches.load(Relaxed),
+            cached: self.contents.cached(),
+            in_use: (num_blocks - 1).saturating_sub(free) + self.count_held_from(num_blocks),
+            free,
+            pinned_free: self.pinned.walk(&self.blocks).count(),
+        }
+    }
+
+    fn validate(&self) -> Result<(), Broken> {
+        crate::validate::validate(self)
+    }
+}

@@ -1,0 +1,258 @@
+//! Giving blocks back, and moving them between the tiers.
+
+use super::BlockPool;
+use crate::block::{Block, State, Step, Ticket, Tier, Unhold};
+use crate::error::Misuse;
+use crate::free_stack::Chain;
+use crate::id::BlockId;
+use crate::ring::Reservation;
+use crate::store::FreeOrder;
+use crate::sync::{Fault, Mode, planted};
+
+/// Blocks that get their tickets with one exchange.
+const CHUNK: usize = 64;
+
+/// Slots that the compactor looks at for each block released: it is done with half a ring before the
+/// other half has filled up.
+const COMPACTION_STEPS: usize = 4;
+
+/// Blocks on their way back into the line.
+struct Return {
+    /// Blank blocks, which go to the front together at the end, in the order in which they came.
+    front: Chain,
+    in_front: usize,
+    regular: Reservation,
+    pinned: Reservation,
+    queued: usize,
+    /// Whether blank blocks join the end of the line.
+    append: bool,
+}
+
+impl Return {
+    fn new(append: bool) -> Self {
+        Self {
+            front: Chain::EMPTY,
+            in_front: 0,
+            regular: Reservation::NONE,
+            pinned: Reservation::NONE,
+            queued: 0,
+            append,
+        }
+    }
+
+    #[inline]
+    fn tickets(&mut self, tier: Tier) -> &mut Reservation {
+        match tier {
+            Tier::Regular => &mut self.regular,
+            Tier::Pinned => &mut self.pinned,
+        }
+    }
+}
+
+impl<M: Mode> BlockPool<M> {
+    fn appends(&self) -> bool {
+        self.config.free_order == FreeOrder::Append
+    }
+
+    /// Gives up one hold of each block, in this order, up to the first that nobody holds.
+    pub(super) fn give_back(&self, ids: &[BlockId]) -> Result<(), Misuse> {
+        let limit = self.size.num_blocks();
+        let mut batch = Return::new(self.appends());
+        let outcome = ids
+            .chunks(CHUNK)
+            .try_for_each(|chunk| self.give_back_chunk(chunk, &mut batch));
+        self.push_front(batch);
+        self.retire_late(ids, limit);
+        outcome
+    }
+
+    /// Gives up the caller's hold of one block.
+    #[cold]
+    pub(super) fn give_back_one(&self, id: BlockId) {
+        let outcome = self.give_back(&[id]);
+        debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");
+    }
+
+    fn give_back_chunk(&self, chunk: &[BlockId], batch: &mut Return) -> Result<(), Misuse> {
+        self.reserve(chunk, batch);
+        let outcome = chunk.iter().try_for_each(|&id| {
+            self.check_held(id)?;
+            self.unhold(id, batch)
+        });
+        self.finish_queued(batch);
+        outcome
+    }
+
+    /// Gets tickets for the blocks that will need one by the look of them now.
+    fn reserve(&self, chunk: &[BlockId], batch: &mut Return) {
+        let mut wanted = [0, 0];
+        for state in chunk
+            .iter()
+            .filter_map(|id| self.blocks.get(id.index()))
+            .map(Block::state)
+        {
+            if state.holders() == 1 && (state.is_hashed() || batch.append) {
+                wanted[usize::from(state.tier() == Tier::Pinned)] += 1;
+            }
+        }
+        batch.regular = self.reserve_in(Tier::Regular, wanted[0]);
+        batch.pinned = self.reserve_in(Tier::Pinned, wanted[1]);
+    }
+
+    fn reserve_in(&self, tier: Tier, wanted: usize) -> Reservation {
+        if wanted == 0 {
+            Reservation::NONE
+        } else {
+            self.ring(tier).reserve(wanted)
+        }
+    }
+
+    /// Makes up for the tickets that were not needed, and lets the queued blocks be taken.
+    fn finish_queued(&self, batch: &mut Return) {
+        for tier in [Tier::Regular, Tier::Pinned] {
+            let rest = std::mem::replace(batch.tickets(tier), Reservation::NONE);
+            self.ring(tier).void_rest(rest);
+        }
+        self.credits.give::<M>(batch.queued);
+        let steps = COMPACTION_STEPS * batch.queued;
+        self.regular.maintain(&self.blocks, &self.credits, steps);
+        self.pinned.maintain(&self.blocks, &self.credits, steps);
+        batch.queued = 0;
+    }
+
+    fn push_front(&self, batch: Return) {
+        self.stack.push::<M>(&self.blocks, &batch.front);
+        self.credits.give::<M>(batch.in_front);
+    }
+
+    /// Gives up one hold.
+    #[inline]
+    fn unhold(&self, id: BlockId, batch: &mut Return) -> Result<(), Misuse> {
+        loop {
+            match self.block(id).transition_to_one_less_held::<M>() {
+                Unhold::StillHeld => return Ok(()),
+                Unhold::NotHeld => return Err(Misuse::NotInUse(id)),
+                Unhold::Last(last) if self.let_go(id, last, batch) == Step::Done => return Ok(()),
+                Unhold::Last(_) => {}
+            }
+        }
+    }
+
+    /// Gives up the last hold, or brings the block a step nearer to it.
+    fn let_go(&self, id: BlockId, last: State, batch: &mut Return) -> Step {
+        let block = self.block(id);
+        let retired = self.is_retired(id);
+        if last.is_hashed() && (retired || !self.is_current(block)) {
+            return self.blank(id, last);
+        }
+        if retired {
+            return self.retire_blank(id, batch);
+        }
+        if (last.is_hashed() || batch.append)
+            && let Some(ticket) = self.ticket(last.tier(), batch)
+        {
+            return self.queue(id, last, ticket, batch);
+        }
+        if last.is_hashed() {
+            M::add(&self.counters.drops, 1);
+            return self.blank(id, last);
+        }
+        let step = block.transition_to_idle::<M>();
+        if step == Step::Done {
+            self.append_to_front(id, batch);
+        }
+        step
+    }
+
+    /// Takes the content from a block of which the caller has the last hold; the hold stays.
+    #[cold]
+    fn blank(&self, id: BlockId, last: State) -> Step {
+        if self.block(id).transition_to_blank::<M>(last) == Step::Done {
+            self.forget_all(&[id]);
+        }
+        Step::Lost
+    }
+
+    #[cold]
+    fn retire_blank(&self, id: BlockId, batch: &mut Return) -> Step {
+        let step = self.block(id).transition_to_retired::<M>(State::HELD_ONCE);
+        // A growing thread that did not find the block retired is seen here.
+        M::fence();
+        if step == Step::Done
+            && !self.is_retired(id)
+            && self.block(id).transition_to_revived::<M>() == Step::Done
+        {
+            self.append_to_front(id, batch);
+        }
+        step
+    }
+
+    fn append_to_front(&self, id: BlockId, batch: &mut Return) {
+        batch.front.append(&self.blocks, id);
+        batch.in_front += 1;
+    }
+
+    #[inline]
+    fn ticket(&self, tier: Tier, batch: &mut Return) -> Option<Ticket> {
+        let tickets = batch.tickets(tier);
+        if tickets.peek().is_none() {
+            *tickets = self.ring(tier).reserve(1);
+        }
+        tickets.peek()
+    }
+
+    #[inline]
+    fn queue(&self, id: BlockId, last: State, ticket: Ticket, batch: &mut Return) -> Step {
+        let ring = self.ring(last.tier());
+        let early = planted(Fault::SlotBeforeState);
+        if early {
+            ring.fill(ticket, id);
+        }
+        let step = self
+            .block(id)
+            .transition_to_queued::<M>(last, ring.place(ticket));
+        if step == Step::Done {
+            if !early {
+                ring.fill(ticket, id);
+            }
+            batch.tickets(last.tier()).advance();
+            batch.queued += 1;
+        }
+        step
+    }
+
+    // Tiers.
+
+    /// Sets or takes the pins of held blocks with content; how many that changed.
+    pub(super) fn set_pins(&self, ids: &[BlockId], pinned: bool) -> Result<usize, Misuse> {
+        let mut changed = 0;
+        for &id in ids {
+            self.check_held(id)?;
+            let block = self.block(id);
+            let may_change = !pinned || self.is_current(block);
+            if may_change && block.transition_to_pinned::<M>(pinned) {
+                changed += 1;
+            }
+        }
+        Ok(changed)
+    }
+
+    /// Moves the oldest `count` blocks of the pinned tier to the end of the regular one; how many.
+    pub(super) fn demote_oldest(&self, count: usize) -> usize {
+        // A block that is between the tiers cannot be found, so a credit is held for it.
+        let credits = self.credits.take_some::<M>(count);
+        let mut ids = Vec::new();
+        let take = |block: &Block, place| block.transition_to_demoted::<M>(place);
+        let moved = self
+            .pinned
+            .take_oldest(&self.blocks, credits, take, &mut ids);
+        self.credits.give::<M>(credits - moved);
+        let mut batch = Return::new(true);
+        for chunk in ids.chunks(CHUNK) {
+            let outcome = self.give_back_chunk(chunk, &mut batch);
+            debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");
+        }
+        self.push_front(batch);
+        moved
+    }
+}

@@ -1,0 +1,577 @@
+//! The LRU line of one tier: a ring of slots, oldest first.
+//!
+//! A block that joins the line gets the next ticket, which numbers its slot; the slot names the block
+//! and the block's state names the ticket. A block that leaves from the middle only changes its state:
+//! the slot then names a block that is elsewhere and is *dead*. Nothing is searched or unlinked.
+//!
+//! Rules that make this safe from several threads:
+//!
+//! 1. *State, then slot.* A release publishes the state first. In between the slot is *pending*: its
+//!    word still has the ticket of an earlier lap. The other way round the slot would look dead.
+//! 2. *The head never passes a pending slot*, or its block would be lost. Evictions look beyond it.
+//! 3. *A slot is filled only over a word of an earlier lap.* A block may be touched, and so die,
+//!    while its slot is pending; then the head may pass by the count of rule 4, and the slot belong to
+//!    a later lap when the first writer gets to it.
+//! 4. *Deaths are counted for each segment of slots*, so that a run of dead slots is skipped a segment
+//!    at a time. The count is never reset: a slot dies once a lap, so after the n-th lap it is n times
+//!    the length, and exactly then the segment is dead. Counting lags behind dying, so the count errs
+//!    only on the side of not skipping. Tickets of a lap's segment are handed out only once the head
+//!    has left that segment of the lap before.
+//! 5. *The compactor announces what it revives.* It moves a live block rightward into a dead slot. It
+//!    takes one death back, makes the slot pending, and only then steps the head's version. From then
+//!    on, a head that moves was read after all that (its exchange compares the version), so it stops at
+//!    the slot. If the head had passed already the slot is given up again.
+//!
+//! Without the compactor a cold block at the head would hold the ring open while the rest of the pool
+//! is touched and released, until the ring is full. When it is full all the same (it is at least four
+//! times as long as the pool has blocks, so a thread must have stalled between rule 1's two steps), a
+//! release gets no ticket and drops the block's content instead.
+
+use std::marker::PhantomData;
+
+use crate::block::{Block, Place, Step, Ticket, Tier};
+use crate::compactor::Compactor;
+use crate::id::BlockId;
+use crate::sync::{AtomicU32, AtomicU64, Fault, Mode, Ordering, OwnLine, planted, prefetch};
+use crate::zeroed::Zeroed;
+
+use Ordering::{Acquire, Relaxed};
+
+const ID_BITS: u32 = 24;
+const ID_MASK: u64 = (1 << ID_BITS) - 1;
+
+/// Slots that share a count of deaths.
+const SEGMENT: u64 = if cfg!(loom) { 2 } else { 256 };
+
+/// How far ahead of an eviction the records of the blocks to come are fetched.
+const PREFETCH_AHEAD: u64 = 12;
+
+/// What a slot says at a ticket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Slot {
+    /// Handed out, and not written yet (or no longer of this lap).
+    Pending,
+    /// Written without a block.
+    Void,
+    /// Names a block, which may be elsewhere by now.
+    Names(BlockId),
+}
+
+/// The head: the oldest ticket that may live, and a version that the compactor steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Head(u64);
+
+impl Head {
+    fn new(ticket: Ticket, version: u64) -> Self {
+        Self(version << 40 | ticket.get())
+    }
+
+    pub(crate) fn ticket(self) -> Ticket {
+        Ticket::new(self.0)
+    }
+
+    fn version(self) -> u64 {
+        self.0 >> 40
+    }
+}
+
+/// Tickets handed out to one thread, which must fill or void the slot of each.
+#[derive(Debug)]
+pub(crate) struct Reservation {
+    next: Ticket,
+    left: u64,
+}
+
+impl Reservation {
+    pub(crate) const NONE: Self = Self {
+        next: Ticket::new(0),
+        left: 0,
+    };
+
+    /// The next ticket; it stays the next until [`Self::advance`].
+    #[inline]
+    pub(crate) fn peek(&self) -> Option<Ticket> {
+        (self.left > 0).then_some(self.next)
+    }
+
+    #[inline]
+    pub(crate) fn advance(&mut self) {
+        self.next = self.next.plus(1);
+        self.left -= 1;
+    }
+}
+
+/// Counts deaths and reports them a segment at a time: neighbours in line often leave together.
+#[derive(Debug)]
+pub(crate) struct Deaths<'a, M: Mode> {
+    ring: &'a Ring<M>,
+    segment: usize,
+    count: u32,
+}
+
+impl<M: Mode> Deaths<'_, M> {
+    #[inline]
+    pub(crate) fn add(&mut self, ticket: Ticket) {
+        let segment = self.ring.segment(ticket);
+        if segment != self.segment {
+            self.report();
+            self.segment = segment;
+        }
+        self.count += 1;
+    }
+
+    #[inline]
+    fn report(&mut self) {
+        if self.count > 0 {
+            M::add_short(&self.ring.deaths[self.segment], self.count);
+            self.count = 0;
+        }
+    }
+}
+
+impl<M: Mode> Drop for Deaths<'_, M> {
+    #[inline]
+    fn drop(&mut self) {
+        self.report();
+    }
+}
+
+/// The line of one tier.
+pub(crate) struct Ring<M> {
+    tier: Tier,
+    /// `ticket:40 | block:24`; the null block voids the slot.
+    slots: Zeroed<AtomicU64>,
+    /// Deaths in each segment, as far as [`Self::count_mask`] reaches.
+    deaths: Zeroed<AtomicU32>,
+    capacity_bits: u32,
+    segment_bits: u32,
+    count_mask: u32,
+    head: OwnLine<AtomicU64>,
+    tail: OwnLine<AtomicU64>,
+    pub(crate) compactor: OwnLine<Compactor>,
+    mode: PhantomData<M>,
+}
+
+impl<M> std::fmt::Debug for Ring<M> {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("Ring")
+            .field("tier", &self.tier)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<M: Mode> Ring<M> {
+    /// A ring of `capacity` slots (a power of two), or nothing when there is no memory for it.
+    pub(crate) fn new(tier: Tier, capacity: usize) -> Option<Self> {
+        // The first lap is lap 1: the zeroes that the slots start with are then tickets of lap 0.
+        Self::starting_at(tier, capacity, Ticket::new(capacity as u64))
+    }
+
+    fn starting_at(tier: Tier, capacity: usize, start: Ticket) -> Option<Self> {
+        assert!(capacity.is_power_of_two());
+        let capacity_bits = capacity.trailing_zeros();
+        let segment_bits = SEGMENT.trailing_zeros().min(capacity_bits / 2);
+        let laps = 1_u64 << (40 - capacity_bits);
+        let count_mask = u32::try_from((laps << segment_bits) - 1).unwrap_or(u32::MAX);
+        Some(Self {
+            tier,
+            slots: Zeroed::new(capacity)?,
+            deaths: Zeroed::new(capacity >> segment_bits)?,
+            capacity_bits,
+            segment_bits,
+            count_mask,
+            head: OwnLine(AtomicU64::new(Head::new(start, 0).0)),
+            tail: OwnLine(AtomicU64::new(start.get())),
+            compactor: OwnLine(Compactor::default()),
+            mode: PhantomData,
+        })
+    }
+
+    pub(crate) fn capacity(&self) -> u64 {
+        1 << self.capacity_bits
+    }
+
+    #[inline]
+    pub(crate) fn place(&self, ticket: Ticket) -> Place {
+        Place {
+            tier: self.tier,
+            ticket,
+        }
+    }
+
+    #[inline]
+    fn word(&self, ticket: Ticket) -> &AtomicU64 {
+        &self.slots[(ticket.get() & (self.capacity() - 1)) as usize]
+    }
+
+    fn pack(ticket: Ticket, block: BlockId) -> u64 {
+        ticket.get() << ID_BITS | u64::from(block.get())
+    }
+
+    #[inline]
+    fn unpack(word: u64) -> (Ticket, BlockId) {
+        (
+            Ticket::new(word >> ID_BITS),
+            BlockId::new((word & ID_MASK) as u32),
+        )
+    }
+
+    #[inline]
+    pub(crate) fn slot(&self, ticket: Ticket) -> Slot {
+        // Acquire: with the word comes the state that was published before it.
+        match Self::unpack(self.word(ticket).load(Acquire)) {
+            (found, _) if found != ticket => Slot::Pending,
+            (_, BlockId::NULL) => Slot::Void,
+            (_, block) => Slot::Names(block),
+        }
+    }
+
+    /// The head now. Acquire: who moved or announced it did so after what it saw or wrote.
+    #[inline]
+    pub(crate) fn head(&self) -> Head {
+        Head(self.head.0.load(Acquire))
+    }
+
+    #[inline]
+    pub(crate) fn tail(&self) -> Ticket {
+        // Acquire: pairs with the exchange in `reserve`, so that the tail is never behind a head that
+        // was read before.
+        Ticket::new(self.tail.0.load(Acquire))
+    }
+
+    // Joining the line.
+
+    /// Hands out up to `wanted` tickets, fewer when the ring is full.
+    #[inline]
+    pub(crate) fn reserve(&self, wanted: usize) -> Reservation {
+        loop {
+            let head = self.head();
+            let tail = self.tail();
+            // From the start of the head's segment: while a slot there is of one lap and another of the
+            // next, their deaths could not be told apart (rule 4).
+            let used = tail.since(self.segment_start(head.ticket()));
+            let room = self.capacity() - used.min(self.capacity());
+            let left = room.min(wanted as u64);
+            if left == 0 {
+                return Reservation::NONE;
+            }
+            if M::exchange(&self.tail.0, tail.get(), tail.plus(left).get()).is_ok() {
+                return Reservation { next: tail, left };
+            }
+        }
+    }
+
+    /// Lets the slot of `ticket` name `block`, whose state says so already (rules 1 and 3).
+    #[inline]
+    pub(crate) fn fill(&self, ticket: Ticket, block: BlockId) {
+        let slot = self.word(ticket);
+        // Relaxed: the exchange checks again; the word's ticket alone matters.
+        let mut word = slot.load(Relaxed);
+        let blind = planted(Fault::BlindSlotStore);
+        while blind || Self::unpack(word).0.is_before(ticket) {
+            match M::exchange(slot, word, Self::pack(ticket, block)) {
+                Ok(()) => return,
+                Err(now) => word = now,
+            }
+        }
+    }
+
+    /// Gives up the tickets that a reservation has left.
+    pub(crate) fn void_rest(&self, mut reservation: Reservation) {
+        while let Some(ticket) = reservation.peek() {
+            reservation.advance();
+            self.fill(ticket, BlockId::NULL);
+            self.deaths().add(ticket);
+        }
+    }
+
+    // Leaving the line.
+
+    /// A count of deaths to report when it is dropped.
+    #[inline]
+    pub(crate) fn deaths(&self) -> Deaths<'_, M> {
+        Deaths {
+            ring: self,
+            segment: 0,
+            count: 0,
+        }
+    }
+
+    /// Takes up to `max` blocks from the front, by `take`, and appends them to `out`; how many.
+    pub(crate) fn take_oldest(
+        &self,
+        blocks: &[Block],
+        max: usize,
+        take: impl Fn(&Block, Place) -> Step,
+        out: &mut Vec<BlockId>,
+    ) -> usize {
+        let mut walk = Walk::new(self);
+        let mut deaths = self.deaths();
+        let mut taken = 0;
+        while taken < max
+            && let Some((ticket, slot)) = walk.next_slot()
+        {
+            self.prefetch_block(blocks, ticket.plus(PREFETCH_AHEAD));
+            if let Slot::Names(block) = slot
+                && take(&blocks[block.index()], self.place(ticket)) == Step::Done
+            {
+                deaths.add(ticket);
+                out.push(block);
+                taken += 1;
+            }
+            walk.pass(slot);
+        }
+        drop(deaths);
+        walk.finish();
+        taken
+    }
+
+    #[inline]
+    fn prefetch_block(&self, blocks: &[Block], ticket: Ticket) {
+        // Relaxed: a hint.
+        let (_, block) = Self::unpack(self.word(ticket).load(Relaxed));
+        if let Some(block) = blocks.get(block.index()) {
+            prefetch(block);
+        }
+    }
+
+    /// Moves the head over up to `budget` dead slots and segments.
+    pub(crate) fn skip_dead(&self, blocks: &[Block], budget: usize) {
+        let mut walk = Walk::new(self);
+        for _ in 0..budget {
+            match walk.next_slot() {
+                Some((ticket, slot)) if self.is_dead(blocks, ticket, slot) => walk.pass(slot),
+                _ => break,
+            }
+        }
+        walk.finish();
+    }
+
+    /// Whether the slot, as it was read at `ticket`, names no block that stands there.
+    #[inline]
+    pub(crate) fn is_dead(&self, blocks: &[Block], ticket: Ticket, slot: Slot) -> bool {
+        match slot {
+            Slot::Pending => false,
+            Slot::Void => true,
+            Slot::Names(block) => blocks[block.index()].state().place() != Some(self.place(ticket)),
+        }
+    }
+
+    // Segments.
+
+    #[inline]
+    fn segment(&self, ticket: Ticket) -> usize {
+        ((ticket.get() & (self.capacity() - 1)) >> self.segment_bits) as usize
+    }
+
+    #[inline]
+    pub(crate) fn starts_segment(&self, ticket: Ticket) -> bool {
+        ticket.get() & ((1 << self.segment_bits) - 1) == 0
+    }
+
+    /// The first ticket of the segment of `ticket`.
+    pub(crate) fn segment_start(&self, ticket: Ticket) -> Ticket {
+        ticket.minus(ticket.get() & ((1 << self.segment_bits) - 1))
+    }
+
+    fn segment_end(&self, ticket: Ticket) -> Ticket {
+        self.segment_start(ticket).plus(1 << self.segment_bits)
+    }
+
+    /// Whether every slot of the segment has died in the lap of `ticket` (rule 4).
+    #[inline]
+    pub(crate) fn segment_is_dead(&self, ticket: Ticket) -> bool {
+        // Acquire: the deaths counted here are those of blocks whose states can be seen from now on.
+        self.deaths_missing(ticket, Acquire) == 0
+    }
+
+    fn deaths_missing(&self, ticket: Ticket, order: Ordering) -> u32 {
+        let laps = ticket.get() >> self.capacity_bits;
+        let all = (laps << self.segment_bits) as u32;
+        all.wrapping_sub(self.deaths[self.segment(ticket)].load(order)) & self.count_mask
+    }
+
+    // For the compactor.
+
+    /// Makes a dead slot pending again and announces it (rule 5); whether that was in time.
+    pub(crate) fn revive(&self, ticket: Ticket) -> bool {
+        let slot = self.word(ticket);
+        // Relaxed: the exchange checks again.
+        let word = slot.load(Relaxed);
+        if Self::unpack(word).0 != ticket {
+            return false;
+        }
+        let counted = !planted(Fault::SkipRevived);
+        if counted {
+            M::add_short(&self.deaths[self.segment(ticket)], 1_u32.wrapping_neg());
+        }
+        let revived = M::exchange(slot, word, self.pending(ticket)).is_ok();
+        if revived && !self.announce().is_before_or_at(ticket) {
+            self.void_revived(ticket);
+            return false;
+        }
+        if !revived && counted {
+            M::add_short(&self.deaths[self.segment(ticket)], 1);
+        }
+        revived
+    }
+
+    /// The word that makes a slot pending: any of an earlier lap would do.
+    fn pending(&self, ticket: Ticket) -> u64 {
+        Self::pack(ticket.minus(self.capacity()), BlockId::NULL)
+    }
+
+    /// Steps the head's version; the head's ticket at that moment.
+    fn announce(&self) -> Ticket {
+        let mut head = self.head();
+        while !planted(Fault::FillUnannounced) {
+            let stepped = Head::new(head.ticket(), head.version() + 1);
+            match M::exchange(&self.head.0, head.0, stepped.0) {
+                Ok(()) => break,
+                Err(now) => head = Head(now),
+            }
+        }
+        head.ticket()
+    }
+
+    /// Fills a revived slot, unless the block has left it and the head has passed it since.
+    pub(crate) fn fill_revived(&self, ticket: Ticket, block: BlockId) {
+        let word = self.word(ticket);
+        // A lost exchange means a later lap: nothing of this one is left to do.
+        let _ = M::exchange(word, self.pending(ticket), Self::pack(ticket, block));
+    }
+
+    /// Gives a revived slot up.
+    pub(crate) fn void_revived(&self, ticket: Ticket) {
+        self.fill_revived(ticket, BlockId::NULL);
+        if !planted(Fault::SkipRevived) {
+            self.deaths().add(ticket);
+        }
+    }
+
+    // Looking.
+
+    /// The live blocks, oldest first. Exact only at rest.
+    pub(crate) fn walk<'a>(
+        &'a self,
+        blocks: &'a [Block],
+    ) -> impl Iterator<Item = (Ticket, BlockId)> {
+        let head = self.head().ticket();
+        let span = self.tail().since(head);
+        (0..span)
+            .map(move |step| head.plus(step))
+            .filter_map(move |ticket| match self.slot(ticket) {
+                slot @ Slot::Names(block) if !self.is_dead(blocks, ticket, slot) => {
+                    Some((ticket, block))
+                }
+                _ => None,
+            })
+    }
+
+    /// What is wrong with the counts of deaths, at rest.
+    pub(crate) fn check_deaths(&self, blocks: &[Block]) -> Result<(), String> {
+        let (head, tail) = (self.head().ticket(), self.tail());
+        let mut ticket = head;
+        while ticket != tail {
+            let start = self.segment_start(ticket);
+            let steps = (0..1_u64 << self.segment_bits).map(|step| start.plus(step));
+            let alive = steps.filter(|&at| {
+                let handed_out = at.is_before(tail);
+                let passed = at.is_before(head);
+                !handed_out || !passed && !self.is_dead(blocks, at, self.slot(at))
+            });
+            let (alive, missing) = (alive.count() as u32, self.deaths_missing(start, Acquire));
+            if alive != missing {
+                return Err(format!(
+                    "{:?} ring: segment at {start:?} has {alive} slots alive and {missing} deaths to come",
+                    self.tier
+                ));
+            }
+            let end = self.segment_end(ticket);
+            ticket = if end.is_before(tail) { end } else { tail };
+        }
+        Ok(())
+    }
+}
+
+impl Ticket {
+    fn is_before_or_at(self, other: Self) -> bool {
+        self == other || self.is_before(other)
+    }
+}
+
+/// A walk from the head toward the tail, which takes the head along as far as it may go.
+struct Walk<'a, M: Mode> {
+    ring: &'a Ring<M>,
+    start: Head,
+    at: Ticket,
+    tail: Ticket,
+    /// Where the head may go: everything before is dead, and was when it was read.
+    edge: Ticket,
+    /// Whether nothing before `at` holds the head back.
+    clear: bool,
+    /// Whether the segment of `at` has to be looked at.
+    fresh_segment: bool,
+}
+
+impl<'a, M: Mode> Walk<'a, M> {
+    fn new(ring: &'a Ring<M>) -> Self {
+        let start = ring.head();
+        let at = start.ticket();
+        Self {
+            ring,
+            start,
+            at,
+            tail: ring.tail(),
+            edge: at,
+            clear: true,
+            fresh_segment: true,
+        }
+    }
+
+    /// The next slot of a segment that is not dead; [`Self::pass`] goes on behind it.
+    #[inline]
+    fn next_slot(&mut self) -> Option<(Ticket, Slot)> {
+        while self.fresh_segment && self.at.is_before(self.tail) {
+            if !self.ring.segment_is_dead(self.at) {
+                self.fresh_segment = false;
+                break;
+            }
+            self.step_to(self.ring.segment_end(self.at));
+        }
+        // Nothing to look at is left in the part of the ring that was handed out when this began.
+        self.at
+            .is_before(self.tail)
+            .then(|| (self.at, self.ring.slot(self.at)))
+    }
+
+    /// Goes on behind a slot that is dead or was just taken, or, where it is pending, looks beyond.
+    #[inline]
+    fn pass(&mut self, slot: Slot) {
+        if slot == Slot::Pending && !planted(Fault::PassPending) {
+            self.clear = false;
+        }
+        let next = self.at.plus(1);
+        self.fresh_segment = self.ring.starts_segment(next);
+        self.step_to(next);
+    }
+
+    #[inline]
+    fn step_to(&mut self, next: Ticket) {
+        self.at = next;
+        if self.clear {
+            self.edge = next;
+        }
+    }
+
+    /// Moves the head. An exchange that is lost means that another walk moved it, or that the
+    /// compactor announced a slot, which this walk may have taken for dead (rule 5).
+    #[inline]
+    fn finish(self) {
+        if self.edge != self.start.ticket() {
+            let moved = Head::new(self.edge, self.start.version());
+            let _ = M::exchange(&self.ring.head.0, self.start.0, moved.0);
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! The one place that names atomics: `core`'s, or loom's or shuttle's when they drive the schedule.
+//!
+//! It also holds the two ways of changing an atomic word, [`Shared`] and [`SingleWriter`]. All words
+//! of the pool are atomics in both, so a reader may run beside the writer; a second writer in
+//! [`SingleWriter`] loses updates, but touches no memory that is not the pool's.
+
+#[cfg(not(any(loom, shuttle)))]
+pub(crate) use core::sync::atomic::{
+    AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
+};
+#[cfg(loom)]
+pub(crate) use loom::sync::atomic::{
+    AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
+};
+#[cfg(all(shuttle, not(loom)))]
+pub(crate) use shuttle::sync::atomic::{
+    AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
+};
+
+use Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
+
+/// How the words of a pool change: [`Shared`] or [`SingleWriter`].
+pub trait Mode: sealed::Words {}
+
+/// Any number of threads may change the pool: every change is one read-modify-write.
+#[derive(Clone, Copy, Debug)]
+pub struct Shared;
+
+/// One thread at a time changes the pool, any number may look up: changes are plain stores.
+#[derive(Clone, Copy, Debug)]
+pub struct SingleWriter;
+
+impl Mode for Shared {}
+impl Mode for SingleWriter {}
+
+pub(crate) mod sealed {
+    use super::{AtomicBool, AtomicU32, AtomicU64};
+
+    /// The changes that a structure of the pool makes to a word.
+    ///
+    /// Every change releases what its thread did before and, as it read the word, acquires what the
+    /// word's last writer had released. No structure asks for less, so none has to be told apart.
+    pub trait Words: Send + Sync + 'static {
+        /// Whether several threads may change the words.
+        const SHARED: bool;
+
+        /// Puts `new` where `current` stands; the word that stands there otherwise.
+        fn exchange(word: &AtomicU64, current: u64, new: u64) -> Result<(), u64>;
+
+        /// Adds, wrapping around.
+        fn add(word: &AtomicU64, amount: u64);
+
+        /// Adds and returns what stood there before.
+        fn count_up(word: &AtomicU64) -> u64;
+
+        /// Adds to a short word, wrapping around.
+        fn add_short(word: &AtomicU32, amount: u32);
+
+        /// Whether this thread is the one that set the flag.
+        fn try_set(flag: &AtomicBool) -> bool;
+
+        /// Orders this thread's earlier stores before its later loads, against all threads that do
+        /// the same.
+        fn fence();
+    }
+}
+
+impl sealed::Words for Shared {
+    const SHARED: bool = true;
+
+    #[inline]
+    fn exchange(word: &AtomicU64, current: u64, new: u64) -> Result<(), u64> {
+        word.compare_exchange(current, new, AcqRel, Acquire)
+            .map(drop)
+    }
+
+    #[inline]
+    fn add(word: &AtomicU64, amount: u64) {
+        word.fetch_add(amount, AcqRel);
+    }
+
+    #[inline]
+    fn count_up(word: &AtomicU64) -> u64 {
+        word.fetch_add(1, AcqRel)
+    }
+
+    #[inline]
+    fn add_short(word: &AtomicU32, amount: u32) {
+        word.fetch_add(amount, AcqRel);
+    }
+
+    #[inline]
+    fn try_set(flag: &AtomicBool) -> bool {
+        !flag.swap(true, AcqRel)
+    }
+
+    #[inline]
+    fn fence() {
+        fence(SeqCst);
+    }
+}
+
+impl sealed::Words for SingleWriter {
+    const SHARED: bool = false;
+
+    #[inline]
+    fn exchange(word: &AtomicU64, current: u64, new: u64) -> Result<(), u64> {
+        // Relaxed: this thread wrote the word last. The comparison stays, so that a transition reads
+        // the same in both modes; it is always true.
+        let found = word.load(Relaxed);
+        if found != current {
+            return Err(found);
+        }
+        word.store(new, Release);
+        Ok(())
+    }
+
+    #[inline]
+    fn add(word: &AtomicU64, amount: u64) {
+        word.store(word.load(Relaxed).wrapping_add(amount), Release);
+    }
+
+    #[inline]
+    fn count_up(word: &AtomicU64) -> u64 {
+        let before = word.load(Relaxed);
+        word.store(before.wrapping_add(1), Release);
+        before
+    }
+
+    #[inline]
+    fn add_short(word: &AtomicU32, amount: u32) {
+        word.store(word.load(Relaxed).wrapping_add(amount), Release);
+    }
+
+    #[inline]
+    fn try_set(flag: &AtomicBool) -> bool {
+        let was_clear = !flag.load(Relaxed);
+        flag.store(true, Release);
+        was_clear
+    }
+
+    #[inline]
+    fn fence() {}
+}
+
+/// Lets other threads run before the next try of a loop that waits for nobody in particular.
+#[inline]
+pub(crate) fn pause() {
+    #[cfg(loom)]
+    loom::thread::yield_now();
+    #[cfg(all(shuttle, not(loom)))]
+    shuttle::thread::yield_now();
+    #[cfg(not(any(loom, shuttle)))]
+    core::hint::spin_loop();
+}
+
+/// A value on cache lines of its own, so that writers of its neighbours do not slow its readers.
+///
+/// 128 bytes, as the prefetcher of current x86 processors fetches lines in pairs.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub(crate) struct OwnLine<T>(pub(crate) T);
+
+/// Asks the processor to fetch the cache line of `value`, without waiting for it.
+#[inline]
+pub(crate) fn prefetch<T>(value: &T) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    // SAFETY: a prefetch reads nothing that the program can observe and faults on no address; this
+    // one is moreover the address of a live reference. SSE, which has it, is part of x86_64.
+    unsafe {
+        use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch(core::ptr::from_ref(value).cast::<i8>(), _MM_HINT_T0);
+    }
+    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+    let _ = value;
+}
+
+/// Mistakes that a model check plants to show that it would find them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// The head passes a slot that is reserved and not yet written.
+    PassPending,
+    /// A release publishes the slot before the block's state.
+    SlotBeforeState,
+    /// A release writes its slot though its block may have died and the slot been reused.
+    BlindSlotStore,
+    /// The compactor fills a slot that the head may just have passed.
+    FillUnannounced,
+    /// The compactor moves a block without telling the skip counter of the slot's segment.
+    SkipRevived,
+    /// The last two holders both believe that they are not the last.
+    ForgetLastHolder,
+    /// An eviction leaves the block hittable until its index entry is gone.
+    EvictHashed,
+    /// A pop of the free stack leaves the tag as it was.
+    KeepTag,
+    /// An insertion counts the buckets that it passed only after its entry stands.
+    CountLate,
+    /// A touch believes the index without looking at the block again.
+    SkipRecheck,
+    /// A registration takes the epoch of now instead of the one its KV was computed in.
+    EpochOfNow,
+}
+
+/// Whether `fault` is planted: never but in a model check that asks for it.
+#[inline]
+pub(crate) fn planted(fault: Fault) -> bool {
+    #[cfg(all(test, any(loom, shuttle)))]
+    return faults::PLANTED.get() == Some(fault);
+    #[cfg(not(all(test, any(loom, shuttle))))]
+    {
+        let _ = fault;
+        false
+    }
+}
+
+#[cfg(all(test, any(loom, shuttle)))]
+pub(crate) mod faults {
+    use super::Fault;
+    use std::cell::Cell;
+
+    thread_local! {
+        /// loom and shuttle run all threads of a model on the thread of its test.
+        pub(super) static PLANTED: Cell<Option<Fault>> = const { Cell::new(None) };
+    }
+
+    /// Runs `model` with `fault` planted.
+    pub(crate) fn with(fault: Fault, model: impl FnOnce()) {
+        PLANTED.set(Some(fault));
+        model();
+    }
+}

@@ -1,0 +1,141 @@
+//! Every invariant of a pool at rest.
+
+use std::collections::HashSet;
+
+use crate::block::{Block, State, Ticket, Tier};
+use crate::error::Broken;
+use crate::id::BlockId;
+use crate::pool::BlockPool;
+use crate::ring::Ring;
+use crate::sync::Mode;
+
+type Check = Result<(), Broken>;
+
+/// Checks the whole structure, on which no other thread may be working.
+pub(crate) fn validate<M: Mode>(pool: &BlockPool<M>) -> Check {
+    let mut free = vec![false; pool.config.max_blocks];
+    let blank = check_blank(pool, &mut free)?;
+    let regular = check_ring(pool, &pool.regular, Tier::Regular, &mut free)?;
+    let pinned = check_ring(pool, &pool.pinned, Tier::Pinned, &mut free)?;
+    let found = blank + regular + pinned;
+    let available = pool.credits.available();
+    ensure(found == available, || {
+        format!("{found} blocks are free, {available} credits are left")
+    })?;
+    (1..pool.size.most_ever()).try_for_each(|index| check_block(pool, index, free[index]))?;
+    check_contents(pool)
+}
+
+fn ensure(holds: bool, what: impl FnOnce() -> String) -> Check {
+    if holds { Ok(()) } else { Err(Broken(what())) }
+}
+
+/// Marks a block as free; fails if it was already, or is not in the pool.
+fn mark<M: Mode>(pool: &BlockPool<M>, free: &mut [bool], id: BlockId) -> Check {
+    ensure(!id.is_null() && !pool.is_retired(id), || {
+        format!("block {id} is free and not in the pool")
+    })?;
+    let before = std::mem::replace(&mut free[id.index()], true);
+    ensure(!before, || format!("block {id} is free twice"))
+}
+
+/// The stack and the run of fresh blocks.
+fn check_blank<M: Mode>(pool: &BlockPool<M>, free: &mut [bool]) -> Result<usize, Broken> {
+    let mut count = 0;
+    for id in pool.stack.walk(&pool.blocks).chain(pool.fresh.walk()) {
+        mark(pool, free, id)?;
+        let idle = pool.block(id).state() == State::IDLE;
+        ensure(idle, || {
+            format!("block {id} is among the blank ones and not idle")
+        })?;
+        count += 1;
+    }
+    Ok(count)
+}
+
+fn check_ring<M: Mode>(
+    pool: &BlockPool<M>,
+    ring: &Ring<M>,
+    tier: Tier,
+    free: &mut [bool],
+) -> Result<usize, Broken> {
+    let (head, tail) = (ring.head().ticket(), ring.tail());
+    let span = tail.since(head);
+    ensure(span <= ring.capacity(), || {
+        format!("{tier:?} ring: {span} slots from head to tail")
+    })?;
+    ring.check_deaths(&pool.blocks).map_err(Broken)?;
+    let mut before: Option<Ticket> = None;
+    let mut count = 0;
+    for (ticket, id) in ring.walk(&pool.blocks) {
+        mark(pool, free, id)?;
+        let in_order = before.is_none_or(|before| before.is_before(ticket));
+        ensure(in_order, || {
+            format!("{tier:?} ring: {before:?} stands before {ticket:?}")
+        })?;
+        before = Some(ticket);
+        count += 1;
+    }
+    Ok(count)
+}
+
+fn check_block<M: Mode>(pool: &BlockPool<M>, index: usize, is_free: bool) -> Check {
+    let id = BlockId::new(index as u32);
+    let block = pool.block(id);
+    let state = block.state();
+    ensure(!state.is_claimed(), || {
+        format!("block {id} is claimed by nobody")
+    })?;
+    let retired = pool.is_retired(id);
+    let out = !state.is_held() && !is_free;
+    ensure(!(state.is_held() && is_free), || {
+        format!("block {id} is held and free")
+    })?;
+    ensure(out == state.is_retired() && (!out || retired), || {
+        format!("block {id} is lost")
+    })?;
+    check_content(pool, id, block, state)
+}
+
+fn check_content<M: Mode>(pool: &BlockPool<M>, id: BlockId, block: &Block, state: State) -> Check {
+    ensure(state.is_hashed() == (block.seq() != 0), || {
+        format!("block {id}: its state and its record differ about content")
+    })?;
+    ensure(!state.is_hashed() || !pool.is_retired(id), || {
+        format!("block {id} is retired and holds content")
+    })?;
+    ensure(
+        state.is_hashed() || !state.is_held() || state.tier() == Tier::Regular,
+        || format!("block {id} is pinned without content"),
+    )
+}
+
+/// The index and the counts over all content.
+fn check_contents<M: Mode>(pool: &BlockPool<M>) -> Check {
+    let ids = || (1..pool.size.most_ever() as u32).map(BlockId::new);
+    let hashed: Vec<BlockId> = ids()
+        .filter(|&id| pool.block(id).state().is_hashed())
+        .collect();
+    let mut indexed: Vec<BlockId> = pool.index.walk().collect();
+    indexed.sort_unstable();
+    ensure(indexed == hashed, || {
+        format!(
+            "{} blocks hold content, {} are in the index",
+            hashed.len(),
+            indexed.len()
+        )
+    })?;
+    let keys = hashed.iter().map(|&id| (id, pool.block(id).key()));
+    ensure(pool.index.is_exact(keys), || {
+        "the index cannot find all that is in it".into()
+    })?;
+    let seqs: HashSet<u64> = hashed.iter().map(|&id| pool.block(id).seq()).collect();
+    ensure(seqs.len() == hashed.len(), || {
+        "two registrations have one number".into()
+    })?;
+    let cached = hashed.iter().filter(|&&id| pool.is_cached(id)).count();
+    let counted = pool.contents.cached();
+    ensure(cached == counted, || {
+        format!("{cached} blocks are cached, {counted} are counted")
+    })
+}

@@ -94,6 +94,10 @@ impl Lanes for Avx2 {
         };
         fn select_less(a, b, yes, no)
             _mm256_blendv_ps(no, yes, _mm256_cmp_ps::<_CMP_LT_OQ>(a, b));
+        fn zip_upper(even, odd) {
+            let low = _mm256_srli_epi32::<16>(_mm256_castps_si256(even));
+            _mm256_or_ps(_mm256_castsi256_ps(low), odd)
+        };
         fn pow2(n) {
             let exponent = _mm256_slli_epi32::<23>(_mm256_castps_si256(n));
             _mm256_castsi256_ps(_mm256_add_epi32(exponent, _mm256_set1_epi32(127 << 23)))

@@ -107,6 +107,10 @@ macro_rules! common {
             fn mul_add(a, b, c) _mm512_fmadd_ps(a, b, c);
             fn select_less(a, b, yes, no)
                 _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), no, yes);
+            fn zip_upper(even, odd) {
+                let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(even));
+                _mm512_or_ps(_mm512_castsi512_ps(low), odd)
+            };
             fn pow2(n) {
                 let exponent = _mm512_slli_epi32::<23>(_mm512_castps_si512(n));
                 _mm512_castsi512_ps(_mm512_add_epi32(exponent, _mm512_set1_epi32(127 << 23)))

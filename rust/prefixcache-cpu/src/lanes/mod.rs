@@ -81,6 +81,10 @@ pub trait Lanes: Copy + Send + Sync {
     /// 2^n, where n is an integer in -126..=127 held in the low mantissa bits.
     fn pow2(self, n: Self::V) -> Self::V;
 
+    /// Words of two: the upper halves of `even` below the upper halves of `odd`, which are zero
+    /// otherwise.
+    fn zip_upper(self, even: Self::V, odd: Self::V) -> Self::V;
+
     /// The sum of the lanes, in the order of halves: lane i to lane i + LANES / 2, and so on.
     #[inline(always)]
     fn sum(self, v: Self::V) -> f32 {

@@ -115,4 +115,9 @@ impl Lanes for Portable {
     fn pow2(self, n: V) -> V {
         each(|i| f32::from_bits((n[i].to_bits() << 23).wrapping_add(127 << 23)))
     }
+
+    #[inline(always)]
+    fn zip_upper(self, even: V, odd: V) -> V {
+        each(|i| f32::from_bits((even[i].to_bits() >> 16) | odd[i].to_bits()))
+    }
 }

@@ -1,0 +1,313 @@
+//! The kernel: a run of queries of one sequence and one key-value head, tile by tile of the keys.
+
+use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
+use prefixcache_cpu::{Form, Kernel, Lanes, Rows, RowsMut, Team};
+
+use crate::Attention;
+use crate::paged::{KvElement, TILE, pack_keys};
+use crate::plan::{Plan, Task};
+use crate::state::{Sight, Workspace};
+
+/// Attends from each query to the keys of its sequence up to its own position.
+///
+/// `queries` and `out` are [T, H * D]; `cache` has a row of K * D numbers for each of P * 2 * B
+/// tokens, as [`crate::append`] fills it.
+///
+/// # Panics
+/// The shapes do not fit each other or the plan.
+pub fn attend<E: KvElement>(
+    form: Form,
+    team: &Team,
+    attention: &Attention,
+    plan: &Plan,
+    cache: Rows<'_, E>,
+    queries: Rows<'_, E>,
+    out: &RowsMut<'_, E>,
+) {
+    let (width, kv_heads) = (attention.heads * attention.head_dim, attention.kv_heads);
+    assert_eq!(
+        (queries.rows(), queries.width()),
+        (plan.num_queries(), width),
+        "queries"
+    );
+    assert_eq!(
+        (out.rows(), out.width()),
+        (plan.num_queries(), width),
+        "shape of out"
+    );
+    assert_eq!(
+        cache.width(),
+        kv_heads * attention.head_dim,
+        "width of the cache"
+    );
+    assert!(
+        cache.rows() >= plan.num_pages() * 2 * plan.block_size(),
+        "rows of the cache"
+    );
+    let tasks = plan.tasks();
+    team.run(tasks.len() * kv_heads, |number| {
+        let (task, kv_head) = (&tasks[number / kv_heads], number % kv_heads);
+        form.run(QueryRun {
+            attention,
+            plan,
+            cache,
+            queries,
+            out,
+            task,
+            kv_head,
+        });
+    });
+}
+
+struct QueryRun<'a, E> {
+    attention: &'a Attention,
+    plan: &'a Plan,
+    cache: Rows<'a, E>,
+    queries: Rows<'a, E>,
+    out: &'a RowsMut<'a, E>,
+    task: &'a Task,
+    kv_head: usize,
+}
+
+impl<E: KvElement> Kernel for QueryRun<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        let rows = self.task.queries.len() * self.attention.group();
+        let mut workspace = Workspace::new(rows, self.attention.head_dim);
+        let end = self.task.start + self.task.queries.len();
+        let first = self.attention.first_seen(self.task.start) / TILE * TILE;
+        for tile in (first..end).step_by(TILE) {
+            self.pack(lanes, tile, TILE.min(end - tile), &mut workspace);
+            for (row, height) in heights(rows) {
+                self.advance_rows(lanes, tile, row, height, &mut workspace);
+            }
+        }
+        for row in 0..rows {
+            self.finish(lanes, row, &workspace);
+        }
+    }
+}
+
+impl<E: KvElement> QueryRun<'_, E> {
+    /// Packs the first `count` keys and values of the tile; zeros stand for the others, and for
+    /// those behind every row's window, whose pages may have been given away.
+    #[inline(always)]
+    fn pack<L: Lanes>(&self, lanes: L, tile: usize, count: usize, workspace: &mut Workspace) {
+        let dims = self.attention.head_dim;
+        let mut keys = [std::ptr::null::<E>(); TILE];
+        let mut values = [std::ptr::null::<E>(); TILE];
+        let hidden = self
+            .attention
+            .first_seen(self.task.start)
+            .saturating_sub(tile);
+        for k in hidden..count {
+            let row = self.plan.key_row(self.task, tile + k);
+            let columns = self.kv_head * dims..(self.kv_head + 1) * dims;
+            keys[k] = self.cache.row(row)[columns.clone()].as_ptr();
+            values[k] = self.cache.row(row + self.plan.block_size())[columns].as_ptr();
+        }
+        let key_words = workspace.keys.as_mut_slice().as_mut_ptr();
+        let value_words = workspace.values.as_mut_slice();
+        // SAFETY: the pointers are null or heads of `dims` numbers, and the buffers hold
+        // `dims * TILE` words.
+        unsafe { pack_keys(lanes, &keys, dims / E::PER_WORD, key_words) };
+        let lines = value_words.chunks_exact_mut(dims);
+        for (pair, line) in values[..count.next_multiple_of(E::PER_WORD)]
+            .chunks_exact(E::PER_WORD)
+            .zip(lines)
+        {
+            // SAFETY: as above; a line holds `dims` words.
+            unsafe { E::pack_values(lanes, pair, dims, line.as_mut_ptr()) };
+        }
+    }
+
+    /// Takes `height` rows from `row` through the packed tile.
+    #[inline(always)]
+    fn advance_rows<L: Lanes>(
+        &self,
+        lanes: L,
+        tile: usize,
+        row: usize,
+        height: usize,
+        workspace: &mut Workspace,
+    ) {
+        let seen = self.sight(row + height - 1, tile).to;
+        if seen == 0 || self.sight(row, tile).from >= TILE {
+            return; // No row sees a key of this tile: it would add zeros.
+        }
+        let vectors = seen.div_ceil(L::LANES);
+        for column in (0..vectors).step_by(L::WIDTH) {
+            let scores = Scores {
+                run: self,
+                lanes,
+                row,
+                column: column * L::LANES,
+                workspace,
+            };
+            run_tile(height, L::WIDTH.min(vectors - column), scores);
+        }
+        let mut factors = [0.0; 6];
+        for (r, factor) in factors[..height].iter_mut().enumerate() {
+            let sight = self.sight(row + r, tile);
+            let scores = &mut workspace.scores.as_mut_slice()[r * TILE..(r + 1) * TILE];
+            let line = &mut workspace.probabilities.as_mut_slice()[r * TILE..(r + 1) * TILE];
+            // SAFETY: each line holds TILE numbers, at least `vectors * LANES`.
+            *factor = unsafe {
+                workspace.softmax[row + r].advance::<E, L>(
+                    lanes,
+                    self.attention,
+                    sight,
+                    vectors,
+                    scores.as_mut_ptr().cast(),
+                    line.as_mut_ptr().cast(),
+                )
+            };
+        }
+        let depth = seen.div_ceil(E::PER_WORD);
+        let vectors = self.attention.head_dim / L::LANES;
+        for column in (0..vectors).step_by(L::WIDTH) {
+            let column_start = column * L::LANES;
+            let sums = Sums {
+                run: self,
+                lanes,
+                row,
+                column: column_start,
+                depth,
+                factors,
+                workspace,
+            };
+            run_tile(height, L::WIDTH.min(vectors - column), sums);
+        }
+    }
+
+    /// Which keys of the tile a row sees.
+    #[inline(always)]
+    fn sight(&self, row: usize, tile: usize) -> Sight {
+        let position = self.task.start + row / self.attention.group();
+        Sight {
+            from: self.attention.first_seen(position).saturating_sub(tile),
+            to: (position + 1).saturating_sub(tile).min(TILE),
+        }
+    }
+
+    /// The token and the first column of a row, in `queries` and `out`.
+    #[inline(always)]
+    fn place(&self, row: usize) -> (usize, usize) {
+        let group = self.attention.group();
+        let head = self.kv_head * group + row % group;
+        (
+            self.task.queries.start + row / group,
+            head * self.attention.head_dim,
+        )
+    }
+
+    /// Divides a row's sums by its total and stores it.
+    #[inline(always)]
+    fn finish<L: Lanes>(&self, lanes: L, row: usize, workspace: &Workspace) {
+        let dims = self.attention.head_dim;
+        let total = lanes.splat(workspace.softmax[row].total(lanes));
+        let sums = &workspace.sums.as_slice()[row * dims..(row + 1) * dims];
+        let (token, column) = self.place(row);
+        // SAFETY: each row of each head belongs to one task.
+        let out = unsafe { self.out.part(token, column, dims) };
+        for d in (0..dims).step_by(L::LANES) {
+            // SAFETY: `dims` is a multiple of LANES, and both hold `dims` numbers.
+            unsafe {
+                let sum = lanes.load(sums.as_ptr().add(d).cast());
+                E::store(lanes, out.as_mut_ptr().add(d), lanes.div(sum, total));
+            }
+        }
+    }
+}
+
+/// Dot products of a few rows with a few vectors of keys from `column`.
+struct Scores<'a, 'b, E, L> {
+    run: &'a QueryRun<'b, E>,
+    lanes: L,
+    row: usize,
+    column: usize,
+    workspace: &'a mut Workspace,
+}
+
+impl<E: KvElement, L: Lanes> TileWork for Scores<'_, '_, E, L> {
+    #[inline(always)]
+    fn run<const H: usize, const W: usize>(self) {
+        let Self {
+            run,
+            lanes,
+            row,
+            column,
+            workspace,
+        } = self;
+        let dims = run.attention.head_dim;
+        let rows = std::array::from_fn(|r| {
+            let (token, start) = run.place(row + r);
+            run.queries.row(token)[start..start + dims].as_ptr().cast()
+        });
+        let mut acc = [[lanes.splat(0.0); W]; H];
+        let panel = workspace.keys.as_slice()[column..].as_ptr();
+        let depth = dims / E::PER_WORD;
+        // SAFETY: a head holds `depth` words; the packed keys have `depth` lines of TILE, and
+        // W vectors from `column` stay inside a line.
+        unsafe { dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, panel, TILE, depth) };
+        for (r, dots) in acc.iter().enumerate() {
+            let line = &mut workspace.scores.as_mut_slice()[r * TILE + column..][..W * L::LANES];
+            for (c, &dot) in dots.iter().enumerate() {
+                // SAFETY: the slice holds W vectors.
+                unsafe { lanes.store(line.as_mut_ptr().add(c * L::LANES).cast(), dot) };
+            }
+        }
+    }
+}
+
+/// Adds `depth` words of weighted values to the rescaled sums, a few rows and vectors of them.
+struct Sums<'a, 'b, E, L> {
+    run: &'a QueryRun<'b, E>,
+    lanes: L,
+    row: usize,
+    column: usize,
+    depth: usize,
+    factors: [f32; 6],
+    workspace: &'a mut Workspace,
+}
+
+impl<E: KvElement, L: Lanes> TileWork for Sums<'_, '_, E, L> {
+    #[inline(always)]
+    fn run<const H: usize, const W: usize>(self) {
+        let Self {
+            run,
+            lanes,
+            row,
+            column,
+            depth,
+            factors,
+            workspace,
+        } = self;
+        let dims = run.attention.head_dim;
+        let probabilities = workspace.probabilities.as_slice();
+        let rows = std::array::from_fn(|r| probabilities[r * TILE..(r + 1) * TILE].as_ptr());
+        let mut acc = [[lanes.splat(0.0); W]; H];
+        for r in 0..H {
+            let line = &workspace.sums.as_slice()[(row + r) * dims + column..][..W * L::LANES];
+            for c in 0..W {
+                // SAFETY: the slice holds W vectors.
+                let sum = unsafe { lanes.load(line.as_ptr().add(c * L::LANES).cast()) };
+                acc[r][c] = lanes.mul(sum, lanes.splat(factors[r]));
+            }
+        }
+        let panel = workspace.values.as_slice()[column..].as_ptr();
+        // SAFETY: a line of probabilities holds TILE words, at least `depth`; the packed values
+        // have `depth` lines of `dims`, and W vectors from `column` stay inside a line.
+        unsafe { dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, panel, dims, depth) };
+        for (r, sums) in acc.iter().enumerate() {
+            let start = (row + r) * dims + column;
+            let line = &mut workspace.sums.as_mut_slice()[start..][..W * L::LANES];
+            for (c, &sum) in sums.iter().enumerate() {
+                // SAFETY: the slice holds W vectors.
+                unsafe { lanes.store(line.as_mut_ptr().add(c * L::LANES).cast(), sum) };
+            }
+        }
+    }
+}

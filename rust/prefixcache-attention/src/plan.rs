@@ -1,0 +1,271 @@
+//! Where the step's tokens stand: checked once a step, used by every layer.
+
+use std::ops::Range;
+
+/// Query rows (tokens times heads of a group) that one task takes through the keys together.
+const TASK_ROWS: usize = 128;
+
+/// The block tables of a step, in compressed rows.
+///
+/// Rows `qo_indptr[s]..qo_indptr[s + 1]` of the queries are the last tokens of sequence s, whose
+/// pages are `kv_indices[kv_indptr[s]..kv_indptr[s + 1]]`; the last page holds `last_page_len[s]`
+/// tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockTables<'a> {
+    /// [S + 1]
+    pub qo_indptr: &'a [i32],
+    /// [S + 1]
+    pub kv_indptr: &'a [i32],
+    /// At least `kv_indptr[S]` pages.
+    pub kv_indices: &'a [i32],
+    /// [S]
+    pub last_page_len: &'a [i32],
+}
+
+/// The block tables do not describe a step.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    /// An array is too short or too long for the number of sequences.
+    #[error("{0} has the wrong length")]
+    Length(&'static str),
+    /// Offsets start at 0 and never fall.
+    #[error("{0} must start at 0 and never fall")]
+    Offsets(&'static str),
+    /// A page that the cache does not have.
+    #[error("kv_indices holds page {0}; the cache has {1}")]
+    Page(i32, usize),
+    /// A last page that is empty or overfull.
+    #[error("last_page_len holds {0}; a page holds 1 to {1} tokens")]
+    LastPage(i32, usize),
+    /// A sequence with more queries than tokens.
+    #[error("sequence {0} has more queries than tokens in its pages")]
+    Queries(usize),
+}
+
+/// A checked step: its sequences, and the tasks that their queries are cut into.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    pages: Vec<usize>,
+    sequences: Vec<Sequence>,
+    tasks: Vec<Task>,
+    num_queries: usize,
+    num_pages: usize,
+    block_size: usize,
+}
+
+#[derive(Clone, Debug)]
+struct Sequence {
+    pages: Range<usize>,
+    queries: Range<usize>,
+    /// Position of the first query.
+    start: usize,
+}
+
+/// A run of one sequence's queries.
+#[derive(Clone, Debug)]
+pub(crate) struct Task {
+    sequence: usize,
+    /// Rows of the query matrix.
+    pub(crate) queries: Range<usize>,
+    /// Position of the first of them.
+    pub(crate) start: usize,
+}
+
+impl Plan {
+    /// Checks the tables of a step over a cache of `num_pages` pages of `block_size` tokens.
+    ///
+    /// `group` is the number of query heads that share a key-value head.
+    ///
+    /// # Errors
+    /// The tables name what the cache does not have, or contradict each other.
+    pub fn new(
+        tables: BlockTables<'_>,
+        num_pages: usize,
+        block_size: usize,
+        group: usize,
+    ) -> Result<Self, PlanError> {
+        let count = tables.last_page_len.len();
+        let queries = offsets("qo_indptr", tables.qo_indptr, count)?;
+        let pages = offsets("kv_indptr", tables.kv_indptr, count)?;
+        let used = tables
+            .kv_indices
+            .get(..pages[count])
+            .ok_or(PlanError::Length("kv_indices"))?;
+        let sequences: Vec<_> = (0..count)
+            .map(|s| sequence(s, &queries, &pages, tables.last_page_len[s], block_size))
+            .collect::<Result<_, _>>()?;
+        Ok(Self {
+            pages: used
+                .iter()
+                .map(|&page| checked_page(page, num_pages))
+                .collect::<Result<_, _>>()?,
+            tasks: tasks(&sequences, (TASK_ROWS / group).max(1)),
+            sequences,
+            num_queries: queries[count],
+            num_pages,
+            block_size,
+        })
+    }
+
+    /// Rows of the query matrix.
+    pub fn num_queries(&self) -> usize {
+        self.num_queries
+    }
+
+    /// Pages of the cache that the plan was made for.
+    pub fn num_pages(&self) -> usize {
+        self.num_pages
+    }
+
+    /// Tokens of a page.
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    pub(crate) fn tasks(&self) -> &[Task] {
+        &self.tasks
+    }
+
+    /// The row of the cache, seen as [P * 2 * B] rows, that holds the key at a position of the
+    /// task's sequence; its value stands `block_size` rows later.
+    #[inline(always)]
+    pub(crate) fn key_row(&self, task: &Task, position: usize) -> usize {
+        let first = self.sequences[task.sequence].pages.start;
+        let page = self.pages[first + position / self.block_size];
+        page * 2 * self.block_size + position % self.block_size
+    }
+}
+
+fn offsets(name: &'static str, offsets: &[i32], count: usize) -> Result<Vec<usize>, PlanError> {
+    if offsets.len() != count + 1 {
+        return Err(PlanError::Length(name));
+    }
+    if offsets[0] != 0 || !offsets.is_sorted() {
+        return Err(PlanError::Offsets(name));
+    }
+    Ok(offsets.iter().map(|&offset| offset as usize).collect())
+}
+
+fn checked_page(page: i32, num_pages: usize) -> Result<usize, PlanError> {
+    let found = usize::try_from(page).ok().filter(|&page| page < num_pages);
+    found.ok_or(PlanError::Page(page, num_pages))
+}
+
+fn sequence(
+    s: usize,
+    queries: &[usize],
+    pages: &[usize],
+    last_page_len: i32,
+    block_size: usize,
+) -> Result<Sequence, PlanError> {
+    let (queries, pages) = (queries[s]..queries[s + 1], pages[s]..pages[s + 1]);
+    let last = usize::try_from(last_page_len)
+        .ok()
+        .filter(|last| (1..=block_size).contains(last));
+    let last = last.ok_or(PlanError::LastPage(last_page_len, block_size))?;
+    let tokens = pages
+        .len()
+        .checked_sub(1)
+        .map_or(0, |full| full * block_size + last);
+    let start = tokens
+        .checked_sub(queries.len())
+        .ok_or(PlanError::Queries(s))?;
+    Ok(Sequence {
+        pages,
+        queries,
+        start,
+    })
+}
+
+/// Cuts each sequence into runs of `length` queries, those with the most keys first, so that no
+/// thread is left with a long one at the end.
+fn tasks(sequences: &[Sequence], length: usize) -> Vec<Task> {
+    let mut tasks = Vec::new();
+    for (number, sequence) in sequences.iter().enumerate() {
+        for first in sequence.queries.clone().step_by(length) {
+            let queries = first..(first + length).min(sequence.queries.end);
+            let start = sequence.start + first - sequence.queries.start;
+            tasks.push(Task {
+                sequence: number,
+                queries,
+                start,
+            });
+        }
+    }
+    tasks.sort_by_key(|task| {
+        std::cmp::Reverse((task.start + task.queries.len()) * task.queries.len())
+    });
+    tasks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: BlockTables<'_> = BlockTables {
+        qo_indptr: &[0, 3, 4],
+        kv_indptr: &[0, 2, 3],
+        kv_indices: &[4, 1, 2, 99],
+        last_page_len: &[1, 16],
+    };
+
+    fn plan(tables: BlockTables<'_>) -> Result<Plan, PlanError> {
+        Plan::new(tables, 5, 16, 3)
+    }
+
+    #[test]
+    fn queries_are_the_last_tokens() {
+        let plan = plan(GOOD).expect("good tables");
+        let mut starts: Vec<_> = plan.tasks.iter().map(|t| (t.sequence, t.start)).collect();
+        starts.sort_unstable();
+        assert_eq!(starts, [(0, 14), (1, 15)]);
+        let task = plan.tasks.iter().find(|t| t.sequence == 0).expect("a task");
+        assert_eq!([0, 15, 16].map(|p| plan.key_row(task, p)), [128, 143, 32]);
+    }
+
+    #[test]
+    fn tables_that_lie_are_refused() {
+        type Change<'a> = (&'a dyn Fn(&mut BlockTables<'static>), PlanError);
+        let changes: [Change<'_>; 8] = [
+            (&|t| t.qo_indptr = &[0, 3], PlanError::Length("qo_indptr")),
+            (
+                &|t| t.kv_indptr = &[0, 2, 5],
+                PlanError::Length("kv_indices"),
+            ),
+            (
+                &|t| t.kv_indptr = &[0, 2, 1],
+                PlanError::Offsets("kv_indptr"),
+            ),
+            (
+                &|t| t.qo_indptr = &[1, 3, 4],
+                PlanError::Offsets("qo_indptr"),
+            ),
+            (&|t| t.kv_indices = &[4, 5, 2], PlanError::Page(5, 5)),
+            (&|t| t.kv_indices = &[4, -1, 2], PlanError::Page(-1, 5)),
+            (&|t| t.last_page_len = &[0, 16], PlanError::LastPage(0, 16)),
+            (&|t| t.qo_indptr = &[0, 3, 20], PlanError::Queries(1)),
+        ];
+        for (change, error) in changes {
+            let mut tables = GOOD;
+            change(&mut tables);
+            assert_eq!(plan(tables).expect_err("a lie"), error);
+        }
+    }
+
+    #[test]
+    fn long_runs_are_cut_and_the_costly_come_first() {
+        let tables = BlockTables {
+            qo_indptr: &[0, 100],
+            kv_indptr: &[0, 8],
+            kv_indices: &[0; 8],
+            last_page_len: &[16],
+        };
+        let plan = plan(tables).expect("good tables");
+        let runs: Vec<_> = plan
+            .tasks()
+            .iter()
+            .map(|t| (t.queries.clone(), t.start))
+            .collect();
+        assert_eq!(runs, [(42..84, 70), (0..42, 28), (84..100, 112)]);
+    }
+}

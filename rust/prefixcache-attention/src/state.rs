@@ -1,0 +1,144 @@
+//! The running softmax of a row, and the buffers of a task.
+
+use prefixcache_cpu::tile::MAX_HEIGHT;
+use prefixcache_cpu::{AlignedWords, Element, Lanes};
+
+use crate::Attention;
+use crate::paged::TILE;
+
+/// What a task keeps while it goes through the tiles; all are words of 4 bytes.
+pub(crate) struct Workspace {
+    /// [D / numbers a word, TILE]
+    pub(crate) keys: AlignedWords,
+    /// [TILE / numbers a word, D]
+    pub(crate) values: AlignedWords,
+    /// [MAX_HEIGHT, TILE]: scores, in `f32`.
+    pub(crate) scores: AlignedWords,
+    /// [MAX_HEIGHT, TILE]: probabilities, in the type of the cache.
+    pub(crate) probabilities: AlignedWords,
+    /// [rows, D]: weighted sums of values, in `f32`.
+    pub(crate) sums: AlignedWords,
+    /// One a row.
+    pub(crate) softmax: Vec<Softmax>,
+}
+
+impl Workspace {
+    pub(crate) fn new(rows: usize, head_dim: usize) -> Self {
+        Self {
+            keys: AlignedWords::zeroed(head_dim * TILE),
+            values: AlignedWords::zeroed(head_dim * TILE),
+            scores: AlignedWords::zeroed(MAX_HEIGHT * TILE),
+            probabilities: AlignedWords::zeroed(MAX_HEIGHT * TILE),
+            sums: AlignedWords::zeroed(rows * head_dim),
+            softmax: vec![Softmax::default(); rows],
+        }
+    }
+}
+
+/// The running softmax of one row.
+#[derive(Clone)]
+pub(crate) struct Softmax {
+    highest: f32,
+    /// Sums of the probabilities, by the key's number modulo the lanes.
+    totals: [f32; 16],
+}
+
+impl Default for Softmax {
+    fn default() -> Self {
+        Self {
+            highest: f32::NEG_INFINITY,
+            totals: [0.0; 16],
+        }
+    }
+}
+
+/// Keys of a tile that a row sees: from..to, as numbers within the tile.
+#[derive(Clone, Copy)]
+pub(crate) struct Sight {
+    pub(crate) from: usize,
+    pub(crate) to: usize,
+}
+
+impl Softmax {
+    /// Takes in the first `vectors` vectors of a row's dot products, turns them into probabilities
+    /// and returns the factor for what was summed before.
+    ///
+    /// # Safety
+    /// `scores` is writable and `probabilities` writable for `vectors * LANES` numbers.
+    #[inline(always)]
+    pub(crate) unsafe fn advance<E: Element, L: Lanes>(
+        &mut self,
+        lanes: L,
+        attention: &Attention,
+        sight: Sight,
+        vectors: usize,
+        scores: *mut f32,
+        probabilities: *mut E,
+    ) -> f32 {
+        let mut highest = lanes.splat(self.highest);
+        for v in 0..vectors {
+            // SAFETY: v is below `vectors`.
+            unsafe {
+                let at = scores.add(v * L::LANES);
+                let score = scaled(lanes, attention, lanes.load(at));
+                let seen = mask(lanes, sight, v * L::LANES, score);
+                lanes.store(at, seen);
+                highest = lanes.max(highest, seen);
+            }
+        }
+        let highest = lanes.highest(highest);
+        // A row that has seen nothing yet must not compute infinity minus infinity.
+        let base = if highest == f32::NEG_INFINITY {
+            0.0
+        } else {
+            highest
+        };
+        let factor = lanes.exp(lanes.splat(self.highest - base));
+        self.highest = highest;
+        // SAFETY: `totals` holds 16 numbers, at least LANES.
+        let mut totals = lanes.mul(unsafe { lanes.load(self.totals.as_ptr()) }, factor);
+        for v in 0..vectors {
+            // SAFETY: v is below `vectors`.
+            unsafe {
+                let score = lanes.load(scores.add(v * L::LANES));
+                let p = lanes.exp(lanes.sub(score, lanes.splat(base)));
+                totals = lanes.add(totals, p);
+                E::store(lanes, probabilities.add(v * L::LANES), p);
+            }
+        }
+        // SAFETY: as above.
+        unsafe { lanes.store(self.totals.as_mut_ptr(), totals) };
+        lanes.highest(factor)
+    }
+
+    /// The sum of all probabilities.
+    #[inline(always)]
+    pub(crate) fn total<L: Lanes>(&self, lanes: L) -> f32 {
+        // SAFETY: `totals` holds 16 numbers, at least LANES.
+        lanes.sum(unsafe { lanes.load(self.totals.as_ptr()) })
+    }
+}
+
+#[inline(always)]
+fn scaled<L: Lanes>(lanes: L, attention: &Attention, dot: L::V) -> L::V {
+    let score = lanes.mul(dot, lanes.splat(attention.scale));
+    match attention.softcap {
+        None => score,
+        Some(cap) => {
+            let cap = lanes.splat(cap);
+            lanes.mul(cap, lanes.tanh(lanes.div(score, cap)))
+        }
+    }
+}
+
+/// Puts minus infinity where the key is out of sight; lane i is key `first + i` of the tile.
+#[inline(always)]
+fn mask<L: Lanes>(lanes: L, sight: Sight, first: usize, score: L::V) -> L::V {
+    if sight.from <= first && first + L::LANES <= sight.to {
+        return score;
+    }
+    let hidden = lanes.splat(f32::NEG_INFINITY);
+    let key = lanes.add(lanes.iota(), lanes.splat(first as f32));
+    let seen = lanes.select_less(key, lanes.splat(sight.to as f32), score, hidden);
+    lanes.select_less(key, lanes.splat(sight.from as f32), hidden, seen)
+}

@@ -1,0 +1,175 @@
+//! Random sequences in a paged cache, and attention the slow and obvious way.
+
+use prefixcache_attention::{Attention, BlockTables, KvElement, Plan, append, attend};
+use prefixcache_cpu::{Form, Rows, RowsMut, Team};
+
+/// Numbers from -1 to 1, a function of the seed and the index.
+pub fn noise<E: KvElement>(seed: u64, count: usize) -> Vec<E> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        E::from_f32((state >> 40) as f32 / (1 << 23) as f32 - 1.0)
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+/// The queries, keys and values of one sequence: [tokens, heads * D] each.
+pub struct Tokens<E> {
+    pub queries: Vec<E>,
+    pub keys: Vec<E>,
+    pub values: Vec<E>,
+}
+
+impl<E: KvElement> Tokens<E> {
+    pub fn random(seed: u64, count: usize, attention: &Attention) -> Self {
+        let dims = attention.head_dim();
+        Self {
+            queries: noise(3 * seed, count * attention.heads() * dims),
+            keys: noise(3 * seed + 1, count * attention.kv_heads() * dims),
+            values: noise(3 * seed + 2, count * attention.kv_heads() * dims),
+        }
+    }
+}
+
+/// A step: for each sequence its number, the tokens it had, and those it has after the step.
+pub type Step = Vec<(usize, usize, usize)>;
+
+/// A model of one layer with its cache. Pages are handed out scattered; what was never written is
+/// NaN, so that reading it shows.
+pub struct Layer<'a, E> {
+    pub attention: Attention,
+    pub form: Form,
+    pub team: &'a Team,
+    pub block_size: usize,
+    pub tables: Vec<Vec<i32>>,
+    pub cache: Vec<E>,
+}
+
+const PAGES: usize = 256;
+
+impl<'a, E: KvElement> Layer<'a, E> {
+    pub fn new(attention: Attention, form: Form, team: &'a Team, block_size: usize) -> Self {
+        let numbers = PAGES * 2 * block_size * attention.kv_heads() * attention.head_dim();
+        let cache = vec![E::from_f32(f32::NAN); numbers];
+        Self {
+            attention,
+            form,
+            team,
+            block_size,
+            tables: Vec::new(),
+            cache,
+        }
+    }
+
+    /// Computes a step; returns the output rows of its tokens, in order.
+    pub fn step(&mut self, sequences: &[Tokens<E>], step: &Step) -> Vec<E> {
+        let (mut queries, mut keys, mut values) = (Vec::new(), Vec::new(), Vec::new());
+        let mut slots = Vec::new();
+        let kv_width = self.attention.kv_heads() * self.attention.head_dim();
+        let width = self.attention.heads() * self.attention.head_dim();
+        let (mut qo_indptr, mut kv_indptr) = (vec![0], vec![0]);
+        let (mut kv_indices, mut last_page_len) = (Vec::new(), Vec::new());
+        for &(number, from, to) in step {
+            self.grow(number, to);
+            slots.extend((from..to).map(|position| self.slot(number, position)));
+            queries.extend_from_slice(&sequences[number].queries[from * width..to * width]);
+            keys.extend_from_slice(&sequences[number].keys[from * kv_width..to * kv_width]);
+            values.extend_from_slice(&sequences[number].values[from * kv_width..to * kv_width]);
+            kv_indices.extend_from_slice(&self.tables[number][..to.div_ceil(self.block_size)]);
+            kv_indptr.push(kv_indices.len() as i32);
+            qo_indptr.push(slots.len() as i32);
+            last_page_len.push(((to - 1) % self.block_size + 1) as i32);
+        }
+        let tables = BlockTables {
+            qo_indptr: &qo_indptr,
+            kv_indptr: &kv_indptr,
+            kv_indices: &kv_indices,
+            last_page_len: &last_page_len,
+        };
+        let group = self.attention.heads() / self.attention.kv_heads();
+        let plan = Plan::new(tables, PAGES, self.block_size, group).expect("a sound step");
+        let cache = RowsMut::new(&mut self.cache, kv_width);
+        append(
+            &cache,
+            self.block_size,
+            &slots,
+            Rows::new(&keys, kv_width),
+            Rows::new(&values, kv_width),
+        );
+        let mut out = vec![E::from_f32(f32::NAN); queries.len()];
+        attend(
+            self.form,
+            self.team,
+            &self.attention,
+            &plan,
+            Rows::new(&self.cache, kv_width),
+            Rows::new(&queries, width),
+            &RowsMut::new(&mut out, width),
+        );
+        out
+    }
+
+    /// Makes the pages behind the window of position `next` unreadable, as a cache may.
+    pub fn give_away_behind_window(&mut self, number: usize, next: usize) {
+        let Some(left) = self.attention.window_left else {
+            return;
+        };
+        let dropped = next.saturating_sub(left) / self.block_size;
+        for page in &mut self.tables[number][..dropped] {
+            *page = 0;
+        }
+    }
+
+    fn grow(&mut self, number: usize, tokens: usize) {
+        self.tables
+            .resize_with(self.tables.len().max(number + 1), Vec::new);
+        while self.tables[number].len() * self.block_size < tokens {
+            let used: usize = self.tables.iter().map(Vec::len).sum();
+            assert!(used + 1 < PAGES);
+            // 97 and 255 share no factor: each page once, far from its neighbour. Page 0 is none.
+            self.tables[number].push((1 + used * 97 % (PAGES - 1)) as i32);
+        }
+    }
+
+    fn slot(&self, number: usize, position: usize) -> i64 {
+        let page = i64::from(self.tables[number][position / self.block_size]);
+        page * self.block_size as i64 + (position % self.block_size) as i64
+    }
+}
+
+/// Softmax attention of one query row over the whole sequence, in `f64`.
+pub fn reference<E: KvElement>(
+    attention: &Attention,
+    tokens: &Tokens<E>,
+    position: usize,
+    head: usize,
+) -> Vec<f64> {
+    let (dims, kv_heads) = (attention.head_dim(), attention.kv_heads());
+    let kv_head = head / (attention.heads() / kv_heads);
+    let at = |numbers: &[E], row: usize, d: usize| f64::from(numbers[row * dims + d].to_f32());
+    let query_row = position * attention.heads() + head;
+    let first = attention
+        .window_left
+        .map_or(0, |left| position.saturating_sub(left));
+    let score = |key: usize| {
+        let row = key * kv_heads + kv_head;
+        let dot: f64 = (0..dims)
+            .map(|d| at(&tokens.queries, query_row, d) * at(&tokens.keys, row, d))
+            .sum();
+        let scaled = dot * f64::from(attention.scale);
+        attention.softcap.map_or(scaled, |cap| {
+            f64::from(cap) * (scaled / f64::from(cap)).tanh()
+        })
+    };
+    let weights: Vec<f64> = (first..=position).map(|key| score(key).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    let mean = |d: usize| {
+        let weighted = weights.iter().zip(first..);
+        weighted
+            .map(|(w, key)| w * at(&tokens.values, key * kv_heads + kv_head, d))
+            .sum::<f64>()
+    };
+    (0..dims).map(|d| mean(d) / total).collect()
+}

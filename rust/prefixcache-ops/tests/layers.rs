@@ -1,0 +1,284 @@
+//! The layers against the obvious computation, and against themselves: the same bits for a row
+//! however many rows are computed with it.
+
+use prefixcache_cpu::{Bf16, Element, Form, Rows, RowsMut, Team};
+use prefixcache_ops::PackedLinear;
+use prefixcache_ops::rowwise::{Gate, gated, rms_norm, rotate};
+use proptest::prelude::*;
+
+/// Numbers from -1 to 1, a function of the seed and the index.
+fn noise<E: Element>(seed: u64, count: usize) -> Vec<E> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        E::from_f32((state >> 40) as f32 / (1 << 23) as f32 - 1.0)
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+fn assert_near<E: Element>(got: &[E], want: &[f64]) {
+    assert_eq!(got.len(), want.len());
+    let unit = if E::PER_WORD == 1 { 2e-6 } else { 4e-3 };
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        let error = (f64::from(got.to_f32()) - want).abs();
+        assert!(
+            error <= unit * want.abs().max(4.0),
+            "number {i}: off by {error} from {want}"
+        );
+    }
+}
+
+/// Calls `layer(rows of x, out)` on all rows at once and on each alone; returns the former.
+fn alone_and_together<E: Element + PartialEq + std::fmt::Debug>(
+    x: &[E],
+    width: usize,
+    out_width: usize,
+    layer: impl Fn(&[E], &mut [E], usize),
+) -> Vec<E> {
+    let rows = x.len() / width;
+    let mut together = vec![E::from_f32(f32::NAN); rows * out_width];
+    layer(x, &mut together, 0);
+    for row in 0..rows {
+        let mut alone = vec![E::from_f32(f32::NAN); out_width];
+        layer(&x[row * width..(row + 1) * width], &mut alone, row);
+        assert_eq!(
+            alone,
+            together[row * out_width..(row + 1) * out_width],
+            "row {row}"
+        );
+    }
+    together
+}
+
+fn check_linear<E: Element + PartialEq + std::fmt::Debug>(
+    form: Form,
+    threads: usize,
+    (rows, inputs, outputs): (usize, usize, usize),
+    (with_bias, with_residual): (bool, bool),
+) {
+    let (weight, x) = (
+        noise::<E>(1, inputs * outputs),
+        noise::<E>(2, rows * inputs),
+    );
+    let (bias, residual) = (noise::<E>(3, outputs), noise::<E>(4, rows * outputs));
+    let team = Team::new(threads);
+    let layer = PackedLinear::new(Rows::new(&weight, inputs), with_bias.then_some(&bias[..]));
+    let out = alone_and_together(&x, inputs, outputs, |x, out, first| {
+        let residual = Rows::new(&residual[first * outputs..][..out.len()], outputs);
+        let residual = with_residual.then_some(residual);
+        layer.forward(
+            form,
+            &team,
+            Rows::new(x, inputs),
+            residual,
+            &RowsMut::new(out, outputs),
+        );
+    });
+    let number = |e: E| f64::from(e.to_f32());
+    let want: Vec<f64> = (0..rows * outputs)
+        .map(|i| {
+            let (row, output) = (i / outputs, i % outputs);
+            let pairs = x[row * inputs..][..inputs]
+                .iter()
+                .zip(&weight[output * inputs..]);
+            let dot: f64 = pairs.map(|(&a, &b)| number(a) * number(b)).sum();
+            let bias = if with_bias { number(bias[output]) } else { 0.0 };
+            dot + bias
+                + if with_residual {
+                    number(residual[i])
+                } else {
+                    0.0
+                }
+        })
+        .collect();
+    assert_near(&out, &want);
+}
+
+fn check_norm<E: Element + PartialEq + std::fmt::Debug>(
+    form: Form,
+    threads: usize,
+    rows: usize,
+    group: usize,
+    groups: usize,
+) {
+    let (x, weight) = (noise::<E>(1, rows * group * groups), noise::<f32>(2, group));
+    let (team, width) = (Team::new(threads), group * groups);
+    let out = alone_and_together(&x, width, width, |x, out, _| {
+        rms_norm(
+            form,
+            &team,
+            Rows::new(x, width),
+            &weight,
+            1e-5,
+            &RowsMut::new(out, width),
+        );
+    });
+    let want: Vec<f64> = x
+        .chunks_exact(group)
+        .flat_map(|x| {
+            let x: Vec<f64> = x.iter().map(|e| f64::from(e.to_f32())).collect();
+            let mean = x.iter().map(|x| x * x).sum::<f64>() / group as f64;
+            let scale = 1.0 / (mean + 1e-5).sqrt();
+            x.into_iter()
+                .zip(&weight)
+                .map(move |(x, &w)| x * scale * f64::from(w))
+        })
+        .collect();
+    assert_near(&out, &want);
+}
+
+fn check_gated<E: Element + PartialEq + std::fmt::Debug>(
+    form: Form,
+    threads: usize,
+    rows: usize,
+    width: usize,
+    gate: Gate,
+) {
+    let x: Vec<E> = noise::<E>(1, rows * 2 * width)
+        .iter()
+        .map(|e| E::from_f32(e.to_f32() * 9.0))
+        .collect();
+    let team = Team::new(threads);
+    let out = alone_and_together(&x, 2 * width, width, |x, out, _| {
+        gated(
+            form,
+            &team,
+            gate,
+            Rows::new(x, 2 * width),
+            &RowsMut::new(out, width),
+        );
+    });
+    let open = |x: f64| match gate {
+        Gate::Silu => x / (1.0 + (-x).exp()),
+        Gate::GeluTanh => {
+            let u = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
+            0.5 * x * (1.0 + u.tanh())
+        }
+    };
+    let want: Vec<f64> = (0..rows * width)
+        .map(|i| {
+            let row = &x[i / width * 2 * width..];
+            open(f64::from(row[i % width].to_f32())) * f64::from(row[width + i % width].to_f32())
+        })
+        .collect();
+    assert_near(&out, &want);
+}
+
+fn check_rotate<E: Element + PartialEq + std::fmt::Debug>(
+    form: Form,
+    threads: usize,
+    rows: usize,
+    head: usize,
+    heads: usize,
+) {
+    let (x, width) = (noise::<E>(1, rows * head * heads), head * heads);
+    let angles: Vec<f32> = (0..64 * head)
+        .map(|i| {
+            let angle = (i / head) as f32 * 0.3 + (i % (head / 2)) as f32;
+            if i % head < head / 2 {
+                angle.cos()
+            } else {
+                angle.sin()
+            }
+        })
+        .collect();
+    let positions: Vec<i64> = (0..rows as i64).map(|row| row * 7 % 64).collect();
+    let team = Team::new(threads);
+    let out = alone_and_together(&x, width, width, |x, out, first| {
+        out.copy_from_slice(x);
+        let positions = &positions[first..first + out.len() / width];
+        rotate(
+            form,
+            &team,
+            Rows::new(&angles, head),
+            positions,
+            &RowsMut::new(out, width),
+        );
+    });
+    let want: Vec<f64> = (0..rows * width)
+        .map(|i| {
+            let (row, d, half) = (i / width, i % head, head / 2);
+            let angles = &angles[positions[row] as usize * head..];
+            let (c, s) = (
+                f64::from(angles[d % half]),
+                f64::from(angles[half + d % half]),
+            );
+            let number = |i: usize| f64::from(x[i].to_f32());
+            if d < half {
+                number(i) * c - number(i + half) * s
+            } else {
+                number(i) * c + number(i - half) * s
+            }
+        })
+        .collect();
+    assert_near(&out, &want);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..Default::default() })]
+
+    #[test]
+    fn linear(
+        form in prop::sample::select(Form::available()),
+        threads in 1_usize..=2,
+        rows in 1_usize..60,
+        half_inputs in 1_usize..70,
+        outputs in 1_usize..200,
+        extras in any::<(bool, bool)>(),
+    ) {
+        check_linear::<f32>(form, threads, (rows, 2 * half_inputs, outputs), extras);
+        check_linear::<Bf16>(form, threads, (rows, 2 * half_inputs, outputs), extras);
+    }
+
+    #[test]
+    fn rowwise(
+        form in prop::sample::select(Form::available()),
+        threads in 1_usize..=2,
+        rows in 1_usize..40,
+        half in 1_usize..80,
+        heads in 1_usize..5,
+        gate in prop::sample::select(vec![Gate::Silu, Gate::GeluTanh]),
+    ) {
+        check_norm::<f32>(form, threads, rows, half, heads);
+        check_norm::<Bf16>(form, threads, rows, half, heads);
+        check_gated::<f32>(form, threads, rows, half, gate);
+        check_gated::<Bf16>(form, threads, rows, half, gate);
+        check_rotate::<f32>(form, threads, rows, 2 * half, heads);
+        check_rotate::<Bf16>(form, threads, rows, 2 * half, heads);
+    }
+}
+
+#[test]
+fn many_rows_are_cut_into_tasks_without_a_trace() {
+    for form in Form::available() {
+        check_linear::<Bf16>(form, 2, (431, 64, 130), (true, true));
+        check_norm::<Bf16>(form, 2, 300, 64, 3);
+    }
+}
+
+#[test]
+fn logits_leave_a_bf16_layer_in_f32() {
+    let (weight, x) = (noise::<Bf16>(1, 64 * 100), noise::<Bf16>(2, 64));
+    let layer = PackedLinear::new(Rows::new(&weight, 64), None);
+    let mut out = vec![0.0_f32; 100];
+    let out_rows = RowsMut::new(&mut out, 100);
+    layer.forward(
+        Form::detect(),
+        &Team::new(1),
+        Rows::new(&x, 64),
+        None,
+        &out_rows,
+    );
+    let want: Vec<f64> = weight
+        .chunks_exact(64)
+        .map(|w| {
+            w.iter()
+                .zip(&x)
+                .map(|(w, x)| f64::from(w.to_f32()) * f64::from(x.to_f32()))
+                .sum()
+        })
+        .collect();
+    assert_near(&out, &want);
+}

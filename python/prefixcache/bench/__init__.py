@@ -1,0 +1,1 @@
+"""What `prefixcache bench` runs: workloads, clients that time them, tables and pictures."""

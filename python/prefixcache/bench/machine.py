@@ -1,0 +1,55 @@
+"""Facts of the machine and the versions: no number is worth anything without them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_PACKAGES = ("prefixcache", "torch", "transformers", "numpy")
+
+
+def machine_facts() -> dict[str, str | int]:
+    """Processor, cores this process may use, memory in GiB, and versions of what computes."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": _usable_cores(),
+        "memory_gib": _memory_gib(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    } | {name: _version(name) for name in _PACKAGES}
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The name, and on Linux the family and model, since cloud machines hide the name."""
+    fields = _first_processor(cpuinfo)
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" not in fields:
+        return name
+    return f"{name} (family {fields['cpu family']}, model {fields.get('model', '?')})"
+
+
+def _first_processor(cpuinfo: Path) -> dict[str, str]:
+    try:
+        lines = cpuinfo.read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def _memory_gib() -> int:
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

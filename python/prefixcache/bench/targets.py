@@ -1,0 +1,125 @@
+"""Opens what is to be measured: engines in this process, servers on loopback, or a running one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import IO, Any
+
+import httpx
+
+from prefixcache.bench.client import BenchmarkError, EngineTarget, HttpTarget
+
+Flags = Mapping[str, Any]
+
+_START_SECONDS = 600.0
+_STOP_SECONDS = 20.0
+
+
+@asynccontextmanager
+async def engine_target(flags: Flags) -> AsyncGenerator[EngineTarget, None]:
+    """An engine in this process; `flags` as `LLM` takes them."""
+    from prefixcache.engine.async_engine import AsyncEngine
+    from prefixcache.engine.build import build, config_from_flags
+    from prefixcache.models.hub import resolve_model
+
+    config = config_from_flags(**flags)
+    folder = resolve_model(config.model, config.revision)
+    built = await asyncio.to_thread(build, config, folder)
+    engine = AsyncEngine(built.engine)
+    try:
+        yield EngineTarget(engine, partial(built.tokenizer.encode, add_special_tokens=False))
+    finally:
+        await engine.shutdown()
+
+
+@asynccontextmanager
+async def http_target(base_url: str) -> AsyncGenerator[HttpTarget, None]:
+    """A server that runs already."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=base_url, timeout=None, limits=limits) as client:
+        yield await HttpTarget.connect(client)
+
+
+@asynccontextmanager
+async def server_target(flags: Flags) -> AsyncGenerator[HttpTarget, None]:
+    """A server started for this on a free loopback port, and ended afterwards."""
+    async with run_server(flags) as base_url, http_target(base_url) as target:
+        yield target
+
+
+@asynccontextmanager
+async def run_server(flags: Flags) -> AsyncGenerator[str, None]:
+    """Starts `prefixcache serve` with `flags`, waits until it is ready, and gives its address.
+
+    Raises `BenchmarkError` with the end of the server's log when it does not come up.
+    """
+    port = _free_port()
+    command = ["serve", "--host", "127.0.0.1", "--port", str(port), *serve_arguments(flags)]
+    with tempfile.TemporaryFile("w+") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "prefixcache.cli", *command, stdout=log, stderr=log
+        )
+        try:
+            await _wait_until_ready(process, f"http://127.0.0.1:{port}", log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            await _stop(process)
+
+
+def serve_arguments(flags: Flags) -> list[str]:
+    """Flags by name as arguments of `prefixcache serve`; None is left out."""
+    arguments = list[str]()
+    for name, value in flags.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None:
+            arguments += [f"--{option}", str(value)]
+    return arguments
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def _wait_until_ready(
+    process: asyncio.subprocess.Process, base_url: str, log: IO[str]
+) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    async with httpx.AsyncClient(base_url=base_url) as client:
+        while not await _is_ready(client):
+            if process.returncode is not None or time.monotonic() > deadline:
+                raise BenchmarkError(f"The server did not start:\n{_tail(log)}")
+            await asyncio.sleep(0.1)
+
+
+async def _is_ready(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/health")).is_success
+    except httpx.TransportError:
+        return False
+
+
+def _tail(log: IO[str], lines: int = 20) -> str:
+    log.seek(0)
+    return "".join(log.readlines()[-lines:])
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+    except asyncio.TimeoutError:  # Another class than TimeoutError on Python 3.10.
+        process.kill()
+        await process.wait()

@@ -101,6 +101,10 @@ class JobMaker:
 
         `fit_max_tokens` shortens `params.max_tokens`, when it is a default, to what fits.
         """
+        if fields.priority and not self.served.priorities:
+            raise InvalidRequestError(
+                "priority needs a server with --scheduling-policy priority.", param="priority"
+            )
         if len(prompts) * params.n > MAX_SEQUENCES:
             raise InvalidRequestError(
                 f"{len(prompts)} prompts with n={params.n} are more than {MAX_SEQUENCES} answers.",
@@ -127,11 +131,12 @@ class JobMaker:
         shared = _shared_options(fields)
         unique = uuid.uuid4().hex[:8]  # clients may send one request id twice
         for prompt_index, prompt in enumerate(prompts):
-            for choice_index, choice in enumerate(_choices(_fitted(params, prompt, limit))):
+            fitted = _fitted(params, prompt, limit)
+            for choice in range(params.n):
                 yield Request(
-                    request_id=f"{job_id}-{unique}-{prompt_index * params.n + choice_index}",
+                    request_id=f"{job_id}-{unique}-{prompt_index * params.n + choice}",
                     prompt_token_ids=prompt,
-                    params=choice,
+                    params=fitted.for_choice(choice),
                     **shared,
                 )
 
@@ -145,18 +150,22 @@ def sampling_params(
 ) -> SamplingParams:
     """Checked sampling options. What the request leaves out comes from the model's defaults."""
     _check_stream_fields(fields)
-    usual = {name: getattr(generation, name) for name in _DEFAULTED}
     given = {name: getattr(fields, name) for name in _PASSED_ON}
-    values: dict[str, Any] = {k: v for k, v in usual.items() if v is not None}
-    values.update({k: v for k, v in given.items() if v is not None})
+    chosen = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(
-        **values,
+        **{**usual_values(generation), **chosen},
         max_tokens=max_tokens,
         logprobs=logprobs,
         stop=_stop_strings(fields.stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         logit_bias=_logit_bias(fields.logit_bias or {}),
     )
+
+
+def usual_values(generation: GenerationDefaults) -> dict[str, Any]:
+    """Sampling options that the model's authors recommend."""
+    values = {name: getattr(generation, name) for name in _DEFAULTED}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _check_stream_fields(fields: SamplingFields) -> None:
@@ -236,14 +245,6 @@ def _fitted(params: SamplingParams, prompt: Sequence[int], limit: int | None) ->
         return params
     room = max(limit - len(prompt), 1)
     return dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
-
-
-def _choices(params: SamplingParams) -> list[SamplingParams]:
-    """One for each of `n`; a seed is followed by its successors, so that the choices differ."""
-    if params.n == 1:
-        return [params]
-    seeds = [None if params.seed is None else params.seed + index for index in range(params.n)]
-    return [dataclasses.replace(params, n=1, seed=seed) for seed in seeds]
 
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -1,0 +1,292 @@
+"""The command `prefixcache`: serve, generate, download, bench.
+
+What is heavy is imported by the command that needs it, so that help comes at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from prefixcache.bench.command import bench
+from prefixcache.config import DEFAULT_MODEL
+from prefixcache.exceptions import ConfigError, PrefixCacheError
+
+if TYPE_CHECKING:
+    from prefixcache.config import EngineConfig
+    from prefixcache.engine.build import BuiltEngine
+    from prefixcache.sampling_params import SamplingParams
+
+app = typer.Typer(
+    name="prefixcache",
+    help="An LLM server around a prefix KV cache.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(bench)
+
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
+_POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
+
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="Alias, folder, GGUF file or hub id.")
+]
+RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+DtypeOption = Annotated[str, typer.Option(help="auto, bfloat16 or float32.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+LogLevelOption = Annotated[
+    str, typer.Option(help="debug, info, warning or error; debug shows what the cache does.")
+]
+
+
+def main() -> None:
+    """The entry point of the command."""
+    app()
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from prefixcache import __version__
+
+        typer.echo(f"prefixcache {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[  # noqa: ARG001 - the callback answers it
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None: ...
+
+
+@app.command()
+def serve(
+    model_argument: ModelArgument = None,
+    model: ModelOption = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name for clients; may be given several times.")
+    ] = None,
+    revision: RevisionOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    seed: Annotated[int, typer.Option(help="For requests without a seed of their own.")] = 0,
+    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of a sequence.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences of a step.")] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of a step.")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens of a cache block.")] = None,
+    num_blocks: Annotated[
+        int | None,
+        typer.Option("--num-blocks", "--num-gpu-blocks-override", help="Blocks of the cache."),
+    ] = None,
+    kv_cache_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-cache-memory",
+            "--kv-cache-memory-bytes",
+            help="Memory of the cache instead of --num-blocks, as 2GiB or in bytes.",
+        ),
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool, typer.Option(help="Reuse the keys and values of equal beginnings.")
+    ] = True,
+    batch_invariant: Annotated[
+        bool, typer.Option(help="Answers whose bits do not depend on the batch.")
+    ] = True,
+    scheduling_policy: Annotated[
+        str, typer.Option(help="priority, or fcfs, which refuses requests with a priority.")
+    ] = "priority",
+    drain_seconds: Annotated[
+        int, typer.Option(help="Time for open answers to end when the server stops.", min=0)
+    ] = 10,
+    log_level: LogLevelOption = "info",
+) -> None:
+    """Serve a model to OpenAI clients."""
+    flags = {
+        "model": model_argument or model,
+        "revision": revision,
+        "dtype": dtype,
+        "device": device,
+        "seed": seed,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "enable_prefix_caching": enable_prefix_caching,
+        "batch_invariant": batch_invariant,
+    }
+    with _errors_shown():
+        _set_up_logging(log_level)
+        _check_one_of("--scheduling-policy", scheduling_policy, ("priority", "fcfs"))
+        flags["kv_cache_memory"] = parse_size(kv_cache_memory)
+        from prefixcache.server.serve import ServeOptions
+        from prefixcache.server.serve import serve as run_server
+
+        options = ServeOptions(
+            host=host,
+            port=port,
+            names=tuple(served_model_name or ()),
+            priorities=scheduling_policy == "priority",
+            drain_seconds=drain_seconds,
+        )
+        run_server(lambda: _engine_config(flags), options)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What the model answers or goes on with.")],
+    model: ModelOption = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(help="Ask as a user in a chat; by default when the model has a template."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 256,
+    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Share of likely tokens.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Number of likely tokens.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Least share of the likeliest.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="1 is none.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes the draw repeatable.")] = None,
+    revision: RevisionOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    log_level: LogLevelOption = "warning",
+) -> None:
+    """Answer one prompt in the terminal."""
+    flags = {"model": model, "revision": revision, "dtype": dtype, "device": device}
+    sampling = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "stop": tuple(stop or ()),
+    }
+    with _errors_shown():
+        _set_up_logging(log_level)
+        built = _build({**flags, "max_num_seqs": 1})
+        _stream(built, _prompt_ids(built, prompt, system, chat), _sampling_params(built, sampling))
+
+
+@app.command()
+def download(
+    model_argument: ModelArgument = None,
+    model: ModelOption = None,
+    revision: RevisionOption = None,
+) -> None:
+    """Fetch a model, so that later starts need no network."""
+    from prefixcache.models.hub import resolve_model
+
+    with _errors_shown():
+        typer.echo(resolve_model(model_argument or model or DEFAULT_MODEL, revision))
+
+
+def parse_size(text: str | None) -> int | None:
+    """Bytes of a size such as "2GiB", "1.5 GB" or "1000000"; "2G" counts as "2GiB".
+
+    Raises `ConfigError` for anything else.
+    """
+    if text is None:
+        return None
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"kv_cache_memory must be a size as 2GiB or 500MB, got {text!r}.")
+    number, unit, binary = match.groups()
+    decimal = unit is not None and not binary and text.strip().upper().endswith("B")
+    factor = 1 if unit is None else (1000 if decimal else 1024) ** _POWERS[unit.upper()]
+    return int(float(number) * factor)
+
+
+def _engine_config(flags: dict[str, Any]) -> EngineConfig:
+    from prefixcache.engine.build import config_from_flags
+
+    return config_from_flags(**flags)
+
+
+def _build(flags: dict[str, Any]) -> BuiltEngine:
+    from prefixcache.engine.build import build
+    from prefixcache.models.hub import resolve_model
+
+    config = _engine_config(flags)
+    return build(config, resolve_model(config.model, config.revision))
+
+
+def _prompt_ids(
+    built: BuiltEngine, prompt: str, system: str | None, chat: bool | None
+) -> list[int]:
+    tokenizer = built.tokenizer
+    template = tokenizer.chat_template
+    if template is None:
+        if chat or system is not None:
+            raise ConfigError("This model has no chat template; leave --chat and --system out.")
+        return tokenizer.encode(prompt)
+    if chat is False:
+        return tokenizer.encode(prompt)
+    messages = [{"role": "user", "content": prompt}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return tokenizer.encode(template.render(messages), add_special_tokens=False)
+
+
+def _sampling_params(built: BuiltEngine, given: dict[str, Any]) -> SamplingParams:
+    from prefixcache.sampling_params import SamplingParams
+    from prefixcache.server.requests import usual_values
+
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(**{**usual_values(built.model.generation), **chosen})
+
+
+def _stream(built: BuiltEngine, prompt: list[int], params: SamplingParams) -> None:
+    from prefixcache.request import Request
+
+    engine = built.engine
+    engine.add_request(Request(request_id="0", prompt_token_ids=prompt, params=params))
+    while engine.has_unfinished():
+        for output in engine.step():
+            if output.error is not None:
+                raise PrefixCacheError(output.error)
+            typer.echo(output.text, nl=False)
+    typer.echo()
+
+
+def _set_up_logging(level: str) -> None:
+    _check_one_of("--log-level", level, ("debug", "info", "warning", "error"))
+    logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT, datefmt="%H:%M:%S")
+    logging.getLogger("prefixcache").setLevel(level.upper())
+
+
+def _check_one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{flag} must be one of {', '.join(allowed)}, got {value!r}.")
+
+
+@contextmanager
+def _errors_shown() -> Generator[None, None, None]:
+    """Errors that are raised on purpose become one line and exit status 1."""
+    try:
+        with suppress(BrokenPipeError):
+            yield
+    except PrefixCacheError as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error

@@ -1,0 +1,170 @@
+"""Runs the server in this process: port, model, application, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shlex
+import signal
+import socket
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import uvicorn
+from fastapi import FastAPI
+
+from prefixcache.exceptions import ConfigError
+
+if TYPE_CHECKING:
+    from prefixcache.config import EngineConfig
+    from prefixcache.engine.build import BuiltEngine
+    from prefixcache.server.backend import ServedModel
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Where and as what a model is served.
+
+    `names` replaces the model's own name. `priorities` False refuses requests with a priority.
+    Open answers get `drain_seconds` to end when the server is asked to stop.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    names: tuple[str, ...] = ()
+    priorities: bool = True
+    drain_seconds: int = 10
+
+
+def serve(make_config: Callable[[], EngineConfig], options: ServeOptions) -> None:
+    """Serves until SIGINT or SIGTERM; a second one ends it at once.
+
+    The port is taken before anything is loaded. Raises `ConfigError` when it is not free, and
+    whatever `engine.build` raises.
+    """
+    begun = time.perf_counter()
+    with _bound_socket(options.host, options.port) as listener:
+        from prefixcache.engine.async_engine import AsyncEngine
+        from prefixcache.engine.build import build
+        from prefixcache.models.hub import resolve_model
+        from prefixcache.server.app import create_app
+
+        config = make_config()
+        built = build(config, resolve_model(config.model, config.revision))
+        served = _served_model(config, built, options)
+        engine = AsyncEngine(built.engine)
+        try:
+            app = create_app(engine, served)
+            address = f"http://{_shown_host(options.host)}:{listener.getsockname()[1]}"
+            _run(app, listener, options, lambda: _announce(address, served, begun))
+        finally:
+            engine.close()
+
+
+def _bound_socket(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        raise _cannot_listen(host, port, error) from error
+    return listener
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
+    reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    return ConfigError(f"Cannot listen on {host}:{port}: {reason}. --port takes another port.")
+
+
+def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOptions) -> ServedModel:
+    from prefixcache.server.backend import ServedModel
+
+    return ServedModel(
+        names=options.names or (config.model,),
+        tokenizer=built.tokenizer,
+        root=config.model,
+        generation=built.model.generation,
+        created=int(time.time()),
+        priorities=options.priorities,
+    )
+
+
+def _run(
+    app: FastAPI, listener: socket.socket, options: ServeOptions, ready: Callable[[], None]
+) -> None:
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        timeout_graceful_shutdown=options.drain_seconds,
+    )
+    try:
+        asyncio.run(_Server(config, ready).serve(sockets=[listener]))
+    except OSError as error:  # another process listened first
+        raise _cannot_listen(options.host, options.port, error) from error
+
+
+class _Server(uvicorn.Server):
+    """Tells when it is ready; ends without the traceback or exit status of a signal."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._stop)
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        else:
+            logger.info("Stopping: open answers may end; once more stops at once.")
+        self.should_exit = True
+
+
+def _shown_host(host: str) -> str:
+    if host in ("", "0.0.0.0", "::"):
+        return "localhost"
+    return f"[{host}]" if ":" in host else host
+
+
+def _announce(address: str, served: ServedModel, begun: float) -> None:
+    seconds = time.perf_counter() - begun
+    print(f"\n{served.names[0]} is ready after {seconds:.1f} s at {address}", flush=True)  # noqa: T201
+    print(f"Try it:\n\n  {_example(address, served)}\n", flush=True)  # noqa: T201
+
+
+def _example(address: str, served: ServedModel) -> str:
+    body: dict[str, object] = {"model": served.names[0]}
+    question = "What is the capital of France?"
+    if served.tokenizer.chat_template is None:
+        path, body["prompt"] = "completions", "The capital of France is"
+    else:
+        path, body["messages"] = "chat/completions", [{"role": "user", "content": question}]
+    data = shlex.quote(json.dumps(body))
+    return f"curl {address}/v1/{path} -H 'Content-Type: application/json' -d {data}"

@@ -1,5 +1,7 @@
 //! The kernel: a run of queries of one sequence and one key-value head, tile by tile of the keys.
 
+use std::array::from_fn;
+
 use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
 use prefixcache_cpu::{Form, Kernel, Lanes, Rows, RowsMut, Team};
 
@@ -242,7 +244,7 @@ impl<E: KvElement, L: Lanes> TileWork for Scores<'_, '_, E, L> {
             workspace,
         } = self;
         let dims = run.attention.head_dim;
-        let rows = std::array::from_fn(|r| {
+        let rows = from_fn(|r| {
             let (token, start) = run.place(row + r);
             run.queries.row(token)[start..start + dims].as_ptr().cast()
         });
@@ -287,16 +289,15 @@ impl<E: KvElement, L: Lanes> TileWork for Sums<'_, '_, E, L> {
         } = self;
         let dims = run.attention.head_dim;
         let probabilities = workspace.probabilities.as_slice();
-        let rows = std::array::from_fn(|r| probabilities[r * TILE..(r + 1) * TILE].as_ptr());
-        let mut acc = [[lanes.splat(0.0); W]; H];
-        for r in 0..H {
-            let line = &workspace.sums.as_slice()[(row + r) * dims + column..][..W * L::LANES];
-            for c in 0..W {
-                // SAFETY: the slice holds W vectors.
-                let sum = unsafe { lanes.load(line.as_ptr().add(c * L::LANES).cast()) };
-                acc[r][c] = lanes.mul(sum, lanes.splat(factors[r]));
-            }
-        }
+        let rows = from_fn(|r| probabilities[r * TILE..(r + 1) * TILE].as_ptr());
+        let sums = workspace.sums.as_mut_slice();
+        let rescaled = |r: usize, c: usize| {
+            let line = &sums[(row + r) * dims + column..][..W * L::LANES];
+            // SAFETY: the slice holds W vectors.
+            let sum = unsafe { lanes.load(line.as_ptr().add(c * L::LANES).cast()) };
+            lanes.mul(sum, lanes.splat(factors[r]))
+        };
+        let mut acc: [[L::V; W]; H] = from_fn(|r| from_fn(|c| rescaled(r, c)));
         let panel = workspace.values.as_slice()[column..].as_ptr();
         // SAFETY: a line of probabilities holds TILE words, at least `depth`; the packed values
         // have `depth` lines of `dims`, and W vectors from `column` stay inside a line.

@@ -34,9 +34,12 @@ fn speed<E: Element>(form: Form, team: &Team, outputs: usize, inputs: usize, row
     let weight: Vec<E> = (0..outputs * inputs)
         .map(|i| E::from_f32((i % 97) as f32))
         .collect();
-    let layers: Vec<_> = (0..copies)
-        .map(|_| PackedLinear::new(Rows::new(&weight, inputs), None))
-        .collect();
+    let layer = || {
+        let mut layer = PackedLinear::zeroed(inputs, outputs, false);
+        layer.copy_rows(0, Rows::new(&weight, inputs));
+        layer
+    };
+    let layers: Vec<_> = (0..copies).map(|_| layer()).collect();
     let x = vec![E::from_f32(1.0); rows * inputs];
     let mut out = vec![E::from_f32(0.0); rows * outputs];
     let mut best = f64::MAX;

@@ -8,6 +8,7 @@
 //! Processors with AMX run the same code: AMX adds in blocks of 16 rows with an order of its own,
 //! and would have to be used for every row count or for none.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
@@ -31,36 +32,62 @@ pub struct PackedLinear<E> {
     bias: Vec<f32>,
     inputs: usize,
     outputs: usize,
-    element: std::marker::PhantomData<E>,
+    element: PhantomData<E>,
 }
 
 impl<E: Element> PackedLinear<E> {
-    /// Packs a weight of `outputs` rows and `inputs` columns.
+    /// A layer of zeros, without a bias or with one.
     ///
     /// # Panics
-    /// `inputs` does not fill whole words (bfloat16: it is odd), or the bias, where there is one,
-    /// has not one number per output.
-    pub fn new(weight: Rows<'_, E>, bias: Option<&[E]>) -> Self {
-        let (inputs, outputs) = (weight.width(), weight.rows());
+    /// `inputs` does not fill whole words (bfloat16: it is odd).
+    pub fn zeroed(inputs: usize, outputs: usize, with_bias: bool) -> Self {
         assert!(
             inputs.is_multiple_of(E::PER_WORD),
             "inputs must fill whole words"
         );
-        let depth = inputs / E::PER_WORD;
-        let mut words = AlignedWords::zeroed(outputs.next_multiple_of(PANEL) * depth);
-        for output in 0..outputs {
-            pack_column(weight.row(output), output % PANEL, {
-                let start = output / PANEL * PANEL * depth;
-                &mut words.as_mut_slice()[start..start + PANEL * depth]
-            });
-        }
+        let padded = outputs.next_multiple_of(PANEL);
         Self {
-            words,
-            bias: padded_bias(bias, outputs),
+            words: AlignedWords::zeroed(padded * (inputs / E::PER_WORD)),
+            bias: vec![0.0; if with_bias { padded } else { 0 }],
             inputs,
             outputs,
-            element: Default::default(),
+            element: PhantomData,
         }
+    }
+
+    /// Packs rows of the weight, the first of which belongs to output `first`.
+    ///
+    /// # Panics
+    /// They are not rows of `inputs` numbers, or there are no such outputs.
+    pub fn copy_rows(&mut self, first: usize, weight: Rows<'_, E>) {
+        assert_eq!(weight.width(), self.inputs, "width of the weight");
+        assert!(first + weight.rows() <= self.outputs, "outputs");
+        let words = self.inputs / E::PER_WORD * PANEL;
+        for row in 0..weight.rows() {
+            let output = first + row;
+            let start = output / PANEL * words;
+            let panel = &mut self.words.as_mut_slice()[start..start + words];
+            pack_column(weight.row(row), output % PANEL, panel);
+        }
+    }
+
+    /// Sets the biases from output `first` on.
+    ///
+    /// # Panics
+    /// The layer has no bias, or there are no such outputs.
+    pub fn copy_bias(&mut self, first: usize, bias: &[E]) {
+        assert!(
+            self.has_bias() && first + bias.len() <= self.outputs,
+            "outputs with a bias"
+        );
+        for (to, from) in self.bias[first..].iter_mut().zip(bias) {
+            *to = from.to_f32();
+        }
+    }
+
+    /// Whether a bias is added.
+    pub fn has_bias(&self) -> bool {
+        !self.bias.is_empty()
     }
 
     /// Numbers of an input row.
@@ -125,14 +152,6 @@ fn pack_column<E: Element>(row: &[E], column: usize, panel: &mut [u32]) {
         // SAFETY: the row holds as many whole words as the panel has lines.
         line[column] = unsafe { words.add(w).read_unaligned() };
     }
-}
-
-fn padded_bias<E: Element>(bias: Option<&[E]>, outputs: usize) -> Vec<f32> {
-    let Some(bias) = bias else { return Vec::new() };
-    assert_eq!(bias.len(), outputs, "one bias per output");
-    let mut padded: Vec<f32> = bias.iter().map(|b| b.to_f32()).collect();
-    padded.resize(outputs.next_multiple_of(PANEL), 0.0);
-    padded
 }
 
 /// How a product is cut into tasks: panels times chunks of rows. No element depends on it.
@@ -245,7 +264,7 @@ impl<E: Element, O: Element> PanelTask<'_, E, O> {
     #[inline(always)]
     fn finish<L: Lanes>(&self, lanes: L, row: usize, column: usize, mut sum: L::V) {
         let count = L::LANES.min(self.layer.outputs - column);
-        if !self.layer.bias.is_empty() {
+        if self.layer.has_bias() {
             let bias = self.layer.bias[column..column + L::LANES].as_ptr();
             // SAFETY: the slice holds LANES numbers.
             sum = lanes.add(sum, unsafe { lanes.load(bias) });

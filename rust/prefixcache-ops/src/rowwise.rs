@@ -7,10 +7,10 @@ use prefixcache_cpu::{Element, Form, Kernel, Lanes, Rows, RowsMut, Team};
 /// Numbers that a task should have, so that waking a thread pays.
 const TASK_NUMBERS: usize = 16_384;
 
-/// x / sqrt(mean(x^2) + eps) * weight, for each group of `weight.len()` numbers of a row.
+/// x / sqrt(mean(x^2) + eps) * weight, for each group of `group` numbers of a row.
 ///
-/// A row of one group is the usual norm; a row of several is the norm of each head. Computed in
-/// `f32` and rounded once.
+/// A row of one group is the usual norm; a row of several is the norm of each head. The weight
+/// spans one group or several and is repeated along the row. Computed in `f32`, rounded once.
 ///
 /// # Panics
 /// The shapes do not fit.
@@ -18,7 +18,8 @@ pub fn rms_norm<E: Element>(
     form: Form,
     team: &Team,
     x: Rows<'_, E>,
-    weight: &[f32],
+    weight: &[E],
+    group: usize,
     eps: f32,
     out: &RowsMut<'_, E>,
 ) {
@@ -31,10 +32,12 @@ pub fn rms_norm<E: Element>(
         x.width().is_multiple_of(weight.len()),
         "width of the weight"
     );
+    assert!(weight.len().is_multiple_of(group), "width of a group");
     in_chunks(team, x.rows(), x.width(), |rows| {
         form.run(RmsNorm {
             x,
             weight,
+            group,
             eps,
             out,
             rows,
@@ -72,31 +75,39 @@ pub fn gated<E: Element>(
     });
 }
 
-/// Turns each head of a row by the angles of the row's position, in place: halves (x, y) become
+/// Turns each head of a row by the row's angles: halves (x, y) become
 /// (x cos - y sin, y cos + x sin).
 ///
-/// Row p of `angles` holds the cosines, then the sines, of position p: as many numbers as a head
-/// has. `positions` holds one position a row.
+/// A row of `cos` and one of `sin` belong to each row of x, and are half as wide as a head.
 ///
 /// # Panics
-/// The shapes do not fit, or a position is outside `angles`.
+/// The shapes do not fit.
 pub fn rotate<E: Element>(
     form: Form,
     team: &Team,
-    angles: Rows<'_, f32>,
-    positions: &[i64],
-    x: &RowsMut<'_, E>,
+    cos: Rows<'_, f32>,
+    sin: Rows<'_, f32>,
+    x: Rows<'_, E>,
+    out: &RowsMut<'_, E>,
 ) {
-    assert_eq!(positions.len(), x.rows(), "one position a row");
-    assert!(
-        angles.width().is_multiple_of(2) && x.width().is_multiple_of(angles.width()),
-        "angles"
+    assert_eq!(
+        (cos.rows(), cos.width()),
+        (sin.rows(), sin.width()),
+        "shape of sin"
     );
+    assert_eq!(
+        (x.rows(), x.width()),
+        (out.rows(), out.width()),
+        "shape of out"
+    );
+    assert_eq!(cos.rows(), x.rows(), "rows of cos");
+    assert!(x.width().is_multiple_of(2 * cos.width()), "width of cos");
     in_chunks(team, x.rows(), x.width(), |rows| {
         form.run(Rotate {
-            angles,
-            positions,
+            cos,
+            sin,
             x,
+            out,
             rows,
         })
     });
@@ -119,7 +130,8 @@ fn vectors<L: Lanes>(width: usize) -> impl Iterator<Item = (usize, usize)> {
 
 struct RmsNorm<'a, E> {
     x: Rows<'a, E>,
-    weight: &'a [f32],
+    weight: &'a [E],
+    group: usize,
     eps: f32,
     out: &'a RowsMut<'a, E>,
     rows: Range<usize>,
@@ -130,20 +142,22 @@ impl<E: Element> Kernel for RmsNorm<'_, E> {
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        let group = self.weight.len();
         for row in self.rows {
             let x = self.x.row(row);
             // SAFETY: a row belongs to one task.
             let out = unsafe { self.out.part(row, 0, x.len()) };
-            for (x, out) in x.chunks_exact(group).zip(out.chunks_exact_mut(group)) {
-                norm_group(lanes, x, self.weight, self.eps, out);
+            let groups = x
+                .chunks_exact(self.group)
+                .zip(out.chunks_exact_mut(self.group));
+            for ((x, out), weight) in groups.zip(self.weight.chunks_exact(self.group).cycle()) {
+                norm_group(lanes, x, weight, self.eps, out);
             }
         }
     }
 }
 
 #[inline(always)]
-fn norm_group<E: Element, L: Lanes>(lanes: L, x: &[E], weight: &[f32], eps: f32, out: &mut [E]) {
+fn norm_group<E: Element, L: Lanes>(lanes: L, x: &[E], weight: &[E], eps: f32, out: &mut [E]) {
     let mut squares = lanes.splat(0.0);
     for (at, count) in vectors::<L>(x.len()) {
         // SAFETY: `count` numbers stand at `at`.
@@ -155,7 +169,7 @@ fn norm_group<E: Element, L: Lanes>(lanes: L, x: &[E], weight: &[f32], eps: f32,
         // SAFETY: `count` numbers stand at `at` in each of the three, which are equally long.
         unsafe {
             let v = E::load_some(lanes, x[at..].as_ptr(), count);
-            let w = f32::load_some(lanes, weight[at..].as_ptr(), count);
+            let w = E::load_some(lanes, weight[at..].as_ptr(), count);
             let y = lanes.mul(lanes.mul(v, scale), w);
             E::store_some(lanes, out[at..].as_mut_ptr(), y, count);
         }
@@ -208,9 +222,10 @@ fn opened<L: Lanes>(lanes: L, gate: Gate, x: L::V) -> L::V {
 }
 
 struct Rotate<'a, E> {
-    angles: Rows<'a, f32>,
-    positions: &'a [i64],
-    x: &'a RowsMut<'a, E>,
+    cos: Rows<'a, f32>,
+    sin: Rows<'a, f32>,
+    x: Rows<'a, E>,
+    out: &'a RowsMut<'a, E>,
     rows: Range<usize>,
 }
 
@@ -220,22 +235,31 @@ impl<E: Element> Kernel for Rotate<'_, E> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
         for row in self.rows {
-            let position = usize::try_from(self.positions[row]).expect("positions start at 0");
-            let (cos, sin) = self.angles.row(position).split_at(self.angles.width() / 2);
+            let (cos, sin, x) = (self.cos.row(row), self.sin.row(row), self.x.row(row));
             // SAFETY: a row belongs to one task.
-            let x = unsafe { self.x.part(row, 0, self.x.width()) };
-            for head in x.chunks_exact_mut(self.angles.width()) {
-                rotate_head(lanes, head, cos, sin);
+            let out = unsafe { self.out.part(row, 0, x.len()) };
+            let heads = x
+                .chunks_exact(2 * cos.len())
+                .zip(out.chunks_exact_mut(2 * cos.len()));
+            for (head, out) in heads {
+                rotate_head(lanes, head, cos, sin, out);
             }
         }
     }
 }
 
 #[inline(always)]
-fn rotate_head<E: Element, L: Lanes>(lanes: L, head: &mut [E], cos: &[f32], sin: &[f32]) {
-    let (left, right) = head.split_at_mut(cos.len());
+fn rotate_head<E: Element, L: Lanes>(
+    lanes: L,
+    head: &[E],
+    cos: &[f32],
+    sin: &[f32],
+    out: &mut [E],
+) {
+    let (left, right) = head.split_at(cos.len());
+    let (out_left, out_right) = out.split_at_mut(cos.len());
     for (at, count) in vectors::<L>(cos.len()) {
-        // SAFETY: `count` numbers stand at `at` in each of the four, which are equally long.
+        // SAFETY: `count` numbers stand at `at` in each of the six, which are equally long.
         unsafe {
             let x = E::load_some(lanes, left[at..].as_ptr(), count);
             let y = E::load_some(lanes, right[at..].as_ptr(), count);
@@ -243,8 +267,8 @@ fn rotate_head<E: Element, L: Lanes>(lanes: L, head: &mut [E], cos: &[f32], sin:
             let s = f32::load_some(lanes, sin[at..].as_ptr(), count);
             let turned_x = lanes.sub(lanes.mul(x, c), lanes.mul(y, s));
             let turned_y = lanes.add(lanes.mul(y, c), lanes.mul(x, s));
-            E::store_some(lanes, left[at..].as_mut_ptr(), turned_x, count);
-            E::store_some(lanes, right[at..].as_mut_ptr(), turned_y, count);
+            E::store_some(lanes, out_left[at..].as_mut_ptr(), turned_x, count);
+            E::store_some(lanes, out_right[at..].as_mut_ptr(), turned_y, count);
         }
     }
 }

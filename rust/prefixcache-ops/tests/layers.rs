@@ -64,7 +64,13 @@ fn check_linear<E: Element + PartialEq + std::fmt::Debug>(
     );
     let (bias, residual) = (noise::<E>(3, outputs), noise::<E>(4, rows * outputs));
     let team = Team::new(threads);
-    let layer = PackedLinear::new(Rows::new(&weight, inputs), with_bias.then_some(&bias[..]));
+    let mut layer = PackedLinear::zeroed(inputs, outputs, with_bias);
+    let half = outputs / 2;
+    layer.copy_rows(half, Rows::new(&weight[half * inputs..], inputs));
+    layer.copy_rows(0, Rows::new(&weight[..half * inputs], inputs));
+    if with_bias {
+        layer.copy_bias(0, &bias);
+    }
     let out = alone_and_together(&x, inputs, outputs, |x, out, first| {
         let residual = Rows::new(&residual[first * outputs..][..out.len()], outputs);
         let residual = with_residual.then_some(residual);
@@ -103,30 +109,27 @@ fn check_norm<E: Element + PartialEq + std::fmt::Debug>(
     group: usize,
     groups: usize,
 ) {
-    let (x, weight) = (noise::<E>(1, rows * group * groups), noise::<f32>(2, group));
     let (team, width) = (Team::new(threads), group * groups);
-    let out = alone_and_together(&x, width, width, |x, out, _| {
-        rms_norm(
-            form,
-            &team,
-            Rows::new(x, width),
-            &weight,
-            1e-5,
-            &RowsMut::new(out, width),
-        );
-    });
-    let want: Vec<f64> = x
-        .chunks_exact(group)
-        .flat_map(|x| {
-            let x: Vec<f64> = x.iter().map(|e| f64::from(e.to_f32())).collect();
-            let mean = x.iter().map(|x| x * x).sum::<f64>() / group as f64;
-            let scale = 1.0 / (mean + 1e-5).sqrt();
-            x.into_iter()
-                .zip(&weight)
-                .map(move |(x, &w)| x * scale * f64::from(w))
-        })
-        .collect();
-    assert_near(&out, &want);
+    let x = noise::<E>(1, rows * width);
+    for weight_width in [group, width] {
+        let weight = noise::<E>(2, weight_width);
+        let out = alone_and_together(&x, width, width, |x, out, _| {
+            let out = RowsMut::new(out, width);
+            rms_norm(form, &team, Rows::new(x, width), &weight, group, 1e-5, &out);
+        });
+        let number = |e: &E| f64::from(e.to_f32());
+        let weights = weight.iter().cycle();
+        let want: Vec<f64> = x
+            .chunks_exact(group)
+            .flat_map(|x| {
+                let mean = x.iter().map(|x| number(x).powi(2)).sum::<f64>() / group as f64;
+                x.iter().map(move |x| number(x) / (mean + 1e-5).sqrt())
+            })
+            .zip(weights)
+            .map(|(x, w)| x * number(w))
+            .collect();
+        assert_near(&out, &want);
+    }
 }
 
 fn check_gated<E: Element + PartialEq + std::fmt::Debug>(
@@ -170,46 +173,36 @@ fn check_rotate<E: Element + PartialEq + std::fmt::Debug>(
     form: Form,
     threads: usize,
     rows: usize,
-    head: usize,
+    half: usize,
     heads: usize,
 ) {
-    let (x, width) = (noise::<E>(1, rows * head * heads), head * heads);
-    let angles: Vec<f32> = (0..64 * head)
-        .map(|i| {
-            let angle = (i / head) as f32 * 0.3 + (i % (head / 2)) as f32;
-            if i % head < head / 2 {
-                angle.cos()
-            } else {
-                angle.sin()
-            }
-        })
-        .collect();
-    let positions: Vec<i64> = (0..rows as i64).map(|row| row * 7 % 64).collect();
+    let (head, width) = (2 * half, 2 * half * heads);
+    let x = noise::<E>(1, rows * width);
+    let (cos, sin) = (noise::<f32>(2, rows * half), noise::<f32>(3, rows * half));
     let team = Team::new(threads);
     let out = alone_and_together(&x, width, width, |x, out, first| {
-        out.copy_from_slice(x);
-        let positions = &positions[first..first + out.len() / width];
+        let angles = first * half..(first + out.len() / width) * half;
+        let (cos, sin) = (
+            Rows::new(&cos[angles.clone()], half),
+            Rows::new(&sin[angles], half),
+        );
         rotate(
             form,
             &team,
-            Rows::new(&angles, head),
-            positions,
+            cos,
+            sin,
+            Rows::new(x, width),
             &RowsMut::new(out, width),
         );
     });
+    let number = |i: usize| f64::from(x[i].to_f32());
     let want: Vec<f64> = (0..rows * width)
         .map(|i| {
-            let (row, d, half) = (i / width, i % head, head / 2);
-            let angles = &angles[positions[row] as usize * head..];
-            let (c, s) = (
-                f64::from(angles[d % half]),
-                f64::from(angles[half + d % half]),
-            );
-            let number = |i: usize| f64::from(x[i].to_f32());
-            if d < half {
-                number(i) * c - number(i + half) * s
-            } else {
-                number(i) * c + number(i - half) * s
+            let angle = i / width * half + i % half;
+            let (c, s) = (f64::from(cos[angle]), f64::from(sin[angle]));
+            match i % head < half {
+                true => number(i) * c - number(i + half) * s,
+                false => number(i) * c + number(i - half) * s,
             }
         })
         .collect();
@@ -245,8 +238,8 @@ proptest! {
         check_norm::<Bf16>(form, threads, rows, half, heads);
         check_gated::<f32>(form, threads, rows, half, gate);
         check_gated::<Bf16>(form, threads, rows, half, gate);
-        check_rotate::<f32>(form, threads, rows, 2 * half, heads);
-        check_rotate::<Bf16>(form, threads, rows, 2 * half, heads);
+        check_rotate::<f32>(form, threads, rows, half, heads);
+        check_rotate::<Bf16>(form, threads, rows, half, heads);
     }
 }
 
@@ -261,7 +254,8 @@ fn many_rows_are_cut_into_tasks_without_a_trace() {
 #[test]
 fn logits_leave_a_bf16_layer_in_f32() {
     let (weight, x) = (noise::<Bf16>(1, 64 * 100), noise::<Bf16>(2, 64));
-    let layer = PackedLinear::new(Rows::new(&weight, 64), None);
+    let mut layer = PackedLinear::zeroed(64, 100, false);
+    layer.copy_rows(0, Rows::new(&weight, 64));
     let mut out = vec![0.0_f32; 100];
     let out_rows = RowsMut::new(&mut out, 100);
     layer.forward(

@@ -1,0 +1,72 @@
+"""An engine around `FakeRunner`, whose text is the token ids themselves: "5 17 3 "."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fake_runner import VOCAB_SIZE, FakeRunner
+from prefixcache.config import SchedulerConfig
+from prefixcache.engine.engine import Engine, EngineParts
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.request import Request
+from prefixcache.sampling_params import SamplingParams
+from prefixcache.scheduler.scheduler import Scheduler
+
+
+class IdText:
+    """A detokenizer that writes ids; a stop string is looked for in each id's own text."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._stops = params.stop
+        self.stopped_by: str | None = None
+
+    def push(self, token_ids: Sequence[int], *, ended_by_token: bool = False) -> str:
+        text = "".join(f"{token} " for token in token_ids[: -1 if ended_by_token else None])
+        self.stopped_by = next((stop for stop in self._stops if stop in text), None)
+        return "" if self.stopped_by else text
+
+    def finish(self) -> str:
+        return ""
+
+
+def make_engine(
+    *,
+    num_blocks: int = 65,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 128,
+    eos_token_ids: Sequence[int] = (),
+    **parts: Any,
+) -> tuple[Engine, FakeRunner, CacheManager]:
+    cache = CacheManager(num_blocks, block_size)
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+    )
+    runner = FakeRunner(
+        num_blocks,
+        block_size,
+        max_tokens=max_num_batched_tokens,
+        max_seqs=max_num_seqs,
+        max_pages=-(-max_model_len // block_size),
+    )
+    all_parts: dict[str, Any] = {
+        "scheduler": Scheduler(config, cache, max_model_len=max_model_len),
+        "cache": cache,
+        "runner": runner,
+        "make_detokenizer": IdText,
+        "vocab_size": VOCAB_SIZE,
+        "eos_token_ids": eos_token_ids,
+        "max_model_len": max_model_len,
+    }
+    return Engine(EngineParts(**(all_parts | parts))), runner, cache
+
+
+def make_request(
+    request_id: str = "a", prompt: Sequence[int] = (1, 2, 3, 4, 5), **params: Any
+) -> Request:
+    params.setdefault("max_tokens", 4)
+    return Request(
+        request_id=request_id, prompt_token_ids=list(prompt), params=SamplingParams(**params)
+    )

@@ -1,0 +1,207 @@
+"""Random requests through scheduler, cache and engine against the obvious answer.
+
+`FakeRunner` reads its history through the block tables, so any wrong hit, slot or block shows up
+as a token that differs from the lone run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fake_engine import make_engine
+from fake_runner import answer_alone
+from prefixcache.engine.engine import Engine
+from prefixcache.exceptions import RequestTooLargeError
+from prefixcache.request import CacheOptions, Request
+from prefixcache.sampling_params import SamplingParams
+from prefixcache.step_plan import StepPlan
+
+EOS = 3
+BLOCK = 4
+
+
+@dataclass(frozen=True)
+class Setup:
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class Arrival:
+    step: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    priority: int
+    cache: CacheOptions
+    prompt_logprobs: int | None
+    abort_at: int | None
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    seqs = draw(st.integers(1, 6))
+    return Setup(
+        num_blocks=draw(st.integers(4, 24)),
+        max_num_seqs=seqs,
+        max_num_batched_tokens=seqs + draw(st.integers(0, 24)),
+        max_model_len=draw(st.sampled_from([16, 40, 64])),
+    )
+
+
+# Prompts branch from a few stems, so that requests share prefixes of every length.
+STEMS = [tuple(range(40)), tuple(range(50, 90))]
+prompts = st.builds(
+    lambda stem, length, tail: stem[:length] + tuple(tail),
+    st.sampled_from(STEMS),
+    st.integers(1, 36),
+    st.lists(st.integers(0, 96), max_size=5),
+)
+arrivals = st.builds(
+    Arrival,
+    step=st.integers(0, 12),
+    prompt=prompts,
+    max_tokens=st.integers(1, 24),
+    priority=st.sampled_from([0, 0, 0, 1, -1]),
+    cache=st.builds(
+        CacheOptions,
+        salt=st.sampled_from([None, None, "tenant"]),
+        read=st.sampled_from([True, True, False]),
+        write=st.sampled_from([True, True, False]),
+    ),
+    prompt_logprobs=st.sampled_from([None, None, 0]),
+    abort_at=st.sampled_from([None, None, None, 5, 9]),
+)
+
+
+class Run:
+    """One engine fed with arrivals; looks at every plan."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.engine, self.runner, self.cache = make_engine(
+            num_blocks=setup.num_blocks,
+            block_size=BLOCK,
+            max_num_seqs=setup.max_num_seqs,
+            max_num_batched_tokens=setup.max_num_batched_tokens,
+            max_model_len=setup.max_model_len,
+            eos_token_ids=[EOS],
+        )
+        self.tokens: defaultdict[str, list[int]] = defaultdict(list)
+        self.ends: dict[str, str] = {}
+        self.accepted: dict[str, Arrival] = {}
+        self.computed: Counter[str] = Counter()
+        self.decoding: set[str] = set()
+
+    def drive(self, work: list[Arrival]) -> None:
+        step = 0
+        while step <= max((a.step for a in work), default=0) or self.engine.has_unfinished():
+            for number, arrival in enumerate(work):
+                if arrival.step == step:
+                    self.add(str(number), arrival)
+                if arrival.abort_at == step:
+                    self.take(self.engine.abort([str(number)]))
+            self.step()
+            step += 1
+            assert step < 2000, "the loop hangs"
+
+    def add(self, name: str, arrival: Arrival) -> None:
+        request = Request(
+            request_id=name,
+            prompt_token_ids=arrival.prompt,
+            params=SamplingParams(
+                max_tokens=arrival.max_tokens, prompt_logprobs=arrival.prompt_logprobs
+            ),
+            cache=arrival.cache,
+            priority=arrival.priority,
+        )
+        try:
+            self.engine.add_request(request)
+        except RequestTooLargeError:
+            total = len(arrival.prompt) + arrival.max_tokens
+            room = (self.setup.num_blocks - 1) * BLOCK
+            assert total > self.setup.max_model_len or total - 1 > room
+        else:
+            self.accepted[name] = arrival
+
+    def step(self) -> None:
+        unfinished = self.engine.has_unfinished()
+        plans_before = len(self.runner.plans)
+        self.take(self.engine.step())
+        self.cache.validate()
+        new_plans = self.runner.plans[plans_before:]
+        assert len(new_plans) <= unfinished
+        for plan in new_plans:
+            self.check_plan(plan)
+
+    def check_plan(self, plan: StepPlan) -> None:
+        assert 1 <= plan.num_tokens <= self.setup.max_num_batched_tokens
+        assert len(plan.sequences) <= self.setup.max_num_seqs
+        assert all(sequence.num_tokens >= 1 for sequence in plan.sequences)
+        kinds = [sequence.request_id in self.decoding for sequence in plan.sequences]
+        assert kinds == sorted(kinds, reverse=True), "decodes come first"
+        for sequence in plan.sequences:
+            self.computed[sequence.request_id] += sequence.num_tokens
+        sampled = [s.request_id for s in plan.sequences if s.sampling is not None]
+        self.decoding = set(sampled)
+
+    def take(self, outputs: list) -> None:
+        for output in outputs:
+            assert output.request_id not in self.ends, "nothing follows the end"
+            self.tokens[output.request_id].extend(output.token_ids)
+            if output.finished:
+                self.ends[output.request_id] = output.finish_reason
+
+    def check_end(self) -> None:
+        assert set(self.ends) == set(self.accepted)
+        assert self.cache.num_free_blocks == self.cache.num_blocks
+        for name, arrival in self.accepted.items():
+            alone = answer_alone(arrival.prompt, arrival.max_tokens, [EOS])
+            if self.ends[name] == "abort":
+                assert self.tokens[name] == alone[: len(self.tokens[name])]
+            else:
+                assert self.tokens[name] == alone
+                assert self.ends[name] == ("stop" if alone[-1] == EOS else "length")
+
+
+@settings(max_examples=150, deadline=None)
+@given(setup=setups(), work=st.lists(arrivals, min_size=1, max_size=10))
+def test_random_requests_get_their_lone_answers(setup: Setup, work: list[Arrival]) -> None:
+    run = Run(setup)
+    run.drive(work)
+    run.check_end()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.integers(8, 20), min_size=3, max_size=5),
+    budget=st.integers(6, 40),
+)
+def test_tiny_pools_preempt_and_still_answer(lengths: list[int], budget: int) -> None:
+    """Growing answers that together need twice the pool: preemption cannot be avoided."""
+    run = Run(Setup(num_blocks=11, max_num_seqs=5, max_num_batched_tokens=budget, max_model_len=40))
+    work = [Arrival(0, tuple(range(n, n + 16)), 24, 0, CacheOptions(), None, None) for n in lengths]
+    run.drive([a for a in work if len(answer_alone(a.prompt, 24, [EOS])) > 8])
+    run.check_end()
+
+
+def test_preemption_resume_and_hits_really_happen() -> None:
+    """The runs above would prove nothing if no block were ever shared or taken away."""
+    run = Run(Setup(num_blocks=13, max_num_seqs=6, max_num_batched_tokens=16, max_model_len=40))
+    work = [Arrival(i, (*range(12), 90 + i), 20, 0, CacheOptions(), None, None) for i in range(6)]
+    run.drive(work)
+    run.check_end()
+    assert preemptions(run.engine) >= 2
+    assert run.engine.stats()["hits"] >= 12
+    assert any(len(plan.sequences) > 1 for plan in run.runner.plans)
+    recomputed = sum(run.computed.values()) - sum(len(a.prompt) for a in work)
+    assert recomputed != sum(len(tokens) - 1 for tokens in run.tokens.values())
+
+
+def preemptions(engine: Engine) -> float:
+    return engine.metrics.registry.get_sample_value("prefixcache:num_preemptions_total") or 0

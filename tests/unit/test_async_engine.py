@@ -1,0 +1,292 @@
+"""Streams, cancellation, shutdown and death of the engine's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from fake_engine import make_engine, make_request
+from fake_runner import answer_alone
+from prefixcache.engine.async_engine import AsyncEngine
+from prefixcache.exceptions import EngineDeadError, InvalidRequestError
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.request import Request, RequestOutput
+from prefixcache.step_plan import SequenceOutput, StepPlan
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+class Served:
+    """An `AsyncEngine`, its parts, and a gate that can hold the runner."""
+
+    def __init__(self, **options: Any) -> None:
+        engine, self.runner, self.cache = make_engine(**options)
+        self.gate = threading.Event()
+        self.gate.set()
+        compute = self.runner.execute
+
+        def execute(plan: StepPlan) -> list[SequenceOutput]:
+            assert self.gate.wait(10)
+            return compute(plan)
+
+        self.runner.execute = execute  # type: ignore[method-assign]
+        self.engine = AsyncEngine(engine)
+
+
+Make = Callable[..., Served]
+
+
+@pytest.fixture
+def serve() -> Iterator[Make]:
+    made: list[Served] = []
+
+    def make(**options: Any) -> Served:
+        made.append(Served(**options))
+        return made[-1]
+
+    yield make
+    for served in made:
+        served.gate.set()
+        served.engine.close()
+
+
+async def collect(engine: AsyncEngine, request: Request) -> list[RequestOutput]:
+    return [output async for output in engine.generate(request)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.001)
+
+
+def all_free(cache: CacheManager) -> Callable[[], bool]:
+    return lambda: cache.num_free_blocks == cache.num_blocks
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+async def test_streams_are_the_lone_answers(serve: Make) -> None:
+    served = serve()
+    prompts = [[*range(i, i + 9)] for i in range(12)]
+    answers = await asyncio.gather(
+        *(collect(served.engine, make_request(str(i), p)) for i, p in enumerate(prompts))
+    )
+    assert [tokens_of(answer) for answer in answers] == [answer_alone(p, 4) for p in prompts]
+    assert all(answer[-1].finish_reason == "length" for answer in answers)
+
+
+async def test_wrong_requests_raise_before_the_stream_starts(serve: Make) -> None:
+    served = serve()
+    with pytest.raises(InvalidRequestError, match="at least one token"):
+        served.engine.generate(make_request(prompt=[]))
+
+
+async def test_an_id_in_use_fails_its_own_stream_alone(serve: Make) -> None:
+    served = serve()
+    served.gate.clear()
+    first = asyncio.create_task(collect(served.engine, make_request()))
+    await until(lambda: bool(served.engine._streams))
+    second = asyncio.create_task(collect(served.engine, make_request()))
+    await asyncio.sleep(0)
+    served.gate.set()
+    with pytest.raises(InvalidRequestError, match="in use"):
+        await second
+    assert tokens_of(await first) == answer_alone(PROMPT, 4)
+
+
+async def test_closing_a_stream_aborts_and_frees(serve: Make) -> None:
+    served = serve(max_model_len=1024, num_blocks=300)
+    stream = served.engine.generate(make_request(max_tokens=1000))
+    await anext(stream)
+    await stream.aclose()
+    await until(all_free(served.cache))
+    assert len(served.runner.plans) < 1000
+
+
+async def test_cancelling_a_task_aborts_and_frees(serve: Make) -> None:
+    served = serve(max_model_len=1024, num_blocks=300)
+    task = asyncio.create_task(collect(served.engine, make_request(max_tokens=1000)))
+    await until(lambda: len(served.runner.plans) > 2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(all_free(served.cache))
+    assert len(served.runner.plans) < 1000
+
+
+async def test_a_stream_that_is_never_read_starts_nothing(serve: Make) -> None:
+    served = serve()
+    served.engine.generate(make_request())
+    assert tokens_of(await collect(served.engine, make_request())) == answer_alone(PROMPT, 4)
+
+
+async def test_abort_ends_the_stream(serve: Make) -> None:
+    served = serve(max_model_len=1024, num_blocks=300)
+    outputs: list[RequestOutput] = []
+    async for output in served.engine.generate(make_request(max_tokens=1000)):
+        outputs.append(output)
+        if len(outputs) == 2:
+            await served.engine.abort("a")
+    assert outputs[-1].finish_reason == "abort"
+    assert served.cache.num_free_blocks == served.cache.num_blocks
+
+
+async def test_commands_run_between_steps(serve: Make) -> None:
+    served = serve()
+    await collect(served.engine, make_request("a", range(16)))
+    await served.engine.reset_prefix_cache()
+    outputs = await collect(served.engine, make_request("b", range(17)))
+    assert outputs[0].num_cached_tokens == 0
+    assert (await served.engine.stats())["hits"] == 0
+
+
+async def test_an_idle_engine_takes_no_steps_and_no_time(serve: Make) -> None:
+    served = serve()
+    await collect(served.engine, make_request())
+    thread = served.engine._thread
+    clock = time.pthread_getcpuclockid(thread.ident)
+    steps, before = len(served.runner.plans), time.clock_gettime(clock)
+    await asyncio.sleep(0.2)
+    assert len(served.runner.plans) == steps
+    assert time.clock_gettime(clock) - before < 0.01
+
+
+async def test_one_hand_over_a_step(serve: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = serve()
+    loop = asyncio.get_running_loop()
+    calls = 0
+    original = loop.call_soon_threadsafe
+
+    def counted(*args: Any, **kwargs: Any) -> asyncio.Handle:
+        nonlocal calls
+        calls += threading.current_thread() is served.engine._thread
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+    await asyncio.gather(
+        *(collect(served.engine, make_request(str(i), max_tokens=6)) for i in range(8))
+    )
+    assert calls == len(served.runner.plans)
+
+
+async def test_draining_finishes_what_runs_and_refuses_what_comes(serve: Make) -> None:
+    served = serve()
+    served.gate.clear()
+    running = asyncio.create_task(collect(served.engine, make_request("a")))
+    await until(lambda: bool(served.engine._streams))
+    stopping = asyncio.create_task(served.engine.shutdown(drain=True))
+    await until(lambda: not served.engine._inbox.empty())
+    late = asyncio.create_task(collect(served.engine, make_request("late")))
+    await asyncio.sleep(0)
+    served.gate.set()
+    assert tokens_of(await running) == answer_alone(PROMPT, 4)
+    with pytest.raises(EngineDeadError):
+        await late
+    await stopping
+
+
+async def test_shutdown_aborts_what_runs(serve: Make) -> None:
+    served = serve(max_model_len=1024, num_blocks=300)
+    task = asyncio.create_task(collect(served.engine, make_request(max_tokens=1000)))
+    await until(lambda: len(served.runner.plans) > 2)
+    await served.engine.shutdown()
+    assert (await task)[-1].finish_reason == "abort"
+    assert served.cache.num_free_blocks == served.cache.num_blocks
+    await served.engine.shutdown()
+    for call in (served.engine.reset_prefix_cache, served.engine.stats):
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await call()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        served.engine.generate(make_request())
+
+
+async def test_a_dead_engine_tells_everybody(
+    serve: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve()
+    served.gate.clear()
+    tasks = [
+        asyncio.create_task(collect(served.engine, make_request(name, max_tokens=50)))
+        for name in "abc"
+    ]
+    await until(lambda: len(served.engine._streams) > 0)
+    command = asyncio.create_task(served.engine.reset_prefix_cache())
+    await asyncio.sleep(0)
+
+    def broken(*_: Any) -> None:
+        raise ValueError("the books are wrong")
+
+    monkeypatch.setattr(served.engine._engine._scheduler, "complete", broken)
+    with caplog.at_level(logging.CRITICAL):
+        served.gate.set()
+        results = await asyncio.gather(*tasks, command, return_exceptions=True)
+    assert {type(result) for result in results} == {EngineDeadError}
+    assert "the books are wrong" in str(served.engine.dead)
+    with pytest.raises(EngineDeadError):
+        served.engine.generate(make_request())
+
+
+class _DyingInbox:
+    """A queue whose engine dies between a caller's look at it and the caller's `put`."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._error, engine._error = engine._error, None
+        self._commands: list[Callable[[], None]] = []
+
+    def put(self, command: Callable[[], None]) -> None:
+        self._engine._error = self._error
+        self._commands.append(command)
+
+    def get_nowait(self) -> Callable[[], None]:
+        if not self._commands:
+            raise queue.Empty
+        return self._commands.pop()
+
+
+@pytest.mark.parametrize("call", ["generate", "reset_prefix_cache"])
+async def test_a_caller_that_meets_the_engine_dying_is_answered(serve: Make, call: str) -> None:
+    engine = serve().engine
+    await engine.shutdown()
+    inbox, engine._inbox = engine._inbox, _DyingInbox(engine)  # type: ignore[assignment]
+    waiting = collect(engine, make_request()) if call == "generate" else engine.reset_prefix_cache()
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(waiting, 5)
+    engine._inbox = inbox
+
+
+def test_streams_of_two_event_loops(serve: Make) -> None:
+    served = serve()
+    answers: dict[str, list[int]] = {}
+
+    def client(name: str) -> None:
+        outputs = asyncio.run(collect(served.engine, make_request(name, max_tokens=20)))
+        answers[name] = tokens_of(outputs)
+
+    threads = [threading.Thread(target=client, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert answers == {name: answer_alone(PROMPT, 20) for name in "ab"}
+
+
+def test_a_closed_event_loop_frees_its_requests(serve: Make) -> None:
+    served = serve(max_model_len=1024, num_blocks=300)
+    loop = asyncio.new_event_loop()
+    stream = served.engine.generate(make_request(max_tokens=1000))
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    asyncio.run(until(all_free(served.cache)))
+    assert len(served.runner.plans) < 1000

@@ -1,0 +1,283 @@
+"""The step loop: validation, ends of answers, failures, metrics."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from fake_engine import IdText, make_engine, make_request
+from fake_runner import VOCAB_SIZE, answer_alone, next_token
+from prefixcache.engine.engine import Engine
+from prefixcache.exceptions import EngineDeadError, InvalidRequestError, RequestTooLargeError
+from prefixcache.request import Request, RequestOutput
+from prefixcache.sampling_params import SamplingParams
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def run(engine: Engine, *requests: Request) -> dict[str, list[RequestOutput]]:
+    outputs: defaultdict[str, list[RequestOutput]] = defaultdict(list)
+    for request in requests:
+        engine.add_request(request)
+    for _ in range(1000):
+        if not engine.has_unfinished():
+            return outputs
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    raise AssertionError("the loop hangs")
+
+
+def run_one(engine: Engine, **params: Any) -> list[RequestOutput]:
+    return run(engine, make_request(**params))["a"]
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def test_an_answer_ends_at_max_tokens() -> None:
+    engine, _, cache = make_engine()
+    outputs = run_one(engine, max_tokens=4)
+    assert tokens_of(outputs) == answer_alone(PROMPT, 4)
+    assert "".join(output.text for output in outputs) == "".join(
+        f"{token} " for token in answer_alone(PROMPT, 4)
+    )
+    assert [output.finish_reason for output in outputs] == [None, None, None, "length"]
+    assert outputs[-1].num_prompt_tokens == 5
+    assert cache.num_free_blocks == cache.num_blocks
+
+
+def test_max_tokens_none_fills_the_context() -> None:
+    engine, _, _ = make_engine(max_model_len=16)
+    assert len(tokens_of(run_one(engine, max_tokens=None))) == 11
+
+
+def test_an_eos_token_ends_the_answer_and_leaves_no_text() -> None:
+    eos = answer_alone(PROMPT, 3)[2]
+    engine, _, _ = make_engine(eos_token_ids=[eos])
+    outputs = run_one(engine, max_tokens=9)
+    assert tokens_of(outputs) == answer_alone(PROMPT, 3)
+    last = outputs[-1]
+    assert (last.text, last.finish_reason, last.stop_reason) == ("", "stop", None)
+
+
+def test_ignore_eos_goes_on() -> None:
+    eos = answer_alone(PROMPT, 3)[2]
+    engine, _, _ = make_engine(eos_token_ids=[eos])
+    assert len(tokens_of(run_one(engine, max_tokens=9, ignore_eos=True))) == 9
+
+
+def test_a_stop_token_is_named_as_the_reason() -> None:
+    stop = answer_alone(PROMPT, 2)[1]
+    engine, _, _ = make_engine()
+    last = run_one(engine, max_tokens=9, stop_token_ids=(stop,))[-1]
+    assert (last.finish_reason, last.stop_reason) == ("stop", stop)
+
+
+def test_min_tokens_puts_the_end_off() -> None:
+    eos = answer_alone(PROMPT, 3)[2]
+    engine, _, _ = make_engine(eos_token_ids=[eos])
+    outputs = run_one(engine, max_tokens=9, min_tokens=3)
+    assert tokens_of(outputs)[:2] == answer_alone(PROMPT, 2)
+    assert tokens_of(outputs)[2] == (eos + 1) % VOCAB_SIZE
+
+
+def test_a_stop_string_ends_the_answer_and_wins_over_the_length() -> None:
+    stop = f"{answer_alone(PROMPT, 3)[2]} "
+    engine, _, cache = make_engine()
+    last = run_one(engine, max_tokens=3, stop=(stop,))[-1]
+    assert (last.text, last.finish_reason, last.stop_reason) == ("", "stop", stop)
+    assert cache.num_free_blocks == cache.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (make_request(prompt=[]), "at least one token"),
+        (make_request(prompt=[1, VOCAB_SIZE]), "token id 97; ids are from 0 to 96"),
+        (make_request(prompt=[1, -3]), "token id -3"),
+        (make_request(prompt=[1, 2**70]), "must be integers"),
+        (make_request(prompt=[1.5]), "must be integers"),
+        (make_request(prompt=[True]), "must be integers"),
+        (make_request(prompt=[[1], [2, 3]]), "must be integers"),
+        (make_request(logit_bias={VOCAB_SIZE: 1.0}), "logit_bias holds the token id 97"),
+        (make_request(max_tokens=200), "context length is 128 tokens"),
+    ],
+)
+def test_wrong_requests_are_refused_at_once(request_: Request, message: str) -> None:
+    engine, _, _ = make_engine()
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        engine.add_request(request_)
+    assert caught.value.param in ("prompt", "logit_bias", "max_tokens")
+    assert not engine.has_unfinished()
+
+
+def test_an_id_in_use_is_refused_and_the_first_request_goes_on() -> None:
+    engine, _, _ = make_engine()
+    engine.add_request(make_request())
+    with pytest.raises(InvalidRequestError, match="'a' is in use"):
+        engine.add_request(make_request(prompt=[9]))
+    assert tokens_of([output for _ in range(4) for output in engine.step()]) == answer_alone(
+        PROMPT, 4
+    )
+
+
+def test_a_request_too_large_for_the_pool_says_so() -> None:
+    engine, _, _ = make_engine(num_blocks=3)
+    with pytest.raises(RequestTooLargeError, match="needs up to 3 KV cache blocks"):
+        engine.add_request(make_request(max_tokens=8))
+
+
+def test_abort_frees_running_and_waiting_requests() -> None:
+    engine, _, cache = make_engine(max_num_seqs=1)
+    engine.add_request(make_request("a", max_tokens=50))
+    engine.add_request(make_request("b", max_tokens=50))
+    engine.step()
+    ended = engine.abort(["a", "b", "nobody"])
+    assert [(output.request_id, output.finish_reason) for output in ended] == [
+        ("a", "abort"),
+        ("b", "abort"),
+    ]
+    assert not engine.has_unfinished()
+    assert cache.num_free_blocks == cache.num_blocks
+
+
+def test_an_unusable_row_fails_its_request_alone() -> None:
+    engine, runner, cache = make_engine()
+    runner.broken_tokens = {50}
+    outputs = run(
+        engine, make_request("bad", [50, 1, 2]), make_request("good", PROMPT, max_tokens=3)
+    )
+    assert [(output.finish_reason, output.error) for output in outputs["bad"]] == [
+        ("error", "broken")
+    ]
+    assert tokens_of(outputs["good"]) == answer_alone(PROMPT, 3)
+    assert cache.num_free_blocks == cache.num_blocks
+
+
+def test_a_failing_detokenizer_fails_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(IdText):
+        def push(self, token_ids: Any, *, ended_by_token: bool = False) -> str:
+            raise RuntimeError("no such byte")
+
+    def make(params: SamplingParams) -> IdText:
+        return Broken(params) if params.max_tokens == 7 else IdText(params)
+
+    engine, _, cache = make_engine(make_detokenizer=make)
+    with caplog.at_level(logging.CRITICAL):
+        outputs = run(engine, make_request("bad", max_tokens=7), make_request("good", [9, 8]))
+    assert [output.error for output in outputs["bad"]] == ["RuntimeError('no such byte')"]
+    assert tokens_of(outputs["good"]) == answer_alone([9, 8], 4)
+    assert cache.num_free_blocks == cache.num_blocks
+
+
+def test_a_failed_step_ends_its_requests_and_the_engine_serves_on() -> None:
+    engine, runner, cache = make_engine()
+    runner.failures = [RuntimeError("no memory")]
+    (failed,) = run_one(engine)
+    assert (failed.finish_reason, failed.error) == ("error", "RuntimeError('no memory')")
+    assert cache.num_free_blocks == cache.num_blocks
+    assert tokens_of(run_one(engine)) == answer_alone(PROMPT, 4)
+
+
+def test_a_failed_step_publishes_nothing() -> None:
+    engine, runner, _ = make_engine()
+    runner.failures = [RuntimeError("no memory")]
+    run_one(engine)
+    assert run_one(engine)[0].num_cached_tokens == 0
+
+
+def test_steps_that_keep_failing_kill_the_engine() -> None:
+    engine, runner, _ = make_engine()
+    runner.failures = [RuntimeError("device lost") for _ in range(9)]
+    run_one(engine)
+    run_one(engine)
+    with pytest.raises(EngineDeadError, match=r"3 steps failed.*device lost"):
+        run_one(engine)
+
+
+def test_prompt_logprobs_come_with_the_first_token() -> None:
+    engine, _, _ = make_engine(max_num_batched_tokens=8)
+    prompt = list(range(20))
+    first, second = run_one(engine, prompt=prompt, prompt_logprobs=0, max_tokens=2)
+    assert first.prompt_logprobs is not None
+    assert first.prompt_logprobs[0] is None
+    known = [
+        (logprobs.token_id, logprobs.logprob) for logprobs in first.prompt_logprobs[1:] if logprobs
+    ]
+    assert known == [(t, -float(next_token(prompt[:t]))) for t in prompt[1:]]
+    assert second.prompt_logprobs is None
+
+
+def test_prompt_logprobs_are_the_same_after_a_preemption() -> None:
+    engine, _, _ = make_engine(num_blocks=13, max_model_len=48, max_num_batched_tokens=8)
+    prompt = list(range(20))
+    old = make_request("old", list(range(40, 60)), max_tokens=20)
+    new = make_request("new", prompt, prompt_logprobs=0, max_tokens=20)
+    outputs = run(engine, old, new)
+    assert engine.metrics.registry.get_sample_value("prefixcache:num_preemptions_total")
+    first = outputs["new"][0].prompt_logprobs
+    assert first is not None
+    assert [logprobs.token_id for logprobs in first[1:] if logprobs] == prompt[1:]
+    assert tokens_of(outputs["new"]) == answer_alone(prompt, 20)
+
+
+def test_unseeded_requests_take_their_seeds_from_the_engines() -> None:
+    def seeds(engine_seed: int) -> list[int]:
+        engine, runner, _ = make_engine(seed=engine_seed)
+        run(engine, make_request("a"), make_request("b"), make_request("c", seed=5))
+        return [s.sampling.seed for s in runner.plans[0].sequences if s.sampling]
+
+    assert seeds(1) == seeds(1)
+    assert seeds(1)[:2] != seeds(2)[:2]
+    assert len(set(seeds(1))) == 3
+    assert seeds(1)[2] == 5
+
+
+def test_metrics_count_what_happened() -> None:
+    engine, _, _ = make_engine()
+    run(engine, make_request("a", range(18), max_tokens=3))
+    run(engine, make_request("b", range(18), max_tokens=2))
+    value = engine.metrics.registry.get_sample_value
+    expected = {
+        "prompt_tokens_total": 36,
+        "generation_tokens_total": 5,
+        "prefix_cache_queries_total": 36,
+        "prefix_cache_hits_total": 16,
+        "num_requests_running": 0,
+        "num_requests_waiting": 0,
+        "kv_cache_usage_perc": 0,
+        "num_preemptions_total": 0,
+        "time_to_first_token_seconds_count": 2,
+        "inter_token_latency_seconds_count": 3,
+        "e2e_request_latency_seconds_count": 2,
+        "iteration_tokens_total_sum": 18 + 1 + 1 + 2 + 1,
+        "step_overhead_seconds_count": 5,
+    }
+    assert {name: value(f"prefixcache:{name}") for name in expected} == expected
+    assert value("prefixcache:request_success_total", {"finished_reason": "length"}) == 2
+
+
+def test_metrics_show_running_and_waiting_requests() -> None:
+    engine, _, _ = make_engine(max_num_seqs=1, num_blocks=11)
+    engine.add_request(make_request("a", range(8), max_tokens=20))
+    engine.add_request(make_request("b", range(8), max_tokens=20))
+    engine.step()
+    value = engine.metrics.registry.get_sample_value
+    assert value("prefixcache:num_requests_running") == 1
+    assert value("prefixcache:num_requests_waiting") == 1
+    assert value("prefixcache:kv_cache_usage_perc") == pytest.approx(0.2)
+
+
+def test_reset_prefix_cache_forgets_and_running_requests_go_on() -> None:
+    engine, _, cache = make_engine()
+    engine.add_request(make_request("a", range(16), max_tokens=8))
+    first = tokens_of(engine.step())
+    engine.control.reset_prefix_cache()
+    outputs = run(engine, make_request("b", range(17), max_tokens=2))
+    assert outputs["b"][0].num_cached_tokens == 0
+    assert first + tokens_of(outputs["a"]) == answer_alone(range(16), 8)
+    assert cache.num_free_blocks == cache.num_blocks

@@ -1,4 +1,4 @@
-"""The Rust core: block pool, prefix index, block tables.
+"""The Rust core: block pool, prefix index, block tables, and the CPU's kernels.
 
 A number that is negative or out of its range raises ValueError; misuse (a released sequence, the
 sequence of another cache, a sequence that two calls use at once, a closed cache) RuntimeError; a
@@ -13,7 +13,16 @@ from typing import Any, Literal, Protocol, TypeAlias, final, type_check_only
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BlockHashes", "BlockPool", "PrefixCache", "Sequence"]
+__all__ = [
+    "BlockHashes",
+    "BlockPool",
+    "Cpu",
+    "PackedLinear",
+    "PagedAttention",
+    "PrefixCache",
+    "RowOps",
+    "Sequence",
+]
 
 @type_check_only
 class _SupportsArray(Protocol):
@@ -277,3 +286,149 @@ class BlockPool:
         """Lifetime counts, and blocks by state, as those of `PrefixCache` without its tokens."""
     def validate(self) -> None:
         """Check every invariant of the pool; RuntimeError names the broken one."""
+
+_KernelDType: TypeAlias = Literal["bfloat16", "float32"]
+
+# The kernels take tensors as addresses (`Tensor.data_ptr()`): the caller vouches for their type,
+# their size, and that they outlive the call. Strides count numbers, and numbers of a row are
+# adjacent; "dense" means that rows follow each other without gaps. The interpreter is released.
+
+@final
+class Cpu:
+    """The threads and the instruction set that kernels run with.
+
+    Results are the same, bit for bit, at any number of threads; between instruction sets they are
+    not.
+    """
+
+    def __new__(cls, threads: int, instructions: str | None = None) -> Cpu:
+        """`threads` threads, the caller's among them; the best instructions, or those named."""
+    @property
+    def threads(self) -> int:
+        """Threads that share a computation."""
+    @property
+    def instructions(self) -> str:
+        """Name of the instruction set in use."""
+    @staticmethod
+    def available_instructions() -> list[str]:
+        """Names of the instruction sets that this processor has, the slowest first."""
+
+@final
+class PackedLinear:
+    """A linear layer, its weight packed for the kernels of the CPU."""
+
+    def __new__(
+        cls, inputs: int, outputs: int, dtype: _KernelDType, *, bias: bool = False
+    ) -> PackedLinear:
+        """A layer of zeros; `inputs` is even for bfloat16."""
+    def copy_rows(self, start: int, address: int, rows: int) -> None:
+        """Write `rows` rows of the weight, from output `start` on, from dense numbers."""
+    def copy_bias(self, start: int, address: int, count: int) -> None:
+        """Write `count` biases, from output `start` on; ValueError where the layer has none."""
+    def forward(
+        self,
+        cpu: Cpu,
+        x: int,
+        rows: int,
+        x_stride: int,
+        out: int,
+        residual: int = 0,
+        *,
+        wide_out: bool = False,
+    ) -> None:
+        """Write x W^T + bias + residual, rounded once, to `out`; a residual of 0 is none.
+
+        `out` and the residual are dense, of the layer's type; float32 with `wide_out`.
+        """
+
+@final
+class RowOps:
+    """Norms, gates and rotary positions, row by row, of tensors of one type."""
+
+    def __new__(cls, cpu: Cpu, dtype: _KernelDType) -> RowOps: ...
+    def rms_norm(
+        self,
+        x: int,
+        rows: int,
+        width: int,
+        x_stride: int,
+        weight: int,
+        weight_width: int,
+        group: int,
+        eps: float,
+        out: int,
+    ) -> None:
+        """Write x / sqrt(mean(x^2) + eps) * weight, for each `group` numbers of a row.
+
+        `weight_width` is a multiple of `group` and divides `width`: the weight repeats along a row.
+        `out` is dense.
+        """
+    def gated(
+        self,
+        gate: Literal["silu", "gelu_tanh"],
+        x: int,
+        rows: int,
+        width: int,
+        x_stride: int,
+        out: int,
+    ) -> None:
+        """Write gate(x[:width]) * x[width:] for rows of 2 * width numbers; `out` is dense."""
+    def rotate(
+        self,
+        cos: int,
+        sin: int,
+        half: int,
+        x: int,
+        rows: int,
+        width: int,
+        x_stride: int,
+        out: int,
+    ) -> None:
+        """Write the heads of 2 * half numbers, turned by the angles of their row.
+
+        `cos` and `sin` are float32, `half` numbers a row; they and `out` are dense.
+        """
+
+@final
+class PagedAttention:
+    """Attention over paged keys and values, on the CPU."""
+
+    def __new__(
+        cls,
+        cpu: Cpu,
+        dtype: _KernelDType,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        *,
+        window_left: int | None = None,
+        softcap: float | None = None,
+    ) -> PagedAttention:
+        """Position i sees keys from i - window_left; `head_dim` is a multiple of 16 up to 512."""
+    def plan(
+        self,
+        num_pages: int,
+        block_size: int,
+        qo_indptr: npt.NDArray[np.int32],
+        kv_indptr: npt.NDArray[np.int32],
+        kv_indices: npt.NDArray[np.int32],
+        last_page_len: npt.NDArray[np.int32],
+        slot_mapping: npt.NDArray[np.int64],
+    ) -> None:
+        """Take and check the block tables of a step over a cache [num_pages, 2, block_size, K, D].
+
+        The queries of sequence s, rows `qo_indptr[s]:qo_indptr[s + 1]`, are its last tokens.
+        """
+    def run(
+        self,
+        cache: int,
+        queries: int,
+        query_stride: int,
+        keys: int,
+        key_stride: int,
+        values: int,
+        value_stride: int,
+        out: int,
+    ) -> None:
+        """Write the step's keys and values to their slots, then attend; `out` is dense."""

@@ -5,25 +5,37 @@
 #![warn(missing_docs)]
 
 mod arguments;
+mod attention;
 mod block_hashes;
 mod block_pool;
+mod cpu;
 mod errors;
 mod exclusive;
+mod linear;
 mod prefix_cache;
+mod rowwise;
 mod sequence;
 mod tokens;
 
 use pyo3::prelude::*;
 
-/// The Rust core: block pool, prefix index, block tables.
+/// The Rust core: block pool, prefix index, block tables, and the CPU's kernels.
 #[pymodule]
 mod _core {
+    #[pymodule_export]
+    use crate::attention::PagedAttention;
     #[pymodule_export]
     use crate::block_hashes::BlockHashes;
     #[pymodule_export]
     use crate::block_pool::BlockPool;
     #[pymodule_export]
+    use crate::cpu::Cpu;
+    #[pymodule_export]
+    use crate::linear::PackedLinear;
+    #[pymodule_export]
     use crate::prefix_cache::PrefixCache;
+    #[pymodule_export]
+    use crate::rowwise::RowOps;
     #[pymodule_export]
     use crate::sequence::Sequence;
 }

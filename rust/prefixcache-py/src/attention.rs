@@ -1,0 +1,214 @@
+//! The Python class `PagedAttention`.
+
+use numpy::{PyReadonlyArray1, PyUntypedArrayMethods};
+use prefixcache_attention::{Attention, BlockTables, KvElement, Plan, append, attend};
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::cpu::{Cpu, DType, Matrix, with_dtype};
+use crate::errors::{in_use, out_of_range};
+use crate::exclusive::Exclusive;
+
+/// Attention over paged keys and values, on the CPU.
+#[pyclass(frozen, module = "prefixcache._core")]
+pub struct PagedAttention {
+    cpu: Py<Cpu>,
+    dtype: DType,
+    attention: Attention,
+    step: Exclusive<Option<Step>>,
+}
+
+/// A planned step: where its tokens stand, and where their keys and values go.
+struct Step {
+    plan: Plan,
+    slots: Vec<i64>,
+}
+
+/// The tensors of one layer.
+struct Tensors {
+    cache: Matrix,
+    queries: Matrix,
+    keys: Matrix,
+    values: Matrix,
+    out: Matrix,
+}
+
+impl Tensors {
+    /// # Safety
+    /// The addresses are those of numbers of type E, as `run` demands.
+    unsafe fn run<E: KvElement>(
+        &self,
+        cpu: &Cpu,
+        attention: &Attention,
+        step: &Step,
+    ) -> PyResult<()> {
+        // SAFETY: the caller's promise. The cache is written first, and then only read.
+        unsafe {
+            let cache = self.cache.rows_mut::<E>()?;
+            let block_size = step.plan.block_size();
+            append(
+                &cache,
+                block_size,
+                &step.slots,
+                self.keys.rows()?,
+                self.values.rows()?,
+            );
+            let (cache, queries) = (self.cache.rows::<E>()?, self.queries.rows()?);
+            attend(
+                cpu.form,
+                &cpu.team,
+                attention,
+                &step.plan,
+                cache,
+                queries,
+                &self.out.rows_mut()?,
+            );
+        }
+        Ok(())
+    }
+}
+
+fn numbers<'a, T: numpy::Element>(
+    name: &'static str,
+    array: &'a PyReadonlyArray1<'_, T>,
+) -> PyResult<&'a [T]> {
+    array
+        .as_slice()
+        .map_err(|_| out_of_range(name, "must be contiguous"))
+}
+
+fn checked_slots(slots: &[i64], limit: usize) -> PyResult<Vec<i64>> {
+    let inside = |&slot: &i64| usize::try_from(slot).is_ok_and(|slot| slot < limit);
+    match slots.iter().find(|slot| !inside(slot)) {
+        None => Ok(slots.to_vec()),
+        Some(slot) => {
+            let reason = format!("must be from 0 to {}, not {slot}", limit.saturating_sub(1));
+            Err(out_of_range("slot_mapping", reason))
+        }
+    }
+}
+
+#[pymethods]
+impl PagedAttention {
+    /// Attention of `num_heads` query heads over `num_kv_heads` heads of the cache.
+    ///
+    /// `window_left` lets position i see keys from i - window_left; `softcap` c replaces a scaled
+    /// score x by c tanh(x / c).
+    #[new]
+    #[pyo3(signature = (
+        cpu, dtype, num_heads, num_kv_heads, head_dim, scale, *, window_left=None, softcap=None
+    ))]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the constants of a model's attention"
+    )]
+    fn new(
+        cpu: Py<Cpu>,
+        dtype: &str,
+        num_heads: usize,
+        num_kv_heads: usize,
+        head_dim: usize,
+        scale: f32,
+        window_left: Option<usize>,
+        softcap: Option<f32>,
+    ) -> PyResult<Self> {
+        let mut attention = Attention::new(num_heads, num_kv_heads, head_dim, scale)
+            .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        (attention.window_left, attention.softcap) = (window_left, softcap);
+        let step = Exclusive::new(None);
+        Ok(Self {
+            cpu,
+            dtype: DType::parse(dtype)?,
+            attention,
+            step,
+        })
+    }
+
+    /// Take the block tables of a step over a cache [num_pages, 2, block_size, K, D].
+    ///
+    /// The queries of sequence s are rows `qo_indptr[s]:qo_indptr[s + 1]`, its last tokens.
+    #[expect(clippy::too_many_arguments, reason = "the arrays of a block table")]
+    fn plan(
+        &self,
+        num_pages: usize,
+        block_size: usize,
+        qo_indptr: PyReadonlyArray1<'_, i32>,
+        kv_indptr: PyReadonlyArray1<'_, i32>,
+        kv_indices: PyReadonlyArray1<'_, i32>,
+        last_page_len: PyReadonlyArray1<'_, i32>,
+        slot_mapping: PyReadonlyArray1<'_, i64>,
+    ) -> PyResult<()> {
+        if block_size == 0 {
+            return Err(out_of_range("block_size", "must be positive"));
+        }
+        let tables = BlockTables {
+            qo_indptr: numbers("qo_indptr", &qo_indptr)?,
+            kv_indptr: numbers("kv_indptr", &kv_indptr)?,
+            kv_indices: numbers("kv_indices", &kv_indices)?,
+            last_page_len: numbers("last_page_len", &last_page_len)?,
+        };
+        let group = self.attention.heads() / self.attention.kv_heads();
+        let plan = Plan::new(tables, num_pages, block_size, group)
+            .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        if slot_mapping.len() != plan.num_queries() {
+            let reason = format!("must have {} slots, one a query", plan.num_queries());
+            return Err(out_of_range("slot_mapping", reason));
+        }
+        let slots = checked_slots(
+            numbers("slot_mapping", &slot_mapping)?,
+            num_pages * block_size,
+        )?;
+        *self.step.try_use().ok_or_else(|| in_use("the attention"))? = Some(Step { plan, slots });
+        Ok(())
+    }
+
+    /// Write the step's keys and values to their slots in `cache`, then attend; to `out`, dense.
+    ///
+    /// Rows of `queries` [T, H * D], `keys` and `values` [T, K * D] stand every so many numbers.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "addresses and strides of five tensors"
+    )]
+    fn run(
+        &self,
+        py: Python<'_>,
+        cache: usize,
+        queries: usize,
+        query_stride: usize,
+        keys: usize,
+        key_stride: usize,
+        values: usize,
+        value_stride: usize,
+        out: usize,
+    ) -> PyResult<()> {
+        let step = self.step.try_use().ok_or_else(|| in_use("the attention"))?;
+        let step = step
+            .as_ref()
+            .ok_or_else(|| PyRuntimeError::new_err("no step is planned"))?;
+        let (rows, dims) = (step.plan.num_queries(), self.attention.head_dim());
+        let (width, kv_width) = (
+            self.attention.heads() * dims,
+            self.attention.kv_heads() * dims,
+        );
+        let cache_rows = step.plan.num_pages() * 2 * step.plan.block_size();
+        let of = |name, address, width, stride| Matrix {
+            name,
+            address,
+            rows,
+            width,
+            stride,
+        };
+        let tensors = Tensors {
+            cache: Matrix::dense("cache", cache, cache_rows, kv_width),
+            queries: of("queries", queries, width, query_stride),
+            keys: of("keys", keys, kv_width, key_stride),
+            values: of("values", values, kv_width, value_stride),
+            out: of("out", out, width, width),
+        };
+        let cpu = self.cpu.get();
+        // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
+        py.detach(|| unsafe {
+            with_dtype!(self.dtype, E => tensors.run::<E>(cpu, &self.attention, step))
+        })
+    }
+}

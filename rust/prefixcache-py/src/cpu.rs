@@ -1,0 +1,162 @@
+//! The Python class `Cpu`, and tensors that come as addresses.
+
+use prefixcache_cpu::{Bf16, Element, Form, Rows, RowsMut, Team};
+use pyo3::prelude::*;
+
+use crate::arguments::number;
+use crate::errors::out_of_range;
+
+/// The threads and the instruction set that kernels run with.
+#[pyclass(frozen, module = "prefixcache._core")]
+pub struct Cpu {
+    pub form: Form,
+    pub team: Team,
+}
+
+#[pymethods]
+impl Cpu {
+    /// `threads` threads, the caller's among them; the processor's best instructions, or those named.
+    #[new]
+    #[pyo3(signature = (threads, instructions=None))]
+    fn new(threads: &Bound<'_, PyAny>, instructions: Option<&str>) -> PyResult<Self> {
+        let threads: usize = number("threads", threads)?;
+        if !(1..=1024).contains(&threads) {
+            return Err(out_of_range(
+                "threads",
+                format!("must be from 1 to 1024, not {threads}"),
+            ));
+        }
+        let form = match instructions {
+            None => Form::detect(),
+            Some(name) => name
+                .parse()
+                .map_err(|error: prefixcache_cpu::form::UnknownForm| {
+                    out_of_range("instructions", error.to_string())
+                })?,
+        };
+        Ok(Self {
+            form,
+            team: Team::new(threads),
+        })
+    }
+
+    /// Threads that share a computation.
+    #[getter]
+    fn threads(&self) -> usize {
+        self.team.threads()
+    }
+
+    /// Name of the instruction set in use.
+    #[getter]
+    fn instructions(&self) -> &'static str {
+        self.form.name()
+    }
+
+    /// Names of the instruction sets that this processor has, the slowest first.
+    #[staticmethod]
+    fn available_instructions() -> Vec<&'static str> {
+        Form::available().into_iter().map(Form::name).collect()
+    }
+}
+
+/// The number type of a tensor.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum DType {
+    Bf16,
+    F32,
+}
+
+impl DType {
+    pub fn parse(name: &str) -> PyResult<Self> {
+        match name {
+            "bfloat16" => Ok(Self::Bf16),
+            "float32" => Ok(Self::F32),
+            other => {
+                let reason = format!("must be \"bfloat16\" or \"float32\", not {other:?}");
+                Err(out_of_range("dtype", reason))
+            }
+        }
+    }
+}
+
+/// Evaluates an expression with `$element` as the Rust type of a [`DType`].
+macro_rules! with_dtype {
+    ($dtype:expr, $element:ident => $body:expr) => {
+        match $dtype {
+            $crate::cpu::DType::Bf16 => {
+                type $element = prefixcache_cpu::Bf16;
+                $body
+            }
+            $crate::cpu::DType::F32 => {
+                type $element = f32;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_dtype;
+
+/// A matrix at an address: `rows` rows, one every `stride` numbers.
+#[derive(Clone, Copy)]
+pub struct Matrix {
+    pub name: &'static str,
+    pub address: usize,
+    pub rows: usize,
+    pub width: usize,
+    pub stride: usize,
+}
+
+impl Matrix {
+    /// Rows that follow each other without gaps.
+    pub fn dense(name: &'static str, address: usize, rows: usize, width: usize) -> Self {
+        Self {
+            name,
+            address,
+            rows,
+            width,
+            stride: width,
+        }
+    }
+
+    fn checked<E: Element>(&self) -> PyResult<*mut E> {
+        let empty = self.rows * self.width == 0;
+        if !empty && (self.address == 0 || !self.address.is_multiple_of(align_of::<E>())) {
+            return Err(out_of_range(
+                self.name,
+                "must be the address of its numbers",
+            ));
+        }
+        if self.rows > 1 && self.stride < self.width {
+            return Err(out_of_range(self.name, "must not have rows that overlap"));
+        }
+        let start: *mut E = std::ptr::with_exposed_provenance_mut(self.address);
+        Ok(if empty {
+            std::ptr::NonNull::dangling().as_ptr()
+        } else {
+            start
+        })
+    }
+
+    /// The matrix, to read.
+    ///
+    /// # Safety
+    /// Numbers of this type stand there while `'a` lasts, and nobody writes to them.
+    pub unsafe fn rows<'a, E: Element>(&self) -> PyResult<Rows<'a, E>> {
+        let start = self.checked::<E>()?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { Rows::from_raw(start, self.rows, self.width, self.stride) })
+    }
+
+    /// The matrix, to write.
+    ///
+    /// # Safety
+    /// Numbers of this type stand there while `'a` lasts, and nobody else uses them.
+    pub unsafe fn rows_mut<'a, E: Element>(&self) -> PyResult<RowsMut<'a, E>> {
+        let start = self.checked::<E>()?;
+        // SAFETY: the caller's promise; rows do not overlap.
+        Ok(unsafe { RowsMut::from_raw(start, self.rows, self.width, self.stride) })
+    }
+}
+
+/// Bfloat16 is two bytes, as torch has it.
+const _: () = assert!(size_of::<Bf16>() == 2);

@@ -1,0 +1,179 @@
+//! The Python class `PackedLinear`.
+
+use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use prefixcache_cpu::{Bf16, Element};
+use prefixcache_ops as ops;
+use pyo3::prelude::*;
+
+use crate::cpu::{Cpu, DType, Matrix};
+use crate::errors::{in_use, out_of_range};
+
+/// A linear layer, its weight packed for the kernels of the CPU.
+#[pyclass(frozen, module = "prefixcache._core")]
+pub struct PackedLinear {
+    layer: RwLock<Layer>,
+    inputs: usize,
+    outputs: usize,
+}
+
+enum Layer {
+    Bf16(ops::PackedLinear<Bf16>),
+    F32(ops::PackedLinear<f32>),
+}
+
+impl PackedLinear {
+    fn read(&self) -> PyResult<RwLockReadGuard<'_, Layer>> {
+        self.layer.try_read().map_err(|_| in_use("the layer"))
+    }
+
+    fn write(&self) -> PyResult<RwLockWriteGuard<'_, Layer>> {
+        self.layer.try_write().map_err(|_| in_use("the layer"))
+    }
+
+    fn check_outputs(&self, start: usize, count: usize) -> PyResult<()> {
+        match start
+            .checked_add(count)
+            .is_some_and(|end| end <= self.outputs)
+        {
+            true => Ok(()),
+            false => {
+                let reason = format!("must leave room for {count} of {} outputs", self.outputs);
+                Err(out_of_range("start", reason))
+            }
+        }
+    }
+}
+
+/// Where the rows of a product are.
+struct Product {
+    x: Matrix,
+    residual: Option<Matrix>,
+    out: Matrix,
+}
+
+impl Product {
+    /// # Safety
+    /// The addresses are those of numbers of these types, as `forward` demands.
+    unsafe fn run<E: Element, O: Element>(
+        &self,
+        layer: &ops::PackedLinear<E>,
+        cpu: &Cpu,
+    ) -> PyResult<()> {
+        // SAFETY: the caller's promise.
+        let (x, residual, out) = unsafe {
+            let residual = self.residual.map(|residual| residual.rows()).transpose()?;
+            (self.x.rows()?, residual, self.out.rows_mut::<O>()?)
+        };
+        layer.forward(cpu.form, &cpu.team, x, residual, &out);
+        Ok(())
+    }
+}
+
+#[pymethods]
+impl PackedLinear {
+    /// A layer of zeros from `inputs` to `outputs` numbers of type "bfloat16" or "float32".
+    #[new]
+    #[pyo3(signature = (inputs, outputs, dtype, *, bias=false))]
+    fn new(inputs: usize, outputs: usize, dtype: &str, bias: bool) -> PyResult<Self> {
+        let dtype = DType::parse(dtype)?;
+        let per_word = if dtype == DType::Bf16 { 2 } else { 1 };
+        if inputs == 0 || !inputs.is_multiple_of(per_word) {
+            return Err(out_of_range(
+                "inputs",
+                "must be positive, and even for bfloat16",
+            ));
+        }
+        let layer = match dtype {
+            DType::Bf16 => Layer::Bf16(ops::PackedLinear::zeroed(inputs, outputs, bias)),
+            DType::F32 => Layer::F32(ops::PackedLinear::zeroed(inputs, outputs, bias)),
+        };
+        Ok(Self {
+            layer: RwLock::new(layer),
+            inputs,
+            outputs,
+        })
+    }
+
+    /// Write `rows` rows of the weight, from output `start` on, from dense numbers at an address.
+    fn copy_rows(&self, start: usize, address: usize, rows: usize) -> PyResult<()> {
+        self.check_outputs(start, rows)?;
+        let weight = Matrix::dense("address", address, rows, self.inputs);
+        // SAFETY: the caller gives the address of a weight of the layer's type, and keeps it.
+        unsafe {
+            match &mut *self.write()? {
+                Layer::Bf16(layer) => layer.copy_rows(start, weight.rows()?),
+                Layer::F32(layer) => layer.copy_rows(start, weight.rows()?),
+            }
+        }
+        Ok(())
+    }
+
+    /// Write `count` biases, from output `start` on, from dense numbers at an address.
+    fn copy_bias(&self, start: usize, address: usize, count: usize) -> PyResult<()> {
+        self.check_outputs(start, count)?;
+        let bias = Matrix::dense("address", address, 1, count);
+        let mut layer = self.write()?;
+        let with_bias = match &*layer {
+            Layer::Bf16(layer) => layer.has_bias(),
+            Layer::F32(layer) => layer.has_bias(),
+        };
+        if !with_bias {
+            return Err(out_of_range(
+                "bias",
+                "cannot be written: the layer has none",
+            ));
+        }
+        // SAFETY: the caller gives the address of biases of the layer's type, and keeps them.
+        unsafe {
+            match &mut *layer {
+                Layer::Bf16(layer) => layer.copy_bias(start, bias.rows()?.row(0)),
+                Layer::F32(layer) => layer.copy_bias(start, bias.rows()?.row(0)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Write x W^T + bias + residual for `rows` rows to `out`, dense; a residual of 0 is none.
+    ///
+    /// x has a row every `x_stride` numbers; `out` and the residual are dense. They are of the
+    /// layer's type, but for a bfloat16 layer with `wide_out`, whose `out` and residual are float32.
+    #[pyo3(signature = (cpu, x, rows, x_stride, out, residual=0, *, wide_out=false))]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "addresses and sizes of three tensors"
+    )]
+    fn forward(
+        &self,
+        py: Python<'_>,
+        cpu: &Cpu,
+        x: usize,
+        rows: usize,
+        x_stride: usize,
+        out: usize,
+        residual: usize,
+        wide_out: bool,
+    ) -> PyResult<()> {
+        let dense = |name, address| Matrix::dense(name, address, rows, self.outputs);
+        let product = Product {
+            x: Matrix {
+                name: "x",
+                address: x,
+                rows,
+                width: self.inputs,
+                stride: x_stride,
+            },
+            residual: (residual != 0).then(|| dense("residual", residual)),
+            out: dense("out", out),
+        };
+        let layer = self.read()?;
+        // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
+        py.detach(|| unsafe {
+            match &*layer {
+                Layer::Bf16(layer) if wide_out => product.run::<Bf16, f32>(layer, cpu),
+                Layer::Bf16(layer) => product.run::<Bf16, Bf16>(layer, cpu),
+                Layer::F32(layer) => product.run::<f32, f32>(layer, cpu),
+            }
+        })
+    }
+}

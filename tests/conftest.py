@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tiny_models import make_checkpoint
+
+# Tiny models gain nothing from threads, and on a busy machine lose much to their waiting.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

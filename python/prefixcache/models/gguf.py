@@ -1,7 +1,7 @@
 """GGUF files, converted once into a folder as Hugging Face lays it out.
 
-Quantized tensors are stored as float16: eight times finer than bfloat16, and a hundred times finer
-than the quantization itself. Tensors that were not quantized keep their type.
+Quantized tensors are stored as float16, whose rounding is far below the quantization's own error.
+Tensors that were not quantized keep their type.
 """
 
 from __future__ import annotations

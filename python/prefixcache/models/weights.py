@@ -79,7 +79,7 @@ def copy_into(slots: Slots, tensors: Iterable[NamedTensor]) -> set[str]:
 def _checkpoint_files(folder: Path) -> list[Path]:
     index = folder / _INDEX_FILE
     if index.is_file():
-        files = [folder / name for name in sorted(set(_weight_map(index).values()))]
+        files = [_beside(index, name) for name in sorted(set(_weight_map(index).values()))]
     else:
         files = [folder / _SINGLE_FILE]
     for file in files:
@@ -93,6 +93,12 @@ def _weight_map(index: Path) -> dict[str, str]:
         return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelLoadError(f"Cannot read {index}: {error!r}") from error
+
+
+def _beside(index: Path, name: str) -> Path:
+    if Path(name).name != name:
+        raise ModelLoadError(f"{index} names {name}, not a file of its folder.")
+    return index.with_name(name)
 
 
 def _read(files: list[Path], device: torch.device) -> Iterator[NamedTensor]:

@@ -1,0 +1,87 @@
+"""How many blocks fit, and errors with the numbers when they do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from prefixcache.attention.base import AttentionSpec
+from prefixcache.attention.registry import make_attention
+from prefixcache.config import CacheConfig, ModelConfig
+from prefixcache.exceptions import OutOfMemoryError
+from prefixcache.kv.specs import KVGroup, kv_groups
+from prefixcache.kv.tensors import allocate_kv, available_memory, choose_num_blocks
+
+CPU = torch.device("cpu")
+GROUP = KVGroup(layers=(0, 1, 2), num_kv_heads=2, head_dim=16)
+BLOCK_BYTES = 3 * 2 * 16 * 2 * 16 * 4
+
+
+def allocate(num_blocks: int) -> list[torch.Tensor]:
+    spec = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=16, scale=1.0)
+    return allocate_kv(
+        GROUP,
+        make_attention("torch", spec),
+        num_blocks=num_blocks,
+        block_size=16,
+        dtype=torch.float32,
+        device=CPU,
+    )
+
+
+def choose(cache: CacheConfig) -> int:
+    return choose_num_blocks(cache, [GROUP], torch.float32, CPU)
+
+
+def test_one_tensor_a_layer() -> None:
+    tensors = allocate(5)
+    assert [tensor.shape for tensor in tensors] == [(5, 2, 16, 2, 16)] * 3
+    assert sum(tensor.nbytes for tensor in tensors) == 5 * BLOCK_BYTES
+
+
+def test_more_than_the_free_memory_is_refused_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("prefixcache.kv.tensors.available_memory", lambda device: 4 << 20)
+    with pytest.raises(OutOfMemoryError, match=r"1024 blocks.* 12 MiB, but only 4 MiB"):
+        allocate(1024)
+
+
+def test_asked_sizes_are_taken_at_their_word() -> None:
+    assert choose(CacheConfig(num_blocks=77)) == 77
+    assert choose(CacheConfig(kv_cache_memory=10 * BLOCK_BYTES + 1)) == 10
+
+
+def test_without_a_size_half_of_the_free_memory_but_not_more_than_4_gib(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = "prefixcache.kv.tensors.available_memory"
+    monkeypatch.setattr(free, lambda device: 1 << 30)
+    assert choose(CacheConfig()) == (1 << 29) // BLOCK_BYTES
+    monkeypatch.setattr(free, lambda device: 1 << 40)
+    assert choose(CacheConfig()) == (4 << 30) // BLOCK_BYTES
+
+
+def test_a_memory_limit_below_two_blocks_is_refused() -> None:
+    with pytest.raises(OutOfMemoryError, match=f"2 blocks of {BLOCK_BYTES} bytes"):
+        choose(CacheConfig(kv_cache_memory=2 * BLOCK_BYTES - 1))
+
+
+def test_free_memory_is_that_of_the_machine_or_less() -> None:
+    assert 0 < available_memory(CPU) < 1 << 50
+
+
+def test_a_model_of_full_attention_is_one_group() -> None:
+    model = ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=8,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+    )
+    assert kv_groups(model) == (GROUP,)
+    assert GROUP.bytes_per_block(16, 4) == BLOCK_BYTES

@@ -1,0 +1,125 @@
+"""Broken checkpoints: the error names the tensor and the file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from prefixcache.config import ModelConfig
+from prefixcache.exceptions import ModelLoadError
+from prefixcache.models.llama import LlamaModel
+from prefixcache.models.registry import load_model
+from prefixcache.models.weights import NamedTensor
+from tiny_models import edit_config
+
+TinyCheckpoint = Callable[..., Path]
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def folder(tiny_checkpoint: TinyCheckpoint, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_checkpoint("smollm2"), tmp_path / "model"))
+
+
+@pytest.fixture
+def sharded(tiny_checkpoint: TinyCheckpoint, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_checkpoint("llama", sharded=True), tmp_path / "model"))
+
+
+def load(folder: Path) -> LlamaModel:
+    config = ModelConfig.from_hf(folder)
+    return load_model(config, folder, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    file = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    change(tensors)
+    save_file(tensors, file)
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.pop(Q_PROJ))
+    with pytest.raises(ModelLoadError, match=f"lack {Q_PROJ}"):
+        load(folder)
+
+
+def test_many_missing_tensors_are_counted(folder: Path) -> None:
+    rewrite(folder, lambda tensors: [tensors.pop(name) for name in list(tensors)[:9]])
+    with pytest.raises(ModelLoadError, match="and 4 more"):
+        load(folder)
+
+
+def test_an_unexpected_tensor_is_named_with_its_file(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"model.extra": torch.zeros(1)}))
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors holds .* model\.extra"):
+        load(folder)
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({Q_PROJ: torch.zeros(64, 63)}))
+    with pytest.raises(ModelLoadError, match=rf"{Q_PROJ} .*\[64, 63\].*\[64, 64\]"):
+        load(folder)
+
+
+def test_a_config_of_other_sizes_than_the_weights(folder: Path) -> None:
+    edit_config(folder, intermediate_size=100)
+    with pytest.raises(ModelLoadError, match=r"down_proj.*\[64, 96\].*\[64, 100\]"):
+        load(folder)
+
+
+def test_copies_of_tied_and_rotary_tensors_are_ignored(folder: Path) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    rewrite(folder, add)
+    assert load(folder).config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("kept", [0, 4, 1000, 50_000])
+def test_a_truncated_file_is_named(folder: Path, kept: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors"):
+        load(folder)
+
+
+def test_no_weights_at_all(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors does not exist"):
+        load(folder)
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    shard = sorted(sharded.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ModelLoadError, match=shard.name):
+        load(sharded)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"weight_map": 3}', "[]"])
+def test_a_broken_index_is_named(sharded: Path, text: str) -> None:
+    (sharded / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelLoadError, match=r"index\.json"):
+        load(sharded)
+
+
+def test_an_index_must_not_lead_out_of_the_folder(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    shutil.copy(min(sharded.glob("*.safetensors")), sharded.parent / "other.safetensors")
+    index.write_text(json.dumps({"weight_map": {"x": "../other.safetensors"}}))
+    with pytest.raises(ModelLoadError, match=r"\.\./other\.safetensors, not a file of its folder"):
+        load(sharded)
+
+
+def test_replacing_an_unknown_weight_is_refused(folder: Path) -> None:
+    model = load(folder)
+    with pytest.raises(ModelLoadError, match=r"update holds an unexpected tensor nothing"):
+        model.load_weights([NamedTensor("nothing", torch.zeros(1), "update")])

@@ -138,6 +138,8 @@ class Run:
         assert len(new_plans) <= unfinished
         for plan in new_plans:
             self.check_plan(plan)
+        if not new_plans:
+            self.decoding = set()
 
     def check_plan(self, plan: StepPlan) -> None:
         assert 1 <= plan.num_tokens <= self.setup.max_num_batched_tokens

@@ -187,8 +187,8 @@ class Scheduler:
 
     def _running_chunks(self) -> list[_Chunk]:
         """Decodes first, then prompts in order, as far as the budget goes."""
-        decodes = [state for state in self._running if state.num_remaining == 1]
-        prefills = [state for state in self._running if state.num_remaining > 1]
+        decodes = [state for state in self._running if state.decodes]
+        prefills = [state for state in self._running if not state.decodes]
         budget = self._max_num_batched_tokens
         chunks: list[_Chunk] = []
         for state in itertools.chain(decodes, prefills):

@@ -60,8 +60,13 @@ class RequestState:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens known whose KV is not there. 1 for a decode."""
+        """Tokens known whose KV is not there."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all that is left to compute is the answer's last token."""
+        return self.num_remaining == 1 and bool(self.output_token_ids)
 
     @property
     def prompt_logprobs_due(self) -> bool:

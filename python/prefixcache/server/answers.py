@@ -8,12 +8,12 @@ import logging
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, Protocol
 
-from prefixcache.exceptions import PrefixCacheError
 from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.server.backend import EngineClient
-from prefixcache.server.errors import error_body
+from prefixcache.server.errors import ApiError, error_body, is_unexpected
 from prefixcache.server.protocol import StreamOptions
 from prefixcache.server.requests import Job
 
@@ -39,9 +39,10 @@ class Choice:
     stop_reason: str | int | None = None
 
     def add(self, output: RequestOutput) -> None:
-        """Takes what a step added. Raises `PrefixCacheError` when the engine failed on it."""
+        """Takes what a step added. Raises `ApiError` when the engine failed on it."""
         if output.finish_reason == "error":
-            raise GenerationError(f"The answer could not be computed: {output.error}")
+            message = f"The answer could not be computed: {output.error}"
+            raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message)
         if not self.num_tokens:
             self.num_cached_tokens = output.num_cached_tokens
             self.prompt_logprobs = output.prompt_logprobs
@@ -50,10 +51,6 @@ class Choice:
         self.logprobs.extend(output.logprobs)
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
-
-
-class GenerationError(PrefixCacheError):
-    """The engine failed on this request alone."""
 
 
 class AnswerForm(Protocol):
@@ -119,7 +116,7 @@ async def _events(
             async for payload in payloads:
                 yield event(payload)
     except Exception as error:  # the status is sent already: the error goes into the stream
-        if not isinstance(error, PrefixCacheError):
+        if is_unexpected(error):
             logger.exception("A stream failed.")
         yield event(error_body(error)[1])
     yield DONE

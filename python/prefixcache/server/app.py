@@ -28,7 +28,12 @@ def create_app(engine: EngineClient, served: ServedModel) -> FastAPI:
 
     release = package_version()
     app = FastAPI(
-        title="prefixcache", version=release, lifespan=lifespan, docs_url=None, redoc_url=None
+        title="prefixcache",
+        version=release,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
     )
     maker = JobMaker(engine=engine, served=served)
     app.include_router(completions_router(maker))

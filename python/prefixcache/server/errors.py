@@ -59,9 +59,14 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
 def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """The error as an answer; logs what nobody expected."""
     status, body = error_body(error)
-    if status == HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, PrefixCacheError):
+    if is_unexpected(error):
         logger.error("A request failed.", exc_info=error)
     return JSONResponse(body, status_code=status, headers=dict(headers or {}))
+
+
+def is_unexpected(error: Exception) -> bool:
+    """Whether clients are told nothing of the error, so that it belongs into the log."""
+    return not isinstance(error, (ApiError, InvalidRequestError, EngineDeadError))
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -1,0 +1,319 @@
+"""What clients get wrong: every answer names the field, and the server goes on serving."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from serving import MODEL, client_of, metric, serve_folder
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GOOD = {
+    COMPLETIONS: {"prompt": "hello", "max_tokens": 2},
+    CHAT: {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def app(tiny_checkpoint: Callable[..., Path]) -> Generator[Any, None, None]:
+    app, engine = serve_folder(tiny_checkpoint())
+    yield app
+    engine.close()
+
+
+@pytest.fixture
+async def client(app: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
+    async with client_of(app) as client:
+        yield client
+        for path, body in GOOD.items():
+            assert (await client.post(path, json=body)).status_code == 200
+        assert metric((await client.get("/metrics")).text, "num_requests_running") == 0
+
+
+def _error(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert "Traceback" not in error["message"]
+    return error
+
+
+BOTH = [
+    ("temperature", -0.1, "0.0"),
+    ("temperature", 100.5, "100.0"),
+    ("temperature", "hot", "number"),
+    ("temperature", True, "number"),
+    ("top_p", 0, "(0.0, 1.0]"),
+    ("top_p", 1.01, "1.0"),
+    ("top_p", [], "number"),
+    ("top_k", -2, "-1"),
+    ("top_k", 1.5, "integer"),
+    ("min_p", -0.5, "0.0"),
+    ("presence_penalty", 2.1, "2.0"),
+    ("frequency_penalty", -2.1, "-2.0"),
+    ("repetition_penalty", 0, "(0.0"),
+    ("n", 0, "1"),
+    ("n", 129, "128"),
+    ("n", True, "integer"),
+    ("seed", 2**70, "seed"),
+    ("seed", "1", "integer"),
+    ("max_tokens", 0, "1"),
+    ("max_tokens", -1, "1"),
+    ("max_tokens", 1.0, "integer"),
+    ("max_tokens", "9", "integer"),
+    ("max_tokens", False, "integer"),
+    ("max_tokens", 513, "512"),
+    ("max_tokens", 10**30, "512"),
+    ("min_tokens", -1, "0"),
+    ("min_tokens", 3, "max_tokens"),
+    ("stop", "", "empty"),
+    ("stop", ["a", ""], "empty"),
+    ("stop", 5, "string"),
+    ("stop", [1], "string"),
+    ("stop_token_ids", [999], "383"),
+    ("stop_token_ids", [-1], "383"),
+    ("stop_token_ids", ["x"], "integer"),
+    ("logit_bias", {"5": 101}, "100"),
+    ("logit_bias", {"999": 1}, "383"),
+    ("logit_bias", {"-1": 1}, "383"),
+    ("logit_bias", {"x": 1}, "token ids"),
+    ("logit_bias", {"5": "x"}, "number"),
+    ("logit_bias", [1], "dict"),
+    ("stream", "yes", "bool"),
+    ("stream", 1, "bool"),
+    ("stream_options", {"include_usage": True}, "stream"),
+    ("stream_options", 1, "StreamOptions"),
+    ("ignore_eos", 0, "bool"),
+    ("prompt_logprobs", -1, "0"),
+    ("prompt_logprobs", 21, "20"),
+    ("priority", 1.5, "integer"),
+    ("cache_salt", 1, "string"),
+    ("cache_read", "no", "bool"),
+    ("model", 3, "string"),
+    ("best_of", 2, "not supported"),
+    ("response_format", {"type": "json_object"}, "not supported"),
+    ("guided_json", {}, "not supported"),
+    ("use_beam_search", True, "not supported"),
+]
+OF_COMPLETIONS = [
+    ("prompt", None, "token ids"),
+    ("prompt", "", "at least one token"),
+    ("prompt", [], "not empty"),
+    ("prompt", [""], "at least one token"),
+    ("prompt", [[]], "at least one token"),
+    ("prompt", ["fine", []], "at least one token"),
+    ("prompt", 7, "token ids"),
+    ("prompt", {"text": "x"}, "token ids"),
+    ("prompt", [1, "x"], "[0]"),
+    ("prompt", [True, False], "[0]"),
+    ("prompt", [1.0], "[0]"),
+    ("prompt", [[1], None], "[1]"),
+    ("prompt", [-1], "383"),
+    ("prompt", [384], "383"),
+    ("prompt", [2**40], "383"),
+    ("prompt", [2**80], "integers"),
+    ("prompt", [5] * 512, "512"),
+    ("prompt", "word " * 600, "512"),
+    ("prompt", "x" * 2_000_000, "2000000"),
+    ("prompt", ["x"] * 5000, "4096"),
+    ("logprobs", 21, "20"),
+    ("logprobs", -1, "0"),
+    ("logprobs", True, "integer"),
+    ("echo", "yes", "bool"),
+    ("suffix", "end", "not supported"),
+]
+OF_CHAT = [
+    ("messages", None, "list"),
+    ("messages", [], "at least 1"),
+    ("messages", "hi", "list"),
+    ("messages", [{"role": "user", "content": "word " * 600}], "512"),
+    ("max_completion_tokens", 0, "max_completion_tokens must be"),
+    ("max_completion_tokens", 513, "512"),
+    ("top_logprobs", 2, "logprobs"),
+    ("logprobs", 3, "bool"),
+    ("tools", [{"type": "function"}], "not supported"),
+    ("tool_choice", "required", "not supported"),
+    ("functions", [{}], "not supported"),
+    ("modalities", ["text", "audio"], "not supported"),
+    ("chat_template", "{{ 1 }}", "not supported"),
+    ("chat_template_kwargs", 1, "dict"),
+]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("field", "value", "told"), BOTH, ids=str)
+async def test_a_wrong_value_is_named(client, path, field, value, told, stream):
+    extra = {"stream": True} if stream and not field.startswith("stream") else {}
+    error = _error(await client.post(path, json=GOOD[path] | extra | {field: value}))
+    assert error["param"].split("[")[0].split(".")[0] == field
+    if not (stream and field == "prompt_logprobs"):
+        assert told in error["message"]
+
+
+@pytest.mark.parametrize(("field", "value", "told"), OF_COMPLETIONS, ids=lambda v: str(v)[:30])
+async def test_a_wrong_value_of_a_completion_is_named(client, field, value, told):
+    error = _error(await client.post(COMPLETIONS, json=GOOD[COMPLETIONS] | {field: value}))
+    assert error["param"] == field
+    assert told in error["message"]
+
+
+@pytest.mark.parametrize(("field", "value", "told"), OF_CHAT, ids=lambda v: str(v)[:30])
+async def test_a_wrong_value_of_a_chat_is_named(client, field, value, told):
+    error = _error(await client.post(CHAT, json=GOOD[CHAT] | {field: value}))
+    assert error["param"] == field
+    assert told in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": "", "content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0].type"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "user", "content": ["x"]}, "messages[0].content"),
+        ({"role": "user", "tool_calls": [1]}, "messages[0].tool_calls"),
+        ("hi", "messages[0]"),
+        ({"role": "user"}, "messages"),
+    ],
+)
+async def test_a_wrong_message_is_named(client, message, param):
+    error = _error(await client.post(CHAT, json={"messages": [message]}))
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"1",
+        b"null",
+        b'{"max_tokens": NaN}',
+        b'{"temperature": Infinity}',
+        b'{"temperature": -Infinity}',
+        b'{"temperature": 1e999}',
+        b'{"n": 1, "n": 2}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\xed\xa0\x80"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"model": "\\udc00x"}',
+        b'{"x": {"\\ud800": 1}}',
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+        b'{"max_tokens": ' + b"9" * 5000 + b"}",
+        b"\xef\xbb\xbf{}",
+    ],
+    ids=lambda body: repr(body[:25]),
+)
+async def test_what_is_no_clean_json_is_refused(client, path, body):
+    headers = {"Content-Type": "application/json"}
+    _error(await client.post(path, content=body, headers=headers))
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_an_unknown_model_is_not_found(client, path):
+    error = _error(await client.post(path, json=GOOD[path] | {"model": "gpt-9"}), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert MODEL in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/docs", "/v1/completions/"])
+async def test_an_unknown_route_is_not_found(client, path):
+    assert path in _error(await client.get(path), 404)["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", COMPLETIONS), ("GET", "/reset_prefix_cache"), ("POST", "/health")]
+)
+async def test_a_wrong_method_is_told_the_right_one(client, method, path):
+    response = await client.request(method, path)
+    _error(response, 405)
+    assert response.headers["allow"] in ("GET", "POST")
+
+
+@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", None])
+async def test_other_media_types_are_refused(client, media_type):
+    headers = {"Content-Type": media_type} if media_type else {}
+    response = await client.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
+    assert "application/json" in _error(response, 415)["message"]
+
+
+async def test_a_body_over_the_limit_is_refused_without_being_kept(client):
+    sent = 0
+
+    async def body() -> AsyncGenerator[bytes, None]:
+        nonlocal sent
+        for _ in range(100):
+            sent += 2**20
+            yield b" " * 2**20
+
+    headers = {"Content-Type": "application/json"}
+    response = await client.post(COMPLETIONS, content=body(), headers=headers)
+    assert _error(response, 413)["code"] == "body_too_large"
+    assert sent == 100 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 1}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [384]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {"tokens": [1.5]}, "tokens[0]"),
+    ],
+)
+async def test_wrong_tokens_are_named(client, path, body, param):
+    assert _error(await client.post(path, json=body))["param"] == param
+
+
+async def test_the_context_length_error_says_both_numbers(client):
+    error = _error(await client.post(COMPLETIONS, json={"prompt": [5] * 600, "max_tokens": 7}))
+    assert error["code"] == "context_length_exceeded"
+    assert "512" in error["message"]
+    assert "600" in error["message"]
+
+
+_scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 600), st.floats(allow_nan=False), st.text(max_size=8)
+)
+_values = st.recursive(
+    _scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)
+_FIELDS = sorted({field for field, _, _ in [*BOTH, *OF_COMPLETIONS, *OF_CHAT]})
+_bodies = st.dictionaries(
+    st.sampled_from([*_FIELDS, "logprobs", "echo", "add_special_tokens"]), _values
+)
+
+
+@given(body=_bodies, path=st.sampled_from([COMPLETIONS, CHAT]), keep=st.booleans())
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+async def test_no_body_makes_the_server_fail(app, body, path, keep):
+    body = {**GOOD[path], **body, **(GOOD[path] if keep else {})}
+    async with client_of(app) as client:
+        headers = {"Content-Type": "application/json"}
+        response = await client.post(path, content=json.dumps(body), headers=headers)
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        _error(response, response.status_code)

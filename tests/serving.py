@@ -1,0 +1,143 @@
+"""A served tiny model, over ASGI in this process or over a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
+
+from prefixcache.config import GenerationDefaults
+from prefixcache.engine.async_engine import AsyncEngine
+from prefixcache.engine.build import build, config_from_flags
+from prefixcache.exceptions import EngineDeadError, InvalidRequestError
+from prefixcache.metrics import Gauges, Metrics
+from prefixcache.request import Request, RequestOutput
+from prefixcache.server.app import create_app
+from prefixcache.server.backend import ServedModel
+from prefixcache.tokenization.tokenizer import Tokenizer
+
+MODEL = "tiny"
+
+
+def serve_folder(
+    folder: Path, *, served: Mapping[str, Any] | None = None, **flags: Any
+) -> tuple[FastAPI, AsyncEngine]:
+    """The application around a real engine; the caller shuts the engine down."""
+    options = {"dtype": "float32", "device": "cpu", "num_blocks": 200, "max_num_seqs": 16}
+    built = build(config_from_flags(model=str(folder), **options | flags))
+    engine = AsyncEngine(built.engine)
+    model = {"names": (MODEL,), "tokenizer": built.tokenizer, **(served or {})}
+    return create_app(engine, ServedModel(**model)), engine
+
+
+@asynccontextmanager
+async def client_of(app: FastAPI) -> AsyncGenerator[httpx.AsyncClient, None]:
+    """A client that calls the application without a network."""
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        yield client
+
+
+@contextmanager
+def running(app: FastAPI) -> Generator[str, None, None]:
+    """The application on a free loopback port, in a thread; gives its address."""
+    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Raises `TimeoutError` when the condition does not come true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.01)
+
+
+def events(text: str) -> list[Any]:
+    """The payloads of a stream, which must end with [DONE]."""
+    blocks = text.split("\n\n")
+    assert blocks[-2:] == ["data: [DONE]", ""]
+    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
+
+
+def metric(text: str, name: str) -> float:
+    """One value of a Prometheus page, by its name under our prefix."""
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == f"prefixcache:{name}":
+                return sample.value
+    raise KeyError(name)
+
+
+class FakeEngine:
+    """Plays back `script`, one list of outputs or an exception for every request."""
+
+    def __init__(self, script: Callable[[Request], AsyncIterator[RequestOutput]]) -> None:
+        self._script = script
+        self.dead: EngineDeadError | None = None
+        self.metrics = Metrics(lambda: Gauges(**dict.fromkeys(Gauges.__slots__, 0)))
+        self.max_model_len = 512
+        self.requests: list[Request] = []
+        self.num_open = 0
+
+    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        if self.dead is not None:
+            raise self.dead
+        if not request.prompt_token_ids:
+            raise InvalidRequestError("The prompt must hold at least one token.", param="prompt")
+        self.requests.append(request)
+        return self._outputs(request)
+
+    async def reset_prefix_cache(self) -> None:
+        if self.dead is not None:
+            raise self.dead
+
+    async def shutdown(self, *, drain: bool = False) -> None:
+        self.dead = EngineDeadError("The engine was shut down.")
+
+    async def _outputs(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        self.num_open += 1
+        try:
+            async for output in self._script(request):
+                yield output
+        finally:
+            self.num_open -= 1
+
+
+def fake_app(engine: FakeEngine, tokenizer: Tokenizer, **served: Any) -> FastAPI:
+    """The application around a scripted engine."""
+    model = {"names": (MODEL,), "generation": GenerationDefaults(), **served}
+    return create_app(engine, ServedModel(tokenizer=tokenizer, **model))
+
+
+async def says(request: Request, *texts: str) -> AsyncIterator[RequestOutput]:
+    """A script: one token a text, the last one ends the answer."""
+    for number, text in enumerate(texts, 1):
+        await asyncio.sleep(0)
+        yield RequestOutput(
+            request_id=request.request_id,
+            token_ids=(3,),
+            text=text,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            finish_reason="stop" if number == len(texts) else None,
+        )

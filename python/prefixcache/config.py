@@ -173,12 +173,15 @@ _MODEL_SIZES = (
 class CacheConfig:
     """The paged KV cache. `num_blocks` counts the null block, as vLLM's override does.
 
-    `kv_cache_memory` (bytes) sizes the pool instead; with neither, a share of the free memory does.
+    `kv_cache_memory` (bytes) sizes the pool instead. With neither, a CPU's pool takes a share of
+    the free memory, and a GPU's what `gpu_memory_utilization` of its memory leaves beside the
+    weights and the largest step.
     """
 
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
@@ -189,6 +192,11 @@ class CacheConfig:
             _check_at_least("kv_cache_memory", self.kv_cache_memory, 1)
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ConfigError("Give num_blocks or kv_cache_memory, not both.")
+        _check_positive("gpu_memory_utilization", self.gpu_memory_utilization)
+        if self.gpu_memory_utilization > 1:
+            raise ConfigError(
+                f"gpu_memory_utilization must be at most 1, got {self.gpu_memory_utilization}."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +231,9 @@ class EngineConfig:
     """Everything an engine is started with.
 
     `model` is an alias, a folder, a GGUF file or a hub id. `attention` names a backend of
-    `attention/registry.py`; "auto" takes the best one for the device.
+    `attention/registry.py`; "auto" takes the best one for the device. `batch_invariant` None is on
+    for a CPU and off for CUDA, where its cost is not known yet. `enforce_eager` runs without CUDA
+    graphs.
     """
 
     model: str = DEFAULT_MODEL
@@ -231,8 +241,9 @@ class EngineConfig:
     dtype: DType = "auto"
     device: Device = "auto"
     seed: int = 0
-    batch_invariant: bool = True
+    batch_invariant: bool | None = None
     attention: str = "auto"
+    enforce_eager: bool = False
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
@@ -242,6 +253,12 @@ class EngineConfig:
         _check_at_least("seed", self.seed, 0)
         if not self.model:
             raise ConfigError("model must not be empty.")
+
+    def keeps_batch_invariant(self, device_type: str) -> bool:
+        """Whether answers on that type of device must not depend on the batch."""
+        if self.batch_invariant is not None:
+            return self.batch_invariant
+        return device_type != "cuda"
 
 
 def _check_at_least(name: str, value: object, low: int) -> None:

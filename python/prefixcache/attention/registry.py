@@ -3,19 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import dataclass
+
+import torch
 
 from prefixcache.attention.base import AttentionBackend, AttentionSpec
 from prefixcache.exceptions import ConfigError
 
+_CPU = torch.device("cpu")
 
-def _torch(spec: AttentionSpec) -> AttentionBackend:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """Where a backend runs, on which type, and whether rows may depend on the batch."""
+
+    device: torch.device = _CPU
+    dtype: torch.dtype = torch.float32
+    batch_invariant: bool = True
+
+
+_Factory = Callable[[AttentionSpec, AttentionOptions], AttentionBackend]
+
+
+def _torch(spec: AttentionSpec, _options: AttentionOptions) -> AttentionBackend:
     from prefixcache.attention.cpu import TorchAttention
 
     return TorchAttention(spec)
 
 
-_FACTORIES: dict[str, Callable[[AttentionSpec], AttentionBackend]] = {"torch": _torch}
+def _flashinfer(spec: AttentionSpec, options: AttentionOptions) -> AttentionBackend:
+    from prefixcache.attention.flashinfer import make_flashinfer
+
+    invariance = "unified" if options.batch_invariant else "off"
+    return make_flashinfer(spec, dtype=options.dtype, device=options.device, invariance=invariance)
+
+
+def _flashinfer_split(spec: AttentionSpec, options: AttentionOptions) -> AttentionBackend:
+    from prefixcache.attention.flashinfer import make_flashinfer
+
+    return make_flashinfer(spec, dtype=options.dtype, device=options.device, invariance="split")
+
+
+_FACTORIES: dict[str, _Factory] = {
+    "torch": _torch,
+    "flashinfer": _flashinfer,
+    "flashinfer-split": _flashinfer_split,
+}
+_BEST = {"cuda": "flashinfer"}
 
 
 def attention_names() -> tuple[str, ...]:
@@ -24,18 +58,16 @@ def attention_names() -> tuple[str, ...]:
 
 
 def make_attention(
-    name: str, spec: AttentionSpec, device_type: Literal["cpu", "cuda"] = "cpu"
+    name: str, spec: AttentionSpec, options: AttentionOptions | None = None
 ) -> AttentionBackend:
     """Makes the backend for one group of layers; "auto" is the best one for the device.
 
-    Raises `ConfigError` for an unknown name, listing the known ones.
+    Raises `ConfigError` for an unknown name, listing the known ones, and for a backend whose
+    package or device is missing.
     """
-    chosen = _best(device_type) if name == "auto" else name
+    options = options or AttentionOptions()
+    chosen = _BEST.get(options.device.type, "torch") if name == "auto" else name
     factory = _FACTORIES.get(chosen)
     if factory is None:
         raise ConfigError(f"attention must be one of auto, {', '.join(_FACTORIES)}, got {name!r}.")
-    return factory(spec)
-
-
-def _best(_device_type: str) -> str:
-    return "torch"
+    return factory(spec, options)

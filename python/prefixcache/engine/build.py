@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from prefixcache.attention.base import AttentionBackend
-from prefixcache.attention.registry import make_attention
+from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.exceptions import ConfigError
@@ -146,8 +146,12 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
 
 
 def _bound_attention(config: EngineConfig, model: LlamaModel, num_blocks: int) -> AttentionBackend:
-    kind = "cuda" if model.device.type == "cuda" else "cpu"
-    attention = make_attention(config.attention, model.attention_spec, kind)
+    options = AttentionOptions(
+        device=model.device,
+        dtype=model.dtype,
+        batch_invariant=config.keeps_batch_invariant(model.device.type),
+    )
+    attention = make_attention(config.attention, model.attention_spec, options)
     (group,) = kv_groups(model.config)
     kv_layers = allocate_kv(
         group,

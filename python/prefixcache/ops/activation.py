@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from prefixcache.ops.cuda import fused_kernels
+
 
 def silu(x: Tensor) -> Tensor:
     """X / (1 + exp(-x)), in float32, rounded to the type of `x`."""
@@ -18,5 +20,7 @@ def silu(x: Tensor) -> Tensor:
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, with the two halves side by side in the last dimension."""
+    if (fused := fused_kernels(gate_up)) is not None:
+        return fused.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate) * up

@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from prefixcache.ops.cuda import fused_kernels
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalises the last dimension, in float32, and scales it by `weight`.
 
     The result is rounded to the type of `x` before the scaling, as Llama does.
     """
+    if (fused := fused_kernels(x)) is not None:
+        return fused.rms_norm(x, weight, eps)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return wide.to(x.dtype) * weight

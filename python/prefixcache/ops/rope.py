@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from prefixcache.config import RopeConfig
+from prefixcache.ops.cuda import fused_kernels
 
 
 class RotaryEmbedding:
@@ -33,6 +34,8 @@ class RotaryEmbedding:
 
 def apply_rope(x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
     """Rotates every head, in float32; returns [T, N, D] in the type of `x_TND`."""
+    if (fused := fused_kernels(x_TND)) is not None:
+        return fused.apply_rope(x_TND, cos_T1R, sin_T1R)
     first, second = x_TND.float().chunk(2, dim=-1)
     rotated = (first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R)
     return torch.cat(rotated, dim=-1).to(x_TND.dtype)

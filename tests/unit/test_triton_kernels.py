@@ -1,0 +1,62 @@
+"""The fused kernels in triton's interpreter, against the plain forms of the ops.
+
+The interpreter is chosen when triton is imported, hence a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+_CHECK = """
+import torch
+from prefixcache.config import RopeConfig
+from prefixcache.ops import activation, norm, rope, triton_kernels as fused
+
+torch.manual_seed(0)
+# The interpreter truncates to bfloat16 where a device rounds, twice in each kernel.
+tolerances = {torch.float32: 2e-6, torch.bfloat16: 2**-6}
+for dtype, tolerance in tolerances.items():
+    def same(ours, plain):
+        assert ours.dtype == plain.dtype == dtype and ours.is_contiguous()
+        torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance)
+
+    for width in (64, 100):
+        x = torch.randn(5, width, dtype=dtype) * 3
+        weight = torch.randn(width, dtype=dtype)
+        same(fused.rms_norm(x, weight, 1e-5), norm.rms_norm(x, weight, 1e-5))
+    heads = torch.randn(5, 9, 32, dtype=dtype)[:, 2:6]
+    for shape in ((32,), (4, 32)):
+        weight = torch.randn(shape, dtype=dtype)
+        same(fused.rms_norm(heads, weight, 1e-6), norm.rms_norm(heads, weight, 1e-6))
+    for width in (6, 2500):
+        x = torch.randn(3, width, dtype=dtype) * 4
+        same(fused.silu_and_mul(x), activation.silu_and_mul(x))
+    rotary = rope.RotaryEmbedding(RopeConfig(), 32, 50, torch.device("cpu"))
+    rotation = rotary.at(torch.tensor([0, 3, 49, 7, 7]))
+    same(fused.apply_rope(heads, *rotation), rope.apply_rope(heads, *rotation))
+    for call in (
+        lambda rows: fused.rms_norm(rows, torch.ones(32, dtype=dtype), 1e-6),
+        fused.silu_and_mul,
+    ):
+        rows = torch.randn(6, 32, dtype=dtype)
+        assert torch.equal(call(rows)[4:5], call(rows[4:5])), "a row depends on the others"
+        assert call(rows[:0]).shape[0] == 0
+print("checked")
+"""
+
+
+def test_fused_kernels_compute_what_the_plain_ops_do() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _CHECK],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "checked"), done.stderr

@@ -11,7 +11,7 @@
 use crate::block::{Block, Step, Ticket};
 use crate::credits::Credits;
 use crate::ring::{Ring, Slot};
-use crate::sync::{AtomicBool, AtomicU64, Mode, Ordering};
+use crate::sync::{AtomicBool, AtomicU64, Fault, Mode, Ordering, planted};
 
 use Ordering::{Relaxed, Release};
 
@@ -56,7 +56,7 @@ impl<M: Mode> Ring<M> {
 
     #[inline]
     fn is_half_full(&self) -> bool {
-        let head = self.head().ticket();
+        let head = self.head();
         self.tail().since(head) > self.capacity() / 2
     }
 
@@ -119,7 +119,7 @@ impl<M: Mode> Pass<'_, M> {
     /// Looks at one slot, or at one segment if it is dead.
     fn step(&mut self) -> Progress {
         let ring = self.ring;
-        if self.source.is_before(ring.head().ticket()) {
+        if self.source.is_before(ring.head()) {
             return Progress::Finished;
         }
         if ring.starts_segment(self.source.plus(1)) && ring.segment_is_dead(self.source) {
@@ -152,18 +152,20 @@ impl<M: Mode> Pass<'_, M> {
         if self.credits.take::<M>(1).is_err() {
             return Progress::Stopped;
         }
-        let progress = if self.ring.revive(self.target) {
+        let revived = planted(Fault::MoveUnrevived) || self.ring.revive(self.target);
+        if revived {
             self.move_block();
+        }
+        self.credits.give::<M>(1);
+        // If not, the head has passed the target, so no live block is left before it.
+        if revived {
             Progress::Going
         } else {
-            // The head has passed the target, so no live block is left before it.
             Progress::Finished
-        };
-        self.credits.give::<M>(1);
-        progress
+        }
     }
 
-    /// Moves the block at `source` to `target`, which is pending and which the head cannot pass.
+    /// Moves the block at `source` to `target`, which is pending.
     fn move_block(&mut self) {
         let ring = self.ring;
         let (from, to) = (ring.place(self.source), ring.place(self.target));

@@ -107,7 +107,7 @@ impl Script {
             12 => format!("{:?}", pool.unpin(&self.blocks(a))),
             13 => format!("{:?}", pool.demote(usize::from(a % 8))),
             14 if a < 64 => format!("{:?}", pool.clear_index()),
-            14 => format!("{:?}", pool.resize(usize::from(b))),
+            14 => format!("{:?}", pool.resize(usize::from(b) % 44)),
             _ => format!("{:?}", pool.release(&self.bad_blocks(a, b))),
         };
         (outcome, taken)

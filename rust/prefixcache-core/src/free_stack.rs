@@ -179,3 +179,80 @@ impl FreshRun {
         (next..end).map(BlockId::new)
     }
 }
+
+#[cfg(all(test, loom))]
+mod models {
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+    use crate::sync::{Shared, check, faults};
+
+    fn chain(blocks: &[Block], ids: &[u32]) -> Chain {
+        let mut chain = Chain::EMPTY;
+        ids.iter()
+            .for_each(|&id| chain.append(blocks, BlockId::new(id)));
+        chain
+    }
+
+    /// One thread pops a block; another pops two and puts the first of them back, then a chain.
+    fn pop_beside_pop_and_push() {
+        let shared = Arc::new((FreeStack::default(), [(); 5].map(|()| Block::default())));
+        shared
+            .0
+            .push::<Shared>(&shared.1, &chain(&shared.1, &[1, 2, 3]));
+        let other = {
+            let shared = shared.clone();
+            thread::spawn(move || {
+                let (stack, blocks) = &*shared;
+                let mut mine = Vec::new();
+                stack.pop::<Shared>(blocks, 2, &mut mine);
+                let back: Vec<u32> = mine.drain(..1).map(BlockId::get).chain([4]).collect();
+                stack.push::<Shared>(blocks, &chain(blocks, &back));
+                mine
+            })
+        };
+        let mut all = Vec::new();
+        shared.0.pop::<Shared>(&shared.1, 1, &mut all);
+        all.extend(other.join().unwrap());
+        all.extend(shared.0.walk(&shared.1));
+        all.sort_unstable();
+        assert_eq!(
+            all,
+            [1, 2, 3, 4].map(BlockId::new),
+            "a block was lost or doubled"
+        );
+    }
+
+    #[test]
+    fn chain_pop_vs_push() {
+        check(pop_beside_pop_and_push);
+    }
+
+    #[test]
+    #[should_panic(expected = "lost or doubled")]
+    fn chain_pop_vs_push_fails_without_the_tag() {
+        faults::check_with(Fault::KeepTag, pop_beside_pop_and_push);
+    }
+
+    #[test]
+    fn fresh_run_take_vs_cut() {
+        check(|| {
+            let run = Arc::new(FreshRun::new(1, 5));
+            let other = {
+                let run = run.clone();
+                thread::spawn(move || run.cut::<Shared>(3, 2))
+            };
+            let mut all = Vec::new();
+            run.take::<Shared>(3, &mut all);
+            all.extend(other.join().unwrap().map(BlockId::new));
+            all.extend(run.walk());
+            all.sort_unstable();
+            assert_eq!(
+                all,
+                [1, 2, 3, 4].map(BlockId::new),
+                "a block was lost or doubled"
+            );
+        });
+    }
+}

@@ -213,3 +213,67 @@ impl Index {
         held.eq(counts)
     }
 }
+
+#[cfg(all(test, loom))]
+mod models {
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+    use crate::id::{BlockHash, GroupId};
+    use crate::sync::{Shared, check, faults};
+
+    /// Keys of different content whose chains start at the same bucket.
+    fn neighbours(index: &Index, count: usize) -> Vec<BlockKey> {
+        let keys = (0..u8::MAX)
+            .map(|byte| BlockKey::new(BlockHash::from_bytes([byte; 32]), GroupId::default()));
+        keys.filter(|key| index.spot(key).home == 0)
+            .take(count)
+            .collect()
+    }
+
+    fn finds(index: &Index, key: &BlockKey, block: u32) -> bool {
+        let mut found = false;
+        index.for_each_candidate(key, |candidate| found |= candidate.get() == block);
+        found
+    }
+
+    /// The home bucket is full and a third entry stands behind it. One thread enters a fourth key, one
+    /// removes the third, and a reader looks for the first (always there) and, twice, for the fourth.
+    fn insert_beside_remove_and_lookup() {
+        let index = Arc::new(Index::new(2 * BLOCKS_PER_BUCKET).unwrap());
+        let keys = Arc::new(neighbours(&index, 4));
+        for (block, key) in (0..3).zip(keys.iter()) {
+            assert!(index.insert::<Shared>(key, BlockId::new(block)));
+        }
+        let inserting = {
+            let (index, keys) = (index.clone(), keys.clone());
+            thread::spawn(move || assert!(index.insert::<Shared>(&keys[3], BlockId::new(3))))
+        };
+        let removing = {
+            let (index, keys) = (index.clone(), keys.clone());
+            thread::spawn(move || assert!(index.remove::<Shared>(&keys[2], BlockId::new(2))))
+        };
+        assert!(finds(&index, &keys[0], 0), "an entry was overlooked");
+        let before = finds(&index, &keys[3], 3);
+        assert!(
+            finds(&index, &keys[3], 3) || !before,
+            "an entry was overlooked"
+        );
+        inserting.join().unwrap();
+        removing.join().unwrap();
+        let left = [0, 1, 3].map(|block| (BlockId::new(block), keys[block as usize]));
+        assert!(index.is_exact(left.into_iter()));
+    }
+
+    #[test]
+    fn insert_vs_remove_vs_lookup() {
+        check(insert_beside_remove_and_lookup);
+    }
+
+    #[test]
+    #[should_panic(expected = "overlooked")]
+    fn insert_vs_remove_vs_lookup_fails_with_late_counts() {
+        faults::check_with(Fault::CountLate, insert_beside_remove_and_lookup);
+    }
+}

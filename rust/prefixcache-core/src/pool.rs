@@ -37,6 +37,8 @@
 
 mod content;
 mod give;
+#[cfg(all(test, loom))]
+mod models;
 mod size;
 mod take;
 #[cfg(all(test, not(any(loom, shuttle))))]

@@ -17,15 +17,19 @@
 //!    the length, and exactly then the segment is dead. Counting lags behind dying, so the count errs
 //!    only on the side of not skipping. Tickets of a lap's segment are handed out only once the head
 //!    has left that segment of the lap before.
-//! 5. *The compactor announces what it revives.* It moves a live block rightward into a dead slot. It
-//!    takes one death back, makes the slot pending, and only then steps the head's version. From then
-//!    on, a head that moves was read after all that (its exchange compares the version), so it stops at
-//!    the slot. If the head had passed already the slot is given up again.
+//! 5. *The compactor revives a slot before it moves a block there.* It moves a live block rightward
+//!    into a dead slot: it takes one death back, makes the slot pending, exchanges the block's ticket,
+//!    and fills the slot. A walk goes from left to right, so it finds the block at its old slot, or it
+//!    finds it gone from there; then it also sees (acquire) what came before the move, the pending
+//!    slot and the count, and stops at the slot by rule 2. So no head that moves can pass the block.
 //!
 //! Without the compactor a cold block at the head would hold the ring open while the rest of the pool
 //! is touched and released, until the ring is full. When it is full all the same (it is at least four
 //! times as long as the pool has blocks, so a thread must have stalled between rule 1's two steps), a
 //! release gets no ticket and drops the block's content instead.
+
+#[cfg(all(test, loom))]
+mod models;
 
 use std::marker::PhantomData;
 
@@ -55,24 +59,6 @@ pub(crate) enum Slot {
     Void,
     /// Names a block, which may be elsewhere by now.
     Names(BlockId),
-}
-
-/// The head: the oldest ticket that may live, and a version that the compactor steps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Head(u64);
-
-impl Head {
-    fn new(ticket: Ticket, version: u64) -> Self {
-        Self(version << 40 | ticket.get())
-    }
-
-    pub(crate) fn ticket(self) -> Ticket {
-        Ticket::new(self.0)
-    }
-
-    fn version(self) -> u64 {
-        self.0 >> 40
-    }
 }
 
 /// Tickets handed out to one thread, which must fill or void the slot of each.
@@ -146,7 +132,9 @@ pub(crate) struct Ring<M> {
     capacity_bits: u32,
     segment_bits: u32,
     count_mask: u32,
+    /// The oldest ticket that may live.
     head: OwnLine<AtomicU64>,
+    /// The ticket to hand out next.
     tail: OwnLine<AtomicU64>,
     pub(crate) compactor: OwnLine<Compactor>,
     mode: PhantomData<M>,
@@ -181,7 +169,7 @@ impl<M: Mode> Ring<M> {
             capacity_bits,
             segment_bits,
             count_mask,
-            head: OwnLine(AtomicU64::new(Head::new(start, 0).0)),
+            head: OwnLine(AtomicU64::new(start.get())),
             tail: OwnLine(AtomicU64::new(start.get())),
             compactor: OwnLine(Compactor::default()),
             mode: PhantomData,
@@ -227,10 +215,12 @@ impl<M: Mode> Ring<M> {
         }
     }
 
-    /// The head now. Acquire: who moved or announced it did so after what it saw or wrote.
+    /// The oldest ticket that may live.
     #[inline]
-    pub(crate) fn head(&self) -> Head {
-        Head(self.head.0.load(Acquire))
+    pub(crate) fn head(&self) -> Ticket {
+        // Acquire: pairs with `Walk::finish`, so that a slot is given to the next lap only after the
+        // walk that let it go has read it.
+        Ticket::new(self.head.0.load(Acquire))
     }
 
     #[inline]
@@ -250,7 +240,7 @@ impl<M: Mode> Ring<M> {
             let tail = self.tail();
             // From the start of the head's segment: while a slot there is of one lap and another of the
             // next, their deaths could not be told apart (rule 4).
-            let used = tail.since(self.segment_start(head.ticket()));
+            let used = tail.since(self.segment_start(head));
             let room = self.capacity() - used.min(self.capacity());
             let left = room.min(wanted as u64);
             if left == 0 {
@@ -394,7 +384,7 @@ impl<M: Mode> Ring<M> {
 
     // For the compactor.
 
-    /// Makes a dead slot pending again and announces it (rule 5); whether that was in time.
+    /// Makes a dead slot pending again (rule 5); not if it belongs to a later lap by now.
     pub(crate) fn revive(&self, ticket: Ticket) -> bool {
         let slot = self.word(ticket);
         // Relaxed: the exchange checks again.
@@ -402,37 +392,23 @@ impl<M: Mode> Ring<M> {
         if Self::unpack(word).0 != ticket {
             return false;
         }
-        let counted = !planted(Fault::SkipRevived);
-        if counted {
-            M::add_short(&self.deaths[self.segment(ticket)], 1_u32.wrapping_neg());
-        }
+        self.count_revival(ticket, 1_u32.wrapping_neg());
         let revived = M::exchange(slot, word, self.pending(ticket)).is_ok();
-        if revived && !self.announce().is_before_or_at(ticket) {
-            self.void_revived(ticket);
-            return false;
-        }
-        if !revived && counted {
-            M::add_short(&self.deaths[self.segment(ticket)], 1);
+        if !revived {
+            self.count_revival(ticket, 1);
         }
         revived
+    }
+
+    fn count_revival(&self, ticket: Ticket, change: u32) {
+        if !planted(Fault::SkipRevived) {
+            M::add_short(&self.deaths[self.segment(ticket)], change);
+        }
     }
 
     /// The word that makes a slot pending: any of an earlier lap would do.
     fn pending(&self, ticket: Ticket) -> u64 {
         Self::pack(ticket.minus(self.capacity()), BlockId::NULL)
-    }
-
-    /// Steps the head's version; the head's ticket at that moment.
-    fn announce(&self) -> Ticket {
-        let mut head = self.head();
-        while !planted(Fault::FillUnannounced) {
-            let stepped = Head::new(head.ticket(), head.version() + 1);
-            match M::exchange(&self.head.0, head.0, stepped.0) {
-                Ok(()) => break,
-                Err(now) => head = Head(now),
-            }
-        }
-        head.ticket()
     }
 
     /// Fills a revived slot, unless the block has left it and the head has passed it since.
@@ -445,9 +421,7 @@ impl<M: Mode> Ring<M> {
     /// Gives a revived slot up.
     pub(crate) fn void_revived(&self, ticket: Ticket) {
         self.fill_revived(ticket, BlockId::NULL);
-        if !planted(Fault::SkipRevived) {
-            self.deaths().add(ticket);
-        }
+        self.count_revival(ticket, 1);
     }
 
     // Looking.
@@ -457,7 +431,7 @@ impl<M: Mode> Ring<M> {
         &'a self,
         blocks: &'a [Block],
     ) -> impl Iterator<Item = (Ticket, BlockId)> {
-        let head = self.head().ticket();
+        let head = self.head();
         let span = self.tail().since(head);
         (0..span)
             .map(move |step| head.plus(step))
@@ -471,7 +445,7 @@ impl<M: Mode> Ring<M> {
 
     /// What is wrong with the counts of deaths, at rest.
     pub(crate) fn check_deaths(&self, blocks: &[Block]) -> Result<(), String> {
-        let (head, tail) = (self.head().ticket(), self.tail());
+        let (head, tail) = (self.head(), self.tail());
         let mut ticket = head;
         while ticket != tail {
             let start = self.segment_start(ticket);
@@ -495,16 +469,10 @@ impl<M: Mode> Ring<M> {
     }
 }
 
-impl Ticket {
-    fn is_before_or_at(self, other: Self) -> bool {
-        self == other || self.is_before(other)
-    }
-}
-
 /// A walk from the head toward the tail, which takes the head along as far as it may go.
 struct Walk<'a, M: Mode> {
     ring: &'a Ring<M>,
-    start: Head,
+    start: Ticket,
     at: Ticket,
     tail: Ticket,
     /// Where the head may go: everything before is dead, and was when it was read.
@@ -518,13 +486,12 @@ struct Walk<'a, M: Mode> {
 impl<'a, M: Mode> Walk<'a, M> {
     fn new(ring: &'a Ring<M>) -> Self {
         let start = ring.head();
-        let at = start.ticket();
         Self {
             ring,
             start,
-            at,
+            at: start,
             tail: ring.tail(),
-            edge: at,
+            edge: start,
             clear: true,
             fresh_segment: true,
         }
@@ -565,13 +532,11 @@ impl<'a, M: Mode> Walk<'a, M> {
         }
     }
 
-    /// Moves the head. An exchange that is lost means that another walk moved it, or that the
-    /// compactor announced a slot, which this walk may have taken for dead (rule 5).
+    /// Moves the head; when the exchange is lost, another walk has moved it.
     #[inline]
     fn finish(self) {
-        if self.edge != self.start.ticket() {
-            let moved = Head::new(self.edge, self.start.version());
-            let _ = M::exchange(&self.ring.head.0, self.start.0, moved.0);
+        if self.edge != self.start {
+            let _ = M::exchange(&self.ring.head.0, self.start.get(), self.edge.get());
         }
     }
 }

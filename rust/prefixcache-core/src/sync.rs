@@ -184,8 +184,8 @@ pub(crate) enum Fault {
     SlotBeforeState,
     /// A release writes its slot though its block may have died and the slot been reused.
     BlindSlotStore,
-    /// The compactor fills a slot that the head may just have passed.
-    FillUnannounced,
+    /// The compactor moves a block to a slot before it makes the slot pending.
+    MoveUnrevived,
     /// The compactor moves a block without telling the skip counter of the slot's segment.
     SkipRevived,
     /// The last two holders both believe that they are not the last.
@@ -216,17 +216,34 @@ pub(crate) fn planted(fault: Fault) -> bool {
 
 #[cfg(all(test, any(loom, shuttle)))]
 pub(crate) mod faults {
-    use super::Fault;
     use std::cell::Cell;
+
+    use super::Fault;
 
     thread_local! {
         /// loom and shuttle run all threads of a model on the thread of its test.
         pub(super) static PLANTED: Cell<Option<Fault>> = const { Cell::new(None) };
     }
 
-    /// Runs `model` with `fault` planted.
-    pub(crate) fn with(fault: Fault, model: impl FnOnce()) {
-        PLANTED.set(Some(fault));
-        model();
+    /// Whether a fault is planted.
+    #[cfg(loom)]
+    pub(crate) fn any() -> bool {
+        PLANTED.get().is_some()
     }
+
+    /// Checks all interleavings of `model` with `fault` planted: it must fail.
+    #[cfg(loom)]
+    pub(crate) fn check_with(fault: Fault, model: impl Fn() + Sync + Send + 'static) {
+        PLANTED.set(Some(fault));
+        super::check(model);
+    }
+}
+
+/// Checks all interleavings of `model` with up to two preemptions, or LOOM_MAX_PREEMPTIONS of them.
+#[cfg(all(test, loom))]
+pub(crate) fn check(model: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = builder.preemption_bound.or(Some(2));
+    builder.max_branches = 20_000;
+    builder.check(model);
 }

@@ -59,7 +59,7 @@ fn check_ring<M: Mode>(
     tier: Tier,
     free: &mut [bool],
 ) -> Result<usize, Broken> {
-    let (head, tail) = (ring.head().ticket(), ring.tail());
+    let (head, tail) = (ring.head(), ring.tail());
     let span = tail.since(head);
     ensure(span <= ring.capacity(), || {
         format!("{tier:?} ring: {span} slots from head to tail")

@@ -1,0 +1,242 @@
+//! Every interleaving of two or three threads on a pool of one or two blocks.
+
+use loom::sync::Arc;
+use loom::thread;
+
+use super::{BlockPool, Shared};
+use crate::id::{BlockHash, BlockId, Epoch, GroupId};
+use crate::store::{BlockKey, BlockStore, FreeOrder, PoolConfig, Registration};
+use crate::sync::{Fault, check, faults};
+
+type Pool = Arc<BlockPool<Shared>>;
+
+fn pool(blocks: usize) -> Pool {
+    let size = blocks + 1;
+    let config = PoolConfig {
+        num_blocks: size,
+        max_blocks: size,
+        free_order: FreeOrder::UnhashedFirst,
+    };
+    Arc::new(BlockPool::with_ring_capacity(config, 8).unwrap())
+}
+
+fn key(number: u8) -> BlockKey {
+    BlockKey::new(BlockHash::from_bytes([number; 32]), GroupId::default())
+}
+
+fn allocate(pool: &Pool) -> Option<BlockId> {
+    let mut out = Vec::new();
+    pool.allocate(1, &mut out).ok().map(|()| out[0])
+}
+
+fn touch(pool: &Pool, number: u8) -> Option<BlockId> {
+    let mut out = Vec::new();
+    let hits = pool.commit(&[key(number)], 0, &mut out);
+    (hits == Ok(1)).then(|| out[0])
+}
+
+/// A held block with content.
+fn held(pool: &Pool, number: u8) -> BlockId {
+    let block = allocate(pool).unwrap();
+    assert_eq!(
+        pool.register(block, key(number), Epoch::default()),
+        Ok(Registration::New)
+    );
+    block
+}
+
+fn beside<T: 'static>(
+    pool: &Pool,
+    work: impl FnOnce(&Pool) -> T + 'static,
+) -> thread::JoinHandle<T> {
+    let pool = pool.clone();
+    thread::spawn(move || work(&pool))
+}
+
+/// At rest, with `held` in somebody's hands.
+fn check_rest(pool: &Pool, held: &[BlockId]) {
+    pool.validate().expect("the pool is whole");
+    let mut distinct = held.to_vec();
+    distinct.sort_unstable();
+    distinct.dedup();
+    let free = pool.num_blocks() - 1 - distinct.len();
+    assert_eq!(pool.num_free(), free, "blocks were lost or doubled");
+}
+
+/// One block is released, touched and evicted at once.
+fn release_beside_evict_and_touch() {
+    let pool = pool(1);
+    let block = held(&pool, 1);
+    let releasing = beside(&pool, move |pool| pool.release(&[block]).unwrap());
+    let evicting = beside(&pool, allocate);
+    let touched = touch(&pool, 1);
+    releasing.join().unwrap();
+    let evicted = evicting.join().unwrap();
+    assert!(
+        touched.is_none() || evicted.is_none(),
+        "a block was handed out twice"
+    );
+    let held: Vec<BlockId> = touched.into_iter().chain(evicted).collect();
+    check_rest(&pool, &held);
+}
+
+#[test]
+fn release_vs_evict_vs_touch() {
+    check(release_beside_evict_and_touch);
+}
+
+#[test]
+#[should_panic]
+fn release_vs_evict_vs_touch_fails_when_evicted_blocks_stay_hashed() {
+    faults::check_with(Fault::EvictHashed, release_beside_evict_and_touch);
+}
+
+/// A block's two holders let go at once.
+fn two_releases() {
+    let pool = pool(1);
+    let block = held(&pool, 1);
+    assert_eq!(touch(&pool, 1), Some(block));
+    let releasing = beside(&pool, move |pool| pool.release(&[block]).unwrap());
+    pool.release(&[block]).unwrap();
+    releasing.join().unwrap();
+    check_rest(&pool, &[]);
+    assert_eq!(touch(&pool, 1), Some(block), "content was lost");
+}
+
+#[test]
+fn two_last_releasers() {
+    check(two_releases);
+}
+
+#[test]
+#[should_panic]
+fn two_last_releasers_fails_when_both_only_count_down() {
+    faults::check_with(Fault::ForgetLastHolder, two_releases);
+}
+
+/// A block is recycled for other content while one thread wants the old content and another looks.
+fn recycle_beside_touch_and_lookup() {
+    let pool = pool(1);
+    let block = held(&pool, 1);
+    pool.release(&[block]).unwrap();
+    let recycling = beside(&pool, |pool| {
+        let block = allocate(pool)?;
+        let _ = pool.register(block, key(2), pool.epoch());
+        pool.release(&[block]).unwrap();
+        Some(block)
+    });
+    let looking = beside(&pool, |pool| (pool.lookup(&key(2)), pool.lookup(&key(1))));
+    let touched = touch(&pool, 1);
+    if let Some(block) = touched {
+        assert_eq!(pool.block(block).key(), key(1), "a hit had other content");
+    }
+    let recycled = recycling.join().unwrap();
+    let (new, old) = looking.join().unwrap();
+    assert!(
+        new.is_none() || old.is_none(),
+        "old content hit after new content did"
+    );
+    assert!(new.is_none() || recycled.is_some());
+    assert!(
+        touched.is_none() || pool.block(block).key() == key(1),
+        "a held block was recycled"
+    );
+    check_rest(&pool, &Vec::from_iter(touched));
+}
+
+#[test]
+fn evict_vs_lookup_vs_register() {
+    check(recycle_beside_touch_and_lookup);
+}
+
+#[test]
+#[should_panic(expected = "a hit had other content")]
+fn evict_vs_lookup_vs_register_fails_without_the_recheck() {
+    faults::check_with(Fault::SkipRecheck, recycle_beside_touch_and_lookup);
+}
+
+#[test]
+#[should_panic]
+fn evict_vs_lookup_vs_register_fails_when_evicted_blocks_stay_hashed() {
+    faults::check_with(Fault::EvictHashed, recycle_beside_touch_and_lookup);
+}
+
+/// The index is cleared while a block of the epoch before is being registered.
+fn clear_beside_register() {
+    let pool = pool(1);
+    let epoch = pool.epoch();
+    let block = allocate(&pool).unwrap();
+    let clearing = beside(&pool, |pool| pool.clear_index());
+    let _ = pool.register(block, key(1), epoch);
+    clearing.join().unwrap();
+    assert_eq!(pool.lookup(&key(1)), None, "content outlived the clearing");
+    check_rest(&pool, &[block]);
+}
+
+#[test]
+fn clear_vs_register() {
+    check(clear_beside_register);
+}
+
+#[test]
+#[should_panic(expected = "content outlived the clearing")]
+fn clear_vs_register_fails_with_the_epoch_of_now() {
+    faults::check_with(Fault::EpochOfNow, clear_beside_register);
+}
+
+/// Two threads register the same content: at least one is told of the other.
+#[test]
+fn register_vs_register() {
+    check(|| {
+        let pool = pool(2);
+        let (one, two) = (allocate(&pool).unwrap(), allocate(&pool).unwrap());
+        let other = beside(&pool, move |pool| {
+            pool.register(two, key(1), Epoch::default()).unwrap()
+        });
+        let outcome = pool.register(one, key(1), Epoch::default()).unwrap();
+        let other = other.join().unwrap();
+        assert!(outcome == Registration::Twin(two) || other == Registration::Twin(one));
+        check_rest(&pool, &[one, two]);
+    });
+}
+
+/// The pool shrinks below a block that is being released, and grows again.
+#[test]
+fn resize_vs_release() {
+    check(|| {
+        let pool = pool(2);
+        let (_, block) = (allocate(&pool).unwrap(), allocate(&pool).unwrap());
+        let _ = pool.register(block, key(1), Epoch::default());
+        let releasing = beside(&pool, move |pool| pool.release(&[block]).unwrap());
+        let _ = pool.resize(2).unwrap();
+        releasing.join().unwrap();
+        check_rest(&pool, &[BlockId::new(1)]);
+        assert_eq!(pool.lookup(&key(1)), None, "a retired block hit");
+        assert_eq!(pool.resize(3), Ok(0));
+        check_rest(&pool, &[BlockId::new(1)]);
+    });
+}
+
+/// The last block of the pinned tier is demoted, touched and evicted at once.
+#[test]
+fn demote_vs_touch_vs_evict() {
+    check(|| {
+        let pool = pool(1);
+        let block = held(&pool, 1);
+        assert_eq!(pool.pin(&[block]), Ok(1));
+        pool.release(&[block]).unwrap();
+        let demoting = beside(&pool, |pool| pool.demote(1));
+        let evicting = beside(&pool, allocate);
+        let touched = touch(&pool, 1);
+        demoting.join().unwrap();
+        let evicted = evicting.join().unwrap();
+        assert!(
+            touched.is_none() || evicted.is_none(),
+            "a block was handed out twice"
+        );
+        check_rest(
+            &pool,
+            &touched.into_iter().chain(evicted).collect::<Vec<_>>(),
+        );
+    });
+}

@@ -1,0 +1,197 @@
+"""`LLM` as vLLM's users expect it, on a tiny model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixcache import LLM, SamplingParams
+from prefixcache.exceptions import ConfigError, InvalidRequestError
+
+Checkpoint = Callable[..., Path]
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_checkpoint: Checkpoint) -> LLM:
+    return LLM(str(tiny_checkpoint()), dtype="float32", num_blocks=65)
+
+
+def generate(llm: LLM, *args: Any, **kwargs: Any) -> Any:
+    return llm.generate(*args, use_tqdm=False, **kwargs)
+
+
+def test_prompts_come_in_every_form(llm: LLM) -> None:
+    ids = generate(llm, "A block of the cache", GREEDY)[0].prompt_token_ids
+    forms = [
+        "A block of the cache",
+        ids,
+        {"prompt": "A block of the cache"},
+        {"prompt_token_ids": ids},
+    ]
+    results = [generate(llm, form, GREEDY)[0] for form in forms]
+    assert all(result.prompt_token_ids == ids for result in results)
+    assert len({result.outputs[0].text for result in results}) == 1
+    batch = generate(llm, forms, GREEDY)
+    assert [result.outputs[0].text for result in batch] == [results[0].outputs[0].text] * 4
+    assert [result.prompt for result in batch] == [forms[0], None, forms[0], None]
+
+
+def test_results_are_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = [[i, i + 1, i + 2] for i in range(12)]
+    params = [SamplingParams(temperature=0, max_tokens=1 + i % 5) for i in range(12)]
+    results = generate(llm, prompts, params)
+    assert [result.prompt_token_ids for result in results] == prompts
+    assert [len(result.outputs[0].token_ids) for result in results] == [
+        1 + i % 5 for i in range(12)
+    ]
+    assert all(result.finished for result in results)
+    assert all(result.outputs[0].finish_reason == "length" for result in results)
+
+
+def test_a_second_run_hits_the_cache_and_answers_the_same(llm: LLM) -> None:
+    prompt = [*range(100, 150)]
+    first, second = (generate(llm, prompt, GREEDY)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 48)
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    llm.reset_prefix_cache()
+    assert generate(llm, prompt, GREEDY)[0].num_cached_tokens == 0
+
+
+def test_choices_are_seeded_one_after_another(llm: LLM) -> None:
+    prompt = [5, 6, 7]
+    (result,) = generate(llm, prompt, SamplingParams(n=3, seed=11, max_tokens=8))
+    alone = [
+        generate(llm, prompt, SamplingParams(seed=11 + i, max_tokens=8))[0].outputs[0].token_ids
+        for i in range(3)
+    ]
+    assert [choice.token_ids for choice in result.outputs] == alone
+    assert [choice.index for choice in result.outputs] == [0, 1, 2]
+    assert len({tuple(tokens) for tokens in alone}) == 3
+
+
+def test_a_seed_gives_the_same_text_in_every_batch(llm: LLM) -> None:
+    params = SamplingParams(seed=3, max_tokens=8, top_p=0.9)
+    alone = generate(llm, [5, 6, 7], params)[0].outputs[0].token_ids
+    noise = [[9, i, 3] for i in range(20, 27)]
+    batch = generate(llm, [*noise, [5, 6, 7]], [SamplingParams(max_tokens=8)] * 7 + [params])
+    assert batch[-1].outputs[0].token_ids == alone
+
+
+def test_logprobs_are_dicts_by_token(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1)
+    (result,) = generate(llm, [5, 6, 7, 8], params)
+    choice = result.outputs[0]
+    assert len(choice.logprobs) == 3
+    for token, by_id in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert next(iter(by_id)) == token
+        assert by_id[token].rank == 1
+        assert len(by_id) == 2
+        assert max(entry.logprob for entry in by_id.values()) == by_id[token].logprob
+    assert result.prompt_logprobs[0] is None
+    assert [next(iter(by_id)) for by_id in result.prompt_logprobs[1:]] == [6, 7, 8]
+    assert generate(llm, [5], GREEDY)[0].outputs[0].logprobs is None
+
+
+def test_chat_uses_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Que sera"}]
+    rendered = "<|im_start|>user\nQue sera<|im_end|>\n<|im_start|>assistant\n"
+    (result,) = llm.chat(messages, GREEDY, use_tqdm=False)
+    expected = generate(llm, {"prompt_token_ids": llm._tokenizer.encode(rendered)}, GREEDY)[0]
+    assert result.prompt_token_ids == expected.prompt_token_ids
+    assert result.outputs[0].text == expected.outputs[0].text
+    assert len(llm.chat([messages, messages], GREEDY, use_tqdm=False)) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ("", GREEDY, "at least one token"),
+        ([[1, 2], [3, 400]], GREEDY, "token id 400"),
+        ([1, 2], [GREEDY, GREEDY], "2 entries for 1 prompts"),
+        ([1, 2], SamplingParams(max_tokens=511), "context length is 512"),
+        ("a\ud800b", GREEDY, "surrogate"),
+    ],
+)
+def test_wrong_input_computes_nothing(llm: LLM, prompts: Any, params: Any, message: str) -> None:
+    before = llm.stats()["queries"]
+    with pytest.raises(InvalidRequestError, match=message):
+        generate(llm, prompts, params)
+    assert llm.stats()["queries"] == before
+    assert llm.stats()["blocks_in_use"] == 0
+
+
+def test_no_prompts_give_no_results(llm: LLM) -> None:
+    assert generate(llm, [], GREEDY) == []
+
+
+def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = llm._engine.step
+
+    def interrupted() -> Any:
+        step()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm._engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, [[1, 2, 3]] * 3, GREEDY)
+    monkeypatch.undo()
+    assert llm.stats()["blocks_in_use"] == 0
+    assert generate(llm, [1, 2, 3], GREEDY)[0].finished
+
+
+def test_the_progress_bar_is_shown_only_when_asked(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate(llm, [1, 2, 3], GREEDY)
+    assert capsys.readouterr() == ("", "")
+    llm.generate([1, 2, 3], GREEDY)
+
+
+def test_flags_reach_their_rooms(tiny_checkpoint: Checkpoint) -> None:
+    small = LLM(
+        str(tiny_checkpoint()),
+        dtype="float32",
+        num_gpu_blocks_override=9,
+        block_size=8,
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+        enable_prefix_caching=False,
+    )
+    assert small.max_model_len == 64
+    for _ in range(2):
+        assert generate(small, [*range(40)], GREEDY)[0].num_cached_tokens == 0
+    assert small.stats()["hits"] == 0
+
+
+def test_wrong_flags_are_named(tiny_checkpoint: Checkpoint) -> None:
+    folder = str(tiny_checkpoint())
+    with pytest.raises(ConfigError, match="Unknown flag tensor_size"):
+        LLM(folder, tensor_size=2)
+    with pytest.raises(
+        ConfigError, match=r"holds 128 tokens \(8 blocks of 16\).*max_model_len 512"
+    ):
+        LLM(folder, num_blocks=9, max_model_len=512, dtype="float32")
+    with pytest.raises(ConfigError, match="block_size"):
+        LLM(folder, block_size=7)
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = (
+        "import sys, prefixcache; prefixcache.SamplingParams; prefixcache.__version__; "
+        "assert dir(prefixcache) == sorted(prefixcache.__all__); "
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_unknown_names_of_the_package_are_attribute_errors() -> None:
+    import prefixcache
+
+    with pytest.raises(AttributeError, match="no attribute 'Lama'"):
+        _ = prefixcache.Lama  # type: ignore[attr-defined]

@@ -76,8 +76,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
     """
     reader = _open(file)
     metadata = _Metadata(reader)
-    tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
-    config = _config(metadata, tied=tied)
+    config = _config(metadata) | _flags({tensor.name for tensor in reader.tensors})
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", _token_ids(metadata))
     _write_tokenizer(file, folder, metadata, config["max_position_embeddings"])
@@ -118,7 +117,16 @@ class _Metadata:
         return float(str(np.float32(self.shape(key, default))))
 
 
-def _config(metadata: _Metadata, *, tied: bool) -> dict[str, Any]:
+def _flags(names: set[str]) -> dict[str, bool]:
+    """What the file's tensors say of the model; Qwen2 ignores the flag of its biases."""
+    return {
+        "tie_word_embeddings": "output.weight" not in names,
+        "attention_bias": "blk.0.attn_q.bias" in names,
+        "mlp_bias": "blk.0.ffn_down.bias" in names,
+    }
+
+
+def _config(metadata: _Metadata) -> dict[str, Any]:
     hidden_size = metadata.shape("embedding_length")
     num_heads = metadata.shape("attention.head_count")
     return {
@@ -135,7 +143,6 @@ def _config(metadata: _Metadata, *, tied: bool) -> dict[str, Any]:
         "max_position_embeddings": metadata.shape("context_length"),
         "rms_norm_eps": metadata.decimal("attention.layer_norm_rms_epsilon", 1e-6),
         "rope_parameters": _rope(metadata),
-        "tie_word_embeddings": tied,
         "vocab_size": len(metadata.get("tokenizer.ggml.tokens", ())),
         **_token_ids(metadata),
     }

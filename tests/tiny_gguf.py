@@ -1,0 +1,106 @@
+"""Writes a tiny GGUF file from a transformers model, as llama.cpp's converter lays it out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from tiny_models import CHAT_TEMPLATE, SPECIAL_TOKENS, train_tokenizer
+
+_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_Q8 = gguf.GGMLQuantizationType.Q8_0
+_TOP_LEVEL = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+
+
+def write_gguf(file: Path, model: PreTrainedModel, *, pre: str = "smollm") -> Path:
+    """Matrices as Q8_0, the rest as float32; the model itself is rounded to what the file holds."""
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data = torch.from_numpy(_rounded(parameter.detach().numpy()))
+    config = model.config
+    architecture = str(config.model_type)
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+    _add_tokenizer(writer, pre)
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            _add_tensor(writer, name, tensor, config)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
+    model = json.loads(train_tokenizer().to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    normal, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([control if token in SPECIAL_TOKENS else normal for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, config: object) -> None:
+    module, kind = name.rsplit(".", 1)
+    if module in _TOP_LEVEL:
+        target = _TOP_LEVEL[module]
+    else:
+        _, _, layer, part = module.split(".", 3)
+        target = f"blk.{layer}.{_NAMES[part]}"
+    values = tensor.float().numpy()
+    if config.model_type == "llama" and target.endswith("attn_q"):
+        values = _permuted(values, config.num_attention_heads)
+    if config.model_type == "llama" and target.endswith("attn_k"):
+        values = _permuted(values, config.num_key_value_heads)
+    if values.ndim == 2:
+        writer.add_tensor(f"{target}.{kind}", gguf.quantize(values, _Q8), raw_dtype=_Q8)
+    else:
+        writer.add_tensor(f"{target}.{kind}", values)
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    return gguf.dequantize(gguf.quantize(values, _Q8), _Q8)
+
+
+def _permuted(values: np.ndarray, heads: int) -> np.ndarray:
+    """A rotated pair's rows side by side, which Hugging Face keeps half a head apart."""
+    halves = values.reshape(heads, 2, -1, *values.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))

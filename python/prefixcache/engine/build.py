@@ -14,11 +14,18 @@ import torch
 from prefixcache.attention.base import AttentionBackend
 from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from prefixcache.engine.cuda import (
+    choose_device,
+    is_sized_by_trial,
+    make_graphs,
+    trial_blocks,
+)
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_groups
 from prefixcache.kv.tensors import allocate_kv, choose_num_blocks
+from prefixcache.models.hub import resolve_model
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.registry import choose_dtype, load_model
 from prefixcache.runner.model_runner import ModelRunner
@@ -66,17 +73,14 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     `folder` is where the model's files are, if that is known already. Raises `ConfigError`,
     `ModelLoadError` or `OutOfMemoryError`.
     """
-    folder = folder or _model_folder(config)
+    folder = folder or resolve_model(config.model, config.revision)
     model_config = ModelConfig.from_hf(folder)
-    device = _device(config)
+    device = choose_device(config)
     dtype = choose_dtype(config.dtype, model_config.checkpoint_dtype, device)
-    num_blocks = choose_num_blocks(config.cache, kv_groups(model_config), dtype, device)
-    max_model_len = _max_model_len(config, model_config, num_blocks)
     tokenizer = Tokenizer.from_folder(folder)
-    model = load_model(
-        model_config, folder, dtype=dtype, device=device, max_positions=max_model_len
+    model, attention, num_blocks, max_model_len = _model_and_pool(
+        config, model_config, folder, dtype, device
     )
-    attention = _bound_attention(config, model, num_blocks)
     cache = _cache(config, num_blocks, str(dtype).removeprefix("torch."))
     parts = EngineParts(
         scheduler=Scheduler(
@@ -116,19 +120,6 @@ def _take(given: dict[str, Any], known: Iterable[Field[Any]]) -> dict[str, Any]:
     return {f.name: given.pop(f.name) for f in known if f.name in given}
 
 
-def _model_folder(config: EngineConfig) -> Path:
-    folder = Path(config.model)
-    if not folder.is_dir():
-        raise ConfigError(f"model {config.model!r} is not a folder.")
-    return folder
-
-
-def _device(config: EngineConfig) -> torch.device:
-    if config.device != "auto":
-        return torch.device(config.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
     """The context length, lowered to what the pool holds unless it was asked for."""
     longest = config.scheduler.context_length(model)
@@ -145,13 +136,45 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
     return room
 
 
-def _bound_attention(config: EngineConfig, model: LlamaModel, num_blocks: int) -> AttentionBackend:
+def _model_and_pool(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[LlamaModel, AttentionBackend, int, int]:
+    """The loaded model, its attention over a pool, and the pool's blocks and context length.
+
+    Where a trial step sizes the pool, the model must be there first.
+    """
+    load = partial(load_model, model_config, folder, dtype=dtype, device=device)
+    if is_sized_by_trial(config, device):
+        longest = config.scheduler.context_length(model_config)
+        model = load(max_positions=longest)
+        attention = _attention(config, model)
+        num_blocks = trial_blocks(config, model, attention, longest)
+        max_model_len = _max_model_len(config, model_config, num_blocks)
+    else:
+        num_blocks = choose_num_blocks(config.cache, kv_groups(model_config), dtype, device)
+        max_model_len = _max_model_len(config, model_config, num_blocks)
+        model = load(max_positions=max_model_len)
+        attention = _attention(config, model)
+    _bind_kv(config, model, attention, num_blocks)
+    return model, attention, num_blocks, max_model_len
+
+
+def _attention(config: EngineConfig, model: LlamaModel) -> AttentionBackend:
     options = AttentionOptions(
         device=model.device,
         dtype=model.dtype,
         batch_invariant=config.keeps_batch_invariant(model.device.type),
     )
-    attention = make_attention(config.attention, model.attention_spec, options)
+    return make_attention(config.attention, model.attention_spec, options)
+
+
+def _bind_kv(
+    config: EngineConfig, model: LlamaModel, attention: AttentionBackend, num_blocks: int
+) -> None:
     (group,) = kv_groups(model.config)
     kv_layers = allocate_kv(
         group,
@@ -162,7 +185,6 @@ def _bound_attention(config: EngineConfig, model: LlamaModel, num_blocks: int) -
         device=model.device,
     )
     attention.bind(kv_layers)
-    return attention
 
 
 def _cache(config: EngineConfig, num_blocks: int, kv_dtype: str) -> CacheManager:
@@ -185,4 +207,5 @@ def _runner(
         max_seqs=config.scheduler.max_num_seqs,
         max_pages=-(-max_model_len // config.cache.block_size),
         device=model.device,
+        graphs=make_graphs(config, model, attention, max_model_len),
     )

@@ -38,9 +38,11 @@ def _triton_kernels() -> ModuleType | None:
 def pin_matmul() -> None:
     """Keeps cuBLAS from splitting sums by the shape of the batch. Call before CUDA starts.
 
-    Raises `ConfigError` when CUDA has been started: the libraries have read their settings then.
+    Raises `ConfigError` when CUDA has been started without: the libraries have read their settings
+    then.
     """
-    if torch.cuda.is_initialized():
+    pinned = os.environ.items() >= _PINNED_ENVIRONMENT.items()
+    if torch.cuda.is_initialized() and not pinned:
         raise ConfigError(
             "Batch-invariant mode must be chosen before CUDA is used: make the engine first, "
             "in a process of its own."

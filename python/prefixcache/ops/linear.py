@@ -1,4 +1,4 @@
-"""Linear layers: y = x W^T + b, behind one seam.
+"""Linear layers: y = x W^T + b, behind one protocol.
 
 A layer owns its weight in whatever form its kernel reads fastest, so that callers never see the
 weight's layout: rows are written with `copy_rows`, once at load and again whenever weights are
@@ -11,11 +11,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from prefixcache.exceptions import ConfigError
 
 
 class Linear(Protocol):
@@ -32,8 +29,12 @@ class Linear(Protocol):
         """Writes elements `start:start + O` of the bias."""
         ...
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        """Returns [T, O] in the type of `x_TI`."""
+    def __call__(self, x_TI: Tensor, residual_TO: Tensor | None = None) -> Tensor:
+        """Returns [T, O], the residual added, in the type of `x_TI`."""
+        ...
+
+    def wide(self, x_TI: Tensor) -> Tensor:
+        """Returns [T, O] in float32."""
         ...
 
 
@@ -55,31 +56,12 @@ class TorchLinear:
             raise ValueError("this linear has no bias")
         self._bias_O[start : start + bias_O.shape[0]].copy_(bias_O)
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        """Returns [T, O] in the type of `x_TI`."""
-        return F.linear(x_TI, self._weight_OI, self._bias_O)
+    def __call__(self, x_TI: Tensor, residual_TO: Tensor | None = None) -> Tensor:
+        """Returns [T, O], the residual added, in the type of `x_TI`."""
+        out_TO = F.linear(x_TI, self._weight_OI, self._bias_O)
+        return out_TO if residual_TO is None else residual_TO + out_TO
 
+    def wide(self, x_TI: Tensor) -> Tensor:
+        """Returns [T, O] in float32."""
+        return self(x_TI).float()
 
-def make_linear(
-    kind: str,
-    in_features: int,
-    out_features: int,
-    *,
-    bias: bool = False,
-    dtype: torch.dtype,
-    device: torch.device,
-    tied_to_OI: Tensor | None = None,
-) -> Linear:
-    """Makes an unfilled layer of a kind: "torch".
-
-    `tied_to_OI` is a dense weight of the same shape (the embedding) that the layer may read instead
-    of keeping a copy; the caller writes both all the same. Raises `ConfigError` for an unknown
-    kind.
-    """
-    if kind != "torch":
-        raise ConfigError(f"linear must be one of torch, got {kind!r}.")
-    weight_OI = tied_to_OI
-    if weight_OI is None:
-        weight_OI = torch.empty(out_features, in_features, dtype=dtype, device=device)
-    bias_O = torch.empty(out_features, dtype=dtype, device=device) if bias else None
-    return TorchLinear(weight_OI, bias_O)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from prefixcache.sampling.sampler import greedy_token_ids
 Replay = Callable[[], None]
 
 
+@runtime_checkable
 class GraphAttention(AttentionBackend, Protocol):
     """An attention backend whose decodes can be captured."""
 

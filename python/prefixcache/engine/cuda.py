@@ -1,0 +1,113 @@
+"""What an engine on a CUDA device is put together with: the device, the pool's size, graphs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from prefixcache.attention.base import AttentionBackend
+from prefixcache.config import EngineConfig
+from prefixcache.exceptions import ConfigError
+from prefixcache.kv.memory import DeviceMemory, fitting_blocks, measure_peak
+from prefixcache.kv.specs import kv_groups
+from prefixcache.models.llama import LlamaModel
+from prefixcache.ops.cuda import pin_matmul
+from prefixcache.runner.cuda_graph import (
+    Capture,
+    CudaCapture,
+    DecodeGraphs,
+    GraphAttention,
+    graph_sizes,
+)
+from prefixcache.runner.trial import run_largest_step
+
+logger = logging.getLogger(__name__)
+
+Measure = Callable[[Callable[[], None], torch.device], DeviceMemory]
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """The device asked for; "auto" is a GPU where there is one. Its index is the current one.
+
+    In batch-invariant mode this also pins the matmuls, which must come before CUDA starts.
+    Raises `ConfigError` when CUDA is asked for and there is none.
+    """
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cpu" or not (has_cuda or config.device == "cuda"):
+        return torch.device("cpu")
+    if not has_cuda:
+        raise ConfigError(
+            f"device is cuda, but torch {torch.__version__} finds no CUDA device. Use --device "
+            "cpu, or install a CUDA build of torch and a driver."
+        )
+    if config.keeps_batch_invariant("cuda"):
+        pin_matmul()
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def is_sized_by_trial(config: EngineConfig, device: torch.device) -> bool:
+    """Whether the pool takes what a trial step leaves: on CUDA, unless its size is given."""
+    cache = config.cache
+    return device.type == "cuda" and cache.num_blocks is None and cache.kv_cache_memory is None
+
+
+def trial_blocks(
+    config: EngineConfig,
+    model: LlamaModel,
+    attention: AttentionBackend,
+    max_model_len: int,
+    measure: Measure = measure_peak,
+) -> int:
+    """Blocks that fit beside the largest step, the null block included.
+
+    Binds `attention` to a pool of the null block alone. Raises `OutOfMemoryError`.
+    """
+    block_size = config.cache.block_size
+    groups = kv_groups(model.config)
+    shape = attention.kv_shape(1, block_size, groups[0].num_kv_heads, groups[0].head_dim)
+    layers = groups[0].layers
+    attention.bind([torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in layers])
+    memory = measure(
+        lambda: run_largest_step(
+            model,
+            attention,
+            max_tokens=config.scheduler.max_num_batched_tokens,
+            max_seqs=config.scheduler.max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            device=model.device,
+        ),
+        model.device,
+    )
+    block_bytes = sum(group.bytes_per_block(block_size, model.dtype.itemsize) for group in groups)
+    return fitting_blocks(memory, config.cache.gpu_memory_utilization, block_bytes)
+
+
+def make_graphs(
+    config: EngineConfig,
+    model: LlamaModel,
+    attention: AttentionBackend,
+    max_model_len: int,
+    capture: Capture | None = None,
+) -> DecodeGraphs | None:
+    """Captured decodes, or None: without CUDA, with `enforce_eager`, or a backend that has none.
+
+    `attention` must be bound.
+    """
+    if capture is None and model.device.type == "cuda":
+        capture = CudaCapture(model.device)
+    if capture is None or config.enforce_eager or not isinstance(attention, GraphAttention):
+        return None
+    max_seqs = config.scheduler.max_num_seqs
+    sizes = graph_sizes(max_seqs)
+    logger.info("Capturing CUDA graphs of %d batch sizes up to %d.", len(sizes), max_seqs)
+    return DecodeGraphs(
+        model,
+        attention,
+        sizes=sizes,
+        max_page_indices=max_seqs * -(-max_model_len // config.cache.block_size),
+        device=model.device,
+        capture=capture,
+    )

@@ -1,0 +1,171 @@
+"""Sizing the pool by a trial of the largest step, and what an engine on CUDA is made with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from prefixcache.attention.cpu import TorchAttention
+from prefixcache.attention.flashinfer import FlashInferAttention
+from prefixcache.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from prefixcache.engine import cuda as engine_cuda
+from prefixcache.exceptions import ConfigError, OutOfMemoryError
+from prefixcache.kv.memory import DeviceMemory, fitting_blocks
+from prefixcache.models.llama import LlamaModel
+from prefixcache.models.registry import load_model
+from prefixcache.ops import cuda as ops_cuda
+from prefixcache.runner.trial import run_largest_step
+from tape import TapeCapture
+
+CPU = torch.device("cpu")
+GIB = 1 << 30
+TinyCheckpoint = Callable[..., Path]
+
+
+def load(folder: Path) -> LlamaModel:
+    return load_model(ModelConfig.from_hf(folder), folder, dtype=torch.float32, device=CPU)
+
+
+def test_the_pool_takes_what_weights_step_and_others_leave_of_the_allowed_share() -> None:
+    memory = DeviceMemory(total=100 * GIB, free=60 * GIB, reserved=37 * GIB, peak=30 * GIB)
+    assert memory.outside == 3 * GIB
+    assert fitting_blocks(memory, 0.9, GIB) == 90 - 3 - 30
+    assert fitting_blocks(memory, 0.5, 4 * GIB) == (50 - 3 - 30) // 4
+
+
+def test_no_room_for_a_single_block_names_the_numbers() -> None:
+    memory = DeviceMemory(total=10 * GIB, free=2 * GIB, reserved=8 * GIB, peak=8 * GIB)
+    with pytest.raises(OutOfMemoryError, match=r"allows 9,216 MiB of 10,240.*need 8,192 MiB"):
+        fitting_blocks(memory, 0.9, GIB)
+    assert fitting_blocks(memory, 0.9, GIB // 2) == 2
+
+
+class Watched:
+    """A model that notes the largest call of each kind."""
+
+    def __init__(self, model: LlamaModel) -> None:
+        self._model = model
+        self.tokens = self.rows = self.last_position = 0
+
+    def forward(self, token_ids, positions, attention):
+        self.tokens = max(self.tokens, len(token_ids))
+        self.last_position = max(self.last_position, int(positions.max()))
+        return self._model.forward(token_ids, positions, attention)
+
+    def compute_logits(self, hidden):
+        self.rows = max(self.rows, len(hidden))
+        return self._model.compute_logits(hidden)
+
+
+@pytest.mark.parametrize(("max_tokens", "max_model_len"), [(64, 200), (64, 20), (60, 20), (5, 3)])
+def test_the_trial_is_the_largest_step_there_can_be(
+    tiny_checkpoint: TinyCheckpoint, max_tokens: int, max_model_len: int
+) -> None:
+    model = Watched(load(tiny_checkpoint("qwen3")))
+    attention = TorchAttention(model._model.attention_spec)
+    pool = torch.zeros(1, 2, 4, 2, 32)
+    attention.bind([pool, pool.clone()])
+    run_largest_step(
+        model,
+        attention,
+        max_tokens=max_tokens,
+        max_seqs=5,
+        max_model_len=max_model_len,
+        block_size=4,
+        device=CPU,
+    )
+    assert (model.tokens, model.rows) == (max_tokens, 5)
+    assert model.last_position == min(max_tokens, max_model_len) - 1
+
+
+def config(**options) -> EngineConfig:
+    return EngineConfig(
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32), **options
+    )
+
+
+def test_a_pool_is_sized_by_trial_where_nothing_says_its_size(
+    tiny_checkpoint: TinyCheckpoint,
+) -> None:
+    cuda = torch.device("cuda", 1)
+    assert engine_cuda.is_sized_by_trial(config(), cuda)
+    assert not engine_cuda.is_sized_by_trial(config(), CPU)
+    assert not engine_cuda.is_sized_by_trial(config(cache=CacheConfig(num_blocks=9)), cuda)
+    assert not engine_cuda.is_sized_by_trial(config(cache=CacheConfig(kv_cache_memory=9)), cuda)
+    model = load(tiny_checkpoint("qwen3"))
+    ran = []
+
+    def measure(trial, device) -> DeviceMemory:
+        trial()
+        ran.append(device)
+        return DeviceMemory(total=1000 * 2**14, free=900 * 2**14, reserved=0, peak=0)
+
+    attention = TorchAttention(model.attention_spec)
+    blocks = engine_cuda.trial_blocks(config(), model, attention, 100, measure)
+    per_block = 2 * 2 * 16 * 2 * 32 * 4  # layers, keys and values, tokens, heads, size, bytes
+    assert blocks == (900 - 100) * 2**14 // per_block
+    assert ran == [model.device]
+
+
+def test_graphs_are_made_where_backend_and_flags_allow(tiny_checkpoint: TinyCheckpoint) -> None:
+    model = load(tiny_checkpoint("qwen3"))
+    capture = TapeCapture()
+    attention = FlashInferAttention(
+        model.attention_spec,
+        dtype=torch.float32,
+        device=CPU,
+        kernels=capture.kernels,
+        workspace_bytes=16,
+    )
+    attention.bind([torch.zeros(3, 2, 16, 2, 32) for _ in range(2)])
+    assert engine_cuda.make_graphs(config(), model, attention, 64, capture) is not None
+    assert (
+        engine_cuda.make_graphs(config(enforce_eager=True), model, attention, 64, capture) is None
+    )
+    plain = TorchAttention(model.attention_spec)
+    assert engine_cuda.make_graphs(config(), model, plain, 64, capture) is None
+    assert engine_cuda.make_graphs(config(), model, attention, 64) is None, "a CPU has no graphs"
+
+
+def test_the_device_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = []
+    monkeypatch.setattr(engine_cuda, "pin_matmul", lambda: pinned.append(True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert engine_cuda.choose_device(config()) == CPU
+    with pytest.raises(ConfigError, match="finds no CUDA device"):
+        engine_cuda.choose_device(config(device="cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert engine_cuda.choose_device(config(device="cpu")) == CPU
+    assert engine_cuda.choose_device(config()) == torch.device("cuda", 2)
+    assert not pinned, "CUDA is not batch-invariant unless it is asked to be"
+    assert engine_cuda.choose_device(config(batch_invariant=True)) == torch.device("cuda", 2)
+    assert pinned
+
+
+def test_matmuls_are_pinned_before_cuda_starts_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = []
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", chosen.append)
+    monkeypatch.setattr(ops_cuda.os, "environ", {})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="before CUDA is used"):
+        ops_cuda.pin_matmul()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    ops_cuda.pin_matmul()
+    assert chosen == ["cublaslt"]
+    assert ops_cuda.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction is False
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    ops_cuda.pin_matmul()
+    assert len(chosen) == 2, "a second engine of a pinned process was refused"
+
+
+@pytest.mark.parametrize("share", [0.0, 1.1, float("nan")])
+def test_a_share_of_memory_out_of_range_is_refused(share: float) -> None:
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+        CacheConfig(gpu_memory_utilization=share)

@@ -1,0 +1,85 @@
+"""The default model as shipped: tokenizer, chat template, and answers equal to transformers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from paged_driver import PagedDriver
+from prefixcache.config import DEFAULT_MODEL, ModelConfig
+from prefixcache.models.hub import is_downloaded, resolve_model
+from prefixcache.models.registry import load_model
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(not is_downloaded(DEFAULT_MODEL), reason="prefixcache download was not run"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return resolve_model(DEFAULT_MODEL)
+
+
+def test_config(folder: Path) -> None:
+    config = ModelConfig.from_hf(folder)
+    assert (config.num_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (9, 3, 64)
+    assert config.rope.theta == 100_000.0
+    assert config.max_context_length == 8192
+    assert config.rms_norm_eps == 1e-5
+    assert config.eos_token_ids == (2,)
+    assert config.tie_word_embeddings
+
+
+def test_chat_template_is_chatml_with_the_models_own_system_prompt(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert rendered == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.encode("<|im_start|><|im_end|><|endoftext|>") == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Hello  world, it's 12:30 on 2024-05-06.",
+        "a\n\n  b\t c   1,234.56%   ",
+        "Zwölf Boxkämpfer; 天地玄黃 ½ ² ٣٤ 🦙🏽",
+        "def f(x):\n    return x**2  # isn't it\r\n",
+    ],
+)
+def test_words_are_cut_as_the_models_authors_do(folder: Path, text: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ours = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    theirs = pre_tokenizers.Sequence([digits, words]).pre_tokenize_str(text)
+    assert [piece for piece, _ in ours] == [piece for piece, _ in theirs]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_64_greedy_tokens_equal_those_of_transformers(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    config = ModelConfig.from_hf(folder)
+    model = load_model(config, folder, dtype=torch.float32, device=torch.device("cpu"))
+    driver = PagedDriver(model)
+    ours = driver.generate(prompt, 64)
+    assert "Paris" in tokenizer.decode(ours)
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([prompt + ours])).logits[0]
+    logits = driver.forward([(0, 0, prompt + ours)])
+    torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-4)
+    assert ours == expected[len(prompt) - 1 : -1].argmax(-1).tolist()

@@ -15,9 +15,9 @@ _LONGEST_TAIL = 3
 class IncrementalDetokenizer:
     """Text of one request, piece by piece.
 
-    The pieces joined are `Tokenizer.decode` of all tokens, up to a stop string, and less a
-    character that the last token left unfinished. How the tokens are split over calls of `push`
-    makes no difference.
+    The pieces joined are the text that the tokens add behind a prompt: `Tokenizer.decode` of all,
+    with a leading space kept, up to a stop string, and less a character that the last token left
+    unfinished. How the tokens are split over calls of `push` makes no difference.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams | None = None) -> None:
@@ -60,46 +60,41 @@ class IncrementalDetokenizer:
 class _CharacterStream:
     """Whole characters of a token stream.
 
-    Tokens wait until their text ends in a whole character. All but the first are decoded behind
-    an anchor, a token of plain text, since decoders treat the start of a text in a way of its own.
+    Tokens wait until their text ends in a whole character. They are decoded behind an anchor, a
+    token of plain text, since decoders treat the start of a text in a way of its own.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
-        self._anchor: Sequence[int] = ()
+        self._anchor = tokenizer.plain_token_ids
+        self._anchor_length = len(tokenizer.decode(self._anchor))
         self._waiting: list[int] = []
 
     def push(self, token_id: int) -> str:
         if self._adds_nothing(token_id):
             return ""
         self._waiting.append(token_id)
-        text = self._text(self._waiting, self._anchor)
+        text = self._text(self._waiting)
         if text.endswith(_REPLACEMENT):
             return self._certain_head(text)
-        return self._emit(text, []) if text else ""
+        self._waiting = []
+        return text
 
     def finish(self) -> str:
-        text = self._text(self._waiting, self._anchor).rstrip(_REPLACEMENT)
-        return self._emit(text, [])
+        text = self._text(self._waiting).rstrip(_REPLACEMENT)
+        self._waiting = []
+        return text
 
     def _adds_nothing(self, token_id: int) -> bool:
         special = self._skip_special and token_id in self._tokenizer.special_token_ids
         return special or self._tokenizer.token(token_id) is None
 
-    def _text(self, token_ids: list[int], anchor: Sequence[int]) -> str:
-        if not token_ids:
-            return ""
-        text = self._decode([*anchor, *token_ids])
-        return text[len(self._decode(anchor)) :] if anchor else text
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
-
-    def _emit(self, text: str, waiting: list[int]) -> str:
-        self._waiting = waiting
-        self._anchor = self._tokenizer.plain_token_ids
-        return text
+    def _text(self, token_ids: list[int]) -> str:
+        text = self._tokenizer.decode(
+            [*self._anchor, *token_ids], skip_special_tokens=self._skip_special
+        )
+        return text[self._anchor_length :]
 
     def _certain_head(self, text: str) -> str:
         """In a long run of broken bytes all is certain but what the last few tokens may begin."""
@@ -107,9 +102,10 @@ class _CharacterStream:
             return ""
         for length in range(_LONGEST_TAIL, 0, -1):
             head, tail = self._waiting[:-length], self._waiting[-length:]
-            head_text = self._text(head, self._anchor)
-            if head_text + self._text(tail, self._tokenizer.plain_token_ids) == text:
-                return self._emit(head_text, tail)
+            head_text = self._text(head)
+            if head_text + self._text(tail) == text:
+                self._waiting = tail
+                return head_text
         return ""
 
 

@@ -187,16 +187,17 @@ class Scheduler:
 
     def _running_chunks(self) -> list[_Chunk]:
         """Decodes first, then prompts in order, as far as the budget goes."""
-        decodes = [state for state in self._running if state.decodes]
-        prefills = [state for state in self._running if not state.decodes]
-        budget = self._max_num_batched_tokens
-        chunks: list[_Chunk] = []
-        for state in itertools.chain(decodes, prefills):
+        decodes: list[RequestState] = []
+        prefills: list[RequestState] = []
+        for state in self._running:
+            (decodes if state.decodes else prefills).append(state)
+        chunks = [_Chunk(state, 1) for state in decodes[: self._max_num_batched_tokens]]
+        budget = self._max_num_batched_tokens - len(chunks)
+        for state in prefills:
             if not budget:
                 break
-            chunk = _Chunk(state, min(state.num_remaining, budget))
-            budget -= chunk.count
-            chunks.append(chunk)
+            chunks.append(_Chunk(state, min(state.num_remaining, budget)))
+            budget -= chunks[-1].count
         return chunks
 
     def _with_slots(self, chunks: list[_Chunk]) -> list[_Chunk]:

@@ -13,7 +13,8 @@ class RequestState:
     """A request in the scheduler: its tokens, and which of them are computed.
 
     `order` sorts requests: lower priority value first, then the earlier arrival. `end_token_ids`
-    are the ids that end the answer; they may not be sampled before `min_tokens`.
+    are the ids that end the answer; they may not be sampled before `min_tokens`. `num_tokens`
+    counts the prompt and what was generated.
     """
 
     __slots__ = (
@@ -25,6 +26,7 @@ class RequestState:
         "num_prompt_logprobs",
         "num_published_tokens",
         "num_slots",
+        "num_tokens",
         "order",
         "output_token_ids",
         "request",
@@ -39,7 +41,7 @@ class RequestState:
         self.output_token_ids: list[int] = []
         self.num_cached_tokens: int | None = None
         self.num_prompt_logprobs = 0
-        self._prompt_length = len(request.prompt_token_ids)
+        self._prompt_length = self.num_tokens = len(request.prompt_token_ids)
         self._sampling = SamplingInput(
             params=request.params,
             seed=seed,
@@ -52,11 +54,6 @@ class RequestState:
     def request_id(self) -> str:
         """The request's id."""
         return self.request.request_id
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens known: the prompt and what was generated."""
-        return self._prompt_length + len(self.output_token_ids)
 
     @property
     def num_remaining(self) -> int:
@@ -103,6 +100,7 @@ class RequestState:
             self.num_prompt_logprobs = scheduled.start + len(output.prompt_logprobs)
         if output.token_id is not None:
             self.output_token_ids.append(output.token_id)
+            self.num_tokens += 1
 
     def _sampling_input(self) -> SamplingInput:
         if len(self.output_token_ids) >= self.request.params.min_tokens:

@@ -1,0 +1,109 @@
+"""The cache by request id."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.request import CacheOptions, Request
+from prefixcache.sampling_params import SamplingParams
+from prefixcache.step_plan import ScheduledSequence, StepPlan
+
+
+def started(cache: CacheManager, name: str, length: int, salt: str | None = None) -> str:
+    cache.start(
+        Request(
+            request_id=name,
+            prompt_token_ids=list(range(length)),
+            params=SamplingParams(),
+            cache=CacheOptions(salt=salt),
+        )
+    )
+    return name
+
+
+def test_blocks_are_hit_after_they_are_marked_and_not_before() -> None:
+    cache = CacheManager(9, 4)
+    started(cache, "a", 10)
+    assert cache.commit("a", 0, 12) == 0
+    started(cache, "b", 10)
+    assert cache.count_hits("b") == 0
+    cache.mark_filled(["a"], [10])
+    assert cache.count_hits("b") == 8
+    assert cache.commit("b", 8, 4) == 8
+    assert cache.num_free_blocks == cache.num_blocks - 4
+    assert cache.usage == pytest.approx(4 / 8)
+
+
+def test_salts_do_not_share() -> None:
+    cache = CacheManager(9, 4)
+    cache.commit(started(cache, "a", 8, "x"), 0, 8)
+    cache.mark_filled(["a"], [8])
+    assert cache.count_hits(started(cache, "b", 8, "x")) == 8
+    assert cache.count_hits(started(cache, "c", 8, "y")) == 0
+    assert cache.count_hits(started(cache, "d", 8)) == 0
+
+
+def test_a_commit_that_does_not_fit_changes_nothing() -> None:
+    cache = CacheManager(4, 4)
+    started(cache, "a", 16)
+    assert cache.commit("a", 0, 16) is None
+    assert cache.num_free_blocks == 3
+    assert cache.commit("a", 0, 12) == 0
+
+
+def test_append_serves_the_leading_requests() -> None:
+    cache = CacheManager(4, 4)
+    for name in "abc":
+        cache.commit(started(cache, name, 4), 0, 4) if name != "c" else None
+    assert cache.append([("a", 4), ("b", 4)]) == 1
+    assert cache.append([]) == 0
+
+
+def test_released_requests_resume_and_freed_ones_are_forgotten() -> None:
+    cache = CacheManager(9, 4)
+    cache.commit(started(cache, "a", 8), 0, 8)
+    cache.mark_filled(["a"], [8])
+    cache.append_tokens(["a"], [77])
+    cache.release(["a"])
+    assert cache.num_free_blocks == cache.num_blocks
+    assert cache.commit("a", cache.count_hits("a"), 4) == 8
+    started(cache, "waiting", 4)
+    cache.free(["a", "waiting"])
+    assert cache.num_free_blocks == cache.num_blocks
+    with pytest.raises(KeyError):
+        cache.count_hits("a")
+
+
+def test_reset_forgets_every_prefix() -> None:
+    cache = CacheManager(9, 4)
+    cache.commit(started(cache, "a", 8), 0, 8)
+    cache.mark_filled(["a"], [8])
+    cache.reset()
+    assert cache.count_hits(started(cache, "b", 8)) == 0
+    assert cache.stats()["cached_blocks"] == 0
+
+
+def test_fill_writes_pages_and_slots() -> None:
+    cache = CacheManager(9, 4)
+    cache.commit(started(cache, "a", 10), 0, 12)
+    cache.commit(started(cache, "b", 5), 0, 8)
+    tables = BlockTableBuffers(
+        indptr=np.zeros(9, dtype=np.int32),
+        indices=np.zeros(64, dtype=np.int32),
+        last_page_len=np.zeros(8, dtype=np.int32),
+        slot_mapping=np.zeros(32, dtype=np.int64),
+    )
+    sequences = (
+        ScheduledSequence(request_id="b", token_ids=[4], start=4, sampling=None),
+        ScheduledSequence(request_id="a", token_ids=[0] * 6, start=0, sampling=None),
+    )
+    cache.fill(StepPlan(sequences), (tables,))
+    a, b = [1, 2, 3], [4, 5]
+    assert tables.indptr[:3].tolist() == [0, 2, 4]
+    assert tables.indices[:4].tolist() == [*b, *a[:2]]
+    assert tables.last_page_len[:2].tolist() == [1, 2]
+    expected = [b[1] * 4, *(a[0] * 4 + i for i in range(4)), a[1] * 4, a[1] * 4 + 1]
+    assert tables.slot_mapping[:7].tolist() == expected

@@ -1,0 +1,75 @@
+"""The Prometheus form of an engine's counters."""
+
+from __future__ import annotations
+
+from prometheus_client import REGISTRY, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from prefixcache.metrics import Gauges, Histogram, Metrics
+
+
+def gauges() -> Gauges:
+    return Gauges(
+        num_running=2,
+        num_waiting=3,
+        cache_usage=0.25,
+        num_preemptions=4,
+        num_queried_tokens=100,
+        num_hit_tokens=64,
+    )
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    text = generate_latest(metrics.registry).decode()
+    return {
+        sample.name
+        + "".join(f"{{{k}={v}}}" for k, v in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_names_are_those_of_vllm_under_our_prefix() -> None:
+    metrics = Metrics(gauges)
+    metrics.finished["stop"] += 2
+    expected = {
+        "prefixcache:num_requests_running": 2,
+        "prefixcache:num_requests_waiting": 3,
+        "prefixcache:kv_cache_usage_perc": 0.25,
+        "prefixcache:num_preemptions_total": 4,
+        "prefixcache:prompt_tokens_total": 0,
+        "prefixcache:generation_tokens_total": 0,
+        "prefixcache:prefix_cache_queries_total": 100,
+        "prefixcache:prefix_cache_hits_total": 64,
+        "prefixcache:request_success_total{finished_reason=stop}": 2,
+        "prefixcache:time_to_first_token_seconds_count": 0,
+        "prefixcache:inter_token_latency_seconds_count": 0,
+        "prefixcache:e2e_request_latency_seconds_count": 0,
+        "prefixcache:iteration_tokens_total_count": 0,
+        "prefixcache:step_overhead_seconds_count": 0,
+    }
+    found = samples(metrics)
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_histogram_buckets_are_cumulative_and_bounds_belong_to_them() -> None:
+    histogram = Histogram((1, 2.5))
+    for value in (0.5, 1, 2, 99):
+        histogram.observe(value)
+    family = histogram.family("x", "X.")
+    found = {(s.name, s.labels.get("le")): s.value for s in family.samples}
+    assert found == {
+        ("prefixcache:x_bucket", "1.0"): 2,
+        ("prefixcache:x_bucket", "2.5"): 3,
+        ("prefixcache:x_bucket", "+Inf"): 4,
+        ("prefixcache:x_count", None): 4,
+        ("prefixcache:x_sum", None): 102.5,
+    }
+
+
+def test_engines_do_not_share_counters_and_the_global_registry_knows_none() -> None:
+    first, second = Metrics(gauges), Metrics(gauges)
+    first.prompt_tokens += 7
+    assert samples(first)["prefixcache:prompt_tokens_total"] == 7
+    assert samples(second)["prefixcache:prompt_tokens_total"] == 0
+    assert b"prefixcache" not in generate_latest(REGISTRY)

@@ -1,0 +1,90 @@
+"""The order of waiting requests."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixcache.request import Request
+from prefixcache.sampling_params import SamplingParams
+from prefixcache.scheduler.queue import WaitingQueue
+from prefixcache.scheduler.state import RequestState
+
+
+def state(name: str, serial: int, priority: int = 0, arrival: float = 0.0) -> RequestState:
+    request = Request(
+        request_id=name,
+        prompt_token_ids=[1],
+        params=SamplingParams(),
+        priority=priority,
+        arrival_time=arrival,
+    )
+    return RequestState(request, seed=0, serial=serial)
+
+
+def drain(queue: WaitingQueue) -> list[str]:
+    return [queue.pop().request_id for _ in range(len(queue))]
+
+
+def test_priority_then_arrival_then_serial() -> None:
+    queue = WaitingQueue()
+    queue.push(state("late", 0, arrival=2.0))
+    queue.push(state("early", 1, arrival=1.0))
+    queue.push(state("second", 3, arrival=1.0))
+    queue.push(state("urgent", 2, priority=-1, arrival=9.0))
+    assert drain(queue) == ["urgent", "early", "second", "late"]
+
+
+def test_a_removed_request_is_never_seen_again() -> None:
+    queue = WaitingQueue()
+    for serial, name in enumerate("abc"):
+        queue.push(state(name, serial))
+    assert queue.remove("a")
+    assert not queue.remove("a")
+    head = queue.head()
+    assert head is not None
+    assert (head.request_id, len(queue)) == ("b", 2)
+    assert drain(queue) == ["b", "c"]
+    assert queue.head() is None
+
+
+def test_a_request_that_comes_back_takes_its_old_place_once() -> None:
+    queue = WaitingQueue()
+    first, second = state("a", 0), state("b", 1)
+    queue.push(first)
+    queue.push(second)
+    assert queue.pop() is first
+    queue.push(first)
+    queue.remove("a")
+    queue.push(first)
+    assert drain(queue) == ["a", "b"]
+
+
+def test_a_new_request_with_the_id_of_a_removed_one_is_another_request() -> None:
+    queue = WaitingQueue()
+    queue.push(state("a", 0))
+    queue.remove("a")
+    newcomer = state("a", 1)
+    queue.push(newcomer)
+    assert queue.pop() is newcomer
+    with pytest.raises(IndexError):
+        queue.pop()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["push", "pop", "remove"]), st.integers(0, 5))))
+def test_it_is_a_sorted_list(operations: list[tuple[str, int]]) -> None:
+    queue, model, away = WaitingQueue(), {}, {str(i): state(str(i), i, i % 2) for i in range(6)}
+    for operation, number in operations:
+        name = str(number)
+        if operation == "push" and name in away:
+            model[name] = away.pop(name)
+            queue.push(model[name])
+        elif operation == "pop" and model:
+            first = min(model.values(), key=lambda waiting: waiting.order)
+            assert queue.pop() is first
+            away[first.request_id] = model.pop(first.request_id)
+        elif operation == "remove":
+            assert queue.remove(name) is (name in model)
+            away.update({name: model.pop(name)} if name in model else {})
+        assert len(queue) == len(model)

@@ -11,6 +11,7 @@ from prefixcache.attention.registry import attention_names, make_attention
 from prefixcache.exceptions import ConfigError
 
 BLOCK_SIZE = 4
+HEAD_DIM = 16
 TABLES = [[9, 2, 7, 4], [1, 8, 3, 6], [5, 10, 11, 12]]
 
 
@@ -36,32 +37,35 @@ def expected_rows(
     return torch.stack(rows).view(len(q), spec.num_heads, spec.head_dim)
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (7, 1)])
 @pytest.mark.parametrize("window", [None, 3, 100])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_mixed_batch(heads: tuple[int, int], window: int | None, softcap: float | None) -> None:
+def test_mixed_batch(
+    backend: str, heads: tuple[int, int], window: int | None, softcap: float | None
+) -> None:
     spec = AttentionSpec(
         num_heads=heads[0],
         num_kv_heads=heads[1],
-        head_dim=8,
+        head_dim=HEAD_DIM,
         scale=0.5,
         sliding_window=window,
         softcap=softcap,
     )
-    attention = make_attention("torch", spec)
-    kv = torch.full(attention.kv_shape(13, BLOCK_SIZE, heads[1], 8), float("nan"))
+    attention = make_attention(backend, spec)
+    kv = torch.full(attention.kv_shape(13, BLOCK_SIZE, heads[1], HEAD_DIM), float("nan"))
     attention.bind([kv])
     # A decode, a chunk in the middle of a prompt, a whole prompt that fills its last block.
     lengths, computed = [14, 11, 8], [1, 6, 8]
-    keys = [random(n, heads[1], 8, seed=i) for i, n in enumerate(lengths)]
-    values = [random(n, heads[1], 8, seed=10 + i) for i, n in enumerate(lengths)]
-    queries = [random(n, heads[0], 8, seed=20 + i) for i, n in enumerate(computed)]
+    keys = [random(n, heads[1], HEAD_DIM, seed=i) for i, n in enumerate(lengths)]
+    values = [random(n, heads[1], HEAD_DIM, seed=10 + i) for i, n in enumerate(lengths)]
+    queries = [random(n, heads[0], HEAD_DIM, seed=20 + i) for i, n in enumerate(computed)]
     for sequence in (0, 1):
         history = lengths[sequence] - computed[sequence]
         attention.plan(make_batch([(0, history)], [TABLES[sequence]], BLOCK_SIZE))
         attention.run(
             0,
-            random(history, heads[0], 8, seed=5),
+            random(history, heads[0], HEAD_DIM, seed=5),
             keys[sequence][:history],
             values[sequence][:history],
         )
@@ -79,13 +83,13 @@ def test_mixed_batch(heads: tuple[int, int], window: int | None, softcap: float 
 
 
 def test_keys_and_values_stand_at_their_slots() -> None:
-    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0)
+    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=16, scale=1.0)
     attention = make_attention("auto", spec)
-    kv = [torch.zeros(attention.kv_shape(13, BLOCK_SIZE, 1, 8)) for _ in range(2)]
+    kv = [torch.zeros(attention.kv_shape(13, BLOCK_SIZE, 1, 16)) for _ in range(2)]
     attention.bind(kv)
     attention.plan(make_batch([(0, 6)], TABLES[:1], BLOCK_SIZE))
-    k, v = random(6, 1, 8, seed=1), random(6, 1, 8, seed=2)
-    attention.run(1, random(6, 2, 8, seed=3), k, v)
+    k, v = random(6, 1, 16, seed=1), random(6, 1, 16, seed=2)
+    attention.run(1, random(6, 2, 16, seed=3), k, v)
     assert torch.equal(kv[1][9, 0], k[:4])
     assert torch.equal(kv[1][2, 1, :2], v[4:])
     assert kv[1].count_nonzero() == 2 * k.numel()

@@ -5,40 +5,60 @@ from __future__ import annotations
 import pytest
 import torch
 
+from prefixcache._core import Cpu
 from prefixcache.config import RopeConfig
 from prefixcache.exceptions import ConfigError
-from prefixcache.ops.activation import silu, silu_and_mul
-from prefixcache.ops.linear import Linear, make_linear
-from prefixcache.ops.norm import rms_norm
-from prefixcache.ops.rope import RotaryEmbedding, apply_rope, inverse_frequencies
+from prefixcache.ops.activation import silu
+from prefixcache.ops.linear import Linear
+from prefixcache.ops.rope import RotaryEmbedding, inverse_frequencies
+from prefixcache.ops.sets import Ops, make_ops
 
 CPU = torch.device("cpu")
+THREADS = Cpu(2)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def ops(form: str, dtype: torch.dtype = torch.float32) -> Ops:
+    return make_ops(dtype, CPU, THREADS if form == "invariant" else None)
+
+
+@pytest.fixture(params=["torch", "invariant"])
+def form(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def linear(bias: bool = False, dtype: torch.dtype = torch.float32) -> Linear:
-    return make_linear("torch", 24, 40, bias=bias, dtype=dtype, device=CPU)
+def linear(form: str, bias: bool = False, dtype: torch.dtype = torch.float32) -> Linear:
+    return ops(form, dtype).linear(24, 40, bias=bias)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def tolerance(dtype: torch.dtype) -> float:
+    return 1e-5 if dtype == torch.float32 else 0.05
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 5, 33])
-def test_linear_of_parts_written_row_by_row(dtype: torch.dtype, rows: int) -> None:
+def test_linear_of_parts_written_row_by_row(form: str, dtype: torch.dtype, rows: int) -> None:
     weight, bias, x = random(40, 24), random(40, seed=1), random(rows, 24, seed=2).to(dtype)
-    layer = linear(bias=True, dtype=dtype)
+    residual = random(rows, 40, seed=3).to(dtype)
+    layer = linear(form, bias=True, dtype=dtype)
     for start, stop in ((16, 40), (0, 7), (7, 16)):
         layer.copy_rows(start, weight[start:stop])
         layer.copy_bias(start, bias[start:stop])
     expected = x.double() @ weight.to(dtype).double().T + bias.to(dtype).double()
-    tolerance = 1e-5 if dtype == torch.float32 else 0.05
-    torch.testing.assert_close(layer(x).double(), expected, atol=tolerance, rtol=tolerance)
+    near = {"atol": tolerance(dtype), "rtol": tolerance(dtype)}
+    torch.testing.assert_close(layer(x).double(), expected, **near)
+    torch.testing.assert_close(layer(x, residual).double(), expected + residual.double(), **near)
+    torch.testing.assert_close(layer.wide(x).double(), expected, **near)
     assert layer(x).dtype == dtype
+    assert layer.wide(x).dtype == torch.float32
 
 
-def test_linear_rows_can_be_replaced_after_use() -> None:
-    layer = linear()
+def test_linear_rows_can_be_replaced_after_use(form: str) -> None:
+    layer = linear(form)
     weight, x = random(40, 24), random(3, 24, seed=2)
     layer.copy_rows(0, weight)
     before = layer(x)
@@ -48,33 +68,35 @@ def test_linear_rows_can_be_replaced_after_use() -> None:
     torch.testing.assert_close(after[:, 12:], before[:, 12:])
 
 
-def test_a_tied_linear_reads_the_embedding() -> None:
+def test_a_tied_linear_gives_the_embeddings_products(form: str) -> None:
     embedding = random(40, 24)
-    layer = make_linear("torch", 24, 40, dtype=torch.float32, device=CPU, tied_to_OI=embedding)
+    layer = ops(form).linear(24, 40, tied_to_OI=embedding)
     layer.copy_rows(0, embedding)
     x = random(2, 24, seed=3)
     torch.testing.assert_close(layer(x), x @ embedding.T)
 
 
-def test_a_bias_for_a_linear_without_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="no bias"):
-        linear().copy_bias(0, torch.zeros(40))
+def test_a_bias_for_a_linear_without_one_is_refused(form: str) -> None:
+    with pytest.raises(ValueError, match="bias"):
+        linear(form).copy_bias(0, torch.zeros(40))
 
 
-def test_an_unknown_kind_of_linear_is_refused() -> None:
-    with pytest.raises(ConfigError, match="linear must be one of"):
-        make_linear("magic", 1, 1, dtype=torch.float32, device=CPU)
+def test_a_type_without_kernels_is_refused() -> None:
+    with pytest.raises(ConfigError, match="float64"):
+        make_ops(torch.float64, CPU, THREADS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rms_norm(dtype: torch.dtype) -> None:
-    x, weight = random(3, 7, 24).to(dtype), random(24, seed=1).to(dtype)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(24,), (7, 24)])
+def test_rms_norm(form: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    # A slice of wider rows, as the heads of a fused projection are.
+    x, weight = random(3, 9, 24).to(dtype)[:, :7], random(*shape, seed=1).to(dtype)
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    result = rms_norm(x, weight, 1e-5)
-    assert result.dtype == dtype
-    tolerance = 1e-5 if dtype == torch.float32 else 0.02
-    torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
+    result = ops(form, dtype).rms_norm(x, weight, 1e-5)
+    assert (result.dtype, result.shape) == (dtype, x.shape)
+    near = {"atol": tolerance(dtype), "rtol": tolerance(dtype)}
+    torch.testing.assert_close(result.double(), expected, **near)
 
 
 def test_silu_at_the_extremes_is_finite() -> None:
@@ -83,17 +105,19 @@ def test_silu_at_the_extremes_is_finite() -> None:
     torch.testing.assert_close(silu(x), expected)
 
 
-def test_silu_and_mul_takes_the_gate_first() -> None:
-    gate, up = random(5, 6), random(5, 6, seed=1)
-    expected = gate * torch.sigmoid(gate) * up
-    torch.testing.assert_close(silu_and_mul(torch.cat([gate, up], dim=-1)), expected)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_and_mul_takes_the_gate_first(form: str, dtype: torch.dtype) -> None:
+    gate, up = random(5, 6).to(dtype), random(5, 6, seed=1).to(dtype)
+    expected = (gate.double() * torch.sigmoid(gate.double()) * up.double()).to(dtype)
+    result = ops(form, dtype).silu_and_mul(torch.cat([gate, up], dim=-1))
+    torch.testing.assert_close(result, expected, atol=tolerance(dtype), rtol=tolerance(dtype))
 
 
-def test_rope_rotates_each_pair_by_its_angle() -> None:
+def test_rope_rotates_each_pair_by_its_angle(form: str) -> None:
     rope = RotaryEmbedding(RopeConfig(theta=100.0), 8, 64, CPU)
-    x = random(3, 2, 8)
+    x = random(3, 5, 8)[:, :2]
     positions = torch.tensor([0, 5, 63])
-    rotated = apply_rope(x, *rope.at(positions))
+    rotated = ops(form).apply_rope(x, *rope.at(positions))
     assert torch.equal(rotated[0], x[0])
     for pair in range(4):
         angle = positions.double() * 100.0 ** (-pair / 4)

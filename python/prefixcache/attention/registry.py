@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from prefixcache._core import Cpu
 from prefixcache.attention.base import AttentionBackend, AttentionSpec
 from prefixcache.exceptions import ConfigError
 
@@ -15,11 +16,15 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """Where a backend runs, on which type, and whether rows may depend on the batch."""
+    """Where a backend runs, on which type, and whether rows may depend on the batch.
+
+    `cpu` are the threads of the CPU's kernels; None makes some of the backend's own.
+    """
 
     device: torch.device = _CPU
     dtype: torch.dtype = torch.float32
     batch_invariant: bool = True
+    cpu: Cpu | None = None
 
 
 _Factory = Callable[[AttentionSpec, AttentionOptions], AttentionBackend]
@@ -29,6 +34,12 @@ def _torch(spec: AttentionSpec, _options: AttentionOptions) -> AttentionBackend:
     from prefixcache.attention.cpu import TorchAttention
 
     return TorchAttention(spec)
+
+
+def _cpu(spec: AttentionSpec, options: AttentionOptions) -> AttentionBackend:
+    from prefixcache.attention.cpu_kernel import CpuAttention
+
+    return CpuAttention(spec, options.cpu or Cpu(torch.get_num_threads()), options.dtype)
 
 
 def _flashinfer(spec: AttentionSpec, options: AttentionOptions) -> AttentionBackend:
@@ -46,10 +57,10 @@ def _flashinfer_split(spec: AttentionSpec, options: AttentionOptions) -> Attenti
 
 _FACTORIES: dict[str, _Factory] = {
     "torch": _torch,
+    "cpu": _cpu,
     "flashinfer": _flashinfer,
     "flashinfer-split": _flashinfer_split,
 }
-_BEST = {"cuda": "flashinfer"}
 
 
 def attention_names() -> tuple[str, ...]:
@@ -66,8 +77,14 @@ def make_attention(
     package or device is missing.
     """
     options = options or AttentionOptions()
-    chosen = _BEST.get(options.device.type, "torch") if name == "auto" else name
+    chosen = _best(options) if name == "auto" else name
     factory = _FACTORIES.get(chosen)
     if factory is None:
         raise ConfigError(f"attention must be one of auto, {', '.join(_FACTORIES)}, got {name!r}.")
     return factory(spec, options)
+
+
+def _best(options: AttentionOptions) -> str:
+    if options.device.type == "cuda":
+        return "flashinfer"
+    return "cpu" if options.batch_invariant else "torch"

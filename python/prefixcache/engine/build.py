@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from prefixcache._core import Cpu
 from prefixcache.attention.base import AttentionBackend
 from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -147,27 +148,36 @@ def _model_and_pool(
 
     Where a trial step sizes the pool, the model must be there first.
     """
-    load = partial(load_model, model_config, folder, dtype=dtype, device=device)
+    cpu = _kernel_threads(config, device)
+    load = partial(load_model, model_config, folder, dtype=dtype, device=device, cpu=cpu)
     if is_sized_by_trial(config, device):
         longest = config.scheduler.context_length(model_config)
         model = load(max_positions=longest)
-        attention = _attention(config, model)
+        attention = _attention(config, model, cpu)
         num_blocks = trial_blocks(config, model, attention, longest)
         max_model_len = _max_model_len(config, model_config, num_blocks)
     else:
         num_blocks = choose_num_blocks(config.cache, kv_groups(model_config), dtype, device)
         max_model_len = _max_model_len(config, model_config, num_blocks)
         model = load(max_positions=max_model_len)
-        attention = _attention(config, model)
+        attention = _attention(config, model, cpu)
     _bind_kv(config, model, attention, num_blocks)
     return model, attention, num_blocks, max_model_len
 
 
-def _attention(config: EngineConfig, model: LlamaModel) -> AttentionBackend:
+def _kernel_threads(config: EngineConfig, device: torch.device) -> Cpu | None:
+    """The threads of the CPU's own kernels, as many as torch has; None where torch's are used."""
+    if device.type != "cpu" or not config.keeps_batch_invariant(device.type):
+        return None
+    return Cpu(torch.get_num_threads())
+
+
+def _attention(config: EngineConfig, model: LlamaModel, cpu: Cpu | None) -> AttentionBackend:
     options = AttentionOptions(
         device=model.device,
         dtype=model.dtype,
         batch_invariant=config.keeps_batch_invariant(model.device.type),
+        cpu=cpu,
     )
     return make_attention(config.attention, model.attention_spec, options)
 

@@ -15,43 +15,33 @@ from torch import Tensor
 from prefixcache.attention.base import AttentionBackend, AttentionSpec
 from prefixcache.config import ModelConfig
 from prefixcache.models.weights import NamedTensor, Slot, copy_into
-from prefixcache.ops.activation import silu_and_mul
-from prefixcache.ops.linear import Linear, make_linear
-from prefixcache.ops.norm import rms_norm
-from prefixcache.ops.rope import RotaryEmbedding, apply_rope
+from prefixcache.ops.linear import Linear
+from prefixcache.ops.rope import RotaryEmbedding
+from prefixcache.ops.sets import Ops
 
 
 class Builder:
-    """Makes unfilled parameters of one type, on one device, with one kind of linear layer."""
+    """Makes unfilled parameters for one set of ops."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, linear: str) -> None:
-        self.dtype = dtype
-        self.device = device
-        self._linear = linear
+    def __init__(self, ops: Ops) -> None:
+        self.ops = ops
 
     def tensor(self, *shape: int) -> Tensor:
         """An uninitialised parameter."""
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return torch.empty(shape, dtype=self.ops.dtype, device=self.ops.device)
 
     def linear(
         self, inputs: int, outputs: int, *, bias: bool, tied: Tensor | None = None
     ) -> Linear:
         """An unfilled linear layer."""
-        return make_linear(
-            self._linear,
-            inputs,
-            outputs,
-            bias=bias,
-            dtype=self.dtype,
-            device=self.device,
-            tied_to_OI=tied,
-        )
+        return self.ops.linear(inputs, outputs, bias=bias, tied_to_OI=tied)
 
 
 class Attention:
     """Fused q, k, v projection, rotation, paged attention, output projection."""
 
     def __init__(self, config: ModelConfig, layer: int, builder: Builder) -> None:
+        self._ops = builder.ops
         self._layer = layer
         self._eps = config.rms_norm_eps
         self._heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
@@ -72,17 +62,21 @@ class Attention:
         self._out_bias = config.output_bias
 
     def __call__(
-        self, x_TE: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionBackend
+        self,
+        x_TE: Tensor,
+        residual_TE: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        attention: AttentionBackend,
     ) -> Tensor:
-        """Returns [T, E]; `rotation` holds the cosines and sines of the step's positions."""
+        """Adds to the residual; `rotation` holds the cosines and sines of the step's positions."""
         num_q, num_k, _ = self._heads
         qkv = self._qkv(x_TE).view(-1, sum(self._heads), self._head_dim)
         qk, v_TKD = qkv[:, : num_q + num_k], qkv[:, num_q + num_k :]
         if self._qk_norm is not None:
-            qk = rms_norm(qk, self._qk_norm, self._eps)
-        qk = apply_rope(qk, *rotation)
+            qk = self._ops.rms_norm(qk, self._qk_norm, self._eps)
+        qk = self._ops.apply_rope(qk, *rotation)
         out_THD = attention.run(self._layer, qk[:, :num_q], qk[:, num_q:], v_TKD)
-        return self._out(out_THD.flatten(1))
+        return self._out(out_THD.flatten(1), residual_TE)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """The checkpoint's names of this block's tensors."""
@@ -106,14 +100,15 @@ class MLP:
 
     def __init__(self, config: ModelConfig, builder: Builder) -> None:
         size = config.intermediate_size
+        self._ops = builder.ops
         self._size = size
         self._bias = config.mlp_bias
         self._gate_up = builder.linear(config.hidden_size, 2 * size, bias=config.mlp_bias)
         self._down = builder.linear(size, config.hidden_size, bias=config.mlp_bias)
 
-    def __call__(self, x_TE: Tensor) -> Tensor:
-        """Returns [T, E]."""
-        return self._down(silu_and_mul(self._gate_up(x_TE)))
+    def __call__(self, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        """Adds to the residual, [T, E]."""
+        return self._down(self._ops.silu_and_mul(self._gate_up(x_TE)), residual_TE)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """The checkpoint's names of this block's tensors."""
@@ -130,6 +125,7 @@ class DecoderLayer:
     """Attention and MLP, each behind a norm and with a residual connection."""
 
     def __init__(self, config: ModelConfig, layer: int, builder: Builder) -> None:
+        self._ops = builder.ops
         self._eps = config.rms_norm_eps
         self._input_norm_E = builder.tensor(config.hidden_size)
         self._attention = Attention(config, layer, builder)
@@ -140,9 +136,9 @@ class DecoderLayer:
         self, x_TE: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionBackend
     ) -> Tensor:
         """Returns the residual stream after this layer, [T, E]."""
-        normed = rms_norm(x_TE, self._input_norm_E, self._eps)
-        x_TE = x_TE + self._attention(normed, rotation, attention)
-        return x_TE + self._mlp(rms_norm(x_TE, self._post_norm_E, self._eps))
+        normed_TE = self._ops.rms_norm(x_TE, self._input_norm_E, self._eps)
+        x_TE = self._attention(normed_TE, x_TE, rotation, attention)
+        return self._mlp(self._ops.rms_norm(x_TE, self._post_norm_E, self._eps), x_TE)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """The checkpoint's names of this layer's tensors."""
@@ -160,8 +156,9 @@ class LlamaModel:
 
     def __init__(self, config: ModelConfig, builder: Builder, max_positions: int) -> None:
         self.config = config
-        self.dtype = builder.dtype
-        self.device = builder.device
+        self.dtype = builder.ops.dtype
+        self.device = builder.ops.device
+        self._ops = builder.ops
         self._embedding_VE = builder.tensor(config.vocab_size, config.hidden_size)
         self._layers = [DecoderLayer(config, i, builder) for i in range(config.num_layers)]
         self._norm_E = builder.tensor(config.hidden_size)
@@ -171,7 +168,7 @@ class LlamaModel:
             bias=False,
             tied=self._embedding_VE if config.tie_word_embeddings else None,
         )
-        self._rope = RotaryEmbedding(config.rope, config.head_dim, max_positions, builder.device)
+        self._rope = RotaryEmbedding(config.rope, config.head_dim, max_positions, self.device)
         self.slots = dict(self._all_slots())
 
     @property
@@ -193,12 +190,12 @@ class LlamaModel:
         x_TE = F.embedding(token_ids_T, self._embedding_VE)
         for layer in self._layers:
             x_TE = layer(x_TE, rotation, attention)
-        return rms_norm(x_TE, self._norm_E, self.config.rms_norm_eps)
+        return self._ops.rms_norm(x_TE, self._norm_E, self.config.rms_norm_eps)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_RE: Tensor) -> Tensor:
         """Logits [R, V] in float32 of the given rows of `forward`'s result."""
-        return self._head(hidden_RE).float()
+        return self._head.wide(hidden_RE)
 
     def load_weights(self, tensors: Iterable[NamedTensor]) -> set[str]:
         """Replaces the named parameters in place and returns their names.

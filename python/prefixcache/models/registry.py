@@ -7,9 +7,11 @@ from pathlib import Path
 
 import torch
 
+from prefixcache._core import Cpu
 from prefixcache.config import DType, ModelConfig
 from prefixcache.models.llama import Builder, LlamaModel
 from prefixcache.models.weights import load_folder
+from prefixcache.ops.sets import make_ops
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +25,15 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     max_positions: int | None = None,
-    linear: str = "torch",
+    cpu: Cpu | None = None,
 ) -> LlamaModel:
     """Builds the model on the device and fills it from the folder's safetensors.
 
-    `max_positions` (the model's context length if None) bounds the rotary table. Raises
+    `max_positions` (the model's context length if None) bounds the rotary table. With `cpu` the
+    model runs on ops whose rows do not depend on the batch, with those threads. Raises
     `ModelLoadError` naming the tensor and the file when weights do not fit the configuration.
     """
-    builder = Builder(dtype, device, linear)
+    builder = Builder(make_ops(dtype, device, cpu))
     model = LlamaModel(config, builder, max_positions or config.max_context_length)
     load_folder(model.slots, folder, device, model.ignored_names)
     return model

@@ -64,4 +64,3 @@ class TorchLinear:
     def wide(self, x_TI: Tensor) -> Tensor:
         """Returns [T, O] in float32."""
         return self(x_TI).float()
-

@@ -1,0 +1,196 @@
+"""Ops on the CPU whose rows do not depend on the batch.
+
+The promise: a request's tokens and their log probabilities are the same bits whether its prompt was
+found in the cache or computed, in one step or in chunks, alone or among others, before or after a
+preemption. It holds if every op obeys this rule:
+
+    A row of the result is a function of that row of the input alone, bit for bit: not of the number
+    of rows, of the row's place among them, of what stands in the others, or of how the work is
+    split over threads. What attention reads of other rows, it reads from the KV cache, by position.
+
+A sum of floating-point numbers depends on its order, so the rule is about the order of additions:
+
+- A linear adds each output along the input features, one after the other, however many rows are
+  computed with it. torch's own (`F.linear`, packed or not) changes its blocking with that number.
+- A norm adds the squares of a row in an order that depends on the row's width alone.
+- Attention meets keys in tiles aligned to the sequence's first token (`attention/cpu_kernel.py`).
+- Element by element there is nothing to add, but a function must be the same for the elements of
+  a vector and those left over at a row's end. torch's `silu`, `sigmoid` and `gelu` are not; our own
+  kernels compute leftovers with the vector's instructions. Copies, lookups, +, * and / are safe.
+
+The kernels are in Rust (`rust/prefixcache-ops`, `rust/prefixcache-attention`), checked there
+against float64 and against themselves, one row alone against many. On whole models,
+`tests/property/test_invariance.py` checks the promise.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from prefixcache._core import Cpu, PackedLinear, RowOps
+from prefixcache.exceptions import ConfigError
+
+_DTYPES: dict[torch.dtype, Literal["bfloat16", "float32"]] = {
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+}
+
+
+def kernel_dtype(dtype: torch.dtype) -> Literal["bfloat16", "float32"]:
+    """The kernels' name of a type. Raises `ConfigError` for a type that they do not compute."""
+    name = _DTYPES.get(dtype)
+    if name is None:
+        raise ConfigError(f"The CPU's kernels compute bfloat16 and float32, not {dtype}.")
+    return name
+
+
+class InvariantLinear:
+    """A linear layer over a packed weight; each output is one chain of additions."""
+
+    def __init__(
+        self, cpu: Cpu, dtype: torch.dtype, inputs: int, outputs: int, *, bias: bool
+    ) -> None:
+        self.in_features = inputs
+        self.out_features = outputs
+        self._cpu = cpu
+        self._dtype = dtype
+        self._packed = PackedLinear(inputs, outputs, kernel_dtype(dtype), bias=bias)
+
+    def copy_rows(self, start: int, weight_OI: Tensor) -> None:
+        """Writes output rows `start:start + O` of the weight, converting their type."""
+        if weight_OI.shape[1] != self.in_features:
+            raise ValueError(f"weight_OI must have {self.in_features} columns")
+        dense = weight_OI.to("cpu", self._dtype).contiguous()
+        self._packed.copy_rows(start, dense.data_ptr(), len(dense))
+
+    def copy_bias(self, start: int, bias_O: Tensor) -> None:
+        """Writes elements `start:start + O` of the bias."""
+        dense = bias_O.to("cpu", self._dtype).contiguous()
+        self._packed.copy_bias(start, dense.data_ptr(), len(dense))
+
+    def __call__(self, x_TI: Tensor, residual_TO: Tensor | None = None) -> Tensor:
+        """Returns [T, O] in the type of `x_TI`; the residual is added before rounding."""
+        out_TO = x_TI.new_empty(x_TI.shape[0], self.out_features)
+        self._forward(x_TI, residual_TO, out_TO, wide_out=False)
+        return out_TO
+
+    def wide(self, x_TI: Tensor) -> Tensor:
+        """Returns [T, O] in float32, not rounded to the type of `x_TI`."""
+        out_TO = x_TI.new_empty(x_TI.shape[0], self.out_features, dtype=torch.float32)
+        self._forward(x_TI, None, out_TO, wide_out=True)
+        return out_TO
+
+    def _forward(
+        self, x_TI: Tensor, residual_TO: Tensor | None, out_TO: Tensor, *, wide_out: bool
+    ) -> None:
+        if x_TI.dtype is not self._dtype or x_TI.shape[1] != self.in_features:
+            raise ValueError(f"x_TI must be {self._dtype} [T, {self.in_features}]")
+        x_TI = _dense_rows(x_TI)
+        residual = 0
+        if residual_TO is not None:
+            if residual_TO.dtype is not out_TO.dtype or residual_TO.shape != out_TO.shape:
+                raise ValueError("residual_TO must have the shape and type of the result")
+            residual_TO = residual_TO.contiguous()
+            residual = residual_TO.data_ptr()
+        self._packed.forward(
+            self._cpu,
+            x_TI.data_ptr(),
+            x_TI.shape[0],
+            x_TI.stride(0),
+            out_TO.data_ptr(),
+            residual,
+            wide_out=wide_out,
+        )
+
+
+class InvariantOps:
+    """The ops of a decoder layer that obey the rule above; see `ops/sets.py` for what they do."""
+
+    def __init__(self, cpu: Cpu, dtype: torch.dtype, device: torch.device) -> None:
+        if device.type != "cpu":
+            raise ConfigError(f"The CPU's kernels cannot compute on {device}.")
+        self.dtype = dtype
+        self.device = device
+        self._cpu = cpu
+        self._rows = RowOps(cpu, kernel_dtype(dtype))
+
+    def linear(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = False,
+        tied_to_OI: Tensor | None = None,  # noqa: ARG002
+    ) -> InvariantLinear:
+        """Makes an unfilled layer. A packed weight is always a copy, also of a tied one."""
+        return InvariantLinear(self._cpu, self.dtype, inputs, outputs, bias=bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalises the last dimension, rounding once, after the scaling."""
+        self._check(x, weight)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        rows = _dense_rows(x)
+        self._rows.rms_norm(
+            rows.data_ptr(),
+            rows.shape[0],
+            rows.shape[1],
+            rows.stride(0),
+            weight.contiguous().data_ptr(),
+            weight.numel(),
+            x.shape[-1],
+            eps,
+            out.data_ptr(),
+        )
+        return out
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up for rows of gate and up."""
+        self._check(gate_up)
+        rows = _dense_rows(gate_up)
+        width = rows.shape[1] // 2
+        out = rows.new_empty(rows.shape[0], width)
+        self._rows.gated(
+            "silu", rows.data_ptr(), rows.shape[0], width, rows.stride(0), out.data_ptr()
+        )
+        return out
+
+    def apply_rope(self, x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+        """Rotates every head, in float32; returns [T, N, D]."""
+        self._check(x_TND)
+        _check_angles(x_TND, cos_T1R)
+        _check_angles(x_TND, sin_T1R)
+        out_TND = torch.empty_like(x_TND, memory_format=torch.contiguous_format)
+        rows = _dense_rows(x_TND)
+        self._rows.rotate(
+            cos_T1R.data_ptr(),
+            sin_T1R.data_ptr(),
+            cos_T1R.shape[-1],
+            rows.data_ptr(),
+            rows.shape[0],
+            rows.shape[1],
+            rows.stride(0),
+            out_TND.data_ptr(),
+        )
+        return out_TND
+
+    def _check(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            if tensor.dtype is not self.dtype or not tensor.is_cpu:
+                raise ValueError(f"a tensor must be {self.dtype} on the CPU, not {tensor.dtype}")
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """A view [rows, numbers of a row] whose rows are dense; a copy where there is none."""
+    rows = x if x.dim() == 2 else x.flatten(1)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _check_angles(x_TND: Tensor, angles_T1R: Tensor) -> None:
+    wanted = (x_TND.shape[0], 1, x_TND.shape[2] // 2)
+    if angles_T1R.shape != wanted or angles_T1R.dtype is not torch.float32:
+        raise ValueError(f"angles must be float32 {list(wanted)}")
+    if not angles_T1R.is_contiguous():
+        raise ValueError("angles must be contiguous")

@@ -1,0 +1,89 @@
+"""Which form of the ops a model runs on: plain torch, or rows that do not depend on the batch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from prefixcache._core import Cpu
+from prefixcache.ops import activation, norm, rope
+from prefixcache.ops.linear import Linear, TorchLinear
+
+
+class Ops(Protocol):
+    """The arithmetic of a decoder layer, on tensors of one type on one device.
+
+    Letters of shapes: T tokens, N heads, D head size, R = D / 2, I input and O output features.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def linear(
+        self, inputs: int, outputs: int, *, bias: bool = False, tied_to_OI: Tensor | None = None
+    ) -> Linear:
+        """Makes an unfilled layer.
+
+        `tied_to_OI` is a dense weight of the same shape (the embedding) that the layer may read
+        instead of keeping a copy; the caller writes both all the same.
+        """
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Scales the last dimension to x / sqrt(mean(x^2) + eps), times `weight`.
+
+        `weight` has the shape of the last dimension, or of all but the first.
+        """
+        ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up, with the two halves side by side in the last dimension."""
+        ...
+
+    def apply_rope(self, x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+        """Rotates every head; returns [T, N, D]."""
+        ...
+
+
+class TorchOps:
+    """Torch's own kernels, and the fused ones where the device has them."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+
+    def linear(
+        self, inputs: int, outputs: int, *, bias: bool = False, tied_to_OI: Tensor | None = None
+    ) -> Linear:
+        """Makes an unfilled layer with a dense weight."""
+        weight_OI = tied_to_OI
+        if weight_OI is None:
+            weight_OI = torch.empty(outputs, inputs, dtype=self.dtype, device=self.device)
+        bias_O = torch.empty(outputs, dtype=self.dtype, device=self.device) if bias else None
+        return TorchLinear(weight_OI, bias_O)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `ops/norm.py`."""
+        return norm.rms_norm(x, weight, eps)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See `ops/activation.py`."""
+        return activation.silu_and_mul(gate_up)
+
+    def apply_rope(self, x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+        """See `ops/rope.py`."""
+        return rope.apply_rope(x_TND, cos_T1R, sin_T1R)
+
+
+def make_ops(dtype: torch.dtype, device: torch.device, cpu: Cpu | None = None) -> Ops:
+    """The ops for a device; with `cpu`, those whose rows do not depend on the batch.
+
+    Raises `ConfigError` where `cpu` is given for another device or for a type without kernels.
+    """
+    if cpu is None:
+        return TorchOps(dtype, device)
+    from prefixcache.ops.invariant import InvariantOps
+
+    return InvariantOps(cpu, dtype, device)

@@ -40,6 +40,9 @@ _Tokens: TypeAlias = (
     | _SupportsArray
 )
 _FreeOrder: TypeAlias = Literal["unhashed_first", "append"]
+# Who may change a cache or pool: one thread at a time, which is cheaper, or any. The first one to
+# change a single-writer one is its writer; another gets RuntimeError until it calls `adopt_writer`.
+_Threads: TypeAlias = Literal["single_writer", "shared"]
 
 @final
 class BlockHashes:
@@ -86,6 +89,7 @@ class PrefixCache:
         kv_dtype: str = "",
         num_groups: int = 1,
         free_order: _FreeOrder = "unhashed_first",
+        threads: _Threads = "single_writer",
         max_blocks: int | None = None,
     ) -> PrefixCache:
         """A cache of `num_blocks` blocks of `block_size` tokens (a power of two from 1 to 256).
@@ -214,7 +218,9 @@ class PrefixCache:
         cached_blocks, blocks_in_use, free_blocks, pinned_free_blocks.
         """
     def validate(self) -> None:
-        """Check every invariant of the cache; RuntimeError names the broken one."""
+        """Check every invariant of the cache, at rest; RuntimeError names the broken one."""
+    def adopt_writer(self) -> None:
+        """Make the calling thread the one that may write; nothing changes for a shared cache."""
     def close(self) -> None:
         """End the cache: every later call raises RuntimeError."""
 
@@ -230,6 +236,7 @@ class BlockPool:
         num_blocks: int,
         *,
         free_order: _FreeOrder = "unhashed_first",
+        threads: _Threads = "single_writer",
         max_blocks: int | None = None,
     ) -> BlockPool:
         """A pool of `num_blocks` blocks, block 0, the null block, counted."""
@@ -285,7 +292,9 @@ class BlockPool:
     def stats(self) -> dict[str, int]:
         """Lifetime counts, and blocks by state, as those of `PrefixCache` without its tokens."""
     def validate(self) -> None:
-        """Check every invariant of the pool; RuntimeError names the broken one."""
+        """Check every invariant of the pool, at rest; RuntimeError names the broken one."""
+    def adopt_writer(self) -> None:
+        """Make the calling thread the one that may write; nothing changes for a shared pool."""
 
 _KernelDType: TypeAlias = Literal["bfloat16", "float32"]
 

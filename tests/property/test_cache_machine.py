@@ -43,10 +43,18 @@ class CacheMachine(RuleBasedStateMachine):
         groups=st.sampled_from([1, 1, 1, 2, 3]),
         num_blocks=st.integers(MAX_BLOCKS // 2, MAX_BLOCKS),
         order=st.sampled_from(["unhashed_first", "append"]),
+        threads=st.sampled_from(["single_writer", "shared"]),
     )
-    def start(self, block_size: int, groups: int, num_blocks: int, order: str) -> None:
+    def start(
+        self, block_size: int, groups: int, num_blocks: int, order: str, threads: str
+    ) -> None:
         self.real = PrefixCache(
-            num_blocks, block_size, num_groups=groups, free_order=order, max_blocks=MAX_BLOCKS
+            num_blocks,
+            block_size,
+            num_groups=groups,
+            free_order=order,
+            threads=threads,
+            max_blocks=MAX_BLOCKS,
         )
         self.slow = ReferenceCache(num_blocks, block_size, groups, order, MAX_BLOCKS)
         self.pairs: list[Pair] = []

@@ -79,17 +79,19 @@ class Replay:
         assert self.cache.cached_blocks() == row["hashed"]
 
 
-@pytest.mark.parametrize("kind", [PrefixCache, ReferenceCache])
+@pytest.mark.parametrize("threads", ["single_writer", "shared", "reference"])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_vllm_order(kind: Any, number: int) -> None:
+def test_vllm_order(threads: Any, number: int) -> None:
     config, *operations = rows(number)
-    replay = Replay(kind(config["num_blocks"], config["block_size"]))
+    size = (config["num_blocks"], config["block_size"])
+    slow = threads == "reference"
+    replay = Replay(ReferenceCache(*size) if slow else PrefixCache(*size, threads=threads))
     for index, row in enumerate(operations):
         try:
             replay.step(row)
         except AssertionError as error:
             raise AssertionError(f"operation {index}: {row}") from error
-        if kind is PrefixCache:
+        if not slow:
             replay.cache.validate()
     assert len(operations) > 5000
 

@@ -7,13 +7,13 @@
 //! Every method checks all its arguments before it changes anything.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::{Argument, Broken, CacheError, InvalidArgument, Misuse, SequenceFault};
 use crate::hash::{ChainConfig, Extras, HashChain, Scope, root};
 use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
 use crate::sequence::{BlockHashes, Holding, Sequence};
 use crate::store::{BlockKey, BlockStore, Registration};
+use crate::sync::{AtomicU64, Ordering};
 
 /// A block that was registered while another block already held the same content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,11 +119,8 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// Leading blocks that every group has.
     fn count_leading_hits(&self, hashes: &[BlockHash]) -> usize {
-        let hits = |hash: &BlockHash| {
-            self.keys_of(*hash)
-                .all(|key| self.store.lookup(&key).is_some())
-        };
-        hashes.iter().take_while(|hash| hits(hash)).count()
+        let keys = hashes.iter().flat_map(|&hash| self.keys_of(hash));
+        self.store.count_leading(keys) / self.num_groups()
     }
 
     fn keys_of(&self, hash: BlockHash) -> impl Iterator<Item = BlockKey> {

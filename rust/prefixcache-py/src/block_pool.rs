@@ -2,38 +2,66 @@
 
 use prefixcache_core::error::Exhausted;
 use prefixcache_core::id::{BlockHash, BlockId, Epoch, GroupId};
-use prefixcache_core::plain::PlainPool;
-use prefixcache_core::store::{BlockKey, BlockStore, Registration};
+use prefixcache_core::pool::{self, Shared, SingleWriter};
+use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig, Registration};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::arguments::{
     block_ids as as_blocks, group as as_group, hash, hashes as as_hashes, ids_of, number,
 };
-use crate::errors::{IntoPyErr, bad_blocks, in_use, out_of_range};
-use crate::exclusive::{Exclusive, Using};
+use crate::errors::{IntoPyErr, bad_blocks, out_of_range};
 use crate::prefix_cache::{pool_config, store_stats};
+use crate::writer::{Threads, Writer, Writing};
 
-type Pool = PlainPool;
+/// Either form of the pool.
+enum Pool {
+    SingleWriter(pool::BlockPool<SingleWriter>),
+    Shared(pool::BlockPool<Shared>),
+}
+
+/// Evaluates an expression about the pool, whichever form it has.
+macro_rules! on {
+    ($pool:expr, |$either:ident| $work:expr) => {
+        match $pool {
+            Pool::SingleWriter($either) => $work,
+            Pool::Shared($either) => $work,
+        }
+    };
+}
 
 /// A pool of blocks that are handed out, counted, given back, and found again by their hashes.
 #[pyclass(frozen, module = "prefixcache._core")]
-pub struct BlockPool(Exclusive<Pool>);
+pub struct BlockPool {
+    pool: Pool,
+    writer: Writer,
+}
 
 impl BlockPool {
-    fn pool(&self) -> PyResult<Using<'_, Pool>> {
-        self.0.try_use().ok_or_else(|| in_use("the pool"))
+    /// The pool, to change while the second value lives.
+    fn pool_to_write(&self) -> PyResult<(&Pool, Writing<'_>)> {
+        Ok((&self.pool, self.writer.write()?))
     }
 }
 
-/// Fails for more blocks than the pool has at all.
-fn check_count(name: &'static str, count: usize, pool: &impl BlockStore) -> PyResult<()> {
-    let most = pool.num_blocks() - 1;
-    if count <= most {
-        return Ok(());
+impl Pool {
+    fn new(config: PoolConfig, threads: Threads) -> PyResult<Self> {
+        let pool = match threads {
+            Threads::SingleWriter => pool::BlockPool::new(config).map(Self::SingleWriter),
+            Threads::Shared => pool::BlockPool::new(config).map(Self::Shared),
+        };
+        pool.map_err(IntoPyErr::into_py_err)
     }
-    let reason = format!("must be at most {most}, the blocks of the pool, not {count}");
-    Err(out_of_range(name, reason))
+
+    /// Fails for more blocks than the pool has at all.
+    fn check_count(&self, name: &'static str, count: usize) -> PyResult<()> {
+        let most = on!(self, |pool| pool.num_blocks()) - 1;
+        if count <= most {
+            return Ok(());
+        }
+        let reason = format!("must be at most {most}, the blocks of the pool, not {count}");
+        Err(out_of_range(name, reason))
+    }
 }
 
 fn keys(hashes: &[BlockHash], group: GroupId) -> Vec<BlockKey> {
@@ -45,24 +73,30 @@ fn keys(hashes: &[BlockHash], group: GroupId) -> Vec<BlockKey> {
 impl BlockPool {
     /// A pool of `num_blocks` blocks, block 0, the null block, counted.
     #[new]
-    #[pyo3(signature = (num_blocks, *, free_order="unhashed_first", max_blocks=None))]
+    #[pyo3(signature = (
+        num_blocks, *, free_order="unhashed_first", threads="single_writer", max_blocks=None
+    ))]
     fn new(
         num_blocks: &Bound<'_, PyAny>,
         free_order: &str,
+        threads: &str,
         max_blocks: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
+        let threads = Threads::parse(threads)?;
         let config = pool_config(num_blocks, max_blocks, free_order)?;
-        let pool = Pool::new(config).map_err(IntoPyErr::into_py_err)?;
-        Ok(Self(Exclusive::new(pool)))
+        Ok(Self {
+            pool: Pool::new(config, threads)?,
+            writer: Writer::new(threads),
+        })
     }
 
     /// Take `count` blocks from the front of the free order, all or none; None when they are lacking.
     fn allocate(&self, count: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u32>>> {
         let count = number("count", count)?;
-        let pool = self.pool()?;
-        check_count("count", count, &*pool)?;
+        let (pool, _writing) = self.pool_to_write()?;
+        pool.check_count("count", count)?;
         let mut blocks = Vec::with_capacity(count);
-        let taken = pool.allocate(count, &mut blocks);
+        let taken = on!(pool, |pool| pool.allocate(count, &mut blocks));
         Ok(taken.is_ok().then(|| ids_of(&blocks)))
     }
 
@@ -81,10 +115,10 @@ impl BlockPool {
     ) -> PyResult<Option<(usize, Vec<u32>)>> {
         let num_new = num_new.map_or(Ok(0), |count| number("num_new", count))?;
         let keys = keys(&hashes, group_or_first(group)?);
-        let pool = self.pool()?;
-        check_count("num_new", num_new, &*pool)?;
+        let (pool, _writing) = self.pool_to_write()?;
+        pool.check_count("num_new", num_new)?;
         let mut blocks = Vec::with_capacity(keys.len() + num_new);
-        match pool.commit(&keys, num_new, &mut blocks) {
+        match on!(pool, |pool| pool.commit(&keys, num_new, &mut blocks)) {
             Ok(hits) => Ok(Some((hits, ids_of(&blocks)))),
             Err(Exhausted { .. }) => Ok(None),
         }
@@ -98,7 +132,7 @@ impl BlockPool {
         group: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<u32>> {
         let key = BlockKey::new(hash("block_hash", block_hash)?, group_or_first(group)?);
-        Ok(self.pool()?.lookup(&key).map(BlockId::get))
+        Ok(on!(&self.pool, |pool| pool.lookup(&key)).map(BlockId::get))
     }
 
     /// Let held blocks be found under `hashes`, one for each.
@@ -127,8 +161,8 @@ impl BlockPool {
             );
             return Err(out_of_range("hashes", reason));
         }
-        let pool = self.pool()?;
-        let register = |(&block, key)| match pool.register(block, key, epoch) {
+        let (pool, _writing) = self.pool_to_write()?;
+        let register = |(&block, key)| match on!(pool, |pool| pool.register(block, key, epoch)) {
             Ok(Registration::Twin(holder)) => Ok(Some(holder.get())),
             Ok(Registration::New | Registration::Already | Registration::Stale) => Ok(None),
             Err(misuse) => Err(bad_blocks(misuse)),
@@ -140,74 +174,88 @@ impl BlockPool {
     ///
     /// At a block that cannot be released it raises: those before it are released, the rest is not.
     fn release(&self, #[pyo3(from_py_with = as_blocks)] blocks: Vec<BlockId>) -> PyResult<()> {
-        self.pool()?.release(&blocks).map_err(bad_blocks)
+        let (pool, _writing) = self.pool_to_write()?;
+        on!(pool, |pool| pool.release(&blocks)).map_err(bad_blocks)
     }
 
     /// Counts the clears of the index.
     #[getter]
-    fn epoch(&self) -> PyResult<u32> {
-        Ok(self.pool()?.epoch().get())
+    fn epoch(&self) -> u32 {
+        on!(&self.pool, |pool| pool.epoch()).get()
     }
 
     /// Forget every hash, in constant time.
     fn clear_index(&self) -> PyResult<()> {
-        self.pool()?.clear_index();
+        let (pool, _writing) = self.pool_to_write()?;
+        on!(pool, |pool| pool.clear_index());
         Ok(())
     }
 
     /// Pin held blocks that have a hash; they are evicted last. Returns how many were not pinned.
     fn pin(&self, #[pyo3(from_py_with = as_blocks)] blocks: Vec<BlockId>) -> PyResult<usize> {
-        self.pool()?.pin(&blocks).map_err(bad_blocks)
+        let (pool, _writing) = self.pool_to_write()?;
+        on!(pool, |pool| pool.pin(&blocks)).map_err(bad_blocks)
     }
 
     /// Take the pins off held blocks. Returns how many were pinned.
     fn unpin(&self, #[pyo3(from_py_with = as_blocks)] blocks: Vec<BlockId>) -> PyResult<usize> {
-        self.pool()?.unpin(&blocks).map_err(bad_blocks)
+        let (pool, _writing) = self.pool_to_write()?;
+        on!(pool, |pool| pool.unpin(&blocks)).map_err(bad_blocks)
     }
 
     /// Move the oldest `count` free pinned blocks to the regular tier. Returns how many there were.
     fn demote(&self, count: &Bound<'_, PyAny>) -> PyResult<usize> {
         let count = number("count", count)?;
-        Ok(self.pool()?.demote(count))
+        let (pool, _writing) = self.pool_to_write()?;
+        Ok(on!(pool, |pool| pool.demote(count)))
     }
 
     /// Set the number of blocks, the null block counted. Returns how many above it are still held.
     fn resize(&self, num_blocks: &Bound<'_, PyAny>) -> PyResult<usize> {
         let num_blocks = number("num_blocks", num_blocks)?;
-        let busy = self.pool()?.resize(num_blocks);
+        let (pool, _writing) = self.pool_to_write()?;
+        let busy = on!(pool, |pool| pool.resize(num_blocks));
         busy.map_err(IntoPyErr::into_py_err)
     }
 
     /// Blocks that can be handed out: the null block is not counted.
     #[getter]
-    fn num_blocks(&self) -> PyResult<usize> {
-        Ok(self.pool()?.num_blocks() - 1)
+    fn num_blocks(&self) -> usize {
+        on!(&self.pool, |pool| pool.num_blocks()) - 1
     }
 
     /// Blocks that nobody holds.
     #[getter]
-    fn num_free_blocks(&self) -> PyResult<usize> {
-        Ok(self.pool()?.num_free())
+    fn num_free_blocks(&self) -> usize {
+        on!(&self.pool, |pool| pool.num_free())
     }
 
     /// The free blocks, the one to be handed out next first. For debugging.
     fn free_order(&self) -> PyResult<Vec<u32>> {
-        Ok(ids_of(&self.pool()?.free_order()))
+        let _paused = self.writer.pause()?;
+        Ok(ids_of(&on!(&self.pool, |pool| pool.free_order())))
     }
 
     /// The blocks that hold a hash, lowest id first. For debugging.
     fn cached_blocks(&self) -> PyResult<Vec<u32>> {
-        Ok(ids_of(&self.pool()?.cached_blocks()))
+        let _paused = self.writer.pause()?;
+        Ok(ids_of(&on!(&self.pool, |pool| pool.cached_blocks())))
     }
 
     /// Lifetime counts, and blocks by state.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        store_stats(py, &*self.pool()?)
+        on!(&self.pool, |pool| store_stats(py, pool))
     }
 
     /// Check every invariant of the pool; raises RuntimeError that names the broken one.
     fn validate(&self) -> PyResult<()> {
-        self.pool()?.validate().map_err(IntoPyErr::into_py_err)
+        let _paused = self.writer.pause()?;
+        on!(&self.pool, |pool| pool.validate()).map_err(IntoPyErr::into_py_err)
+    }
+
+    /// Make the calling thread the one that may write; for a shared pool that changes nothing.
+    fn adopt_writer(&self) -> PyResult<()> {
+        self.writer.adopt()
     }
 }
 

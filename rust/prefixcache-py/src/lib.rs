@@ -16,6 +16,7 @@ mod prefix_cache;
 mod rowwise;
 mod sequence;
 mod tokens;
+mod writer;
 
 use pyo3::prelude::*;
 

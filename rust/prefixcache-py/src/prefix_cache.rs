@@ -8,7 +8,7 @@ use prefixcache_core::error::CacheError;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{ChainConfig, Extras, Scope};
 use prefixcache_core::id::{BlockId, GroupId};
-use prefixcache_core::plain::PlainPool;
+use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
 use prefixcache_core::sequence as core;
 use prefixcache_core::store::{BlockStore, FreeOrder, PoolConfig};
 use prefixcache_core::tables::TableBuffers;
@@ -19,31 +19,66 @@ use pyo3::types::PyDict;
 
 use crate::arguments::{group as as_group, ids_of, number, numbers, slice_of, writable};
 use crate::block_hashes::BlockHashes;
-use crate::errors::{IntoPyErr, in_use, out_of_range};
-use crate::exclusive::{Exclusive, Using};
+use crate::errors::{IntoPyErr, out_of_range};
 use crate::sequence::{Batch, Sequence};
 use crate::tokens::as_tokens;
+use crate::writer::{Threads, Writer, Writing};
 
 /// Calls about fewer tokens than this stay attached to the interpreter: they are over sooner than
 /// another thread could make use of it.
 const DETACH_TOKENS: usize = 1024;
 
-type Core = cache::PrefixCache<PlainPool>;
+/// A cache over either form of the pool.
+enum Core {
+    SingleWriter(cache::PrefixCache<BlockPool<SingleWriter>>),
+    Shared(cache::PrefixCache<BlockPool<Shared>>),
+}
+
+/// Evaluates an expression about the cache, whichever form it has.
+macro_rules! on {
+    ($core:expr, |$cache:ident| $work:expr) => {
+        match $core {
+            Core::SingleWriter($cache) => $work,
+            Core::Shared($cache) => $work,
+        }
+    };
+}
 
 /// A prefix cache: a pool of KV cache blocks, found again by the tokens that filled them.
 #[pyclass(frozen, module = "prefixcache._core")]
 pub struct PrefixCache {
-    core: Exclusive<Core>,
+    core: Core,
+    writer: Writer,
     closed: AtomicBool,
 }
 
 impl PrefixCache {
-    fn core(&self) -> PyResult<Using<'_, Core>> {
+    /// The cache, to read.
+    fn core(&self) -> PyResult<&Core> {
         // Relaxed: the flag orders nothing; the pool itself outlives every call.
         if self.closed.load(Ordering::Relaxed) {
             return Err(PyRuntimeError::new_err("the cache is closed"));
         }
-        self.core.try_use().ok_or_else(|| in_use("the cache"))
+        Ok(&self.core)
+    }
+
+    /// The cache, to change while the second value lives.
+    fn core_to_write(&self) -> PyResult<(&Core, Writing<'_>)> {
+        Ok((self.core()?, self.writer.write()?))
+    }
+}
+
+impl Core {
+    fn new(chain: ChainConfig, pool: PoolConfig, threads: Threads) -> PyResult<Self> {
+        let core = match threads {
+            Threads::SingleWriter => BlockPool::new(pool)
+                .and_then(|pool| cache::PrefixCache::new(chain, pool))
+                .map(Self::SingleWriter),
+            Threads::Shared => BlockPool::new(pool)
+                .and_then(|pool| cache::PrefixCache::new(chain, pool))
+                .map(Self::Shared),
+        };
+        core.map_err(IntoPyErr::into_py_err)
     }
 }
 
@@ -94,10 +129,10 @@ impl PrefixCache {
     #[pyo3(
         signature = (
             num_blocks, block_size=None, *, model="", revision="", kv_dtype="", num_groups=None,
-            free_order="unhashed_first", max_blocks=None,
+            free_order="unhashed_first", threads="single_writer", max_blocks=None,
         ),
         text_signature = "(num_blocks, block_size=16, *, model='', revision='', kv_dtype='', \
-num_groups=1, free_order='unhashed_first', max_blocks=None)"
+num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=None)"
     )]
     #[expect(
         clippy::too_many_arguments,
@@ -111,8 +146,10 @@ num_groups=1, free_order='unhashed_first', max_blocks=None)"
         kv_dtype: &str,
         num_groups: Option<&Bound<'_, PyAny>>,
         free_order: &str,
+        threads: &str,
         max_blocks: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
+        let threads = Threads::parse(threads)?;
         let pool = pool_config(num_blocks, max_blocks, free_order)?;
         let num_groups = num_groups.map_or(Ok(1), |count| number("num_groups", count))?;
         let specs = vec![GroupSpec::FullAttention; num_groups];
@@ -124,10 +161,9 @@ num_groups=1, free_order='unhashed_first', max_blocks=None)"
             groups: Groups::new(specs).map_err(IntoPyErr::into_py_err)?,
         };
         chain.check().map_err(IntoPyErr::into_py_err)?;
-        let store = PlainPool::new(pool).map_err(IntoPyErr::into_py_err)?;
-        let core = Core::new(chain, store).map_err(IntoPyErr::into_py_err)?;
         Ok(Self {
-            core: Exclusive::new(core),
+            core: Core::new(chain, pool, threads)?,
+            writer: Writer::new(threads),
             closed: AtomicBool::new(false),
         })
     }
@@ -142,10 +178,11 @@ num_groups=1, free_order='unhashed_first', max_blocks=None)"
         lora: Option<String>,
         extras: Option<Vec<PyBackedBytes>>,
     ) -> PyResult<BlockHashes> {
-        let core = &mut *self.core()?;
+        let core = self.core()?;
         let (scope, extras) = (Scope { lora, cache_salt }, extras_of(extras));
-        let hashes = run(py, tokens.len(), move || {
-            core.compute_block_hashes(&tokens, &scope, extras)
+        let hashes = run(py, tokens.len(), || {
+            on!(core, |cache| cache
+                .compute_block_hashes(&tokens, &scope, extras))
         });
         Ok(BlockHashes(hashes))
     }
@@ -163,22 +200,24 @@ num_groups=1, free_order='unhashed_first', max_blocks=None)"
         lora: Option<String>,
         extras: Option<Vec<PyBackedBytes>>,
     ) -> PyResult<Sequence> {
-        let core = &mut *self.core()?;
+        let core = self.core()?;
         let (scope, extras) = (Scope { lora, cache_salt }, extras_of(extras));
         let count = tokens.len();
-        let sequence = run(py, count, move || core.new_sequence(tokens, scope, extras));
+        let sequence = run(py, count, || {
+            on!(core, |cache| cache.new_sequence(tokens, scope, extras))
+        });
         Ok(Sequence::new(sequence))
     }
 
     /// How many leading tokens are cached, in full blocks. Any thread; changes nothing.
     fn probe(&self, hashes: &BlockHashes) -> PyResult<usize> {
-        Ok(self.core()?.probe(&hashes.0))
+        Ok(on!(self.core()?, |cache| cache.probe(&hashes.0)))
     }
 
     /// `probe` for a sequence.
     fn count_prefix_hits(&self, sequence: &Sequence) -> PyResult<usize> {
         let mut sequence = sequence.use_as("sequence")?;
-        let hits = self.core()?.count_prefix_hits(&mut sequence);
+        let hits = on!(self.core()?, |cache| cache.count_prefix_hits(&mut sequence));
         hits.map_err(IntoPyErr::into_py_err)
     }
 
@@ -196,10 +235,11 @@ num_groups=1, free_order='unhashed_first', max_blocks=None)"
         let hit_tokens: usize = number("hit_tokens", hit_tokens)?;
         let num_tokens = number("num_tokens", num_tokens)?;
         let sequence = &mut *sequence.use_as("sequence")?;
-        let core = &mut *self.core()?;
+        let (core, _writing) = self.core_to_write()?;
         let work = hit_tokens.saturating_add(num_tokens);
-        run(py, work, move || {
-            core.commit_prefix_plan(sequence, hit_tokens, num_tokens)
+        run(py, work, || {
+            on!(core, |cache| cache
+                .commit_prefix_plan(sequence, hit_tokens, num_tokens))
         })
         .map_err(IntoPyErr::into_py_err)
     }
@@ -214,7 +254,9 @@ num_groups=1, free_order='unhashed_first', max_blocks=None)"
         counts: &Bound<'_, PyAny>,
     ) -> PyResult<usize> {
         let counts = numbers("counts", counts)?;
-        self.on_batch(sequences, |core, batch| core.append_slots(batch, &counts))
+        self.on_batch(sequences, |core, batch| {
+            on!(core, |cache| cache.append_slots(batch, &counts))
+        })
     }
 
     /// Add one token to each sequence.
@@ -223,7 +265,9 @@ num_groups=1, free_order='unhashed_first', max_blocks=None)"
         sequences: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = as_tokens)] tokens: Vec<u32>,
     ) -> PyResult<()> {
-        self.on_batch(sequences, |core, batch| core.append_tokens(batch, &tokens))
+        self.on_batch(sequences, |core, batch| {
+            on!(core, |cache| cache.append_tokens(batch, &tokens))
+        })
     }
 
     /// Say that the KV of the first `upto[i]` tokens is there, and publish the full blocks among them.
@@ -242,8 +286,8 @@ num_groups=1, free_order='unhashed_first', max_blocks=None)"
             let work = upto
                 .iter()
                 .fold(0, |sum: usize, &upto| sum.saturating_add(upto));
-            run(py, work.saturating_sub(filled), move || {
-                core.mark_blocks_filled(batch, upto)
+            run(py, work.saturating_sub(filled), || {
+                on!(core, |cache| cache.mark_blocks_filled(batch, upto))
             })
         })?;
         let plain = |twin: &cache::Twin| {
@@ -265,9 +309,10 @@ num_groups=1, free_order='unhashed_first', max_blocks=None)"
         let index = number("index", index)?;
         let block = BlockId::new(number("block", block)?);
         let mut sequence = sequence.use_as("sequence")?;
-        let replaced = self
-            .core()?
-            .replace_block(&mut sequence, group, index, block);
+        let (core, _writing) = self.core_to_write()?;
+        let replaced = on!(core, |cache| {
+            cache.replace_block(&mut sequence, group, index, block)
+        });
         replaced.map_err(IntoPyErr::into_py_err)
     }
 
@@ -277,25 +322,27 @@ num_groups=1, free_order='unhashed_first', max_blocks=None)"
     fn release(&self, py: Python<'_>, sequences: &Bound<'_, PyAny>) -> PyResult<()> {
         self.on_batch(sequences, |core, batch| {
             let work = batch.iter().map(|sequence| sequence.num_slots()).sum();
-            run(py, work, move || core.release(batch))
+            run(py, work, || on!(core, |cache| cache.release(batch)))
         })
     }
 
     /// Forget everything cached, in constant time. Sequences keep their blocks and publish no more.
     fn clear_cache_index(&self) -> PyResult<()> {
-        self.core()?.clear_cache_index();
+        let (core, _writing) = self.core_to_write()?;
+        on!(core, |cache| cache.clear_cache_index());
         Ok(())
     }
 
     /// Forget everything cached, and hash under the next version of the weights from now on.
     fn new_weight_version(&self) -> PyResult<u64> {
-        Ok(self.core()?.new_weight_version())
+        let (core, _writing) = self.core_to_write()?;
+        Ok(on!(core, |cache| cache.new_weight_version()))
     }
 
     /// The version of the weights, which stands in every hash; 0 at first.
     #[getter]
     fn weight_version(&self) -> PyResult<u64> {
-        Ok(self.core()?.weight_version())
+        Ok(on!(self.core()?, |cache| cache.weight_version()))
     }
 
     /// Pin the cached full blocks among the first `num_tokens` tokens; they are evicted last.
@@ -304,27 +351,31 @@ num_groups=1, free_order='unhashed_first', max_blocks=None)"
     fn pin(&self, sequence: &Sequence, num_tokens: &Bound<'_, PyAny>) -> PyResult<usize> {
         let num_tokens = number("num_tokens", num_tokens)?;
         let mut sequence = sequence.use_as("sequence")?;
-        let pinned = self.core()?.pin(&mut sequence, num_tokens);
+        let (core, _writing) = self.core_to_write()?;
+        let pinned = on!(core, |cache| cache.pin(&mut sequence, num_tokens));
         pinned.map_err(IntoPyErr::into_py_err)
     }
 
     /// Take the pins off the sequence's cached blocks. Returns how many were pinned.
     fn unpin(&self, sequence: &Sequence) -> PyResult<usize> {
         let mut sequence = sequence.use_as("sequence")?;
-        let unpinned = self.core()?.unpin(&mut sequence);
+        let (core, _writing) = self.core_to_write()?;
+        let unpinned = on!(core, |cache| cache.unpin(&mut sequence));
         unpinned.map_err(IntoPyErr::into_py_err)
     }
 
     /// Move the oldest `count` free pinned blocks to the regular tier. Returns how many there were.
     fn demote(&self, count: &Bound<'_, PyAny>) -> PyResult<usize> {
         let count = number("count", count)?;
-        Ok(self.core()?.store().demote(count))
+        let (core, _writing) = self.core_to_write()?;
+        Ok(on!(core, |cache| cache.store().demote(count)))
     }
 
     /// Set the number of blocks, the null block counted. Returns how many above it are still held.
     fn resize(&self, num_blocks: &Bound<'_, PyAny>) -> PyResult<usize> {
         let num_blocks = number("num_blocks", num_blocks)?;
-        let busy = self.core()?.store().resize(num_blocks);
+        let (core, _writing) = self.core_to_write()?;
+        let busy = on!(core, |cache| cache.store().resize(num_blocks));
         busy.map_err(IntoPyErr::into_py_err)
     }
 
@@ -360,45 +411,54 @@ num_groups=1, free_order='unhashed_first', max_blocks=None)"
             last_page_len: slice_of("last_page_len", &mut last_page_len)?,
             slot_mapping: slice_of("slot_mapping", &mut slot_mapping)?,
         };
-        self.on_batch(sequences, |core, batch| {
-            let batch: Vec<&core::Sequence> = batch.iter().map(|sequence| &**sequence).collect();
-            core.fill_block_tables(&batch, &starts, &counts, group, &mut buffers)
-        })
+        let batch = Batch::new(sequences)?;
+        let batch = batch.use_all()?;
+        let batch: Vec<&core::Sequence> = batch.iter().map(|sequence| &**sequence).collect();
+        let written = on!(self.core()?, |cache| {
+            cache.fill_block_tables(&batch, &starts, &counts, group, &mut buffers)
+        });
+        written.map_err(IntoPyErr::into_py_err)
     }
 
     /// Tokens in a block.
     #[getter]
     fn block_size(&self) -> PyResult<usize> {
-        Ok(self.core()?.block_size())
+        Ok(on!(self.core()?, |cache| cache.block_size()))
     }
 
     /// Blocks that can be handed out: the null block is not counted.
     #[getter]
     fn num_blocks(&self) -> PyResult<usize> {
-        Ok(self.core()?.store().num_blocks() - 1)
+        Ok(on!(self.core()?, |cache| cache.store().num_blocks()) - 1)
     }
 
     /// Blocks that nobody holds.
     #[getter]
     fn num_free_blocks(&self) -> PyResult<usize> {
-        Ok(self.core()?.store().num_free())
+        Ok(on!(self.core()?, |cache| cache.store().num_free()))
     }
 
     /// The free blocks, the one to be handed out next first. For debugging.
     fn free_order(&self) -> PyResult<Vec<u32>> {
-        Ok(ids_of(&self.core()?.store().free_order()))
+        let _paused = self.writer.pause()?;
+        Ok(ids_of(&on!(self.core()?, |cache| cache
+            .store()
+            .free_order())))
     }
 
     /// The blocks that hold a hash, lowest id first. For debugging.
     fn cached_blocks(&self) -> PyResult<Vec<u32>> {
-        Ok(ids_of(&self.core()?.store().cached_blocks()))
+        let _paused = self.writer.pause()?;
+        Ok(ids_of(&on!(self.core()?, |cache| cache
+            .store()
+            .cached_blocks())))
     }
 
     /// Lifetime counts (queries and hits in tokens), and blocks by state.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let core = self.core()?;
-        let dict = store_stats(py, core.store())?;
-        let stats = core.stats();
+        let dict = on!(core, |cache| store_stats(py, cache.store()))?;
+        let stats = on!(core, |cache| cache.stats());
         dict.set_item("queries", stats.queries)?;
         dict.set_item("hits", stats.hits)?;
         Ok(dict)
@@ -406,7 +466,13 @@ num_groups=1, free_order='unhashed_first', max_blocks=None)"
 
     /// Check every invariant of the cache; raises RuntimeError that names the broken one.
     fn validate(&self) -> PyResult<()> {
-        self.core()?.validate().map_err(IntoPyErr::into_py_err)
+        let _paused = self.writer.pause()?;
+        on!(self.core()?, |cache| cache.validate()).map_err(IntoPyErr::into_py_err)
+    }
+
+    /// Make the calling thread the one that may write; for a shared cache that changes nothing.
+    fn adopt_writer(&self) -> PyResult<()> {
+        self.writer.adopt()
     }
 
     /// End the cache: every later call raises RuntimeError.
@@ -416,17 +482,18 @@ num_groups=1, free_order='unhashed_first', max_blocks=None)"
 }
 
 impl PrefixCache {
-    /// Calls `work` with the cache and all sequences of the argument `sequences`.
+    /// Calls `work`, which changes the cache, with all sequences of the argument `sequences`.
     fn on_batch<T>(
         &self,
         sequences: &Bound<'_, PyAny>,
-        work: impl FnOnce(&mut Core, &mut [&mut core::Sequence]) -> Result<T, CacheError>,
+        work: impl FnOnce(&Core, &mut [&mut core::Sequence]) -> Result<T, CacheError>,
     ) -> PyResult<T> {
         let batch = Batch::new(sequences)?;
         let mut batch = batch.use_all()?;
         let mut batch: Vec<&mut core::Sequence> =
             batch.iter_mut().map(|sequence| &mut **sequence).collect();
-        work(&mut *self.core()?, &mut batch).map_err(IntoPyErr::into_py_err)
+        let (core, _writing) = self.core_to_write()?;
+        work(core, &mut batch).map_err(IntoPyErr::into_py_err)
     }
 }
 

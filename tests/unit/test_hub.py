@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -101,9 +102,14 @@ def test_a_hub_id_is_one_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert calls == [("owner/some-model.v1", "main")]
 
 
-def test_a_hub_that_cannot_be_reached_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [ConnectionError("no route"), httpx.ConnectError("no route"), ValueError("no route")]
+)
+def test_a_hub_that_cannot_be_reached_is_a_clear_error(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def fetch(*_: Any, **__: Any) -> str:
-        raise ConnectionError("no route to host")
+        raise error
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     with pytest.raises(ModelLoadError, match=r"Cannot fetch owner/model.*no route"):

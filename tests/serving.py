@@ -112,9 +112,6 @@ class FakeEngine:
         if self.dead is not None:
             raise self.dead
 
-    async def shutdown(self, *, drain: bool = False) -> None:
-        self.dead = EngineDeadError("The engine was shut down.")
-
     async def _outputs(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         self.num_open += 1
         try:

@@ -154,9 +154,17 @@ async def test_health_checks_stay_out_of_the_log(tokenizer, caplog):
     ]
 
 
-async def test_the_engine_is_shut_down_with_the_application(tokenizer):
-    engine = FakeEngine(says)
-    app = fake_app(engine, tokenizer)
-    async with app.router.lifespan_context(app):
-        assert engine.dead is None
-    assert engine.dead is not None
+async def test_a_server_that_stops_ends_what_is_open(tokenizer):
+    async def script(request: Request) -> AsyncIterator[RequestOutput]:
+        yield _output(request, token_ids=(3,), text="one ")
+        await asyncio.sleep(3600)
+
+    engine = FakeEngine(script)
+    async with client_of(fake_app(engine, tokenizer)) as client:
+        asking = asyncio.create_task(client.post(PATHS[0], json=BODY))
+        while not engine.num_open:
+            await asyncio.sleep(0)
+        asking.cancel()
+        response = await asking
+    assert engine.num_open == 0
+    assert response.status_code == 503

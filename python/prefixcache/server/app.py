@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI
@@ -19,18 +17,11 @@ from prefixcache.server.tokens import tokens_router
 
 
 def create_app(engine: EngineClient, served: ServedModel) -> FastAPI:
-    """The application that serves `engine`, which it shuts down when it ends itself."""
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
-        yield
-        await engine.shutdown()
-
+    """The application that serves `engine`; who made the engine shuts it down."""
     release = package_version()
     app = FastAPI(
         title="prefixcache",
         version=release,
-        lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,

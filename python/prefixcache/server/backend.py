@@ -39,10 +39,6 @@ class EngineClient(Protocol):
         """Forgets all cached prefixes."""
         ...
 
-    async def shutdown(self, *, drain: bool = False) -> None:
-        """Ends the engine."""
-        ...
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:

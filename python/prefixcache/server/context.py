@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -12,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from prefixcache.exceptions import EngineDeadError
 from prefixcache.server.errors import error_response
 
 logger = logging.getLogger(__name__)
@@ -38,16 +40,16 @@ class RequestContext:
             return
         request_id = _request_id(Headers(scope=scope))
         scope.setdefault("state", {})["request_id"] = request_id
-        answer = _Answer(send, request_id)
+        answer = _Answer(scope, receive, send, request_id)
         begun = time.perf_counter()
         try:
             await self._app(scope, receive, answer.send)
         except ClientDisconnect:
             pass
-        except Exception as error:
-            if answer.status is not None:
-                raise
-            await error_response(error)(scope, receive, answer.send)
+        except Exception as error:  # noqa: BLE001 - the last resort: `fail` logs it
+            await answer.fail(error)
+        except asyncio.CancelledError:  # the server stops
+            await answer.fail(EngineDeadError("The server is shutting down."))
         finally:
             _log(scope, answer.status, time.perf_counter() - begun, request_id)
 
@@ -55,7 +57,9 @@ class RequestContext:
 class _Answer:
     """Adds the id to the answer's head and remembers its status."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+        self._scope = scope
+        self._receive = receive
         self._send = send
         self._request_id = request_id
         self.status: int | None = None
@@ -65,6 +69,12 @@ class _Answer:
             self.status = message["status"]
             MutableHeaders(scope=message)["X-Request-Id"] = self._request_id
         await self._send(message)
+
+    async def fail(self, error: Exception) -> None:
+        """Sends the error where no answer has begun; an answer cut short closes the connection."""
+        response = error_response(error)
+        if self.status is None:
+            await response(self._scope, self._receive, self.send)
 
 
 def _request_id(headers: Headers) -> str:

@@ -108,7 +108,7 @@ def _run(
         log_config=None,
         access_log=False,
         server_header=False,
-        lifespan="on",
+        lifespan="off",
         timeout_graceful_shutdown=options.drain_seconds,
     )
     try:
@@ -140,11 +140,13 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def _stop(self) -> None:
-        if self.should_exit:
-            self.force_exit = True
-        else:
+        if not self.should_exit:
             logger.info("Stopping: open answers may end; once more stops at once.")
-        self.should_exit = True
+            self.should_exit = True
+            return
+        self.force_exit = True
+        for task in self.server_state.tasks:
+            task.cancel()
 
 
 def _shown_host(host: str) -> str:

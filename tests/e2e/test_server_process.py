@@ -1,0 +1,124 @@
+"""The server as a process: start, busy port, and how signals end it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serving import events
+
+_FLAGS = ["--dtype", "float32", "--num-blocks", "100", "--served-model-name", "tiny"]
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    address: str
+    example: str
+
+    def end(self) -> int:
+        return self.process.wait(timeout=30)
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "prefixcache", *arguments]
+
+
+@contextmanager
+def _serving(folder: Path, tmp_path: Path, *flags: str) -> Generator[Server, None, None]:
+    log = tmp_path / "log"
+    command = _command("serve", str(folder), "--port", "0", *_FLAGS, *flags)
+    with log.open("w") as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    try:
+        yield _ready(process)
+        assert "Traceback" not in log.read_text()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _ready(process: subprocess.Popen[str]) -> Server:
+    assert process.stdout is not None
+    lines: list[str] = []
+    while not (lines and lines[-1].lstrip().startswith("curl")):
+        line = process.stdout.readline()
+        assert line, "the server ended before it was ready"
+        lines.append(line)
+    address = re.search(r"http://127\.0\.0\.1:\d+", "".join(lines))
+    assert address is not None
+    return Server(process, address[0], lines[-1].strip())
+
+
+@contextmanager
+def _open_stream(address: str, max_tokens: int) -> Generator[httpx.Response, None, None]:
+    body = {"prompt": "x", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+    url = f"{address}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=60) as response:
+        yield response
+
+
+@pytest.fixture
+def folder(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint(max_position_embeddings=8192)
+
+
+def test_sigterm_lets_open_answers_end(folder, tmp_path):
+    with _serving(folder, tmp_path) as server:
+        with _open_stream(server.address, max_tokens=300) as response:
+            parts = response.iter_text()
+            text = next(parts)
+            server.process.send_signal(signal.SIGTERM)
+            text += "".join(parts)
+        assert events(text)[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.end() == 0
+
+
+def test_a_second_sigint_ends_at_once(folder, tmp_path):
+    with _serving(folder, tmp_path, "--drain-seconds", "600") as server:
+        with _open_stream(server.address, max_tokens=1500) as response:
+            parts = response.iter_text()
+            next(parts)
+            begun = time.monotonic()
+            for _ in range(2):
+                server.process.send_signal(signal.SIGINT)
+                time.sleep(0.3)
+            assert server.end() == 0
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(parts)
+        assert time.monotonic() - begun < 10
+
+
+def test_a_busy_port_is_told_at_once_and_the_example_works(folder, tmp_path):
+    with _serving(folder, tmp_path) as server:
+        port = server.address.rpartition(":")[2]
+        second = subprocess.run(
+            _command("serve", str(folder), "--port", port),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert second.returncode == 1
+        assert f"127.0.0.1:{port}" in second.stderr
+        assert "in use" in second.stderr
+        assert len(second.stderr.splitlines()) == 1
+        _, url, _, header, _, data = shlex.split(server.example)
+        name, value = header.split(": ")
+        answer = httpx.post(url, content=data, headers={name: value}, timeout=60).json()
+        assert answer["model"] == json.loads(data)["model"] == "tiny"
+        assert answer["choices"][0]["message"]["role"] == "assistant"
+        os.kill(server.process.pid, signal.SIGINT)
+        assert server.end() == 0

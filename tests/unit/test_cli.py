@@ -1,0 +1,142 @@
+"""The command line: flags, errors in one line, and a quick help."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from prefixcache.cli import app, parse_size
+from prefixcache.exceptions import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Generator[None, None, None]:
+    logger = logging.getLogger("prefixcache")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2GiB", 2 * 2**30),
+        ("2gib", 2 * 2**30),
+        ("2G", 2 * 2**30),
+        ("2GB", 2_000_000_000),
+        ("1.5 MiB", 3 * 2**19),
+        ("64k", 65536),
+        ("1T", 2**40),
+        ("1048576", 1048576),
+        ("100B", 100),
+        (None, None),
+    ],
+)
+def test_sizes_are_read(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1", "2 Gigs", "1e9", "2iB", "nan", "0x10"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ConfigError, match="kv_cache_memory"):
+        parse_size(text)
+
+
+def test_version_is_shown():
+    result = _run("--version")
+    assert result.exit_code == 0
+    assert result.output.startswith("prefixcache ")
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "download", "bench"])
+def test_every_command_has_help(command):
+    result = _run(command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from prefixcache.cli import app\n"
+        "app(['serve', '--help'], standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'numpy', 'matplotlib'}\n"
+        "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["serve", "--log-level", "loud"], "--log-level"),
+        (["serve", "--scheduling-policy", "random"], "--scheduling-policy"),
+        (["serve", "--kv-cache-memory", "much"], "kv_cache_memory"),
+        (["serve", "--host", "256.0.0.1"], "256.0.0.1"),
+        (["serve", "--port", "0", "--block-size", "24"], "block_size"),
+        (["serve", "--port", "0", "--dtype", "int4"], "dtype"),
+        (["serve", "--port", "0", "--model", "./nowhere"], "nowhere"),
+        (["generate", "x", "--model", "./nowhere"], "nowhere"),
+        (["generate", "x", "--log-level", "loud"], "--log-level"),
+        (["download", "./nowhere"], "nowhere"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_status_1(arguments, told):
+    result = _run(*arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert told in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_port_out_of_range_is_a_usage_error():
+    assert _run("serve", "--port", "65536").exit_code == 2
+
+
+@pytest.fixture
+def generate(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Result]:
+    folder = tiny_checkpoint()
+
+    def run(*arguments: str) -> Result:
+        common = ["--model", str(folder), "--dtype", "float32", "--device", "cpu"]
+        return _run("generate", "hello", *common, "--max-tokens", "9", *arguments)
+
+    return run
+
+
+def test_generate_repeats_itself_under_a_seed(generate):
+    options = ["--seed", "3", "--temperature", "1.5"]
+    first, second = generate(*options), generate(*options)
+    assert first.exit_code == 0
+    assert first.output == second.output != generate("--seed", "4", "--temperature", "1.5").output
+
+
+def test_generate_renders_a_chat_unless_told_not_to(generate):
+    options: list[Any] = ["--temperature", "0"]
+    texts = {generate(*options, *kind).output for kind in ([], ["--no-chat"], ["--system", "Hi"])}
+    assert len(texts) == 3
+    assert generate(*options, "--chat").output == generate(*options).output
+
+
+@pytest.mark.parametrize("option", [["--temperature", "-1"], ["--top-p", "2"], ["--stop", ""]])
+def test_generate_names_a_wrong_option(generate, option):
+    result = generate(*option)
+    assert result.exit_code == 1
+    assert option[0].strip("-").replace("-", "_") in result.stderr
+
+
+def test_download_tells_the_folder(tiny_checkpoint):
+    folder = tiny_checkpoint()
+    assert _run("download", str(folder)).output.strip() == str(folder)

@@ -1,0 +1,334 @@
+"""The parts of a run. Each is a process of its own, since matmuls are pinned before CUDA starts.
+
+`python sections.py NAME[+NAME...] OPTIONS.json RESULT.json`; a section gives rows of the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peers
+import torch
+from shapes import SHAPES, Shape
+from system import Setup, System, random_model, random_prompts, reference_attention
+
+from prefixcache.attention.base import AttentionBatch, AttentionSpec, kv_shape_nhd
+from prefixcache.attention.registry import AttentionOptions, make_attention
+from prefixcache.ops.cuda import pin_matmul
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How large the workloads are."""
+
+    requests: int
+    shared: int
+    own: int
+    outputs: tuple[int, int]
+    batches: tuple[int, ...]
+    context: int
+    decode_steps: int
+    step_tokens: int
+    chunk: int
+
+    @property
+    def max_model_len(self) -> int:
+        """Room for the longest sequence of any section."""
+        return (
+            max(self.shared + self.own + max(self.outputs), self.context + self.decode_steps) + 16
+        )
+
+
+SCALES = {
+    "full": Scale(
+        requests=64,
+        shared=1024,
+        own=64,
+        outputs=(128, 8),
+        batches=(1, 64, 256),
+        context=1024,
+        decode_steps=32,
+        step_tokens=8192,
+        chunk=300,
+    ),
+    "dry": Scale(
+        requests=4,
+        shared=48,
+        own=16,
+        outputs=(8, 4),
+        batches=(1, 4),
+        context=32,
+        decode_steps=4,
+        step_tokens=64,
+        chunk=30,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a section is told."""
+
+    device: str
+    scale: str
+    shape: str = ""
+    peer: str = ""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device, with its index where it has one."""
+        if self.device == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(self.device)
+
+
+Row = dict[str, Any]
+ATTENTION_CASES = (
+    {"num_heads": 28, "num_kv_heads": 4, "head_dim": 128},
+    {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128},
+    {"num_heads": 32, "num_kv_heads": 8, "head_dim": 64},
+    {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "sliding_window": 37},
+    {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "softcap": 30.0},
+)
+
+
+def kernels(options: Options) -> Iterator[Row]:
+    """FlashInfer against its torch reference, one layer, a mixed step."""
+    device = options.torch_device
+    for case in ATTENTION_CASES:
+        spec = AttentionSpec(scale=case["head_dim"] ** -0.5, **case)
+        error = _attention_error(spec, device)
+        yield {
+            "section": "kernels",
+            "what": ", ".join(f"{key} {value}" for key, value in case.items()),
+            "value": error,
+            "unit": "largest error",
+            "ok": error < (0.02 if device.type == "cuda" else 1e-4),
+        }
+
+
+def equality(options: Options) -> Iterator[Row]:
+    """Answers of the same prompts: cold and alone, hit, chunked, in a batch. Bits are compared."""
+    device = options.torch_device
+    scale = SCALES[options.scale]
+    model = random_model(SHAPES[options.shape], device, scale.max_model_len)
+    vocab = model.config.vocab_size
+    prompts = random_prompts(min(scale.requests, 8), scale.shared, scale.own, vocab, seed=1)
+    for attention, invariant in _modes(device):
+        base = _setup(scale, attention=attention, batch_invariant=invariant)
+        system = System(model, base)
+        alone = []
+        for prompt in prompts:
+            system.engine.control.reset_prefix_cache()
+            alone += system.answer([prompt], scale.outputs[1], logprobs=True)
+        before = system.hit_tokens
+        hit = system.answer(prompts, scale.outputs[1], logprobs=True)
+        hits = system.hit_tokens - before
+        kept = {
+            name: getattr(system.attention, name, False)
+            for name in ("batch_invariant", "decode_matches_prefill")
+        }
+        del system
+        chunked = System(model, dataclasses.replace(base, max_tokens=scale.chunk, max_seqs=8))
+        chunks = chunked.answer(prompts, scale.outputs[1], logprobs=True)
+        del chunked
+        for name, answers in (("hit and batch", hit), ("chunks and batch", chunks)):
+            differing = sum(a != b for a, b in zip(alone, answers, strict=True))
+            label = f"{options.shape}, {attention}{' invariant' if invariant else ''}, {name}"
+            yield {
+                "section": "equality",
+                "what": label,
+                "value": differing,
+                "unit": f"of {len(prompts)} answers differ; {hits} hit tokens",
+                "ok": not (differing and kept["batch_invariant"]),
+            } | kept
+
+
+def workload(options: Options) -> Iterator[Row]:
+    """Requests that share a long beginning, with the cache off and on; outputs long and short."""
+    device = options.torch_device
+    scale = SCALES[options.scale]
+    model = random_model(SHAPES[options.shape], device, scale.max_model_len)
+    vocab = model.config.vocab_size
+    for output in scale.outputs:
+        rates = {}
+        for cached in (False, True):
+            system = System(model, _setup(scale, attention=_fast(device), prefix_caching=cached))
+            system.answer(random_prompts(scale.requests, 0, scale.own, vocab, seed=2), 4)
+            prompts = random_prompts(scale.requests, scale.shared, scale.own, vocab, seed=3)
+            before = system.hit_tokens
+            rates[cached] = scale.requests / system.seconds(prompts, output)
+            yield {
+                "section": "workload",
+                "what": f"{options.shape}, output {output}, cache {'on' if cached else 'off'}",
+                "value": rates[cached],
+                "unit": f"requests/s; {system.hit_tokens - before} hit tokens",
+            }
+            del system
+            gc.collect()
+        yield {
+            "section": "workload",
+            "what": f"{options.shape}, output {output}, on / off",
+            "value": rates[True] / rates[False],
+            "unit": "times",
+        }
+
+
+def steps(options: Options) -> Iterator[Row]:
+    """A prefill, and decode steps of several batches, against the least they can take."""
+    device = options.torch_device
+    scale = SCALES[options.scale]
+    shape = SHAPES[options.shape]
+    model = random_model(shape, device, scale.max_model_len)
+    vocab = model.config.vocab_size
+    for eager in (False, True) if device.type == "cuda" else (False,):
+        setup = _setup(scale, attention=_fast(device), prefix_caching=False, eager=eager)
+        system = System(model, dataclasses.replace(setup, max_seqs=max(scale.batches)))
+        kind = "eager" if eager or device.type != "cuda" else "graphs"
+        first = random_prompts(3, 0, scale.context, vocab, seed=4)
+        times = [1000 * system.seconds([prompt], 1) for prompt in first]
+        yield _step_row(shape, f"prefill of {scale.context}", min(times), "prefill")
+        for batch in scale.batches:
+            prompts = random_prompts(batch, 0, scale.context, vocab, seed=batch)
+            ms = system.decode_ms(prompts, scale.decode_steps)
+            yield _step_row(shape, f"decode of {batch}, {kind}", ms, str(batch))
+        del system
+        gc.collect()
+
+
+def peer(options: Options) -> Iterator[Row]:
+    """The same workload by another engine, where it is installed."""
+    scale = SCALES[options.scale]
+    shape = SHAPES[options.shape]
+    vocab = shape.hf_config["vocab_size"]
+    prompts = random_prompts(scale.requests, scale.shared, scale.own, vocab, seed=3)
+    engine = peers.PEERS[options.peer].make(shape, options.torch_device, scale.max_model_len)
+    for output in scale.outputs:
+        seconds = engine(prompts, output)
+        yield {
+            "section": "peers",
+            "what": f"{options.shape}, output {output}, {options.peer}",
+            "value": scale.requests / seconds,
+            "unit": "requests/s",
+        }
+
+
+SECTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
+    "kernels": kernels,
+    "equality": equality,
+    "workload": workload,
+    "steps": steps,
+    "peer": peer,
+}
+
+
+def _setup(scale: Scale, **changes: Any) -> Setup:
+    return dataclasses.replace(
+        Setup(
+            max_seqs=scale.requests,
+            max_tokens=scale.step_tokens,
+            max_model_len=scale.max_model_len,
+        ),
+        **changes,
+    )
+
+
+def _fast(device: torch.device) -> str:
+    return "flashinfer" if device.type == "cuda" else "reference"
+
+
+def _modes(device: torch.device) -> tuple[tuple[str, bool], ...]:
+    """The invariant modes, and the fast one for contrast."""
+    if device.type != "cuda":
+        return (("reference", False),)
+    return (("flashinfer", True), ("flashinfer-split", True), ("flashinfer", False))
+
+
+def _step_row(shape: Shape, what: str, ms: float, floor: str) -> Row:
+    row: Row = {"section": "steps", "what": f"{shape.name}, {what}", "value": ms, "unit": "ms"}
+    if floor in shape.floors_ms:
+        row |= {"floor": shape.floors_ms[floor], "ratio": ms / shape.floors_ms[floor]}
+    return row
+
+
+def _attention_error(spec: AttentionSpec, device: torch.device) -> float:
+    """Largest difference over a step of decodes and chunks, in a pool in no order."""
+    lengths = [(700, 1), (33, 1), (16, 1), (0, 130), (250, 77), (15, 1)]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    batch, num_blocks = _mixed_batch(lengths, num_decodes=3, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    pool = noise(*kv_shape_nhd(num_blocks, 16, spec.num_kv_heads, spec.head_dim))
+    total = len(batch.slot_mapping)
+    q = noise(total, spec.num_heads, spec.head_dim)
+    k, v = noise(2, total, spec.num_kv_heads, spec.head_dim)
+    outputs = []
+    options = AttentionOptions(device=device, dtype=dtype, batch_invariant=False)
+    for attention in (
+        make_attention("flashinfer" if device.type == "cuda" else "torch", spec, options),
+        reference_attention(spec, device),
+    ):
+        copy = pool.clone()
+        attention.bind([copy])
+        attention.plan(batch)
+        outputs.append((attention.run(0, q, k, v).float(), copy.float()))
+    (ours, our_pool), (plain, plain_pool) = outputs
+    if not torch.equal(our_pool, plain_pool):
+        return float("inf")
+    return float((ours - plain).abs().max())
+
+
+def _mixed_batch(
+    lengths: list[tuple[int, int]], num_decodes: int, device: torch.device
+) -> tuple[AttentionBatch, int]:
+    pages = [-(-(start + count) // 16) for start, count in lengths]
+    table = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(1)) + 1
+    parts = table.split(pages)
+    slots = [
+        int(part[p // 16]) * 16 + p % 16
+        for (start, count), part in zip(lengths, parts, strict=True)
+        for p in range(start, start + count)
+    ]
+    batch = AttentionBatch(
+        qo_indptr=_indptr([count for _, count in lengths]),
+        kv_indptr=_indptr(pages),
+        kv_indices=table.to(torch.int32),
+        last_page_len=torch.tensor(
+            [s + c - (n - 1) * 16 for (s, c), n in zip(lengths, pages, strict=True)],
+            dtype=torch.int32,
+        ),
+        slot_mapping=torch.tensor(slots, device=device),
+        max_q_len=max(count for _, count in lengths),
+        num_decodes=num_decodes,
+    )
+    return batch, sum(pages) + 1
+
+
+def _indptr(counts: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+
+
+def main() -> None:
+    """Runs one section and writes its rows, those before a failure included."""
+    names, options_file, result_file = sys.argv[1:]
+    options = Options(**json.loads(Path(options_file).read_text()))
+    if names == "equality" and options.device == "cuda":
+        pin_matmul()
+    rows: list[Row] = []
+    for name in names.split("+"):
+        for row in SECTIONS[name](options):
+            rows.append(row)
+            Path(result_file).write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

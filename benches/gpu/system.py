@@ -1,0 +1,237 @@
+"""An engine around a model of random weights, made on the device: no download, no tokenizer."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from shapes import Shape
+
+from prefixcache.attention import flashinfer_reference
+from prefixcache.attention.base import AttentionBackend, AttentionSpec
+from prefixcache.attention.flashinfer import FlashInferAttention
+from prefixcache.attention.registry import AttentionOptions, make_attention
+from prefixcache.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from prefixcache.engine.cuda import make_graphs, trial_blocks
+from prefixcache.engine.engine import Engine, EngineParts
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.specs import kv_groups
+from prefixcache.kv.tensors import allocate_kv
+from prefixcache.models.llama import Builder, LlamaModel
+from prefixcache.ops.sets import make_ops
+from prefixcache.request import Request
+from prefixcache.runner.model_runner import ModelRunner
+from prefixcache.sampling_params import SamplingParams
+from prefixcache.scheduler.scheduler import Scheduler
+
+BLOCK_SIZE = 16
+CPU_BLOCKS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How a system is made. `attention` names a backend; "reference" is FlashInfer's stand-in."""
+
+    attention: str = "flashinfer"
+    batch_invariant: bool = False
+    prefix_caching: bool = True
+    eager: bool = False
+    max_seqs: int = 64
+    max_tokens: int = 8192
+    max_model_len: int = 2048
+
+
+@dataclass
+class Answer:
+    """What came of one request: token ids, and their log probabilities where asked for."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class NoText:
+    """A detokenizer for models without a vocabulary."""
+
+    stopped_by: str | None = None
+
+    def push(self, token_ids: Sequence[int], *, ended_by_token: bool = False) -> str:
+        """No text."""
+        del token_ids, ended_by_token
+        return ""
+
+    def finish(self) -> str:
+        """No text."""
+        return ""
+
+
+def random_model(shape: Shape, device: torch.device, max_positions: int) -> LlamaModel:
+    """The shape's decoder; the same weights on every call. Linears keep activations in range."""
+    config = ModelConfig.from_hf(shape.hf_config)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = LlamaModel(config, Builder(make_ops(dtype, device, None)), max_positions)
+    generator = torch.Generator(device).manual_seed(0)
+    for name, slot in model.slots.items():
+        values = torch.randn(slot.shape, generator=generator, device=device)
+        if name.endswith("norm.weight"):
+            slot.write(1 + values * 0.02)
+        else:
+            slot.write(values * (0.02 if len(slot.shape) == 1 else slot.shape[-1] ** -0.5))
+    return model
+
+
+class System:
+    """Scheduler, cache, runner and engine around a model."""
+
+    def __init__(self, model: LlamaModel, setup: Setup) -> None:
+        config = _engine_config(setup)
+        self.setup = setup
+        self.attention = _attention(model, setup)
+        num_blocks = _num_blocks(config, model, self.attention, setup)
+        (group,) = kv_groups(model.config)
+        self.attention.bind(
+            allocate_kv(
+                group,
+                self.attention,
+                num_blocks=num_blocks,
+                block_size=BLOCK_SIZE,
+                dtype=model.dtype,
+                device=model.device,
+            )
+        )
+        cache = CacheManager(num_blocks, BLOCK_SIZE)
+        scheduler = Scheduler(
+            config.scheduler,
+            cache,
+            max_model_len=setup.max_model_len,
+            enable_prefix_caching=setup.prefix_caching,
+        )
+        runner = ModelRunner(
+            model,
+            self.attention,
+            max_tokens=setup.max_tokens,
+            max_seqs=setup.max_seqs,
+            max_pages=-(-setup.max_model_len // BLOCK_SIZE),
+            device=model.device,
+            graphs=make_graphs(config, model, self.attention, setup.max_model_len),
+        )
+        self.engine = Engine(
+            EngineParts(
+                scheduler=scheduler,
+                cache=cache,
+                runner=runner,
+                make_detokenizer=lambda _params: NoText(),
+                vocab_size=model.config.vocab_size,
+                eos_token_ids=(),
+                max_model_len=setup.max_model_len,
+            )
+        )
+        self._scheduler = scheduler
+        self._served = 0
+
+    @property
+    def hit_tokens(self) -> int:
+        """Prompt tokens found in the cache so far."""
+        return self._scheduler.num_hit_tokens
+
+    def answer(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, logprobs: bool = False
+    ) -> list[Answer]:
+        """Greedy answers to prompts that arrive together."""
+        names = self._add(prompts, max_tokens, logprobs=logprobs)
+        answers = {name: Answer() for name in names}
+        while self.engine.has_unfinished():
+            for output in self.engine.step():
+                if output.error is not None:
+                    raise RuntimeError(output.error)
+                answers[output.request_id].token_ids += output.token_ids
+                answers[output.request_id].logprobs += [p.logprob for p in output.logprobs]
+        return [answers[name] for name in names]
+
+    def seconds(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> float:
+        """Wall time until all answers are there."""
+        begun = time.perf_counter()
+        self.answer(prompts, max_tokens)
+        return time.perf_counter() - begun
+
+    def decode_ms(self, prompts: Sequence[Sequence[int]], num_steps: int) -> float:
+        """Median wall time of a step in which every prompt is answered by one more token."""
+        self._add(prompts, num_steps + 2, logprobs=False)
+        times: list[float] = []
+        while self.engine.has_unfinished():
+            begun = time.perf_counter()
+            outputs = self.engine.step()
+            if len(outputs) == len(prompts) and not any(o.finished for o in outputs):
+                times.append(time.perf_counter() - begun)
+        return 1000 * statistics.median(times[-num_steps:])
+
+    def _add(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, logprobs: bool
+    ) -> list[str]:
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            logprobs=0 if logprobs else None,
+        )
+        names = [f"{self._served + i}" for i in range(len(prompts))]
+        self._served += len(prompts)
+        for name, prompt in zip(names, prompts, strict=True):
+            self.engine.add_request(
+                Request(request_id=name, prompt_token_ids=list(prompt), params=params)
+            )
+        return names
+
+
+def random_prompts(
+    count: int, shared: int, own: int, vocab_size: int, seed: int = 0
+) -> list[list[int]]:
+    """`shared` tokens that all begin with, then `own` of each."""
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randint(3, vocab_size, (shared,), generator=generator).tolist()
+    suffixes = torch.randint(3, vocab_size, (count, own), generator=generator).tolist()
+    return [common + suffix for suffix in suffixes]
+
+
+def reference_attention(spec: AttentionSpec, device: torch.device) -> AttentionBackend:
+    """FlashInfer's semantics in torch, behind the same backend class."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return FlashInferAttention(
+        spec,
+        dtype=dtype,
+        device=device,
+        kernels=flashinfer_reference,
+        hopper=False,
+        workspace_bytes=16,
+    )
+
+
+def _attention(model: LlamaModel, setup: Setup) -> AttentionBackend:
+    if setup.attention == "reference":
+        return reference_attention(model.attention_spec, model.device)
+    options = AttentionOptions(
+        device=model.device, dtype=model.dtype, batch_invariant=setup.batch_invariant
+    )
+    return make_attention(setup.attention, model.attention_spec, options)
+
+
+def _engine_config(setup: Setup) -> EngineConfig:
+    return EngineConfig(
+        enforce_eager=setup.eager or setup.attention == "reference",
+        cache=CacheConfig(block_size=BLOCK_SIZE),
+        scheduler=SchedulerConfig(
+            max_num_seqs=setup.max_seqs, max_num_batched_tokens=setup.max_tokens
+        ),
+    )
+
+
+def _num_blocks(
+    config: EngineConfig, model: LlamaModel, attention: AttentionBackend, setup: Setup
+) -> int:
+    """On a GPU what the runs can need at most, if that fits."""
+    if model.device.type != "cuda":
+        return CPU_BLOCKS
+    wanted = 2 * setup.max_seqs * -(-setup.max_model_len // BLOCK_SIZE) + 1
+    return min(wanted, trial_blocks(config, model, attention, setup.max_model_len))

@@ -14,14 +14,15 @@ def machine_facts() -> dict[str, str | int]:
     """Processor, cores this process may use, memory in GiB, and versions of what computes."""
     return {
         "cpu": _cpu_model(),
-        "cores": _usable_cores(),
+        "cores": usable_cores(),
         "memory_gib": _memory_gib(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
     } | {name: _version(name) for name in _PACKAGES}
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Processors this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

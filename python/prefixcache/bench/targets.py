@@ -64,7 +64,7 @@ async def run_server(flags: Flags) -> AsyncGenerator[str, None]:
     command = ["serve", "--host", "127.0.0.1", "--port", str(port), *serve_arguments(flags)]
     with tempfile.TemporaryFile("w+") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "prefixcache.cli", *command, stdout=log, stderr=log
+            sys.executable, "-m", "prefixcache", *command, stdout=log, stderr=log
         )
         try:
             await _wait_until_ready(process, f"http://127.0.0.1:{port}", log)

@@ -1,0 +1,70 @@
+"""prefixcache's engine, step by step, with its scheduler and sampler."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+
+import torch
+
+from prefixcache import __version__
+from prefixcache.engine.build import build, config_from_flags
+from prefixcache.models.hub import resolve_model
+from prefixcache.request import Request
+from prefixcache.sampling_params import SamplingParams
+
+
+class Contender:
+    def __init__(self, *, threads: int, max_tokens: int, **flags: object) -> None:
+        torch.set_num_threads(threads)
+        config = config_from_flags(
+            num_blocks=max_tokens // 16 + 64,
+            max_num_batched_tokens=max_tokens,
+            max_model_len=max_tokens,
+            **flags,
+        )
+        self._engine = build(config, resolve_model(config.model)).engine
+        self._numbers = itertools.count()
+        self.version = f"prefixcache {__version__}, torch {torch.__version__}"
+
+    def prefill(self, prompt: list[int]) -> float:
+        self._engine.control.reset_prefix_cache()
+        return self._first_token(prompt)
+
+    def decode(self, prompts: list[list[int]], steps: int) -> dict[str, object]:
+        self._engine.control.reset_prefix_cache()
+        requests = [self._request(prompt, steps + 2) for prompt in prompts]
+        for request in requests:
+            self._engine.add_request(request)
+        first = requests[0].request_id
+        tokens = [self._step(len(prompts))[first]]
+        begun = time.perf_counter()
+        tokens += [self._step(len(prompts))[first] for _ in range(steps)]
+        seconds = time.perf_counter() - begun
+        self._engine.abort([request.request_id for request in requests])
+        return {"seconds": seconds, "tokens": tokens}
+
+    def ttft(self, prompt: list[int], first: list[int], second: list[int]) -> dict[str, float]:
+        cold = self.prefill(prompt + first)
+        return {"cold": cold, "warm": self._first_token(prompt + second)}
+
+    def _first_token(self, prompt: Sequence[int]) -> float:
+        begun = time.perf_counter()
+        self._engine.add_request(self._request(prompt, 1))
+        self._step(1)
+        return time.perf_counter() - begun
+
+    def _step(self, expected: int) -> dict[str, int]:
+        """One step, in which each of the `expected` requests gets a token."""
+        outputs = self._engine.step()
+        if [len(output.token_ids) for output in outputs] != [1] * expected:
+            raise RuntimeError(f"{expected} tokens were due in this step: {outputs}")
+        return {output.request_id: output.token_ids[0] for output in outputs}
+
+    def _request(self, prompt: Sequence[int], max_tokens: int) -> Request:
+        return Request(
+            request_id=str(next(self._numbers)),
+            prompt_token_ids=prompt,
+            params=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens),
+        )

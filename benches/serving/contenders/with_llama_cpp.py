@@ -1,0 +1,91 @@
+"""llama.cpp through llama-cpp-python's low-level functions, one `llama_decode` a step, greedy.
+
+Warm means that the sequence's KV cells stay in the context, as its server keeps them for a slot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from importlib.metadata import version
+
+import llama_cpp
+import numpy as np
+
+_MAX_SEQS = 8
+
+
+class Contender:
+    def __init__(self, *, model: str, threads: int, max_tokens: int) -> None:
+        llama_cpp.llama_backend_init()
+        self._model = llama_cpp.llama_model_load_from_file(
+            model.encode(), llama_cpp.llama_model_default_params()
+        )
+        self._context = llama_cpp.llama_init_from_model(
+            self._model, _context_params(threads, max_tokens)
+        )
+        if not self._context:
+            raise RuntimeError(f"llama.cpp could not open {model}")
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(
+            llama_cpp.llama_model_get_vocab(self._model)
+        )
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._batch = llama_cpp.llama_batch_init(max_tokens, 0, 1)
+        self.version = f"llama-cpp-python {version('llama-cpp-python')}"
+
+    def prefill(self, prompt: list[int]) -> float:
+        llama_cpp.llama_memory_clear(self._memory, True)
+        begun = time.perf_counter()
+        self._decode({0: prompt}, start=0)
+        return time.perf_counter() - begun
+
+    def decode(self, prompts: list[list[int]], steps: int) -> dict[str, object]:
+        llama_cpp.llama_memory_clear(self._memory, True)
+        rows = [self._decode(dict(enumerate(prompts)), start=0)]
+        begun = time.perf_counter()
+        for step in range(steps):
+            batch = {row: [token] for row, token in enumerate(rows[-1])}
+            rows.append(self._decode(batch, start=len(prompts[0]) + step))
+        seconds = time.perf_counter() - begun
+        return {"seconds": seconds, "tokens": [tokens[0] for tokens in rows]}
+
+    def ttft(self, prompt: list[int], first: list[int], second: list[int]) -> dict[str, float]:
+        cold = self.prefill(prompt + first)
+        begun = time.perf_counter()
+        llama_cpp.llama_memory_seq_rm(self._memory, 0, len(prompt), -1)
+        self._decode({0: second}, start=len(prompt))
+        return {"cold": cold, "warm": time.perf_counter() - begun}
+
+    def _decode(self, rows: dict[int, list[int]], start: int) -> list[int]:
+        """Computes each sequence's tokens from position `start` on; the next token of each."""
+        last = self._fill(rows, start)
+        if llama_cpp.llama_decode(self._context, self._batch) != 0:
+            raise RuntimeError("llama_decode failed")
+        return [self._likeliest(index) for index in last]
+
+    def _fill(self, rows: dict[int, list[int]], start: int) -> list[int]:
+        batch, index, last = self._batch, 0, []
+        for sequence, tokens in rows.items():
+            for offset, token in enumerate(tokens):
+                batch.token[index] = token
+                batch.pos[index] = start + offset
+                batch.n_seq_id[index] = 1
+                batch.seq_id[index][0] = sequence
+                batch.logits[index] = offset == len(tokens) - 1
+                index += 1
+            last.append(index - 1)
+        batch.n_tokens = index
+        return last
+
+    def _likeliest(self, index: int) -> int:
+        logits = llama_cpp.llama_get_logits_ith(self._context, index)
+        return int(np.argmax(np.ctypeslib.as_array(logits, shape=(self._vocab_size,))))
+
+
+def _context_params(threads: int, max_tokens: int) -> ctypes.Structure:
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = max_tokens
+    params.n_batch = max_tokens
+    params.n_seq_max = _MAX_SEQS
+    params.n_threads = params.n_threads_batch = threads
+    return params

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -37,6 +40,21 @@ def test_one_tensor_a_layer() -> None:
     tensors = allocate(5)
     assert [tensor.shape for tensor in tensors] == [(5, 2, 16, 2, 16)] * 3
     assert sum(tensor.nbytes for tensor in tensors) == 5 * BLOCK_BYTES
+
+
+def test_memory_is_reserved_and_not_touched() -> None:
+    before = _resident_bytes()
+    tensors = allocate(20_000)
+    assert sum(tensor.nbytes for tensor in tensors) > 200 << 20
+    assert _resident_bytes() - before < 50 << 20
+    assert not tensors[0][-1].any()
+    tensors[0][-1] = 1.0
+    assert tensors[0][-1].all()
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_more_than_the_free_memory_is_refused_with_the_numbers(

@@ -6,6 +6,8 @@ written, so a large pool costs nothing until it is used.
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,11 +76,19 @@ def allocate_kv(
         )
     shape = backend.kv_shape(num_blocks, block_size, group.num_kv_heads, group.head_dim)
     try:
-        return [torch.zeros(shape, dtype=dtype, device=device) for _ in group.layers]
-    except (RuntimeError, MemoryError) as error:
+        return [_zeros(shape, dtype, device) for _ in group.layers]
+    except (OSError, RuntimeError, MemoryError) as error:
         raise OutOfMemoryError(
             f"Cannot allocate {needed / _MIB:,.0f} MiB of KV: {error}"
         ) from error
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    # torch.zeros would write every page; a fresh anonymous mapping reads as zeros without.
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 
 def available_memory(device: torch.device) -> int:

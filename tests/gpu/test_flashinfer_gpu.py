@@ -1,0 +1,165 @@
+"""FlashInfer's own kernels against their torch reference, and what must be equal in bits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from paged_models import PagedServer
+from prefixcache.attention import flashinfer_reference
+from prefixcache.attention.base import AttentionBatch, AttentionSpec
+from prefixcache.attention.flashinfer import FlashInferAttention, make_flashinfer
+from prefixcache.config import ModelConfig
+from prefixcache.models.llama import Builder, LlamaModel
+from prefixcache.ops.sets import make_ops
+from prefixcache.runner.cuda_graph import CudaCapture
+from reference.paged_attention import SlowSequence, batch_of
+
+PAGE = 16
+SPECS = {
+    "group 7": AttentionSpec(num_heads=28, num_kv_heads=4, head_dim=128, scale=128**-0.5),
+    "group 2": AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5),
+    "head 64": AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=64, scale=0.125),
+    "window": AttentionSpec(
+        num_heads=16, num_kv_heads=8, head_dim=128, scale=0.09, sliding_window=37
+    ),
+    "soft cap": AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, scale=0.09, softcap=20.0),
+}
+LENGTHS = ((700, 1), (33, 1), (15, 1), (0, 130), (250, 77), (16, 1))
+
+
+def step(lengths: tuple[tuple[int, int], ...], device: torch.device) -> tuple[AttentionBatch, int]:
+    """Leading sequences of one row are decodes; pages in no order. Also the pool's size."""
+    counts = [-(-(start + count) // PAGE) for start, count in lengths]
+    pages = (torch.randperm(sum(counts), generator=torch.Generator().manual_seed(2)) + 1).tolist()
+    sequences = []
+    for (start, count), used in zip(lengths, counts, strict=True):
+        sequences.append(SlowSequence(start, count, tuple(pages[:used]), count == 1))
+        pages = pages[used:]
+    batch = batch_of(sequences, PAGE)
+    on_device = batch.slot_mapping.to(device)
+    fields = {name: getattr(batch, name) for name in batch.__slots__}
+    return AttentionBatch(**fields | {"slot_mapping": on_device}), sum(counts) + 1
+
+
+def inputs(spec: AttentionSpec, rows: int, num_pages: int, device: torch.device):
+    generator = torch.Generator(device).manual_seed(1)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    pool = noise(num_pages, 2, PAGE, spec.num_kv_heads, spec.head_dim)
+    key, value = noise(2, rows, spec.num_kv_heads, spec.head_dim)
+    return pool, noise(rows, spec.num_heads, spec.head_dim), key, value
+
+
+def reference(spec: AttentionSpec, device: torch.device) -> FlashInferAttention:
+    return FlashInferAttention(
+        spec,
+        dtype=torch.bfloat16,
+        device=device,
+        kernels=flashinfer_reference,
+        workspace_bytes=16,
+    )
+
+
+@pytest.mark.parametrize("invariance", ["off", "split", "unified"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_kernels_compute_what_their_reference_does(spec, invariance, device) -> None:
+    batch, num_pages = step(LENGTHS, device)
+    pool, q, k, v = inputs(spec, len(batch.slot_mapping), num_pages, device)
+    results = []
+    for attention in (
+        make_flashinfer(spec, dtype=torch.bfloat16, device=device, invariance=invariance),
+        reference(spec, device),
+    ):
+        own = pool.clone()
+        attention.bind([own])
+        attention.plan(batch)
+        results.append((attention.run(0, q, k, v), own))
+    (ours, our_pool), (plain, plain_pool) = results
+    assert torch.equal(our_pool, plain_pool)
+    torch.testing.assert_close(ours, plain, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("invariance", ["off", "split", "unified"])
+def test_a_replayed_graph_computes_what_a_plain_step_does(invariance, device) -> None:
+    spec = SPECS["group 7"]
+    attention = make_flashinfer(spec, dtype=torch.bfloat16, device=device, invariance=invariance)
+    batch, num_pages = step(((700, 1), (33, 1), (15, 1)), device)
+    pool, q, k, v = inputs(spec, 4, num_pages, device)
+    attention.bind([pool])
+    attention.plan(batch)
+    plain = attention.run(0, q[:3], k[:3], v[:3])
+    written = pool.clone()
+    attention.reserve_graphs([4], max_page_indices=100)
+    attention.plan_graph(batch, 4)
+    out = torch.empty_like(q)
+    replay = CudaCapture(device)(lambda: out.copy_(attention.run(0, q, k, v)))
+    longer, _ = step(((640, 1), (40, 1), (2, 1)), device)
+    attention.plan_graph(longer, 4)
+    replay()
+    pool.copy_(written)
+    attention.plan_graph(batch, 4)
+    replay()
+    torch.testing.assert_close(out[:3], plain, atol=0.02, rtol=0.02)
+    if invariance != "off":
+        assert torch.equal(out[:3], plain)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_bits_depend_on_neither_chunks_nor_batch(spec, device) -> None:
+    """One prompt of 300 rows: whole, in chunks, beside others, its last row as a decode."""
+    attention = make_flashinfer(spec, dtype=torch.bfloat16, device=device, invariance="unified")
+    if not attention.batch_invariant:
+        pytest.skip("needs a Hopper device")
+    _, q, k, v = inputs(spec, 300, 1, device)
+    whole = _computed(attention, spec, q, k, v, [300], device)
+    for chunks in ([17, 283], [128, 100, 72], [299, 1]):
+        assert torch.equal(_computed(attention, spec, q, k, v, chunks, device), whole)
+
+
+def _computed(attention, spec, q, k, v, chunks, device) -> torch.Tensor:
+    pool = torch.zeros(64, 2, PAGE, spec.num_kv_heads, spec.head_dim, device=device).bfloat16()
+    attention.bind([pool])
+    pages, other = tuple(range(1, 20)), tuple(range(30, 50))
+    out, start = [], 0
+    for count in chunks:
+        sequences = [
+            SlowSequence(start, count, pages),
+            SlowSequence(start // 2, 9, other),
+        ]
+        batch = batch_of(sequences, PAGE)
+        fields = {name: getattr(batch, name) for name in batch.__slots__}
+        attention.plan(AttentionBatch(**fields | {"slot_mapping": batch.slot_mapping.to(device)}))
+        rows = slice(start, start + count)
+        both = [torch.cat([part[rows], part[:9]]) for part in (q, k, v)]
+        out.append(attention.run(0, *both)[:count])
+        start += count
+    return torch.cat(out)
+
+
+def test_a_model_answers_from_graphs_as_it_does_step_by_step(device) -> None:
+    config = ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=384,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        qk_norm=True,
+    )
+    model = LlamaModel(config, Builder(make_ops(torch.bfloat16, device, None)), 512)
+    generator = torch.Generator(device).manual_seed(0)
+    for slot in model.slots.values():
+        slot.write(torch.randn(slot.shape, generator=generator, device=device) * 0.1)
+    make = partial(make_flashinfer, dtype=torch.bfloat16, device=device, invariance="unified")
+    prompts = [list(range(3, 60)), list(range(100, 120)), [7, 8, 9]]
+    plain = PagedServer(model, make, block_size=PAGE, num_blocks=40)
+    graphs = PagedServer(model, make, block_size=PAGE, num_blocks=40, capture=CudaCapture(device))
+    assert graphs.generate(prompts, 20) == plain.generate(prompts, 20)

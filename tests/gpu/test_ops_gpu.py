@@ -1,0 +1,41 @@
+"""The fused kernels on a device, against the plain forms of the ops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from prefixcache.config import RopeConfig
+from prefixcache.ops import activation, norm, rope
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_ops_round_as_the_plain_ones(dtype: torch.dtype, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    heads = torch.randn(33, 12, 128, generator=generator).to(dtype)
+    weight = torch.randn(12, 128, generator=generator).to(dtype)
+    gate_up = torch.randn(33, 5000, generator=generator).to(dtype) * 4
+    at = torch.arange(33)
+    plain_rope = rope.RotaryEmbedding(RopeConfig(), 128, 64, torch.device("cpu")).at(at)
+    fused_rope = rope.RotaryEmbedding(RopeConfig(), 128, 64, device).at(at.to(device))
+    pairs = (
+        (
+            norm.rms_norm(heads.to(device), weight.to(device), 1e-6),
+            norm.rms_norm(heads, weight, 1e-6),
+        ),
+        (activation.silu_and_mul(gate_up.to(device)), activation.silu_and_mul(gate_up)),
+        (rope.apply_rope(heads.to(device), *fused_rope), rope.apply_rope(heads, *plain_rope)),
+    )
+    step = 2**-7 if dtype == torch.bfloat16 else 2e-6
+    for fused, plain in pairs:
+        torch.testing.assert_close(fused.cpu(), plain, atol=step, rtol=step)
+
+
+def test_a_row_of_a_fused_op_does_not_depend_on_the_others(device: torch.device) -> None:
+    rows = torch.randn(300, 3584, device=device).bfloat16()
+    weight = torch.randn(3584, device=device).bfloat16()
+    whole = norm.rms_norm(rows, weight, 1e-6)
+    gated = activation.silu_and_mul(rows)
+    for count in (1, 7, 128):
+        assert torch.equal(norm.rms_norm(rows[:count], weight, 1e-6), whole[:count])
+        assert torch.equal(activation.silu_and_mul(rows[:count]), gated[:count])

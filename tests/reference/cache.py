@@ -57,7 +57,7 @@ class ReferencePool:
         self.blocks = {block: Block() for block in range(1, max_blocks or num_blocks)}
         self.regular = list(range(1, num_blocks))
         self.pinned: list[int] = []
-        self.registered: list[int] = []  # oldest registration first
+        self.registered: dict[Key, list[int]] = {}  # oldest registration first
         self.epoch = 0
         self.counts = {"evictions": 0, "allocations": 0, "touches": 0}
 
@@ -72,7 +72,8 @@ class ReferencePool:
         return [block for block in self.blocks if self.is_cached(block)]
 
     def lookup(self, key: Key) -> int | None:
-        hits = [b for b in self.registered if self.blocks[b].content == (key, self.epoch)]
+        twins = self.registered.get(key, [])
+        hits = [block for block in twins if self.blocks[block].content == (key, self.epoch)]
         return hits[0] if hits else None
 
     def commit(self, keys: list[Key], num_new: int) -> tuple[int, list[int]] | None:
@@ -108,10 +109,11 @@ class ReferencePool:
         (self.regular if block in self.regular else self.pinned).remove(block)
 
     def forget(self, block: int) -> None:
+        content = self.blocks[block].content
+        if content is not None:
+            self.registered[content[0]].remove(block)
         self.blocks[block].content = None
         self.blocks[block].pinned = False
-        if block in self.registered:
-            self.registered.remove(block)
 
     def register(self, block: int, key: Key, epoch: int) -> int | None:
         """The twin that hits instead, if there is one."""
@@ -122,7 +124,7 @@ class ReferencePool:
         hitting = self.lookup(key)
         self.forget(block)
         self.blocks[block].content = (key, epoch)
-        self.registered.append(block)
+        self.registered.setdefault(key, []).append(block)
         return hitting
 
     def release(self, blocks: list[int]) -> None:

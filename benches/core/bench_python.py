@@ -1,0 +1,239 @@
+"""What the cache costs through Python: thread CPU time, medians, beside the tests' plain reference.
+
+    python benches/core/bench_python.py [--threads shared] [--repeats 25]
+
+A pool of 131,072 blocks of 16 tokens and a prompt of 32,768 tokens (2,048 blocks), given as a numpy
+array, unless a row says otherwise. The reference does each piece of work once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prefixcache._core import PrefixCache
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from reference.cache import ReferenceCache
+from reference.hash_chain import Root, chain
+
+BLOCK = 16
+NUM_BLOCKS = 131_072
+PROMPT = 32_768
+MICROSECOND = 1_000  # of the nanoseconds that are measured
+
+Work = Callable[[], Any]
+Make = Callable[[int], Any]  # a cache with this many blocks
+
+
+@dataclass
+class Row:
+    """A piece of work: its name, the unit that its times are shown in, and how it is done.
+
+    `setup` makes what the work needs, out of a cache; the work is measured alone.
+    """
+
+    name: str
+    setup: Callable[[Make], Iterator[Work]]
+    for_reference: bool = True
+
+
+def tokens(seed: int, count: int = PROMPT) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.random.default_rng(seed).integers(0, 150_000, count, dtype=np.int32)
+
+
+def cached(cache: Any, prompt: Any) -> Any:
+    """A released sequence whose full blocks are cached."""
+    sequence = cache.new_sequence(prompt)
+    cache.commit_prefix_plan(sequence, 0, len(prompt))
+    cache.mark_blocks_filled([sequence], [len(prompt)])
+    cache.release([sequence])
+    return sequence
+
+
+def hash_prompt(make: Make) -> Iterator[Work]:
+    cache, prompt = make(2), tokens(0)
+    if isinstance(cache, ReferenceCache):
+        plain = prompt.tolist()
+        yield lambda: chain(Root(), plain)
+    while True:
+        yield lambda: cache.compute_block_hashes(prompt)
+
+
+def hash_list(make: Make) -> Iterator[Work]:
+    cache, prompt = make(2), tokens(0).tolist()
+    while True:
+        yield lambda: cache.compute_block_hashes(prompt)
+
+
+def match(make: Make) -> Iterator[Work]:
+    cache = make(NUM_BLOCKS)
+    sequence = cached(cache, tokens(0))
+    while True:
+        yield lambda: cache.count_prefix_hits(sequence)
+
+
+def allocate_cold(make: Make) -> Iterator[Work]:
+    cache = make(NUM_BLOCKS)
+    sequence = cache.new_sequence(tokens(0))
+    while True:
+        yield lambda: cache.commit_prefix_plan(sequence, 0, PROMPT)
+        cache.release([sequence])
+
+
+def fill_with(cache: Any, prompts: int, blocks: int) -> None:
+    for seed in range(1, 1 + prompts):
+        cached(cache, tokens(seed, blocks * BLOCK))
+
+
+def allocate_evicting(make: Make) -> Iterator[Work]:
+    cache = make(NUM_BLOCKS)
+    fill_with(cache, 32, NUM_BLOCKS // 32)
+    for seed in range(1000, 2000):
+        sequence = cache.new_sequence(tokens(seed))
+        yield lambda: cache.commit_prefix_plan(sequence, 0, PROMPT)  # noqa: B023
+        cache.mark_blocks_filled([sequence], [PROMPT])
+        cache.release([sequence])
+
+
+def allocate_warm(make: Make) -> Iterator[Work]:
+    cache = make(NUM_BLOCKS)
+    sequence = cached(cache, tokens(0))
+    while True:
+        yield lambda: cache.commit_prefix_plan(sequence, PROMPT, 0)
+        cache.release([sequence])
+
+
+def publish(make: Make) -> Iterator[Work]:
+    cache = make(NUM_BLOCKS)
+    for seed in range(1000):
+        sequence = cache.new_sequence(tokens(seed))
+        cache.commit_prefix_plan(sequence, 0, PROMPT)
+        yield lambda: cache.mark_blocks_filled([sequence], [PROMPT])  # noqa: B023
+        cache.release([sequence])
+
+
+def free(make: Make) -> Iterator[Work]:
+    cache = make(NUM_BLOCKS)
+    sequence = cached(cache, tokens(0))
+    while True:
+        cache.commit_prefix_plan(sequence, PROMPT, 0)
+        yield lambda: cache.release([sequence])
+
+
+def evict_16_of(prefixes: int) -> Callable[[Make], Iterator[Work]]:
+    def setup(make: Make) -> Iterator[Work]:
+        cache = make(prefixes + 1)
+        fill_with(cache, prefixes, 1)
+        for seed in range(prefixes + 1, prefixes + 1000):
+            sequence = cache.new_sequence(tokens(seed, 16 * BLOCK))
+            yield lambda: cache.commit_prefix_plan(sequence, 0, 16 * BLOCK)  # noqa: B023
+            cache.mark_blocks_filled([sequence], [16 * BLOCK])
+            cache.release([sequence])
+
+    return setup
+
+
+def decode_256(make: Make) -> Iterator[Work]:
+    cache = make(NUM_BLOCKS)
+    sequences = [cache.new_sequence(tokens(seed, 100 + seed % BLOCK)) for seed in range(256)]
+    for sequence in sequences:
+        cache.commit_prefix_plan(sequence, 0, sequence.num_tokens)
+    ones = [1] * len(sequences)
+    while True:
+        yield lambda: cache.append_slots(sequences, ones)
+
+
+def append_tokens_256(make: Make) -> Iterator[Work]:
+    cache = make(NUM_BLOCKS)
+    sequences = [cache.new_sequence(tokens(seed, 100 + seed % BLOCK)) for seed in range(256)]
+    sampled = tokens(0, len(sequences))
+    while True:
+        yield lambda: cache.append_tokens(sequences, sampled)
+
+
+ROWS = [
+    Row("hash 32k tokens", hash_prompt),
+    Row("hash 32k tokens, from a list", hash_list, for_reference=False),
+    Row("match, fully cached", match),
+    Row("allocate cold", allocate_cold),
+    Row("allocate, evicting 2,048", allocate_evicting),
+    Row("allocate warm (all hit)", allocate_warm),
+    Row("publish 2,048 blocks", publish),
+    Row("free", free),
+    Row("evict 16 of 1,000 prefixes", evict_16_of(1_000)),
+    Row("evict 16 of 10,000 prefixes", evict_16_of(10_000)),
+    Row("evict 16 of 100,000 prefixes", evict_16_of(100_000), for_reference=False),
+    Row("decode: slots for 256 sequences", decode_256),
+    Row("decode: tokens of 256 sequences", append_tokens_256),
+]
+
+
+def measure(row: Row, make: Make, repeats: int) -> float:
+    """The median time of the work in microseconds."""
+    times = []
+    for _, work in zip(range(repeats), row.setup(make), strict=False):
+        start = time.thread_time_ns()
+        work()
+        times.append(time.thread_time_ns() - start)
+    return statistics.median(times) / MICROSECOND
+
+
+def overhead() -> float:
+    """What measuring itself costs, in microseconds; it is in every number."""
+    return measure(Row("nothing", lambda _: iter([lambda: None] * 101)), PrefixCache, 101)
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def report_large_pool(threads: Any) -> None:
+    """A pool of 1M blocks: its construction, and its memory when every block has been used."""
+    count = 1_000_000
+    before = resident_bytes()
+    start = time.thread_time_ns()
+    cache = PrefixCache(count + 1, BLOCK, threads=threads)
+    built = (time.thread_time_ns() - start) / MICROSECOND / 1_000
+    fresh = resident_bytes() - before
+    for seed in range(count // 2_000):
+        cached(cache, tokens(seed, 2_000 * BLOCK))
+    used = resident_bytes() - before
+    print(
+        f"pool of 1M blocks: built in {built:.2f} ms; "
+        f"{fresh / count:.0f} bytes a block when new, {used / count:.0f} when all are cached"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", default="single_writer", choices=["single_writer", "shared"])
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--no-reference", action="store_true")
+    arguments = parser.parse_args()
+    report_large_pool(arguments.threads)
+    print(f"measuring costs {overhead():.2f} us of each number; threads={arguments.threads!r}")
+    print(f"{'us':34} {'core':>9} {'reference':>11}")
+    for row in ROWS:
+        core = measure(
+            row, lambda n: PrefixCache(n, BLOCK, threads=arguments.threads), arguments.repeats
+        )
+        slow = ""
+        if row.for_reference and not arguments.no_reference:
+            slow = f"{measure(row, lambda n: ReferenceCache(n, BLOCK), 1):11,.0f}"
+        print(f"{row.name:34} {core:9.1f} {slow:>11}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

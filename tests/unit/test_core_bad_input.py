@@ -1,0 +1,556 @@
+"""Every misuse of the core raises an error that names the argument, and leaves the cache valid."""
+
+from __future__ import annotations
+
+import array
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefixcache._core import BlockHashes, BlockPool, PrefixCache, Sequence
+
+THREADS = ["single_writer", "shared"]
+
+
+@pytest.fixture(params=THREADS)
+def cache(request: pytest.FixtureRequest) -> Iterator[PrefixCache]:
+    cache = PrefixCache(17, 4, threads=request.param, max_blocks=33)
+    yield cache
+    cache.validate()
+
+
+@pytest.fixture(params=THREADS)
+def pool(request: pytest.FixtureRequest) -> Iterator[BlockPool]:
+    pool = BlockPool(9, threads=request.param, max_blocks=17)
+    yield pool
+    pool.validate()
+
+
+def committed(cache: PrefixCache, count: int = 10) -> Sequence:
+    sequence = cache.new_sequence(list(range(count)))
+    assert cache.commit_prefix_plan(sequence, 0, count) == 0
+    return sequence
+
+
+def state(cache: PrefixCache) -> tuple[object, ...]:
+    return cache.num_free_blocks, cache.free_order(), cache.cached_blocks(), cache.stats()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "name"),
+    [
+        ((0,), {}, "num_blocks"),
+        ((1,), {}, "num_blocks"),
+        ((-1,), {}, "num_blocks"),
+        ((2**64,), {}, "num_blocks"),
+        ((2**24 + 1,), {}, "max_blocks"),
+        ((8,), {"max_blocks": 4}, "num_blocks"),
+        ((8,), {"max_blocks": 2**40}, "max_blocks"),
+        ((8, 0), {}, "block_size"),
+        ((8, 3), {}, "block_size"),
+        ((8, 512), {}, "block_size"),
+        ((8, -16), {}, "block_size"),
+        ((8,), {"num_groups": 0}, "num_groups"),
+        ((8,), {"num_groups": 70_000}, "num_groups"),
+        ((8,), {"free_order": "lifo"}, "free_order"),
+        ((8,), {"threads": "many"}, "threads"),
+    ],
+)
+def test_sizes_of_a_cache(arguments: tuple[int, ...], keywords: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        PrefixCache(*arguments, **keywords)
+
+
+def test_wrong_types_of_a_cache() -> None:
+    for arguments in [("8",), (8.0,), (None,), (8, "16")]:
+        with pytest.raises(TypeError, match=r"num_blocks|block_size"):
+            PrefixCache(*arguments)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+def test_every_allowed_block_size(size: int) -> None:
+    cache = PrefixCache(4, size)
+    sequence = cache.new_sequence(range(size * 2))
+    assert cache.commit_prefix_plan(sequence, 0, size * 2) == 0
+    cache.mark_blocks_filled([sequence], [size * 2])
+    assert cache.probe(cache.compute_block_hashes(range(size * 2 + 1))) == size * 2
+
+
+TOKENS = [5, 0, 2**31 - 1, 7, 9]
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        TOKENS,
+        tuple(TOKENS),
+        np.array(TOKENS, np.int32),
+        np.array(TOKENS, np.int64),
+        np.array(TOKENS, np.uint32),
+        np.array(TOKENS, np.uint64),
+        np.array(TOKENS * 2, np.int32)[: len(TOKENS)],
+        np.repeat(np.array(TOKENS, np.int64), 3)[::3],
+        array.array("i", TOKENS),
+        array.array("q", TOKENS),
+        array.array("L", TOKENS),
+        pytest.param("torch", id="torch"),
+    ],
+)
+def test_every_kind_of_tokens(tokens: Any) -> None:
+    if isinstance(tokens, str):
+        tokens = pytest.importorskip("torch").tensor(TOKENS)
+    cache = PrefixCache(4, 1)
+    expected = cache.new_sequence(TOKENS).block_hashes()
+    assert cache.new_sequence(tokens).block_hashes() == expected
+    hashes = cache.compute_block_hashes(tokens)
+    assert [hashes.to_bytes(index) for index in range(len(hashes))] == expected
+    grown = cache.new_sequence([])
+    grown.extend(tokens)
+    assert grown.block_hashes() == expected
+
+
+@pytest.mark.parametrize("empty", [[], (), np.array([]), np.array([], np.int32)])
+def test_no_tokens(empty: Any) -> None:
+    cache = PrefixCache(4)
+    assert len(cache.compute_block_hashes(empty)) == 0
+    assert cache.new_sequence(empty).num_tokens == 0
+
+
+BAD_VALUES = [
+    [3, -1],
+    [3, 2**32],
+    [3, 2**70],
+    np.array([3, -1], np.int32),
+    np.array([3, -1], np.int64),
+    np.array([3, 2**32], np.int64),
+    np.array([3, 2**63], np.uint64),
+    array.array("i", [3, -1]),
+]
+BAD_TYPES = [None, 7, "tokens", [3, "a"], [3, 1.0], [3, None], 1.5, {}, object()]
+BAD_TYPES += [np.array([1.0]), np.array([[1]]), np.array(3), np.array([1], np.int8), b"12345678"]
+
+
+@pytest.mark.parametrize("tokens", BAD_VALUES, ids=repr)
+def test_token_values(cache: PrefixCache, tokens: Any) -> None:
+    for call in token_calls(cache):
+        with pytest.raises(ValueError, match=r"tokens\[1\] must be from 0"):
+            call(tokens)
+
+
+@pytest.mark.parametrize("tokens", BAD_TYPES, ids=repr)
+def test_token_types(cache: PrefixCache, tokens: Any) -> None:
+    for call in token_calls(cache):
+        with pytest.raises(TypeError, match="tokens"):
+            call(tokens)
+
+
+def token_calls(cache: PrefixCache) -> list[Callable[[Any], Any]]:
+    sequence = cache.new_sequence([])
+    return [
+        cache.compute_block_hashes,
+        cache.new_sequence,
+        sequence.extend,
+        lambda tokens: cache.append_tokens([sequence, sequence], tokens),
+    ]
+
+
+def test_scopes_differ(cache: PrefixCache) -> None:
+    scopes: list[dict[str, str]] = [
+        {},
+        {"cache_salt": ""},
+        {"lora": ""},
+        {"cache_salt": "a"},
+        {"lora": "a"},
+        {"cache_salt": "", "lora": ""},
+    ]
+    hashes = {cache.compute_block_hashes(range(4), **one).to_bytes(0) for one in scopes}
+    assert len(hashes) == len(scopes)
+
+
+def test_wrong_scopes(cache: PrefixCache) -> None:
+    with pytest.raises(TypeError, match="cache_salt"):
+        cache.new_sequence([], cache_salt=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="extras"):
+        cache.new_sequence([], extras=["text"])  # type: ignore[list-item]
+    with pytest.raises(UnicodeError):
+        cache.new_sequence([], cache_salt="\ud800")
+
+
+@pytest.mark.parametrize(
+    ("hits", "count", "name"),
+    [
+        (0, 0, "num_tokens"),
+        (-4, 4, "hit_tokens"),
+        (3, 4, "hit_tokens"),
+        (12, 4, "hit_tokens"),
+        (2**63, 4, "hit_tokens"),
+        (0, -1, "num_tokens"),
+        (0, 2**60, "num_tokens"),
+        (0, 2**64, "num_tokens"),
+    ],
+)
+def test_plans(cache: PrefixCache, hits: int, count: int, name: str) -> None:
+    sequence = cache.new_sequence(range(10))
+    before = state(cache)
+    with pytest.raises(ValueError, match=name):
+        cache.commit_prefix_plan(sequence, hits, count)
+    assert state(cache) == before
+
+
+def test_more_than_the_pool(cache: PrefixCache) -> None:
+    sequence = cache.new_sequence(range(10))
+    before = state(cache)
+    assert cache.commit_prefix_plan(sequence, 0, 16 * 4 + 1) is None
+    assert state(cache) == before
+    assert cache.commit_prefix_plan(sequence, 0, 16 * 4) == 0
+    full = state(cache)
+    assert cache.append_slots([sequence], [1]) == 0
+    assert state(cache) == full
+
+
+def test_hits_that_are_not_there_are_not_taken(cache: PrefixCache) -> None:
+    sequence = cache.new_sequence(range(10))
+    assert cache.commit_prefix_plan(sequence, 8, 2) == 0
+    assert sequence.num_slots == 2
+
+
+def test_a_fully_cached_prompt_can_be_committed(cache: PrefixCache) -> None:
+    first = committed(cache, 8)
+    cache.mark_blocks_filled([first], [8])
+    cache.release([first])
+    second = cache.new_sequence(range(8))
+    assert cache.count_prefix_hits(second) == 8
+    assert cache.commit_prefix_plan(second, 8, 0) == 8
+    cache.release([second])
+    assert cache.commit_prefix_plan(second, 4, 4) == 4
+
+
+def batch_calls(cache: PrefixCache) -> dict[str, Callable[[Any], Any]]:
+    return {
+        "append_slots": lambda batch: cache.append_slots(batch, [1] * len(batch)),
+        "mark_blocks_filled": lambda batch: cache.mark_blocks_filled(batch, [1] * len(batch)),
+        "release": cache.release,
+    }
+
+
+@pytest.mark.parametrize("call", ["append_slots", "mark_blocks_filled", "release"])
+def test_sequences_that_a_batch_refuses(cache: PrefixCache, call: str) -> None:
+    good, idle = committed(cache), cache.new_sequence(range(10))
+    foreign = committed(PrefixCache(17, 4))
+    before = state(cache)
+    method = batch_calls(cache)[call]
+    with pytest.raises(RuntimeError, match=r"sequences\[1\] holds no blocks"):
+        method([good, idle])
+    with pytest.raises(RuntimeError, match=r"sequences\[1\] belongs to another cache"):
+        method([good, foreign])
+    with pytest.raises(RuntimeError, match=r"sequences\[1\] is in use"):
+        method([good, good])
+    with pytest.raises(TypeError, match=r"sequences\[1\] must be a Sequence"):
+        method([good, None])
+    with pytest.raises(TypeError, match="sequences"):
+        cache.release(good)  # type: ignore[arg-type]
+    assert state(cache) == before
+
+
+def test_sequences_that_single_calls_refuse(cache: PrefixCache) -> None:
+    sequence = committed(cache)
+    foreign = PrefixCache(17, 4).new_sequence(range(10))
+    before = state(cache)
+    with pytest.raises(RuntimeError, match="sequence holds blocks already"):
+        cache.commit_prefix_plan(sequence, 0, 1)
+    for call in (
+        lambda: cache.commit_prefix_plan(foreign, 0, 1),
+        lambda: cache.count_prefix_hits(foreign),
+        lambda: cache.pin(foreign, 4),
+        lambda: cache.unpin(foreign),
+        lambda: cache.replace_block(foreign, 0, 0, 1),
+        lambda: cache.append_tokens([foreign], [1]),
+    ):
+        with pytest.raises(RuntimeError, match="belongs to another cache"):
+            call()
+    assert state(cache) == before
+
+
+def test_double_release(cache: PrefixCache) -> None:
+    sequence = committed(cache)
+    cache.release([sequence])
+    before = state(cache)
+    with pytest.raises(RuntimeError, match=r"sequences\[0\] holds no blocks"):
+        cache.release([sequence])
+    assert state(cache) == before
+
+
+@pytest.mark.parametrize("counts", [[0], [-1], [2**60], [2**64], [1, 1], [], "1", [1.5], None])
+def test_counts(cache: PrefixCache, counts: Any) -> None:
+    sequence = committed(cache)
+    before = state(cache)
+    with pytest.raises((ValueError, TypeError), match="counts"):
+        cache.append_slots([sequence], counts)
+    assert state(cache) == before
+
+
+@pytest.mark.parametrize("upto", [[-1], [11], [2**64], [1, 1], []])
+def test_upto(cache: PrefixCache, upto: list[int]) -> None:
+    sequence = committed(cache)
+    with pytest.raises(ValueError, match="upto"):
+        cache.mark_blocks_filled([sequence], upto)
+    assert sequence.num_filled == 0
+
+
+def test_slots_beyond_the_tokens_cannot_be_filled(cache: PrefixCache) -> None:
+    sequence = committed(cache)
+    assert cache.append_slots([sequence], [5]) == 1
+    with pytest.raises(ValueError, match=r"upto\[0\] must be at most 10"):
+        cache.mark_blocks_filled([sequence], [12])
+
+
+def test_twins_are_told_once_and_can_be_swapped(cache: PrefixCache) -> None:
+    first, second = committed(cache), committed(cache)
+    assert cache.mark_blocks_filled([first, second], [8, 8]) == [
+        (1, 0, 0, first.block_table()[0]),
+        (1, 0, 1, first.block_table()[1]),
+    ]
+    assert cache.mark_blocks_filled([first, second], [8, 8]) == []
+    with pytest.raises(ValueError, match="block must be the block that hits"):
+        cache.replace_block(second, 0, 1, first.block_table()[0])
+    for index in (2, -1, 2**70):
+        with pytest.raises(ValueError, match="index"):
+            cache.replace_block(second, 0, index, 1)
+    for group in (1, -1, 70_000):
+        with pytest.raises(ValueError, match="group"):
+            cache.replace_block(second, group, 0, 1)
+    free = cache.num_free_blocks
+    cache.replace_block(second, 0, 1, first.block_table()[1])
+    assert second.block_table()[1] == first.block_table()[1]
+    assert cache.num_free_blocks == free + 1
+    cache.release([first, second])
+    assert cache.num_free_blocks == cache.num_blocks
+
+
+def test_a_shrunk_pool_publishes_nothing_above_its_end(cache: PrefixCache) -> None:
+    sequence = committed(cache)
+    assert cache.resize(3) == 1
+    assert cache.mark_blocks_filled([sequence], [8]) == []
+    assert cache.cached_blocks() == [1, 2]
+    cache.release([sequence])
+    assert cache.num_free_blocks == cache.num_blocks == 2
+    assert cache.resize(33) == 0
+    assert cache.num_free_blocks == 32
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_a_hit_of_some_groups_only_is_none(threads: Any) -> None:
+    cache = PrefixCache(9, 4, num_groups=2, threads=threads)
+    sequence = committed(cache, 8)
+    assert [sequence.block_table(0), sequence.block_table(1)] == [[1, 2], [3, 4]]
+    cache.mark_blocks_filled([sequence], [8])
+    cache.release([sequence])
+    cache.resize(4)  # block 4, the second of group 1, goes
+    assert cache.count_prefix_hits(sequence) == 4
+    assert cache.commit_prefix_plan(sequence, 8, 0) == 4
+    assert cache.num_free_blocks == 1
+    cache.validate()
+
+
+@pytest.mark.parametrize("size", [-1, 0, 1, 34, 2**24 + 1, 2**64])
+def test_resize(cache: PrefixCache, pool: BlockPool, size: int) -> None:
+    before = state(cache)
+    with pytest.raises(ValueError, match="num_blocks"):
+        cache.resize(size)
+    with pytest.raises(ValueError, match="num_blocks"):
+        pool.resize(size)
+    assert state(cache) == before
+
+
+def test_pins_outlast_a_hit(cache: PrefixCache) -> None:
+    sequence = committed(cache)
+    cache.mark_blocks_filled([sequence], [10])
+    cache.release([sequence])
+    assert cache.pin(sequence, 10) == 2
+    assert cache.pin(sequence, 10) == 0
+    assert cache.commit_prefix_plan(sequence, 8, 2) == 8
+    cache.release([sequence])
+    assert cache.free_order()[-2:] == [2, 1]
+    assert cache.demote(2**40) == 2
+    assert cache.unpin(sequence) == 0
+    for bad in (-1, 2**64):
+        with pytest.raises(ValueError, match="count"):
+            cache.demote(bad)
+        with pytest.raises(ValueError, match="num_tokens"):
+            cache.pin(sequence, bad)
+
+
+def buffers(pages: int = 3, tokens: int = 10, sequences: int = 1) -> list[np.ndarray[Any, Any]]:
+    sizes = [(sequences + 1, "i4"), (pages, "i4"), (sequences, "i4"), (tokens, "i8")]
+    return [np.full(size, -1, dtype) for size, dtype in sizes]
+
+
+NAMES = ["indptr", "indices", "last_page_len", "slot_mapping"]
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_buffers(cache: PrefixCache, which: int) -> None:
+    pair = [committed(cache), committed(cache)]
+    good = buffers(pages=6, tokens=20, sequences=2)
+    size = len(good[which])
+    read_only = np.zeros(size, good[which].dtype)
+    read_only.flags.writeable = False
+    for bad in (
+        good[which][: size - 1],
+        np.zeros(2 * size, good[which].dtype)[::2],
+        read_only,
+    ):
+        arrays = [*good[:which], bad, *good[which + 1 :]]
+        with pytest.raises(ValueError, match=NAMES[which]):
+            cache.fill_block_tables(pair, [0, 0], [10, 10], 0, *arrays)
+    for bad in (np.zeros(size, "f4"), np.zeros((size, 1), good[which].dtype), [0] * size):
+        arrays = [*good[:which], bad, *good[which + 1 :]]
+        with pytest.raises(TypeError, match=NAMES[which]):
+            cache.fill_block_tables(pair, [0, 0], [10, 10], 0, *arrays)
+    assert all((one == -1).all() for one in good)
+    assert cache.fill_block_tables(pair, [0, 0], [10, 10], 0, *good) == 6
+
+
+def test_the_same_buffer_twice(cache: PrefixCache) -> None:
+    indptr, _, last, mapping = buffers()
+    with pytest.raises(ValueError, match="indices cannot be written to"):
+        cache.fill_block_tables([committed(cache)], [0], [1], 0, indptr, indptr, last, mapping)
+
+
+@pytest.mark.parametrize(
+    ("starts", "counts", "group", "name"),
+    [
+        ([0], [11], 0, "counts"),
+        ([10], [1], 0, "counts"),
+        ([2**63], [2**63], 0, "counts"),
+        ([-1], [1], 0, "starts"),
+        ([], [1], 0, "starts"),
+        ([0], [], 0, "counts"),
+        ([0], [1], 1, "group"),
+        ([0], [1], -1, "group"),
+    ],
+)
+def test_spans(
+    cache: PrefixCache, starts: list[int], counts: list[int], group: int, name: str
+) -> None:
+    with pytest.raises(ValueError, match=name):
+        cache.fill_block_tables([committed(cache)], starts, counts, group, *buffers())
+
+
+def test_looking_at_a_sequence(cache: PrefixCache) -> None:
+    sequence = committed(cache)
+    for group in (1, -1):
+        with pytest.raises(ValueError, match="group"):
+            sequence.block_table(group)
+    assert sequence.block_hashes(1) == sequence.block_hashes()[1:]
+    assert sequence.block_hashes(0, 1) == sequence.block_hashes()[:1]
+    assert sequence.block_hashes(5, 1) == []
+    hashes = cache.compute_block_hashes(range(10))
+    assert [hashes.to_bytes(index) for index in range(2)] == sequence.block_hashes()
+    with pytest.raises(IndexError):
+        hashes.to_bytes(2)
+    for made in (Sequence, BlockHashes):
+        with pytest.raises(TypeError):
+            made()
+
+
+def test_use_after_close() -> None:
+    cache = PrefixCache(17, 4)
+    sequence, hashes = committed(cache), cache.compute_block_hashes([])
+    cache.close()
+    cache.close()
+    for call in (
+        lambda: cache.num_free_blocks,
+        lambda: cache.probe(hashes),
+        lambda: cache.new_sequence([]),
+        lambda: cache.count_prefix_hits(sequence),
+        lambda: cache.release([sequence]),
+        cache.clear_cache_index,
+        cache.validate,
+        cache.stats,
+    ):
+        with pytest.raises(RuntimeError, match="the cache is closed"):
+            call()
+
+
+def digest(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
+def test_blocks_that_a_pool_refuses(pool: BlockPool) -> None:
+    blocks = pool.allocate(3)
+    assert blocks == [1, 2, 3]
+    for bad, why in [(0, "null block"), (17, "not a block"), (5, "not in use"), (10, "retired")]:
+        for call in (
+            lambda bad: pool.release([bad]),
+            lambda bad: pool.pin([bad]),
+            lambda bad: pool.unpin([bad]),
+            lambda bad: pool.register([bad], [digest(1)], pool.epoch),
+        ):
+            with pytest.raises(ValueError, match=f"blocks: .*{why}"):
+                call(bad)
+    for bad in (-1, 2**32):
+        with pytest.raises(ValueError, match=r"blocks\[1\]"):
+            pool.release([1, bad])
+    assert pool.num_free_blocks == 5
+
+
+def test_a_release_stops_at_the_first_bad_block(pool: BlockPool) -> None:
+    assert pool.allocate(3) == [1, 2, 3]
+    with pytest.raises(ValueError, match="released twice"):
+        pool.release([2, 2, 1])
+    assert pool.num_free_blocks == 6
+    pool.release([1, 3])
+    assert pool.free_order() == [1, 3, 2, 4, 5, 6, 7, 8]
+
+
+def test_more_blocks_than_the_pool(pool: BlockPool) -> None:
+    for count in (9, -1, 2**64):
+        with pytest.raises(ValueError, match="count"):
+            pool.allocate(count)
+        with pytest.raises(ValueError, match="num_new"):
+            pool.commit([], count)
+    assert pool.allocate(8) is not None
+    assert pool.allocate(1) is None
+    assert pool.commit([digest(1)], 1) is None
+
+
+def test_hashes_that_a_pool_refuses(pool: BlockPool) -> None:
+    assert pool.allocate(1) == [1]
+    for bad in (b"short", b"x" * 33):
+        with pytest.raises(ValueError, match=r"hashes\[0\] must have 32 bytes"):
+            pool.commit([bad])
+        with pytest.raises(ValueError, match="block_hash must have 32 bytes"):
+            pool.lookup(bad)
+    with pytest.raises(TypeError, match=r"hashes\[0\]"):
+        pool.commit(["text"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="hashes must be one for each"):
+        pool.register([1], [], pool.epoch)
+    with pytest.raises(ValueError, match="epoch"):
+        pool.register([1], [digest(1)], -1)
+    pool.register([1], [digest(1)], pool.epoch)
+    with pytest.raises(ValueError, match="registered under another hash"):
+        pool.register([1], [digest(2)], pool.epoch)
+
+
+def test_a_pool_finds_what_was_registered(pool: BlockPool) -> None:
+    epoch = pool.epoch
+    assert pool.allocate(4) == [1, 2, 3, 4]
+    keys = [digest(1), digest(2)]
+    assert pool.register([1, 2], keys, epoch) == [None, None]
+    assert pool.register([3, 4], keys, epoch) == [1, 2]
+    assert pool.lookup(keys[1]) == 2
+    assert pool.lookup(keys[1], group=7) is None
+    assert pool.commit([*keys, digest(3)], 1) == (2, [1, 2, 5])
+    pool.clear_index()
+    assert pool.lookup(keys[1]) is None
+    assert pool.register([5], keys[:1], epoch) == [None]
+    assert pool.cached_blocks() == []
+
+
+def test_errors_say_what_was_given() -> None:
+    with pytest.raises(ValueError, match=re.escape("from 1 to 256, not 3")):
+        PrefixCache(8, 3)

@@ -1,0 +1,153 @@
+"""What threads may do with a cache: many read, one writes, or many write where asked for."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from prefixcache._core import BlockPool, PrefixCache
+
+BLOCK = 4
+LONG = 8_192  # tokens: enough for a call to detach from the interpreter
+
+
+@pytest.fixture(autouse=True)
+def many_switches() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(work).result()
+
+
+def publish(cache: PrefixCache, tokens: Any) -> None:
+    sequence = cache.new_sequence(tokens)
+    hits = cache.count_prefix_hits(sequence)
+    if cache.commit_prefix_plan(sequence, hits, sequence.num_tokens - hits) is not None:
+        cache.mark_blocks_filled([sequence], [sequence.num_tokens])
+        cache.release([sequence])
+
+
+def test_a_second_writer_is_told_and_can_take_over() -> None:
+    cache = PrefixCache(17, BLOCK)
+    publish(cache, range(8))
+    for write in (
+        lambda: publish(cache, range(8)),
+        cache.clear_cache_index,
+        cache.new_weight_version,
+        lambda: cache.resize(17),
+        lambda: cache.demote(1),
+    ):
+        with pytest.raises(RuntimeError, match=r"adopt_writer\(\).*threads=\"shared\""):
+            in_thread(write)
+    assert in_thread(lambda: cache.probe(cache.compute_block_hashes(range(9)))) == 8
+    assert in_thread(lambda: cache.stats()["cached_blocks"]) == 2
+    in_thread(cache.validate)
+
+    def take_over() -> None:
+        cache.adopt_writer()
+        publish(cache, range(12))
+
+    in_thread(take_over)
+    with pytest.raises(RuntimeError, match="another thread writes"):
+        publish(cache, range(8))
+    cache.adopt_writer()
+    publish(cache, range(8))
+
+
+def test_a_pool_has_one_writer_too() -> None:
+    pool = BlockPool(9)
+    assert pool.allocate(1) == [1]
+    with pytest.raises(RuntimeError, match="another thread writes"):
+        in_thread(lambda: pool.allocate(1))
+    in_thread(pool.adopt_writer)
+    assert in_thread(lambda: pool.lookup(bytes(32))) is None
+    shared = BlockPool(9, threads="shared")
+    assert shared.allocate(1) == [1]
+    assert in_thread(lambda: shared.allocate(1)) == [2]
+
+
+def test_any_thread_writes_to_a_shared_cache() -> None:
+    cache = PrefixCache(257, BLOCK, threads="shared")
+
+    def work(seed: int) -> None:
+        pick = random.Random(seed)
+        for _ in range(150):
+            publish(cache, [pick.randrange(4)] * pick.randrange(1, 200))
+
+    with ThreadPoolExecutor(4) as executor:
+        list(executor.map(work, range(4)))
+    cache.validate()
+    assert cache.num_free_blocks == cache.num_blocks
+    assert cache.stats()["hits"] > 0
+
+
+@pytest.mark.parametrize("threads", ["single_writer", "shared"])
+def test_probes_beside_the_writer(threads: Any) -> None:
+    cache = PrefixCache(LONG // BLOCK + 65, BLOCK, threads=threads)
+    kept = cache.new_sequence(range(64 * BLOCK))
+    assert cache.commit_prefix_plan(kept, 0, 64 * BLOCK) == 0
+    cache.mark_blocks_filled([kept], [64 * BLOCK])
+    prompts = [[prompt] * LONG for prompt in range(3)]
+    done = threading.Event()
+
+    def probe() -> list[int]:
+        live = cache.compute_block_hashes(range(64 * BLOCK))
+        other = cache.compute_block_hashes(prompts[0])
+        seen: list[int] = []
+        while not done.is_set():
+            assert cache.probe(live) == 64 * BLOCK  # held all the time, so never evicted
+            seen.append(cache.probe(other))
+        return seen
+
+    with ThreadPoolExecutor(2) as executor:
+        probes = [executor.submit(probe) for _ in range(2)]
+        try:
+            for turn in range(30):
+                publish(cache, prompts[turn % 3])
+        finally:
+            done.set()
+        seen = [count for one in probes for count in one.result()]
+    assert all(count % BLOCK == 0 and count <= LONG for count in seen)
+    cache.release([kept])
+    cache.validate()
+
+
+def test_a_sequence_serves_one_thread_at_a_time() -> None:
+    """Four threads use one sequence until one has come second; it is told."""
+    cache = PrefixCache(2 * LONG // BLOCK, BLOCK, threads="shared")
+    sequence = cache.new_sequence([0] * LONG)
+    refused: list[str] = []
+
+    def use_once() -> None:
+        try:
+            if cache.commit_prefix_plan(sequence, 0, LONG) is not None:
+                cache.release([sequence])
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    def use() -> None:
+        for _ in range(20_000):
+            if len(refused) < 100:
+                use_once()
+
+    with ThreadPoolExecutor(4) as executor:
+        for future in [executor.submit(use) for _ in range(4)]:
+            future.result()
+    assert refused
+    known = ("in use by another call", "holds blocks already", "holds no blocks")
+    assert all(any(part in error for part in known) for error in refused)
+    if sequence.is_committed:
+        cache.release([sequence])
+    assert cache.num_free_blocks == cache.num_blocks
+    cache.validate()

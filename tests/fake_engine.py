@@ -42,7 +42,9 @@ def make_engine(
 ) -> tuple[Engine, FakeRunner, CacheManager]:
     cache = CacheManager(num_blocks, block_size)
     config = SchedulerConfig(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        share_in_flight=False,
     )
     runner = FakeRunner(
         num_blocks,

@@ -201,17 +201,27 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of a step. `max_model_len` None takes the model's own context length."""
+    """Limits of a step. `max_model_len` None takes the model's own context length.
+
+    A request whose share of cached tokens is below `global_cache_hit_threshold` ends at once (0:
+    none does) unless it brings a threshold of its own. With `share_in_flight` a request waits, at
+    most `max_wait_steps` steps, for blocks that another one is computing.
+    """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
+    global_cache_hit_threshold: float = 0.0
+    share_in_flight: bool = True
+    max_wait_steps: int = 256
 
     def __post_init__(self) -> None:
         _check_at_least("max_num_seqs", self.max_num_seqs, 1)
         _check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs)
         if self.max_model_len is not None:
             _check_at_least("max_model_len", self.max_model_len, 1)
+        _check_fraction("global_cache_hit_threshold", self.global_cache_hit_threshold)
+        _check_at_least("max_wait_steps", self.max_wait_steps, 1)
 
     def context_length(self, model: ModelConfig) -> int:
         """Most tokens of a sequence. Raises `ConfigError` when more is asked than the model has."""
@@ -269,6 +279,11 @@ def _check_at_least(name: str, value: object, low: int) -> None:
 def _check_positive(name: str, value: float) -> None:
     if isinstance(value, bool) or not math.isfinite(value) or value <= 0:
         raise ConfigError(f"{name} must be a positive number, got {value!r}.")
+
+
+def _check_fraction(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
+        raise ConfigError(f"{name} must be a number from 0.0 to 1.0, got {value!r}.")
 
 
 def _check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

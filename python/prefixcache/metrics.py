@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -35,6 +35,8 @@ class Gauges:
     num_preemptions: int
     num_queried_tokens: int
     num_hit_tokens: int
+    num_in_flight_waits: int = 0
+    num_below_threshold: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 class Histogram:
@@ -92,15 +94,19 @@ class Metrics(Collector):
             ("generation_tokens", "Tokens generated.", self.generation_tokens),
             ("prefix_cache_queries", "Tokens looked up.", gauges.num_queried_tokens),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", gauges.num_hit_tokens),
+            ("in_flight_waits", "Waits for another's blocks.", gauges.num_in_flight_waits),
         )
         for name, documentation, value in counters:
             yield CounterMetricFamily(PREFIX + name, documentation, value=value)
-        success = CounterMetricFamily(
-            PREFIX + "request_success", "Requests that ended.", labels=["finished_reason"]
+        yield _labelled_counter(
+            "request_success", "Requests that ended.", "finished_reason", self.finished
         )
-        for reason, count in sorted(self.finished.items()):
-            success.add_metric([reason], count)
-        yield success
+        yield _labelled_counter(
+            "cache_threshold_refusals",
+            "Requests that ended below a cache hit threshold.",
+            "source",
+            gauges.num_below_threshold,
+        )
 
     def _histogram_families(self) -> Iterator[Metric]:
         yield self.time_to_first_token.family(
@@ -116,6 +122,18 @@ class Metrics(Collector):
         yield self.step_overhead.family(
             "step_overhead_seconds", "Time of a step outside the runner."
         )
+
+
+def _labelled_counter(
+    name: str,
+    documentation: str,
+    label: str,
+    counts: Mapping[FinishReason, int] | Mapping[str, int],
+) -> CounterMetricFamily:
+    family = CounterMetricFamily(PREFIX + name, documentation, labels=[label])
+    for value, count in sorted(counts.items()):
+        family.add_metric([value], count)
+    return family
 
 
 def _gauge_families(gauges: Gauges) -> Iterator[Metric]:

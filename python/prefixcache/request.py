@@ -6,9 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from prefixcache.exceptions import InvalidRequestError
 from prefixcache.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "cache_threshold"]
+
+
+def check_hit_threshold(value: object) -> None:
+    """Raises `InvalidRequestError` unless `value` is a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
+        raise InvalidRequestError(
+            f"cache_hit_threshold must be a number from 0.0 to 1.0, got {value!r}.",
+            param="cache_hit_threshold",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,12 +26,20 @@ class CacheOptions:
     """How one request uses the prefix cache.
 
     Requests share blocks only under the same `salt`. `read` False skips hits, `write` False
-    publishes nothing.
+    publishes nothing. A request whose share of cached tokens is below `hit_threshold` ends at once
+    with `finish_reason` "cache_threshold"; None takes the engine's own threshold.
+
+    Raises `InvalidRequestError` for a threshold that is not a number from 0 to 1.
     """
 
     salt: str | None = None
     read: bool = True
     write: bool = True
+    hit_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.hit_threshold is not None:
+            check_hit_threshold(self.hit_threshold)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

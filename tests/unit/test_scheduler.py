@@ -3,88 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
-from fake_runner import FakeRunner, answer_alone
-from prefixcache.config import SchedulerConfig
+from fake_runner import answer_alone
 from prefixcache.exceptions import RequestTooLargeError
-from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.request import CacheOptions, Request
 from prefixcache.sampling_params import SamplingParams
-from prefixcache.scheduler.scheduler import Scheduler
-from prefixcache.step_plan import StepPlan
-
-
-class Bench:
-    """A scheduler with its cache and runner, stepped by hand."""
-
-    def __init__(
-        self,
-        *,
-        num_blocks: int = 65,
-        block_size: int = 4,
-        max_num_seqs: int = 8,
-        max_num_batched_tokens: int = 64,
-        max_model_len: int = 128,
-        enable_prefix_caching: bool = True,
-    ) -> None:
-        self.cache = CacheManager(num_blocks, block_size)
-        config = SchedulerConfig(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
-        )
-        self.scheduler = Scheduler(
-            config,
-            self.cache,
-            max_model_len=max_model_len,
-            enable_prefix_caching=enable_prefix_caching,
-        )
-        self.runner = FakeRunner(
-            num_blocks,
-            block_size,
-            max_tokens=max_num_batched_tokens,
-            max_seqs=max_num_seqs,
-            max_pages=-(-max_model_len // block_size),
-        )
-        self.answers: dict[str, list[int]] = {}
-        self.limits: dict[str, int] = {}
-
-    def add(self, request_id: str, prompt: list[int], max_tokens: int = 4, **options: Any) -> None:
-        params = SamplingParams(max_tokens=max_tokens, **options.pop("params", {}))
-        request = Request(request_id=request_id, prompt_token_ids=prompt, params=params, **options)
-        self.scheduler.add(request, seed=0)
-        self.answers[request_id] = []
-        self.limits[request_id] = max_tokens
-
-    def step(self) -> StepPlan:
-        plan = self.scheduler.schedule()
-        self.cache.validate()
-        self.cache.fill(plan, self.runner.block_tables)
-        outputs = self.runner.execute(plan)
-        self.scheduler.complete(plan, outputs)
-        for sequence, output in zip(plan.sequences, outputs, strict=True):
-            if output.token_id is not None:
-                self.answers[sequence.request_id].append(output.token_id)
-        full = [i for i, answer in self.answers.items() if len(answer) == self.limits[i]]
-        self.scheduler.finish(full)
-        self.cache.validate()
-        return plan
-
-    def run(self, limit: int = 1000) -> None:
-        steps = 0
-        while self.scheduler.has_unfinished():
-            self.step()
-            steps += 1
-            assert steps < limit, "the loop hangs"
-
-
-def counts(plan: StepPlan) -> dict[str, int]:
-    return {sequence.request_id: sequence.num_tokens for sequence in plan.sequences}
-
-
-def prompt_of(length: int, first: int = 0) -> list[int]:
-    return [(first + 7 * i) % 90 for i in range(length)]
+from scheduler_bench import Bench, counts, prompt_of
 
 
 def test_a_request_gets_its_lone_answer_and_its_blocks_come_back() -> None:

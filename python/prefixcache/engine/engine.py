@@ -28,7 +28,12 @@ _MAX_FAILED_STEPS = 3
 
 
 class Runner(Protocol):
-    """What computes a step: `runner.model_runner.ModelRunner`."""
+    """What computes a step: `runner.model_runner.ModelRunner`.
+
+    With `runs_ahead` a failed step may have left steps before it unfinished.
+    """
+
+    runs_ahead: bool
 
     @property
     def block_tables(self) -> Sequence[BlockTableBuffers]:
@@ -127,7 +132,7 @@ class Engine:
     def _step(self, begun: float) -> list[RequestOutput]:
         plan = self._scheduler.schedule()
         refused = self._scheduler.take_refused()
-        outputs = [self._end(r.request_id, "error", error=r.error) for r in refused]
+        outputs = [self._end(r.request_id, r.finish_reason, error=r.error) for r in refused]
         if not plan.sequences:
             return outputs
         try:
@@ -187,6 +192,9 @@ class Engine:
                 f"{self._failed_steps} steps failed one after another, the last with {error!r}."
             ) from error
         failed = self._scheduler.finish([s.request_id for s in plan.sequences])
+        if self._runner.runs_ahead:
+            # Steps before it were published in the order of the device's work, which has failed.
+            self._cache.reset()
         return [self._end(request_id, "error", error=repr(error)) for request_id in failed]
 
     def _end(
@@ -219,6 +227,8 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_queried_tokens=scheduler.num_queried_tokens,
             num_hit_tokens=scheduler.num_hit_tokens,
+            num_in_flight_waits=scheduler.num_in_flight_waits,
+            num_below_threshold=dict(scheduler.num_below_threshold),
         )
 
 

@@ -19,7 +19,8 @@ class CacheManager:
 
     One thread makes all calls; the attributes may be read from any. The `num_blocks` given counts
     the null block, the attribute those that requests can hold. Errors of the core pass through:
-    `ValueError` names an argument, `RuntimeError` tells of misuse.
+    `ValueError` names an argument, `RuntimeError` tells of misuse. Without `publish_answers` only
+    blocks of prompts are shared, for attention whose decodes write other bits than its prefills.
     """
 
     def __init__(
@@ -31,6 +32,8 @@ class CacheManager:
         revision: str = "",
         kv_dtype: str = "",
         num_groups: int = 1,
+        merge_twins: bool = False,
+        publish_answers: bool = True,
     ) -> None:
         self._cache = PrefixCache(
             num_blocks,
@@ -43,7 +46,11 @@ class CacheManager:
         self.block_size = block_size
         self.num_blocks = self._cache.num_blocks
         self._num_groups = num_groups
+        self._merge_twins = merge_twins
+        self.num_merged_blocks = 0
         self._sequences: dict[str, CoreSequence] = {}
+        self._publish_answers = publish_answers
+        self._prompt_lengths: dict[str, int] = {}
 
     @property
     def num_free_blocks(self) -> int:
@@ -68,10 +75,16 @@ class CacheManager:
         self._sequences[request.request_id] = self._cache.new_sequence(
             request.prompt_token_ids, cache_salt=request.cache.salt
         )
+        if not self._publish_answers:
+            self._prompt_lengths[request.request_id] = len(request.prompt_token_ids)
 
     def count_hits(self, request_id: str) -> int:
         """Leading tokens of the request whose full blocks are cached. Only reads."""
         return self._cache.count_prefix_hits(self._sequences[request_id])
+
+    def block_hash(self, request_id: str, index: int) -> bytes | None:
+        """The hash that names the request's full block and all before it; None past the last."""
+        return next(iter(self._sequences[request_id].block_hashes(index, index + 1)), None)
 
     def commit(self, request_id: str, hit_tokens: int, num_tokens: int) -> int | None:
         """Takes the first `hit_tokens` from the cache and slots for `num_tokens` more.
@@ -96,8 +109,19 @@ class CacheManager:
         self._cache.append_tokens(self._of(request_ids), list(token_ids))
 
     def mark_filled(self, request_ids: Sequence[str], upto: Sequence[int]) -> None:
-        """Publishes each request's full blocks below `upto` tokens, whose KV is there now."""
-        self._cache.mark_blocks_filled(self._of(request_ids), list(upto))
+        """Publishes each request's full blocks below `upto` tokens, whose KV is there now.
+
+        A block whose content another one holds already is given up for that one, if twins merge.
+        """
+        sequences = self._of(request_ids)
+        if not self._publish_answers:
+            prompts = [self._prompt_lengths[request_id] for request_id in request_ids]
+            upto = [min(pair) for pair in zip(upto, prompts, strict=True)]
+        twins = self._cache.mark_blocks_filled(sequences, list(upto))
+        if self._merge_twins:
+            for sequence, group, index, holder in twins:
+                self._cache.replace_block(sequences[sequence], group, index, holder)
+            self.num_merged_blocks += len(twins)
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Gives the blocks back; the requests stay known and can be committed again."""
@@ -106,6 +130,8 @@ class CacheManager:
     def free(self, request_ids: Sequence[str]) -> None:
         """Gives the blocks back and forgets the requests."""
         sequences = [self._sequences.pop(request_id) for request_id in request_ids]
+        for request_id in request_ids:
+            self._prompt_lengths.pop(request_id, None)
         self._cache.release([sequence for sequence in sequences if sequence.is_committed])
 
     def fill(self, plan: StepPlan, buffers: Sequence[BlockTableBuffers]) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from enum import Enum, auto
 
+from prefixcache.config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.scheduler.state import RequestState
+
+logger = logging.getLogger(__name__)
 
 
 class Verdict(Enum):
@@ -13,26 +19,44 @@ class Verdict(Enum):
 
     STARTED = auto()
     NO_ROOM = auto()
+    WAITS_FOR_BLOCKS = auto()
+    BELOW_THRESHOLD = auto()
 
 
 class Admission:
     """Starts a request when its whole prompt fits: hits first, new blocks for the rest.
 
     Slots for all known tokens, in whole blocks, are taken at once, so that two long prompts that
-    arrive together cannot each hold half of the pool and preempt one another. The two counters
-    count first starts alone, not the returns of preempted requests.
+    arrive together cannot each hold half of the pool and preempt one another. The token counters
+    count first starts alone, not the returns of preempted requests; `num_below_threshold` counts by
+    whose threshold it was, "request" or "global".
     """
 
-    def __init__(self, cache: CacheManager, *, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        cache: CacheManager,
+        config: SchedulerConfig,
+        in_flight: InFlight | None,
+        *,
+        enable_prefix_caching: bool,
+    ) -> None:
         self._cache = cache
         self._block_size = cache.block_size
+        self._in_flight = in_flight
+        self._global_threshold = config.global_cache_hit_threshold
         self._enabled = enable_prefix_caching
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.num_below_threshold: Counter[str] = Counter()
 
     def start(self, state: RequestState) -> Verdict:
-        """Takes blocks for the request; on `NO_ROOM` nothing has changed."""
-        hits = self._usable_hits(state)
+        """Takes blocks for the request; on any verdict but `STARTED` it holds none."""
+        matched = self._matched_tokens(state)
+        if self._must_wait(state, matched):
+            return Verdict.WAITS_FOR_BLOCKS
+        if self._is_below_threshold(state, matched):
+            return Verdict.BELOW_THRESHOLD
+        hits = self._usable_hits(state, matched)
         num_new = -(-(state.num_tokens - hits) // self._block_size) * self._block_size
         taken = self._cache.commit(state.request_id, hits, num_new)
         if taken is None:
@@ -49,12 +73,39 @@ class Admission:
             self.num_queried_tokens += queried
             self.num_hit_tokens += hit
 
-    def _usable_hits(self, state: RequestState) -> int:
-        """Hit tokens in whole blocks that leave at least the last token to compute."""
+    def _matched_tokens(self, state: RequestState) -> int:
+        """Tokens in leading full blocks that are cached and may be read."""
         if not (self._enabled and state.request.cache.read):
             return 0
+        return self._cache.count_hits(state.request_id)
+
+    def _must_wait(self, state: RequestState, matched: int) -> bool:
+        if self._in_flight is None or not state.request.cache.read or state.prompt_logprobs_due:
+            return False
+        return self._in_flight.must_wait(state, matched)
+
+    def _is_below_threshold(self, state: RequestState, matched: int) -> bool:
+        """Compares before the rule that the last token is computed; no tokens make a ratio of 0."""
+        own = state.request.cache.hit_threshold
+        threshold, source = (self._global_threshold, "global") if own is None else (own, "request")
+        if not threshold:
+            return False
+        ratio = matched / state.num_tokens if state.num_tokens else 0.0
+        if ratio >= threshold:
+            return False
+        self.num_below_threshold[source] += 1
+        logger.info(
+            "Request %s ends: cache hit ratio %.4f is below the %s threshold of %.4f.",
+            state.request_id,
+            ratio,
+            source,
+            threshold,
+        )
+        return True
+
+    def _usable_hits(self, state: RequestState, matched: int) -> int:
+        """Hit tokens in whole blocks that leave at least the last token to compute."""
         limit = state.num_tokens - 1
         if state.prompt_logprobs_due:
             limit = state.num_prompt_logprobs
-        matched = self._cache.count_hits(state.request_id)
         return min(matched, limit) // self._block_size * self._block_size

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prefixcache.config import SchedulerConfig
 from prefixcache.exceptions import RequestTooLargeError
 from prefixcache.kv.cache_manager import CacheManager
-from prefixcache.request import Request
+from prefixcache.request import FinishReason, Request
 from prefixcache.scheduler.admission import Admission, Verdict
+from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestState
 from prefixcache.step_plan import SequenceOutput, StepPlan
@@ -28,10 +29,11 @@ from prefixcache.step_plan import SequenceOutput, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request that was accepted, but can not be started any more."""
+    """A request that was accepted, but is not started (any more); `error` says why it failed."""
 
     request_id: str
-    error: str
+    finish_reason: FinishReason
+    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -64,7 +66,11 @@ class Scheduler:
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._max_model_len = max_model_len
         self._publishes = enable_prefix_caching
-        self._admission = Admission(cache, enable_prefix_caching=enable_prefix_caching)
+        shares = config.share_in_flight and enable_prefix_caching
+        self._in_flight = InFlight(cache, max_wait_steps=config.max_wait_steps) if shares else None
+        self._admission = Admission(
+            cache, config, self._in_flight, enable_prefix_caching=enable_prefix_caching
+        )
         self._states: dict[str, RequestState] = {}
         self._waiting = WaitingQueue()
         self._running: list[RequestState] = []
@@ -80,7 +86,17 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for their start or, preempted, for their return."""
-        return len(self._waiting)
+        return len(self._waiting) + (0 if self._in_flight is None else len(self._in_flight))
+
+    @property
+    def num_in_flight_waits(self) -> int:
+        """Requests that waited for blocks another one was computing."""
+        return 0 if self._in_flight is None else self._in_flight.num_waits
+
+    @property
+    def num_below_threshold(self) -> Mapping[str, int]:
+        """Requests that ended below a threshold, by its source: "request" or "global"."""
+        return self._admission.num_below_threshold
 
     @property
     def num_queried_tokens(self) -> int:
@@ -127,6 +143,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step. It is empty only when nothing waits or runs, or all was refused."""
+        if self._in_flight is not None:
+            self._wake(self._in_flight.next_step())
         preempted_before = self.num_preemptions
         chunks = self._with_slots(self._running_chunks())
         if self.num_preemptions == preempted_before:
@@ -158,8 +176,9 @@ class Scheduler:
         known = [request_id for request_id in request_ids if request_id in self._states]
         for request_id in known:
             state = self._states.pop(request_id)
-            if not self._waiting.remove(request_id):
+            if not self._stops_waiting(request_id):
                 self._running.remove(state)
+                self._withdraw(state)
         if known:
             self._cache.free(known)
         return known
@@ -222,6 +241,7 @@ class Scheduler:
 
     def _preempt_last(self) -> RequestState:
         state = self._running.pop()
+        self._withdraw(state)
         self._cache.release([state.request_id])
         state.restart()
         self._waiting.push(state)
@@ -234,25 +254,54 @@ class Scheduler:
             state = self._waiting.head()
             if state is None:
                 return
-            if self._admission.start(state) is Verdict.NO_ROOM:
-                if self._running:
-                    return
-                self._refuse(state)
-                continue
+            verdict = self._admission.start(state)
+            if verdict is Verdict.NO_ROOM and self._running:
+                return
             self._waiting.pop()
+            if verdict is not Verdict.STARTED:
+                self._put_aside(state, verdict)
+                continue
             bisect.insort(self._running, state, key=lambda running: running.order)
+            self._announce(state)
             chunk = _Chunk(state, min(state.num_remaining, budget))
             budget -= chunk.count
             chunks.append(chunk)
 
-    def _refuse(self, state: RequestState) -> None:
-        """Ends a request that does not fit although it is alone; waiting longer cannot help."""
+    def _put_aside(self, state: RequestState, verdict: Verdict) -> None:
+        """Ends a request that may not start; one that waits for blocks is woken by their owner."""
+        if verdict is Verdict.WAITS_FOR_BLOCKS:
+            return
+        self._refused.append(self._refusal(state, verdict))
+        del self._states[state.request_id]
+        self._cache.free([state.request_id])
+
+    def _refusal(self, state: RequestState, verdict: Verdict) -> Refusal:
+        if verdict is Verdict.BELOW_THRESHOLD:
+            return Refusal(state.request_id, "cache_threshold")
         error = (
             f"The request needs KV cache blocks for {state.num_tokens} tokens, but only "
             f"{self._cache.num_free_blocks} blocks of {self._cache.block_size} tokens are there."
         )
-        self._refused.append(Refusal(state.request_id, error))
-        self.finish([state.request_id])
+        return Refusal(state.request_id, "error", error)
+
+    def _stops_waiting(self, request_id: str) -> bool:
+        """Takes a request out of where it waits; tells whether it waited."""
+        if self._waiting.remove(request_id):
+            return True
+        return self._in_flight is not None and self._in_flight.forget(request_id)
+
+    def _announce(self, state: RequestState) -> None:
+        """Lets others wait for what the request computes next."""
+        if self._in_flight is not None and state.request.cache.write:
+            self._wake(self._in_flight.advance(state))
+
+    def _withdraw(self, state: RequestState) -> None:
+        if self._in_flight is not None:
+            self._wake(self._in_flight.withdraw(state.request_id))
+
+    def _wake(self, states: Iterable[RequestState]) -> None:
+        for state in states:
+            self._waiting.push(state)
 
     def _publish(self, states: Iterable[RequestState]) -> None:
         """Registers blocks that this step filled, now that their KV is really there."""
@@ -269,3 +318,4 @@ class Scheduler:
             self._cache.mark_filled([state.request_id for state in filled], upto)
             for state, count in zip(filled, upto, strict=True):
                 state.num_published_tokens = count
+                self._announce(state)

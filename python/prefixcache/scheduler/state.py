@@ -21,6 +21,7 @@ class RequestState:
         "_prompt_length",
         "_sampling",
         "end_token_ids",
+        "first_wait_step",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_prompt_logprobs",
@@ -40,6 +41,7 @@ class RequestState:
         self.end_token_ids = end_token_ids
         self.output_token_ids: list[int] = []
         self.num_cached_tokens: int | None = None
+        self.first_wait_step: int | None = None
         self.num_prompt_logprobs = 0
         self._prompt_length = self.num_tokens = len(request.prompt_token_ids)
         self._sampling = SamplingInput(

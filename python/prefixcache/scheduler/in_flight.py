@@ -1,0 +1,86 @@
+"""Sharing in flight: one request computes a prefix, the others that need it wait for its blocks.
+
+A running request stands in the way of others by one block only: the first that it has not
+published. Its hash names the whole prefix up to there, salt included, so whoever is about to
+compute that very block waits until it is published, and asks again: chunk by chunk.
+
+No wait lasts for ever. Only requests that hold no blocks wait, and only for running ones, so there
+is no cycle; a request that leaves the running set wakes those who waited for it; and nobody waits
+longer than `max_wait_steps` in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.scheduler.state import RequestState
+
+
+class InFlight:
+    """Who computes which block next, and who waits for it."""
+
+    def __init__(self, cache: CacheManager, *, max_wait_steps: int) -> None:
+        self._cache = cache
+        self._block_size = cache.block_size
+        self._max_wait_steps = max_wait_steps
+        self._next_hash: dict[str, bytes] = {}
+        self._producers: dict[bytes, str] = {}
+        self._waiters: dict[bytes, dict[str, RequestState]] = {}
+        self._step = 0
+        self.num_waits = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiters.values()))
+
+    def must_wait(self, state: RequestState, matched_tokens: int) -> bool:
+        """Lets the request wait if its first missing block is being computed; tells whether."""
+        if not self._producers or self._is_overdue(state):
+            return False
+        block_hash = self._cache.block_hash(state.request_id, matched_tokens // self._block_size)
+        if block_hash is None or block_hash not in self._producers:
+            return False
+        if state.first_wait_step is None:
+            state.first_wait_step = self._step
+            self.num_waits += 1
+        self._waiters.setdefault(block_hash, {})[state.request_id] = state
+        return True
+
+    def advance(self, state: RequestState) -> list[RequestState]:
+        """A running request started or published: what it computes next. Returns who may go on."""
+        woken = self.withdraw(state.request_id)
+        if state.num_remaining > 1:
+            index = state.num_published_tokens // self._block_size
+            block_hash = self._cache.block_hash(state.request_id, index)
+            if block_hash is not None:
+                self._next_hash[state.request_id] = block_hash
+                self._producers[block_hash] = state.request_id
+        return woken
+
+    def withdraw(self, request_id: str) -> list[RequestState]:
+        """The request computes nothing more for others. Returns who may go on."""
+        block_hash = self._next_hash.pop(request_id, None)
+        if block_hash is None or self._producers.get(block_hash) != request_id:
+            return []
+        del self._producers[block_hash]
+        return list(self._waiters.pop(block_hash, {}).values())
+
+    def forget(self, request_id: str) -> bool:
+        """Takes a waiting request out; tells whether it waited."""
+        return any(waiters.pop(request_id, None) for waiters in self._waiters.values())
+
+    def next_step(self) -> list[RequestState]:
+        """Counts a step. Returns those who have waited long enough."""
+        self._step += 1
+        overdue = list(self._overdue())
+        for state in overdue:
+            self.forget(state.request_id)
+        return overdue
+
+    def _overdue(self) -> Iterator[RequestState]:
+        for waiters in self._waiters.values():
+            yield from filter(self._is_overdue, waiters.values())
+
+    def _is_overdue(self, state: RequestState) -> bool:
+        first = state.first_wait_step
+        return first is not None and self._step - first >= self._max_wait_steps

@@ -42,6 +42,7 @@ class FakeRunner:
             slot_mapping=np.zeros(max_tokens, dtype=np.int64),
         )
         self.block_tables = (self._tables,)
+        self.runs_ahead = False
         self.plans: list[StepPlan] = []
         self.broken_tokens: set[int] = set()
         self.failures: list[Exception] = []

@@ -61,9 +61,16 @@ class AttentionBatch:
 
 
 class AttentionBackend(Protocol):
-    """Paged attention of one group of layers. `plan` once a step, then `run` for each layer."""
+    """Paged attention of one group of layers. `plan` once a step, then `run` for each layer.
+
+    `batch_invariant` says that a row's bits depend on its own sequence alone, whatever its chunk
+    and batch; `decode_matches_prefill` that it makes no difference either whether the row was
+    computed as one of `num_decodes` or in a chunk.
+    """
 
     name: str
+    batch_invariant: bool
+    decode_matches_prefill: bool
 
     def kv_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int

@@ -30,6 +30,8 @@ class TorchAttention:
     """Attention of one group of layers by torch's `scaled_dot_product_attention`."""
 
     name = "torch"
+    batch_invariant = False
+    decode_matches_prefill = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec

@@ -23,6 +23,8 @@ class CpuAttention:
     """Attention of one group of layers, for bfloat16 and float32 and heads of 16 to 512 numbers."""
 
     name = "cpu"
+    batch_invariant = True
+    decode_matches_prefill = True
 
     def __init__(self, spec: AttentionSpec, cpu: Cpu, dtype: torch.dtype) -> None:
         self._spec = spec

@@ -19,6 +19,7 @@ from prefixcache.engine.cuda import (
     choose_device,
     is_sized_by_trial,
     make_graphs,
+    shares_answers,
     trial_blocks,
 )
 from prefixcache.engine.engine import Engine, EngineParts
@@ -50,6 +51,7 @@ class BuiltEngine:
     dtype: str
     device: str
     attention: str
+    batch_invariant: bool
     num_blocks: int
     max_model_len: int
 
@@ -82,7 +84,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     model, attention, num_blocks, max_model_len = _model_and_pool(
         config, model_config, folder, dtype, device
     )
-    cache = _cache(config, num_blocks, str(dtype).removeprefix("torch."))
+    cache = _cache(config, attention, num_blocks, str(dtype).removeprefix("torch."))
     parts = EngineParts(
         scheduler=Scheduler(
             config.scheduler,
@@ -112,6 +114,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         attention=attention.name,
+        batch_invariant=config.keeps_batch_invariant(device.type) and attention.batch_invariant,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
     )
@@ -197,13 +200,16 @@ def _bind_kv(
     attention.bind(kv_layers)
 
 
-def _cache(config: EngineConfig, num_blocks: int, kv_dtype: str) -> CacheManager:
+def _cache(
+    config: EngineConfig, attention: AttentionBackend, num_blocks: int, kv_dtype: str
+) -> CacheManager:
     return CacheManager(
         num_blocks,
         config.cache.block_size,
         model=config.model,
         revision=config.revision or "",
         kv_dtype=kv_dtype,
+        publish_answers=shares_answers(attention),
     )
 
 

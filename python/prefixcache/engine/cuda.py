@@ -85,6 +85,11 @@ def trial_blocks(
     return fitting_blocks(memory, config.cache.gpu_memory_utilization, block_bytes)
 
 
+def shares_answers(attention: AttentionBackend) -> bool:
+    """Whether blocks that decodes wrote may be hit: not if they would change invariant answers."""
+    return attention.decode_matches_prefill or not attention.batch_invariant
+
+
 def make_graphs(
     config: EngineConfig,
     model: LlamaModel,

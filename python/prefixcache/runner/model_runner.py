@@ -37,7 +37,9 @@ class ModelRunner:
     """One model on one device, with the buffers of its steps.
 
     `max_pages` is the number of pages of the longest sequence. With `graphs`, pure decodes are
-    replayed from them. At most two submitted steps may wait for their results.
+    replayed from them. At most two submitted steps may wait for their results. `runs_ahead` tells
+    that a step may still be computed when its outputs are known: where nothing is sampled they are
+    known at once, and an error then shows in a later step.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class ModelRunner:
         self._buffers = StepBuffers(
             max_tokens=max_tokens, max_seqs=max_seqs, max_pages=max_pages, device=device
         )
+        self.runs_ahead = device.type != "cpu"
         self._copies = TokenCopies(max_seqs, device)
         self._sampled_R = torch.zeros(0, dtype=torch.int64, device=device)
 

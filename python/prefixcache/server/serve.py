@@ -97,6 +97,7 @@ def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOption
         generation=built.model.generation,
         created=int(time.time()),
         priorities=options.priorities,
+        batch_invariant=built.batch_invariant,
     )
 
 

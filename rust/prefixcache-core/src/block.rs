@@ -33,7 +33,7 @@
 //!   content changes and unique to each registration; the content's stores release and its loads
 //!   acquire, so a reader that saw new content sees `seq` changed.
 
-use crate::id::{BlockHash, Epoch, GroupId};
+use crate::id::Epoch;
 use crate::store::BlockKey;
 use crate::sync::{AtomicU16, AtomicU32, AtomicU64, Fault, Mode, Ordering, planted};
 use crate::zeroed::Zeroable;
@@ -434,13 +434,13 @@ impl Block {
     }
 
     /// Writes the content of a claimed block. From the last store on, lookups find it.
-    pub(crate) fn write_content(&self, key: &BlockKey, epoch: Epoch, seq: u64) {
+    pub(crate) fn write_content(&self, content: &Content, epoch: Epoch, seq: u64) {
         // Release, all of them: a reader that acquires one sees the `seq` of 0 that stands before it,
         // and a reader that acquires the new `seq` sees all of them.
-        for (word, value) in self.hash.iter().zip(words(&key.hash)) {
+        for (word, value) in self.hash.iter().zip(content.hash) {
             word.store(value, Release);
         }
-        self.group.store(key.group.get(), Release);
+        self.group.store(content.group, Release);
         self.epoch.store(epoch.get(), Release);
         self.seq.store(seq, Release);
     }
@@ -464,33 +464,39 @@ impl Block {
         Epoch::new(self.epoch.load(Acquire))
     }
 
-    /// The content's key. Whole only for who holds the block, or finds `seq` the same around it.
+    /// The content's name. Whole only for who holds the block, or finds `seq` the same around it.
     #[inline]
-    pub(crate) fn key(&self) -> BlockKey {
-        let mut bytes = [0; 32];
-        for (chunk, word) in bytes.chunks_exact_mut(8).zip(&self.hash) {
-            chunk.copy_from_slice(&word.load(Acquire).to_le_bytes());
+    pub(crate) fn content(&self) -> Content {
+        Content {
+            hash: std::array::from_fn(|word| self.hash[word].load(Acquire)),
+            group: self.group.load(Acquire),
         }
-        let group = GroupId::new(self.group.load(Acquire));
-        BlockKey::new(BlockHash::from_bytes(bytes), group)
     }
 
-    /// The registration that gave the block `key` in `epoch`, if that is what it holds.
+    /// The registration that gave the block `content` in `epoch`, if that is what it holds.
     #[inline]
-    pub(crate) fn matches(&self, key: &BlockKey, epoch: Epoch) -> Option<u64> {
+    pub(crate) fn matches(&self, content: &Content, epoch: Epoch) -> Option<u64> {
         let seq = self.seq();
-        let same = seq != 0 && self.epoch() == epoch && self.key() == *key;
+        let same = seq != 0 && self.epoch() == epoch && self.content() == *content;
         // Relaxed: the loads of the content acquire, so this one cannot pass before them.
         (same && self.seq.load(Relaxed) == seq).then_some(seq)
     }
 }
 
-/// The hash as four words.
-#[inline]
-pub(crate) fn words(hash: &BlockHash) -> [u64; 4] {
-    let bytes = hash.as_bytes();
-    std::array::from_fn(|word| {
-        let start = 8 * word;
-        u64::from_le_bytes(std::array::from_fn(|byte| bytes[start + byte]))
-    })
+/// A [`BlockKey`] in words, as blocks and index compare it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Content {
+    pub(crate) hash: [u64; 4],
+    pub(crate) group: u16,
+}
+
+impl From<&BlockKey> for Content {
+    #[inline]
+    fn from(key: &BlockKey) -> Self {
+        let (words, _) = key.hash.as_bytes().as_chunks::<8>();
+        Self {
+            hash: std::array::from_fn(|word| u64::from_le_bytes(words[word])),
+            group: key.group.get(),
+        }
+    }
 }

@@ -15,9 +15,8 @@
 //! Each entry belongs to the thread that registers or forgets its block, and the block's state sees to
 //! it that this is one at a time. So only empty entries are contended for.
 
-use crate::block::words;
+use crate::block::Content;
 use crate::id::BlockId;
-use crate::store::BlockKey;
 use crate::sync::{AtomicU64, Fault, Mode, Ordering, planted, prefetch};
 use crate::zeroed::{Zeroable, Zeroed};
 
@@ -43,9 +42,20 @@ struct Bucket {
 // SAFETY: atomic integers and an array of them: zero is valid, is their default, and needs no drop.
 unsafe impl Zeroable for Bucket {}
 
-/// Where a key's chain starts, and what its entries start with.
-#[derive(Clone, Copy, Debug)]
-struct Spot {
+impl Bucket {
+    /// One bit for each entry with this fingerprint. Without a branch for each: they are looked at in
+    /// every lookup, and one of them matches, no one knows which.
+    #[inline]
+    fn matching(&self, fingerprint: u32, order: Ordering) -> u32 {
+        let same = |entry: &AtomicU64| u32::from(Spot::of(entry.load(order)) == fingerprint);
+        let entries = self.entries.iter().enumerate();
+        entries.fold(0, |bits, (place, entry)| bits | same(entry) << place)
+    }
+}
+
+/// Where a content's chain starts, and what its entries start with.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Spot {
     home: usize,
     fingerprint: u32,
 }
@@ -54,6 +64,30 @@ impl Spot {
     fn entry(self, block: BlockId) -> u64 {
         u64::from(self.fingerprint) << 32 | u64::from(block.get() + 1)
     }
+
+    /// The fingerprint of an entry.
+    #[inline]
+    fn of(entry: u64) -> u32 {
+        (entry >> 32) as u32
+    }
+
+    /// The block of an entry that is not empty.
+    #[inline]
+    fn block(entry: u64) -> BlockId {
+        BlockId::new((entry as u32).wrapping_sub(1))
+    }
+}
+
+/// What a look at the home bucket alone can tell.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Only {
+    /// No block holds the content.
+    #[default]
+    Nothing,
+    /// If any block does, it is this one (or the null block, which is never in the pool's reach).
+    This(BlockId),
+    /// Two or more may.
+    Unclear,
 }
 
 /// The table. It never grows: it is made for the most blocks that the pool may have.
@@ -70,25 +104,29 @@ impl Index {
         })
     }
 
+    /// Where `content` belongs.
+    ///
     /// Hashes are uniform already, but nothing forces a caller to bring good ones, so all bits count.
     #[inline]
-    fn spot(&self, key: &BlockKey) -> Spot {
-        const ODD: [u64; 4] = [
+    pub(crate) fn spot(&self, content: &Content) -> Spot {
+        const ODD: [u64; 6] = [
             0x9e37_79b9_7f4a_7c15,
             0xc2b2_ae3d_27d4_eb4f,
             0x1656_67b1_9e37_79f9,
             0xd6e8_feb8_6659_fd93,
+            0xff51_afd7_ed55_8ccd,
+            0xc4ce_b9fe_1a85_ec53,
         ];
-        let start = u64::from(key.group.get()).wrapping_mul(0xff51_afd7_ed55_8ccd);
-        let sum = words(&key.hash)
-            .iter()
-            .zip(ODD)
-            .fold(start, |sum, (word, odd)| {
-                (sum ^ word).wrapping_mul(odd).rotate_left(29)
-            });
+        // Products that do not wait for each other, then two rounds that bring all bits to all places.
+        let [a, b, c, d] = content.hash;
+        let low = a.wrapping_mul(ODD[0]) ^ b.wrapping_mul(ODD[1]).rotate_left(32);
+        let high = c.wrapping_mul(ODD[2]) ^ d.wrapping_mul(ODD[3]).rotate_left(32);
+        let sum = low.wrapping_add(high.rotate_left(17)) ^ u64::from(content.group);
+        let mixed = (sum ^ (sum >> 32)).wrapping_mul(ODD[4]);
+        let mixed = (mixed ^ (mixed >> 29)).wrapping_mul(ODD[5]);
         Spot {
-            home: (sum >> 32) as usize & (self.buckets.len() - 1),
-            fingerprint: sum as u32,
+            home: (mixed >> 32) as usize & (self.buckets.len() - 1),
+            fingerprint: mixed as u32,
         }
     }
 
@@ -99,23 +137,42 @@ impl Index {
         (0..MAX_CHAIN.min(self.buckets.len())).map(move |step| &self.buckets[(home + step) & mask])
     }
 
-    /// Starts to fetch the bucket that a lookup of `key` reads first.
+    /// Starts to fetch the bucket that a lookup reads first.
     #[inline]
-    pub(crate) fn prefetch(&self, key: &BlockKey) {
-        prefetch(&self.buckets[self.spot(key).home]);
+    pub(crate) fn prefetch(&self, spot: Spot) {
+        prefetch(&self.buckets[spot.home]);
     }
 
-    /// Every block that may hold `key`: all that do are among them.
+    /// The block that a lookup will look at, when it is plain that there is at most one and that it is
+    /// this one; else the lookup has to go the whole way.
     #[inline]
-    pub(crate) fn for_each_candidate(&self, key: &BlockKey, mut look: impl FnMut(BlockId)) {
-        let spot = self.spot(key);
+    pub(crate) fn only_candidate(&self, spot: Spot) -> Only {
+        let bucket = &self.buckets[spot.home];
+        // Acquire: as in `for_each_candidate`.
+        let matching = bucket.matching(spot.fingerprint, Acquire);
+        if matching & matching.wrapping_sub(1) != 0 || bucket.overflow.load(Acquire) != 0 {
+            return Only::Unclear;
+        }
+        match bucket.entries.get(matching.trailing_zeros() as usize) {
+            None => Only::Nothing,
+            Some(entry) => Only::This(Spot::block(entry.load(Acquire))),
+        }
+    }
+
+    /// Every block that may hold the content of `spot`: all that do are among them.
+    #[inline]
+    pub(crate) fn for_each_candidate(&self, spot: Spot, mut look: impl FnMut(BlockId)) {
         for bucket in self.chain(spot.home) {
-            for entry in &bucket.entries {
-                // Acquire: the block's content was written before its entry.
+            // Acquire: the block's content was written before its entry.
+            let mut matching = bucket.matching(spot.fingerprint, Acquire);
+            while matching != 0 {
+                let entry = &bucket.entries[matching.trailing_zeros() as usize];
+                // Acquire: as above. The entry may be another by now, or empty.
                 let entry = entry.load(Acquire);
-                if entry != 0 && (entry >> 32) as u32 == spot.fingerprint {
-                    look(BlockId::new(entry as u32 - 1));
+                if entry != 0 {
+                    look(Spot::block(entry));
                 }
+                matching &= matching - 1;
             }
             // Acquire: an insertion counts itself here before its entry stands further on, so who
             // knows of the entry also sees the count.
@@ -126,8 +183,7 @@ impl Index {
     }
 
     /// Enters a block; whether there was room.
-    pub(crate) fn insert<M: Mode>(&self, key: &BlockKey, block: BlockId) -> bool {
-        let spot = self.spot(key);
+    pub(crate) fn insert<M: Mode>(&self, spot: Spot, block: BlockId) -> bool {
         let late = planted(Fault::CountLate);
         for (passed, bucket) in self.chain(spot.home).enumerate() {
             if Self::fill_empty::<M>(bucket, spot.entry(block)) {
@@ -156,8 +212,7 @@ impl Index {
     }
 
     /// Removes a block's entry; whether there was one.
-    pub(crate) fn remove<M: Mode>(&self, key: &BlockKey, block: BlockId) -> bool {
-        let spot = self.spot(key);
+    pub(crate) fn remove<M: Mode>(&self, spot: Spot, block: BlockId) -> bool {
         let entry = spot.entry(block);
         for (passed, bucket) in self.chain(spot.home).enumerate() {
             // Relaxed: the entry is this thread's; it sees its own, or that of the block's last owner,
@@ -188,15 +243,15 @@ impl Index {
         let entries = entries
             .map(|entry| entry.load(Acquire))
             .filter(|&entry| entry != 0);
-        entries.map(|entry| BlockId::new(entry as u32 - 1))
+        entries.map(Spot::block)
     }
 
-    /// Whether the overflow counts are those of `keys`, each with its block, and every one is found.
-    pub(crate) fn is_exact(&self, keys: impl Iterator<Item = (BlockId, BlockKey)>) -> bool {
+    /// Whether all `entries` are found and the overflow counts are theirs alone.
+    pub(crate) fn is_exact(&self, entries: impl Iterator<Item = (BlockId, Content)>) -> bool {
         let mut counts = vec![0_u64; self.buckets.len()];
         let mask = self.buckets.len() - 1;
-        for (block, key) in keys {
-            let spot = self.spot(&key);
+        for (block, content) in entries {
+            let spot = self.spot(&content);
             let found = self.chain(spot.home).position(|bucket| {
                 bucket
                     .entries
@@ -220,21 +275,23 @@ mod models {
     use loom::thread;
 
     use super::*;
-    use crate::id::{BlockHash, GroupId};
     use crate::sync::{Shared, check, faults};
 
-    /// Keys of different content whose chains start at the same bucket.
-    fn neighbours(index: &Index, count: usize) -> Vec<BlockKey> {
-        let keys = (0..u8::MAX)
-            .map(|byte| BlockKey::new(BlockHash::from_bytes([byte; 32]), GroupId::default()));
-        keys.filter(|key| index.spot(key).home == 0)
+    /// Different contents whose chains start at the same bucket.
+    fn neighbours(index: &Index, count: usize) -> Vec<Content> {
+        let contents = (0..).map(|number| Content {
+            hash: [number; 4],
+            group: 0,
+        });
+        contents
+            .filter(|content| index.spot(content).home == 0)
             .take(count)
             .collect()
     }
 
-    fn finds(index: &Index, key: &BlockKey, block: u32) -> bool {
+    fn finds(index: &Index, content: &Content, block: u32) -> bool {
         let mut found = false;
-        index.for_each_candidate(key, |candidate| found |= candidate.get() == block);
+        index.for_each_candidate(index.spot(content), |id| found |= id.get() == block);
         found
     }
 
@@ -244,15 +301,19 @@ mod models {
         let index = Arc::new(Index::new(2 * BLOCKS_PER_BUCKET).unwrap());
         let keys = Arc::new(neighbours(&index, 4));
         for (block, key) in (0..3).zip(keys.iter()) {
-            assert!(index.insert::<Shared>(key, BlockId::new(block)));
+            assert!(index.insert::<Shared>(index.spot(key), BlockId::new(block)));
         }
         let inserting = {
             let (index, keys) = (index.clone(), keys.clone());
-            thread::spawn(move || assert!(index.insert::<Shared>(&keys[3], BlockId::new(3))))
+            thread::spawn(move || {
+                assert!(index.insert::<Shared>(index.spot(&keys[3]), BlockId::new(3)))
+            })
         };
         let removing = {
             let (index, keys) = (index.clone(), keys.clone());
-            thread::spawn(move || assert!(index.remove::<Shared>(&keys[2], BlockId::new(2))))
+            thread::spawn(move || {
+                assert!(index.remove::<Shared>(index.spot(&keys[2]), BlockId::new(2)))
+            })
         };
         assert!(finds(&index, &keys[0], 0), "an entry was overlooked");
         let before = finds(&index, &keys[3], 3);

@@ -190,7 +190,16 @@ impl<M: Mode> BlockPool<M> {
 
 impl<M: Mode> BlockStore for BlockPool<M> {
     fn lookup(&self, key: &BlockKey) -> Option<BlockId> {
-        self.find(key, None)
+        self.find(key)
+    }
+
+    fn count_leading(&self, keys: impl Iterator<Item = BlockKey>) -> usize {
+        let mut count = 0;
+        self.find_leading(keys, |_| {
+            count += 1;
+            true
+        });
+        count
     }
 
     fn commit(

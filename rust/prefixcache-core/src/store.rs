@@ -113,6 +113,14 @@ pub trait BlockStore {
     /// The block that hits for `key`, held or free. A retired or recycled block never hits.
     fn lookup(&self, key: &BlockKey) -> Option<BlockId>;
 
+    /// How many of the leading `keys` hit.
+    fn count_leading(&self, keys: impl Iterator<Item = BlockKey>) -> usize
+    where
+        Self: Sized,
+    {
+        keys.take_while(|key| self.lookup(key).is_some()).count()
+    }
+
     /// Takes the blocks of the leading `keys` that hit, then `num_new` blocks from the front of the
     /// free line, all or none, and appends them to `out` in that order. Returns how many hits were
     /// taken: fewer than `keys` where one of them hits no more.

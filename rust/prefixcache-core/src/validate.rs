@@ -125,8 +125,8 @@ fn check_contents<M: Mode>(pool: &BlockPool<M>) -> Check {
             indexed.len()
         )
     })?;
-    let keys = hashed.iter().map(|&id| (id, pool.block(id).key()));
-    ensure(pool.index.is_exact(keys), || {
+    let entries = hashed.iter().map(|&id| (id, pool.block(id).content()));
+    ensure(pool.index.is_exact(entries), || {
         "the index cannot find all that is in it".into()
     })?;
     let seqs: HashSet<u64> = hashed.iter().map(|&id| pool.block(id).seq()).collect();

@@ -1,16 +1,20 @@
 //! What blocks hold: lookups, registrations, and how content is forgotten.
 
 use super::BlockPool;
-use crate::block::{Block, Claim, State, Unhold};
+use crate::block::{Block, Claim, Content, State, Unhold};
 use crate::error::Misuse;
 use crate::id::{BlockId, Epoch};
+use crate::index::{Index, Only, Spot};
 use crate::store::{BlockKey, Registration};
-use crate::sync::{AtomicU32, AtomicU64, Fault, Mode, Ordering, OwnLine, planted};
+use crate::sync::{AtomicU32, AtomicU64, Fault, Mode, Ordering, OwnLine, planted, prefetch};
 
 use Ordering::Acquire;
 
-/// How many hits to look up ahead of the one at hand.
-const PREFETCH_AHEAD: usize = 8;
+/// Keys that are looked up together.
+const BATCH: usize = 8;
+
+/// Blocks that are forgotten together.
+const FORGET_BATCH: usize = 32;
 
 /// The epoch, and counts over all content.
 #[derive(Debug, Default)]
@@ -71,43 +75,151 @@ impl Contents {
     }
 }
 
+/// A block that was found, and the registration that it was found by.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Found {
+    pub(super) id: BlockId,
+    pub(super) seq: u64,
+}
+
+/// Keys to look up, on their way into the processor's caches.
+#[derive(Default)]
+struct Ahead {
+    keys: [(Spot, Content); BATCH],
+    only: [Only; BATCH],
+    count: usize,
+}
+
+impl Ahead {
+    /// Takes the next keys and fetches their buckets.
+    #[inline]
+    fn fill(&mut self, index: &Index, keys: &mut impl Iterator<Item = BlockKey>) {
+        self.count = 0;
+        for (place, key) in self.keys.iter_mut().zip(keys) {
+            let content = Content::from(&key);
+            *place = (index.spot(&content), content);
+            index.prefetch(place.0);
+            self.count += 1;
+        }
+    }
+
+    /// Looks into the buckets and fetches the records of the blocks there.
+    #[inline]
+    fn look(&mut self, index: &Index, blocks: &[Block]) {
+        for (only, (spot, _)) in self.only.iter_mut().zip(&self.keys[..self.count]) {
+            *only = index.only_candidate(*spot);
+            if let Only::This(id) = *only
+                && let Some(block) = blocks.get(id.index())
+            {
+                prefetch(block);
+            }
+        }
+    }
+
+    fn looked_at(&self) -> impl Iterator<Item = (Only, Spot, &Content)> {
+        let keys = self.keys[..self.count].iter();
+        self.only
+            .iter()
+            .zip(keys)
+            .map(|(only, (spot, content))| (*only, *spot, content))
+    }
+}
+
+/// What decides whether content hits: read once for a call.
+#[derive(Clone, Copy)]
+struct Now {
+    epoch: Epoch,
+    limit: usize,
+}
+
 impl<M: Mode> BlockPool<M> {
     // Looking.
 
-    /// The first registered block that holds `key`, not counting `but`.
+    fn now(&self) -> Now {
+        Now {
+            epoch: self.contents.epoch(),
+            limit: self.size.num_blocks(),
+        }
+    }
+
+    /// The first registered block that holds `key`.
     #[inline]
-    pub(super) fn find(&self, key: &BlockKey, but: Option<BlockId>) -> Option<BlockId> {
-        let epoch = self.contents.epoch();
-        let limit = self.size.num_blocks();
-        let mut best: Option<(u64, BlockId)> = None;
-        self.index.for_each_candidate(key, |id| {
-            let matched = (id.index() < limit && Some(id) != but)
-                .then(|| self.block(id).matches(key, epoch))
-                .flatten();
-            if let Some(seq) = matched
-                && best.is_none_or(|(first, _)| seq < first)
+    pub(super) fn find(&self, key: &BlockKey) -> Option<BlockId> {
+        let content = Content::from(key);
+        let spot = self.index.spot(&content);
+        self.find_at(self.now(), spot, &content, None)
+            .map(|found| found.id)
+    }
+
+    /// The block, if it holds the content.
+    #[inline]
+    fn matching(&self, now: Now, id: BlockId, content: &Content) -> Option<Found> {
+        let block = self
+            .blocks
+            .get(id.index())
+            .filter(|_| id.index() < now.limit)?;
+        block
+            .matches(content, now.epoch)
+            .map(|seq| Found { id, seq })
+    }
+
+    /// The first registered block that holds the content of `spot`, not counting `but`.
+    fn find_at(
+        &self,
+        now: Now,
+        spot: Spot,
+        content: &Content,
+        but: Option<BlockId>,
+    ) -> Option<Found> {
+        let mut best: Option<Found> = None;
+        self.index.for_each_candidate(spot, |id| {
+            if Some(id) != but
+                && let Some(found) = self.matching(now, id, content)
+                && best.is_none_or(|best| found.seq < best.seq)
             {
-                best = Some((seq, id));
+                best = Some(found);
             }
         });
-        best.map(|(_, id)| id)
+        best
     }
 
-    /// Appends the blocks of the leading `keys` that hit.
-    pub(super) fn find_leading(&self, keys: &[BlockKey], out: &mut Vec<BlockId>) {
-        out.extend(keys.iter().enumerate().map_while(|(position, key)| {
-            if let Some(ahead) = keys.get(position + PREFETCH_AHEAD) {
-                self.index.prefetch(ahead);
-            }
-            self.find(key, None)
-        }));
-    }
-
-    /// Whether a block that the caller holds holds `key`, in this epoch and in the pool.
+    /// Calls `visit` with the blocks of the leading `keys` that hit, while it returns true.
+    ///
+    /// A lookup reads a bucket and then a record, both from anywhere in memory. So the buckets of the
+    /// next batch are fetched while this batch's records are, and those before any is looked at.
     #[inline]
-    pub(super) fn holds(&self, id: BlockId, key: &BlockKey) -> bool {
-        let found = self.block(id).matches(key, self.contents.epoch());
-        found.is_some() && !self.is_retired(id)
+    pub(super) fn find_leading(
+        &self,
+        mut keys: impl Iterator<Item = BlockKey>,
+        mut visit: impl FnMut(Found) -> bool,
+    ) {
+        let now = self.now();
+        let (mut one, mut other) = (Ahead::default(), Ahead::default());
+        let (mut here, mut next) = (&mut one, &mut other);
+        here.fill(&self.index, &mut keys);
+        while here.count > 0 {
+            next.fill(&self.index, &mut keys);
+            here.look(&self.index, &self.blocks);
+            for (only, spot, content) in here.looked_at() {
+                let found = match only {
+                    Only::Nothing => None,
+                    Only::This(id) => self.matching(now, id, content),
+                    Only::Unclear => self.find_at(now, spot, content, None),
+                };
+                if !found.is_some_and(&mut visit) {
+                    return;
+                }
+            }
+            std::mem::swap(&mut here, &mut next);
+        }
+    }
+
+    /// Whether a block that the caller holds has the content by which it was found, in this epoch and
+    /// in the pool. As a registration's number is used once, it stands for hash, group and generation.
+    #[inline]
+    pub(super) fn holds(&self, found: Found) -> bool {
+        let block = self.block(found.id);
+        block.seq() == found.seq && self.is_current(block) && !self.is_retired(found.id)
     }
 
     /// Whether the content that the block's record names is of this epoch.
@@ -170,7 +282,7 @@ impl<M: Mode> BlockPool<M> {
             return Some(Err(Misuse::TooManyHolders(id)));
         }
         let current = state.is_hashed() && block.epoch() == epoch;
-        current.then(|| match block.key() == *key {
+        current.then(|| match block.content() == Content::from(key) {
             true => Ok(Registration::Already),
             false => Err(Misuse::OtherHash(id)),
         })
@@ -184,8 +296,10 @@ impl<M: Mode> BlockPool<M> {
         } else {
             epoch
         };
-        block.write_content(key, epoch, self.contents.next_seq::<M>());
-        let entered = self.index.insert::<M>(key, id);
+        let content = Content::from(key);
+        let spot = self.index.spot(&content);
+        block.write_content(&content, epoch, self.contents.next_seq::<M>());
+        let entered = self.index.insert::<M>(spot, id);
         if entered {
             self.contents.count::<M>(epoch, 1);
         } else {
@@ -199,7 +313,10 @@ impl<M: Mode> BlockPool<M> {
             self.forget_held(id);
             return Registration::Stale;
         }
-        match self.find(key, Some(id)) {
+        match self
+            .find_at(self.now(), spot, &content, Some(id))
+            .map(|found| found.id)
+        {
             _ if !entered => Registration::Stale,
             Some(other) => Registration::Twin(other),
             None => Registration::New,
@@ -233,30 +350,35 @@ impl<M: Mode> BlockPool<M> {
     /// Removes blocks, each of which is the caller's alone, from the index; how many held content of
     /// this epoch.
     pub(super) fn forget_all(&self, ids: &[BlockId]) -> u64 {
-        const BATCH: usize = 32;
-        let mut current = 0;
-        for batch in ids.chunks(BATCH) {
-            for block in batch
-                .iter()
-                .map(|&id| self.block(id))
-                .filter(|block| block.seq() != 0)
-            {
-                self.index.prefetch(&block.key());
+        ids.chunks(BATCH)
+            .map(|batch| self.forget_batch(batch))
+            .sum()
+    }
+
+    fn forget_batch(&self, batch: &[BlockId]) -> u64 {
+        let mut spots = [Spot::default(); FORGET_BATCH];
+        for (spot, block) in spots.iter_mut().zip(batch.iter().map(|&id| self.block(id))) {
+            if block.seq() != 0 {
+                *spot = self.index.spot(&block.content());
+                self.index.prefetch(*spot);
             }
-            current += batch.iter().filter(|&&id| self.forget(id)).count() as u64;
         }
-        current
+        let current = spots
+            .iter()
+            .zip(batch)
+            .filter(|(spot, id)| self.forget(**id, **spot));
+        current.count() as u64
     }
 
     /// Removes one block from the index; whether it held content of this epoch.
-    fn forget(&self, id: BlockId) -> bool {
+    fn forget(&self, id: BlockId, spot: Spot) -> bool {
         let block = self.block(id);
         if block.seq() == 0 {
             return false;
         }
-        let (key, epoch) = (block.key(), block.epoch());
+        let epoch = block.epoch();
         block.erase_content();
-        self.index.remove::<M>(&key, id);
+        self.index.remove::<M>(spot, id);
         self.contents.count::<M>(epoch, -1);
         epoch == self.contents.epoch()
     }

@@ -1,6 +1,7 @@
 //! Taking blocks: hits with their content, and blocks from the front of the line.
 
 use super::BlockPool;
+use super::content::Found;
 use crate::block::{Place, Tier, Touch};
 use crate::error::Exhausted;
 use crate::id::BlockId;
@@ -32,53 +33,68 @@ impl<M: Mode> BlockPool<M> {
         num_new: usize,
         out: &mut Vec<BlockId>,
     ) -> Result<usize, Exhausted> {
-        let first = out.len();
-        self.find_leading(keys, out);
-        let is_free = |id: &&BlockId| !self.block(**id).state().is_held();
-        let free_hits = out[first..].iter().filter(is_free).count();
-        if let Err(exhausted) = self.credits.take::<M>(free_hits.saturating_add(num_new)) {
-            out.truncate(first);
-            return Err(exhausted);
-        }
-        let hits = self.touch_leading(keys, free_hits, first, out);
+        // With credits for the worst case, which is most of the time, one look at each block is enough.
+        let credits = match self.credits.take::<M>(keys.len().saturating_add(num_new)) {
+            Ok(()) => keys.len(),
+            Err(_) => self.take_exact_credits(keys, num_new)?,
+        };
+        let hits = if keys.is_empty() {
+            0
+        } else {
+            self.touch_leading(keys, credits, out)
+        };
         self.hand_out(num_new, out);
         Ok(hits)
     }
 
-    /// Takes a hold on the blocks from `first` on, which were found under `keys`, and cuts them off
-    /// `out` from the first one that does not hold its content any more; how many it took.
+    /// Takes a credit for each new block and each free hit; the number of these.
+    #[cold]
+    fn take_exact_credits(&self, keys: &[BlockKey], num_new: usize) -> Result<usize, Exhausted> {
+        let mut free_hits = 0;
+        self.find_leading(keys.iter().copied(), |found| {
+            free_hits += usize::from(!self.block(found.id).state().is_held());
+            true
+        });
+        self.credits.take::<M>(free_hits.saturating_add(num_new))?;
+        Ok(free_hits)
+    }
+
+    /// Takes a hold on the blocks of the leading `keys` that hit and appends them to `out`; how many.
+    /// The credits that this does not spend go back.
     fn touch_leading(
         &self,
         keys: &[BlockKey],
         mut credits: usize,
-        first: usize,
         out: &mut Vec<BlockId>,
     ) -> usize {
+        let first = out.len();
         let mut buried = Buried {
             regular: self.regular.deaths(),
             pinned: self.pinned.deaths(),
         };
-        let found = out[first..].iter().zip(keys);
-        let hits = found.take_while(|(id, key)| self.touch(**id, key, &mut credits, &mut buried));
-        let hits = hits.count();
+        out.reserve(keys.len());
+        self.find_leading(keys.iter().copied(), |found| {
+            let touched = self.touch(found, &mut credits, &mut buried);
+            if touched {
+                out.push(found.id);
+            }
+            touched
+        });
         drop(buried);
-        out.truncate(first + hits);
+        let hits = out.len() - first;
         self.credits.give::<M>(credits);
         M::add(&self.counters.touches, hits as u64);
         hits
     }
 
-    /// Takes a hold on a block if it holds `key`; whether it did.
+    /// Takes a hold on a block if it still has the content that it was found by; whether it did.
     #[inline]
-    fn touch(
-        &self,
-        id: BlockId,
-        key: &BlockKey,
-        credits: &mut usize,
-        buried: &mut Buried<'_, M>,
-    ) -> bool {
+    fn touch(&self, found: Found, credits: &mut usize, buried: &mut Buried<'_, M>) -> bool {
         loop {
-            match self.block(id).transition_to_touched::<M>(*credits > 0) {
+            match self
+                .block(found.id)
+                .transition_to_touched::<M>(*credits > 0)
+            {
                 Touch::Shared => break,
                 Touch::Unqueued(place) => {
                     *credits -= 1;
@@ -91,9 +107,9 @@ impl<M: Mode> BlockPool<M> {
             }
         }
         // Nobody can recycle the block from here on; it may have been before.
-        let holds = self.holds(id, key) || planted(Fault::SkipRecheck);
+        let holds = self.holds(found) || planted(Fault::SkipRecheck);
         if !holds {
-            self.give_back_one(id);
+            self.give_back_one(found.id);
         }
         holds
     }

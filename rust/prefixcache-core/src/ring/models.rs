@@ -4,10 +4,9 @@ use loom::sync::Arc;
 use loom::thread;
 
 use super::*;
-use crate::block::{State, Touch, Unhold};
+use crate::block::{Content, State, Touch, Unhold};
 use crate::credits::Credits;
-use crate::id::{BlockHash, Epoch, GroupId};
-use crate::store::BlockKey;
+use crate::id::Epoch;
 use crate::sync::{Shared, check, faults};
 
 const CAPACITY: usize = 4;
@@ -26,8 +25,7 @@ impl Line {
             block.transition_to_allocated();
             let claim = block.transition_to_claimed::<Shared>(State::HELD_ONCE);
             assert!(matches!(claim, crate::block::Claim::Claimed { .. }));
-            let key = BlockKey::new(BlockHash::from_bytes([1; 32]), GroupId::default());
-            block.write_content(&key, Epoch::default(), 1);
+            block.write_content(&Content::default(), Epoch::default(), 1);
             assert!(matches!(
                 block.transition_to_unclaimed::<Shared>(true),
                 Unhold::StillHeld

@@ -1,0 +1,263 @@
+//! The pool beside a plain one and a mutex around a plain one, in nanoseconds a block.
+//!
+//! Blocks stand in line in a shuffled order, so that the records of neighbours in line are not
+//! neighbours in memory, as after some hours of use.
+
+use std::hint::black_box;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use prefixcache_core::id::{BlockHash, BlockId, GroupId};
+use prefixcache_core::plain::PlainPool;
+use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
+use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig};
+
+/// Blocks of one request: a prompt of 32k tokens.
+const REQUEST: usize = 2048;
+
+const SIZES: [usize; 3] = [1 << 14, 1 << 17, 1 << 20];
+
+/// What is measured: a pool, and how its calls are made.
+trait Subject {
+    const NAME: &'static str;
+    fn new(num_blocks: usize) -> Self;
+    fn with<T>(&self, work: impl FnOnce(&dyn BlockStore) -> T) -> T;
+    fn drops(&self) -> u64 {
+        0
+    }
+}
+
+impl Subject for PlainPool {
+    const NAME: &'static str = "plain";
+    fn new(num_blocks: usize) -> Self {
+        Self::new(PoolConfig::new(num_blocks)).unwrap()
+    }
+    fn with<T>(&self, work: impl FnOnce(&dyn BlockStore) -> T) -> T {
+        work(self)
+    }
+}
+
+impl Subject for Mutex<PlainPool> {
+    const NAME: &'static str = "mutex";
+    fn new(num_blocks: usize) -> Self {
+        Self::new(<PlainPool as Subject>::new(num_blocks))
+    }
+    fn with<T>(&self, work: impl FnOnce(&dyn BlockStore) -> T) -> T {
+        work(&*self.lock().unwrap())
+    }
+}
+
+impl Subject for BlockPool<Shared> {
+    const NAME: &'static str = "shared";
+    fn new(num_blocks: usize) -> Self {
+        Self::new(PoolConfig::new(num_blocks)).unwrap()
+    }
+    fn with<T>(&self, work: impl FnOnce(&dyn BlockStore) -> T) -> T {
+        work(self)
+    }
+    fn drops(&self) -> u64 {
+        self.content_drops()
+    }
+}
+
+impl Subject for BlockPool<SingleWriter> {
+    const NAME: &'static str = "single_writer";
+    fn new(num_blocks: usize) -> Self {
+        Self::new(PoolConfig::new(num_blocks)).unwrap()
+    }
+    fn with<T>(&self, work: impl FnOnce(&dyn BlockStore) -> T) -> T {
+        work(self)
+    }
+    fn drops(&self) -> u64 {
+        self.content_drops()
+    }
+}
+
+/// A generator that is good enough to shuffle with (splitmix64; Steele, Lea, Flood, 2014).
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    fn below(&mut self, limit: usize) -> usize {
+        (self.next() % limit as u64) as usize
+    }
+}
+
+fn key(number: u64) -> BlockKey {
+    let mut random = Random(number);
+    let words: [[u8; 8]; 4] = std::array::from_fn(|_| random.next().to_le_bytes());
+    BlockKey::new(
+        BlockHash::from_bytes(words.concat().try_into().unwrap()),
+        GroupId::default(),
+    )
+}
+
+/// The keys of a request's blocks, head first.
+fn keys(request: usize) -> Vec<BlockKey> {
+    (0..REQUEST)
+        .map(|at| key((request * REQUEST + at) as u64))
+        .collect()
+}
+
+fn register_all(pool: &dyn BlockStore, blocks: &[BlockId], keys: &[BlockKey]) {
+    for (&block, &key) in blocks.iter().zip(keys) {
+        let _ = pool.register(block, key, pool.epoch()).unwrap();
+    }
+}
+
+/// A pool that is full of requests' content, all of it free; how many requests.
+fn full<S: Subject>(num_blocks: usize) -> (S, usize) {
+    let subject = S::new(num_blocks + 1);
+    let requests = num_blocks / REQUEST;
+    subject.with(|pool| {
+        let mut blocks = Vec::new();
+        pool.allocate(num_blocks, &mut blocks).unwrap();
+        let mut random = Random(1);
+        for at in (1..blocks.len()).rev() {
+            blocks.swap(at, random.below(at + 1));
+        }
+        for (request, blocks) in blocks.chunks_exact(REQUEST).enumerate() {
+            register_all(pool, blocks, &keys(request));
+        }
+        blocks.reverse();
+        pool.release(&blocks).unwrap();
+    });
+    (subject, requests)
+}
+
+/// Runs `work` as often as criterion asks and sums the times that it returns.
+fn timed(mut work: impl FnMut() -> Duration) -> impl FnMut(u64) -> Duration {
+    move |rounds| (0..rounds).map(|_| work()).sum()
+}
+
+fn time<T>(work: impl FnOnce() -> T) -> (Duration, T) {
+    let start = Instant::now();
+    let result = black_box(work());
+    (start.elapsed(), result)
+}
+
+fn allocate_and_free<S: Subject>(criterion: &mut Criterion, batch: usize) {
+    let mut group = criterion.benchmark_group(format!("allocate_and_free_{batch}"));
+    group.throughput(Throughput::Elements(batch as u64));
+    for size in SIZES {
+        let subject = S::new(size + 1);
+        let mut blocks = Vec::with_capacity(batch);
+        group.bench_function(BenchmarkId::new(S::NAME, size), |bencher| {
+            bencher.iter(|| {
+                blocks.clear();
+                subject
+                    .with(|pool| pool.allocate(batch, &mut blocks))
+                    .unwrap();
+                subject.with(|pool| pool.release(&blocks)).unwrap();
+            });
+        });
+    }
+}
+
+fn evict<S: Subject>(criterion: &mut Criterion, batch: usize) {
+    let mut group = criterion.benchmark_group(format!("evict_{batch}"));
+    group.throughput(Throughput::Elements(batch as u64));
+    for size in SIZES {
+        let (subject, mut fresh) = full::<S>(size);
+        group.bench_function(BenchmarkId::new(S::NAME, size), |bencher| {
+            bencher.iter_custom(timed(|| {
+                let mut blocks = Vec::with_capacity(batch);
+                let (elapsed, outcome) =
+                    time(|| subject.with(|pool| pool.allocate(batch, &mut blocks)));
+                outcome.unwrap();
+                fresh += 1;
+                subject.with(|pool| {
+                    register_all(pool, &blocks, &keys(fresh));
+                    pool.release(&blocks).unwrap();
+                });
+                elapsed
+            }));
+        });
+        assert_eq!(subject.drops(), 0, "content was dropped");
+    }
+}
+
+fn touch_and_release<S: Subject>(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("touch_and_release_2048");
+    group.throughput(Throughput::Elements(REQUEST as u64));
+    for size in SIZES {
+        let (subject, requests) = full::<S>(size);
+        let mut random = Random(2);
+        group.bench_function(BenchmarkId::new(S::NAME, size), |bencher| {
+            bencher.iter_custom(timed(|| {
+                let keys = keys(random.below(requests));
+                let mut blocks = Vec::with_capacity(REQUEST);
+                let (taking, hits) =
+                    time(|| subject.with(|pool| pool.commit(&keys, 0, &mut blocks)));
+                assert_eq!(hits, Ok(REQUEST));
+                blocks.reverse();
+                let (giving, outcome) = time(|| subject.with(|pool| pool.release(&blocks)));
+                outcome.unwrap();
+                taking + giving
+            }));
+        });
+        assert_eq!(subject.drops(), 0, "content was dropped");
+    }
+}
+
+fn probe<S: Subject>(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("probe_2048");
+    group.throughput(Throughput::Elements(REQUEST as u64));
+    for size in SIZES {
+        let (subject, requests) = full::<S>(size);
+        let mut random = Random(3);
+        group.bench_function(BenchmarkId::new(S::NAME, size), |bencher| {
+            bencher.iter_custom(timed(|| {
+                let keys = keys(random.below(requests));
+                let (elapsed, hits) = time(|| {
+                    subject
+                        .with(|pool| keys.iter().filter(|key| pool.lookup(key).is_some()).count())
+                });
+                assert_eq!(hits, REQUEST);
+                elapsed
+            }));
+        });
+    }
+}
+
+fn build<S: Subject>(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("build");
+    group.bench_function(BenchmarkId::new(S::NAME, 1 << 20), |bencher| {
+        bencher.iter_with_large_drop(|| S::new(1 << 20));
+    });
+}
+
+fn all_of<S: Subject>(criterion: &mut Criterion) {
+    allocate_and_free::<S>(criterion, 1);
+    allocate_and_free::<S>(criterion, REQUEST);
+    evict::<S>(criterion, 16);
+    evict::<S>(criterion, REQUEST);
+    touch_and_release::<S>(criterion);
+    probe::<S>(criterion);
+    build::<S>(criterion);
+}
+
+fn all(criterion: &mut Criterion) {
+    all_of::<PlainPool>(criterion);
+    all_of::<Mutex<PlainPool>>(criterion);
+    all_of::<BlockPool<Shared>>(criterion);
+    all_of::<BlockPool<SingleWriter>>(criterion);
+}
+
+criterion_group! {
+    name = benches;
+    config = Criterion::default()
+        .sample_size(10)
+        .warm_up_time(Duration::from_millis(200))
+        .measurement_time(Duration::from_millis(600))
+        .without_plots();
+    targets = all
+}
+criterion_main!(benches);

@@ -132,14 +132,21 @@ class Run:
     def step(self) -> None:
         unfinished = self.engine.has_unfinished()
         plans_before = len(self.runner.plans)
+        ran = self.running()
         self.take(self.engine.step())
         self.cache.validate()
+        gone = set(ran) - set(self.running()) - set(self.ends)
+        assert gone == set(ran[len(ran) - len(gone) :]), "the last in order are preempted"
         new_plans = self.runner.plans[plans_before:]
         assert len(new_plans) <= unfinished
         for plan in new_plans:
             self.check_plan(plan)
         if not new_plans:
             self.decoding = set()
+
+    def running(self) -> list[str]:
+        """Requests that hold blocks, the first to be served first."""
+        return [state.request_id for state in self.engine._scheduler._running]
 
     def check_plan(self, plan: StepPlan) -> None:
         assert 1 <= plan.num_tokens <= self.setup.max_num_batched_tokens

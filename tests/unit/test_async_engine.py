@@ -105,6 +105,19 @@ async def test_an_id_in_use_fails_its_own_stream_alone(serve: Make) -> None:
     assert tokens_of(await first) == answer_alone(PROMPT, 4)
 
 
+async def test_closing_an_ended_stream_leaves_a_new_request_of_its_id_alone(serve: Make) -> None:
+    served = serve()
+    first = served.engine.generate(make_request(max_tokens=4))
+    await anext(first)
+    await until(lambda: not served.engine._streams)
+    served.gate.clear()
+    second = asyncio.create_task(collect(served.engine, make_request(max_tokens=50)))
+    await until(lambda: bool(served.engine._streams))
+    await first.aclose()
+    served.gate.set()
+    assert tokens_of(await second) == answer_alone(PROMPT, 50)
+
+
 async def test_closing_a_stream_aborts_and_frees(serve: Make) -> None:
     served = serve(max_model_len=1024, num_blocks=300)
     stream = served.engine.generate(make_request(max_tokens=1000))

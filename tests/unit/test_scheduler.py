@@ -44,6 +44,19 @@ def test_decodes_come_first_and_prompts_fill_the_rest() -> None:
     assert list(counts(plan).items()) == [("a", 1), ("b", 7)]
 
 
+def test_the_last_token_of_a_prompt_alone_is_not_a_decode() -> None:
+    bench = Bench(max_num_batched_tokens=8)
+    bench.add("a", prompt_of(4), max_tokens=8)
+    bench.step()
+    bench.add("b", prompt_of(15, 1), priority=-1)
+    plans = [counts(bench.step()) for _ in range(3)]
+    assert [list(plan.items()) for plan in plans] == [
+        [("a", 1), ("b", 7)],
+        [("a", 1), ("b", 7)],
+        [("a", 1), ("b", 1)],
+    ]
+
+
 def test_at_most_max_num_seqs_run() -> None:
     bench = Bench(max_num_seqs=2)
     for name in "abc":

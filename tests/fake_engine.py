@@ -38,13 +38,15 @@ def make_engine(
     max_num_batched_tokens: int = 64,
     max_model_len: int = 128,
     eos_token_ids: Sequence[int] = (),
+    share_in_flight: bool = False,
+    merge_twins: bool = False,
     **parts: Any,
 ) -> tuple[Engine, FakeRunner, CacheManager]:
-    cache = CacheManager(num_blocks, block_size)
+    cache = CacheManager(num_blocks, block_size, merge_twins=merge_twins)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        share_in_flight=False,
+        share_in_flight=share_in_flight,
     )
     runner = FakeRunner(
         num_blocks,

@@ -30,6 +30,8 @@ class Setup:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    share_in_flight: bool = True
+    merge_twins: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ def setups(draw: st.DrawFn) -> Setup:
         max_num_seqs=seqs,
         max_num_batched_tokens=seqs + draw(st.integers(0, 24)),
         max_model_len=draw(st.sampled_from([16, 40, 64])),
+        share_in_flight=draw(st.booleans()),
+        merge_twins=draw(st.booleans()),
     )
 
 
@@ -91,6 +95,8 @@ class Run:
             max_num_batched_tokens=setup.max_num_batched_tokens,
             max_model_len=setup.max_model_len,
             eos_token_ids=[EOS],
+            share_in_flight=setup.share_in_flight,
+            merge_twins=setup.merge_twins,
         )
         self.tokens: defaultdict[str, list[int]] = defaultdict(list)
         self.ends: dict[str, str] = {}
@@ -210,6 +216,15 @@ def test_preemption_resume_and_hits_really_happen() -> None:
     assert any(len(plan.sequences) > 1 for plan in run.runner.plans)
     recomputed = sum(run.computed.values()) - sum(len(a.prompt) for a in work)
     assert recomputed != sum(len(tokens) - 1 for tokens in run.tokens.values())
+
+
+def test_waits_and_merges_really_happen() -> None:
+    """A crowd of equal prompts waits for one; equal answers then fill equal blocks."""
+    run = Run(Setup(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=40))
+    run.drive([Arrival(0, tuple(range(12)), 20, 0, CacheOptions(), None, None) for _ in range(4)])
+    run.check_end()
+    assert run.engine._scheduler.num_in_flight_waits == 3
+    assert run.cache.num_merged_blocks >= 3
 
 
 def preemptions(engine: Engine) -> float:

@@ -263,7 +263,7 @@ def _prompt_ids(
 
 def _sampling_params(built: BuiltEngine, given: dict[str, Any]) -> SamplingParams:
     from prefixcache.sampling_params import SamplingParams
-    from prefixcache.server.requests import usual_values
+    from prefixcache.server.defaults import usual_values
 
     chosen = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(**{**usual_values(built.model.generation), **chosen})

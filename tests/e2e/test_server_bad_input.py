@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import AsyncGenerator, Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prefixcache.server.body import MAX_BODY_BYTES
 from serving import MODEL, client_of, metric, serve_folder
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -221,7 +223,8 @@ async def test_a_wrong_message_is_named(client, message, param):
 )
 async def test_what_is_no_clean_json_is_refused(client, path, body):
     headers = {"Content-Type": "application/json"}
-    _error(await client.post(path, content=body, headers=headers))
+    error = _error(await client.post(path, content=body, headers=headers))
+    assert error["code"] == "invalid_json"
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -253,18 +256,19 @@ async def test_other_media_types_are_refused(client, media_type):
 
 
 async def test_a_body_over_the_limit_is_refused_without_being_kept(client):
-    sent = 0
+    mebibyte = b" " * 2**20
 
     async def body() -> AsyncGenerator[bytes, None]:
-        nonlocal sent
         for _ in range(100):
-            sent += 2**20
-            yield b" " * 2**20
+            yield mebibyte
 
     headers = {"Content-Type": "application/json"}
+    tracemalloc.start()
     response = await client.post(COMPLETIONS, content=body(), headers=headers)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     assert _error(response, 413)["code"] == "body_too_large"
-    assert sent == 100 * 2**20
+    assert peak < 2 * MAX_BODY_BYTES
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ MAX_BODY_BYTES = 32 * 2**20
 # What is read and thrown away so that a client that only listens after sending sees the answer.
 _MAX_DRAINED_BYTES = 256 * 2**20
 _LONG_BODY = 2**18
-_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Fields = TypeVar("Fields", bound=RequestFields)
 
@@ -137,7 +137,8 @@ def _refuse_surrogates(value: object, path: str) -> None:
         for index, item in enumerate(cast("list[object]", value)):
             _refuse_surrogates(item, f"{path}[{index}]")
     elif isinstance(value, str) and not _is_unicode(value):
-        raise InvalidRequestError(f"{path} holds a lone surrogate.", param=path or None)
+        message = f"{path or 'A name'} holds a lone surrogate."
+        raise InvalidRequestError(message, param=path or None, code="invalid_json")
 
 
 def _is_unicode(text: str) -> bool:

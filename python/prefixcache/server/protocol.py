@@ -114,6 +114,7 @@ class SamplingFields(RequestFields):
     cache_salt: str | None = None
     cache_read: bool | None = None
     cache_write: bool | None = None
+    cache_hit_threshold: float | None = None
     add_special_tokens: bool | None = None
 
 

@@ -16,6 +16,7 @@ from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError
 from prefixcache.request import CacheOptions, Request
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.backend import EngineClient, ServedModel
+from prefixcache.server.defaults import usual_values
 from prefixcache.server.errors import model_not_found
 from prefixcache.server.protocol import SamplingFields
 from prefixcache.tokenization.tokenizer import Tokenizer
@@ -39,7 +40,6 @@ _PASSED_ON = (
     "include_stop_str_in_output",
     "prompt_logprobs",
 )
-_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,12 +162,6 @@ def sampling_params(
     )
 
 
-def usual_values(generation: GenerationDefaults) -> dict[str, Any]:
-    """Sampling options that the model's authors recommend."""
-    values = {name: getattr(generation, name) for name in _DEFAULTED}
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def _check_stream_fields(fields: SamplingFields) -> None:
     if fields.stream and fields.prompt_logprobs is not None:
         raise InvalidRequestError(
@@ -234,6 +228,7 @@ def _shared_options(fields: SamplingFields) -> dict[str, Any]:
             salt=fields.cache_salt,
             read=fields.cache_read is not False,
             write=fields.cache_write is not False,
+            hit_threshold=fields.cache_hit_threshold,
         ),
         "priority": fields.priority or 0,
         "arrival_time": time.monotonic(),

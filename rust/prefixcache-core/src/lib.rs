@@ -16,6 +16,7 @@ pub mod groups;
 pub mod hash;
 pub mod id;
 mod index;
+#[cfg(any(test, fuzzing, feature = "oracle"))]
 pub mod plain;
 pub mod pool;
 mod ring;

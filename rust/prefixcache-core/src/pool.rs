@@ -15,7 +15,7 @@
 //! * `resize` holds all credits for a moment, in which an allocation can fail although blocks are
 //!   free, and one that had its credits already waits for blocks that are being sorted out. A second
 //!   `resize` beside it is refused.
-//! * From one thread the line is exactly that of [`PlainPool`](crate::plain::PlainPool). From several,
+//! * From one thread the line is exactly that of `PlainPool`. From several,
 //!   each block's history follows the same rules; the line as a whole is only nearly in LRU order.
 //! * A thread killed in the middle of a call can take the blocks of that call with it.
 //!
@@ -53,10 +53,10 @@ use crate::index::Index;
 use crate::ring::Ring;
 use crate::stats::StoreStats;
 use crate::store::{BlockKey, BlockStore, PoolConfig, Registration};
-use crate::sync::{AtomicU64, Mode, Ordering};
+use crate::sync::{AtomicU64, Ordering};
 use crate::zeroed::Zeroed;
 
-pub use crate::sync::{Shared, SingleWriter};
+pub use crate::sync::{Mode, Shared, SingleWriter};
 
 use Ordering::Relaxed;
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from prefixcache._core import Cpu
 from prefixcache.attention.base import AttentionBackend, AttentionBatch
-from prefixcache.attention.registry import make_attention
+from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.kv.specs import kv_groups
 from prefixcache.kv.tensors import allocate_kv
 from prefixcache.models.llama import LlamaModel
@@ -52,6 +53,7 @@ class PagedDriver:
         max_tokens: int = 256,
         block_size: int = 16,
         attention: str = "torch",
+        cpu: Cpu | None = None,
     ) -> None:
         per_sequence = -(-max_tokens // block_size)
         num_blocks = num_sequences * per_sequence + 1
@@ -59,7 +61,9 @@ class PagedDriver:
         self.tables: list[list[int]] = shuffled.view(num_sequences, per_sequence).tolist()
         self.block_size = block_size
         self.model = model
-        self.attention: AttentionBackend = make_attention(attention, model.attention_spec)
+        self.attention: AttentionBackend = make_attention(
+            attention, model.attention_spec, AttentionOptions(dtype=model.dtype, cpu=cpu)
+        )
         (group,) = kv_groups(model.config)
         self.kv = allocate_kv(
             group,

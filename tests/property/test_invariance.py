@@ -1,0 +1,183 @@
+"""The cache, the batch, the chunk and the schedule change no bit of an answer or of the KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from equality import WIDE, Bench, Counts, Schedule, random_schedule
+from paged_driver import PagedDriver
+from prefixcache._core import Cpu
+from prefixcache.config import ModelConfig
+from prefixcache.models.llama import LlamaModel
+from prefixcache.models.registry import load_model
+
+Checkpoint = Callable[..., Path]
+Work = list[tuple[int, int, int]]
+
+CPU = torch.device("cpu")
+DTYPES = ["float32", "bfloat16"]
+LENGTH = 200
+SLOW = settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=12,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+def folder_of(tiny_checkpoint: Checkpoint, dtype: str) -> Path:
+    return tiny_checkpoint("qwen3", dtype=getattr(torch, dtype), **WIDE)
+
+
+def tokens_of(sequence: int) -> list[int]:
+    generator = torch.Generator().manual_seed(sequence)
+    return torch.randint(3, 384, (LENGTH,), generator=generator).tolist()
+
+
+class Runs:
+    """A model and, for three sequences, the logits and KV of a lone cold run."""
+
+    def __init__(self, folder: Path, dtype: str, threads: int, *, invariant: bool = True) -> None:
+        self.cpu = Cpu(threads) if invariant else None
+        config = ModelConfig.from_hf(folder)
+        self.model: LlamaModel = load_model(
+            config, folder, dtype=getattr(torch, dtype), device=CPU, cpu=self.cpu
+        )
+        self.cold = [self._lone(sequence) for sequence in range(3)]
+
+    def _lone(self, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+        driver = self.driver()
+        logits = driver.forward([(sequence, 0, tokens_of(sequence))])
+        return logits, kv_of(driver, sequence)
+
+    def driver(self) -> PagedDriver:
+        attention = "cpu" if self.cpu else "torch"
+        return PagedDriver(self.model, num_sequences=3, attention=attention, cpu=self.cpu)
+
+    def differences(self, steps: Sequence[Work]) -> int:
+        """Rows of logits, and KV of whole sequences, that differ from the cold run's."""
+        driver, different = self.driver(), 0
+        for work in steps:
+            logits = driver.forward([(s, a, tokens_of(s)[a:b]) for s, a, b in work])
+            expected = torch.cat([self.cold[s][0][a:b] for s, a, b in work])
+            different += int((logits != expected).any(dim=1).sum())
+        for sequence in {s for work in steps for s, _, _ in work}:
+            different += not torch.equal(kv_of(driver, sequence), self.cold[sequence][1])
+        return different
+
+
+def kv_of(driver: PagedDriver, sequence: int) -> torch.Tensor:
+    """Keys and values of all layers, by position."""
+    blocks = torch.tensor(driver.tables[sequence])
+    layers = [kv[blocks].transpose(1, 2).flatten(0, 1)[:LENGTH] for kv in driver.kv]
+    return torch.stack(layers)
+
+
+@pytest.fixture(scope="module", params=[(d, t) for d in DTYPES for t in (1, 2)], ids=str)
+def runs(request: pytest.FixtureRequest, tiny_checkpoint: Checkpoint) -> Runs:
+    dtype, threads = request.param
+    return Runs(folder_of(tiny_checkpoint, dtype), dtype, threads)
+
+
+def chunked(size: int, sequence: int = 0, start: int = 0) -> list[Work]:
+    return [[(sequence, a, min(a + size, LENGTH))] for a in range(start, LENGTH, size)]
+
+
+MIXED: list[Work] = [
+    [(2, 0, 150), (0, 0, 16)],
+    [(0, 16, 17), (2, 150, 151), (1, 0, 144)],
+    [(1, 144, 200), (2, 151, 152), (0, 17, 200)],
+    [(2, 152, 200)],
+]
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        *([[(0, 0, hit)], [(0, hit, LENGTH)]] for hit in (16, 96, 144, 149)),
+        *(chunked(size) for size in (7, 50, 64)),
+        [[(0, 0, 120)], *chunked(1, start=120)],
+        MIXED,
+    ],
+    ids=["hit16", "hit96", "hit144", "hit149", "chunk7", "chunk50", "chunk64", "decode", "mixed"],
+)
+def test_logits_and_kv_are_those_of_the_cold_run(runs: Runs, steps: list[Work]) -> None:
+    assert runs.differences(steps) == 0
+
+
+pieces = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 20) | st.integers(30, LENGTH), st.booleans()),
+    max_size=30,
+)
+
+
+def interleaved(pieces: Sequence[tuple[int, int, bool]]) -> list[Work]:
+    """Chunks (sequence, size, whether it joins the step before) as steps; the rest comes last."""
+    done, steps = [0, 0, 0], list[Work]()
+    for sequence, size, joins in [*pieces, *((s, LENGTH, s > 0) for s in range(3))]:
+        start, done[sequence] = done[sequence], min(done[sequence] + size, LENGTH)
+        if start == LENGTH:
+            continue
+        if not joins or not steps or sequence in {s for s, _, _ in steps[-1]}:
+            steps.append([])
+        steps[-1].append((sequence, start, done[sequence]))
+    return steps
+
+
+@SLOW
+@given(pieces=pieces)
+def test_any_interleaving_gives_the_bits_of_the_cold_run(
+    runs: Runs, pieces: list[tuple[int, int, bool]]
+) -> None:
+    assert runs.differences(interleaved(pieces)) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_the_invariant_ops_the_bits_change(tiny_checkpoint: Checkpoint, dtype: str) -> None:
+    plain = Runs(folder_of(tiny_checkpoint, dtype), dtype, 1, invariant=False)
+    assert plain.differences(chunked(7)) > 0
+    assert plain.differences([[(0, 0, 120)], *chunked(1, start=120)]) > 0
+
+
+schedules = st.builds(
+    Schedule,
+    seed=st.integers(0, 1 << 20),
+    arrivals=st.lists(st.integers(0, 12), min_size=4, max_size=8).map(tuple),
+    num_blocks=st.sampled_from([26, 30, 40, 200]),
+    max_num_batched_tokens=st.sampled_from([8, 17, 64, 1024]),
+    max_num_seqs=st.sampled_from([2, 4, 8]),
+    enable_prefix_caching=st.sampled_from([True, True, False]),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_answers_of_any_schedule_are_those_of_lone_cold_runs(
+    tiny_checkpoint: Checkpoint, dtype: str
+) -> None:
+    bench, total = Bench(folder_of(tiny_checkpoint, dtype), dtype), Counts()
+
+    @SLOW
+    @given(schedule=schedules)
+    def check(schedule: Schedule) -> None:
+        counts = bench.compare(schedule)
+        total.add(counts)
+        assert counts.differences == 0
+
+    check()
+    assert min(total.outputs, total.hit_tokens, total.chunks) > 0
+    # A pool that holds one long request and little else: preemption cannot be missed.
+    tight = Schedule(seed=3, arrivals=(0,) * 8, num_blocks=26, max_num_batched_tokens=50)
+    counts = bench.compare(tight)
+    assert counts.differences == 0
+    assert min(counts.preemptions, counts.evictions, counts.hit_tokens) > 0
+
+
+def test_without_the_invariant_ops_answers_change(tiny_checkpoint: Checkpoint) -> None:
+    plain = Bench(folder_of(tiny_checkpoint, "float32"), "float32", invariant=False)
+    assert sum(plain.compare(random_schedule(seed)).differences for seed in range(3)) > 0

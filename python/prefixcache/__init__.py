@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prefixcache.engine.async_engine import AsyncEngine
     from prefixcache.llm import LLM
+    from prefixcache.request import CacheOptions
     from prefixcache.sampling_params import SamplingParams
 
     __version__: str
 
-__all__ = ["LLM", "AsyncEngine", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "CacheOptions", "SamplingParams", "__version__"]
 
 _HOMES = {
     "AsyncEngine": "prefixcache.engine.async_engine",
+    "CacheOptions": "prefixcache.request",
     "LLM": "prefixcache.llm",
     "SamplingParams": "prefixcache.sampling_params",
 }

@@ -106,6 +106,18 @@ def serve(
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="Reuse the keys and values of equal beginnings.")
     ] = True,
+    share_in_flight: Annotated[
+        bool, typer.Option(help="Wait for blocks that another request is computing.")
+    ] = True,
+    merge_duplicate_blocks: Annotated[
+        bool, typer.Option(help="Keep one of several blocks that were filled with the same.")
+    ] = True,
+    global_cache_hit_threshold: Annotated[
+        float,
+        typer.Option(
+            help="Requests with a smaller share of cached tokens end at once; 0 ends none."
+        ),
+    ] = 0.0,
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of a GPU's memory to use, 0.9 by default.")
     ] = None,
@@ -139,6 +151,9 @@ def serve(
         "block_size": block_size,
         "num_blocks": num_blocks,
         "enable_prefix_caching": enable_prefix_caching,
+        "share_in_flight": share_in_flight,
+        "merge_duplicate_blocks": merge_duplicate_blocks,
+        "global_cache_hit_threshold": global_cache_hit_threshold,
         "gpu_memory_utilization": gpu_memory_utilization,
         "batch_invariant": batch_invariant,
         "attention": attention,

@@ -176,6 +176,9 @@ class CacheConfig:
     `kv_cache_memory` (bytes) sizes the pool instead. With neither, a CPU's pool takes a share of
     the free memory, and a GPU's what `gpu_memory_utilization` of its memory leaves beside the
     weights and the largest step.
+
+    With `merge_duplicate_blocks` a block whose content another one holds is given up for that one,
+    where equal content means equal bytes: in batch-invariant mode.
     """
 
     block_size: int = 16
@@ -183,6 +186,7 @@ class CacheConfig:
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    merge_duplicate_blocks: bool = True
 
     def __post_init__(self) -> None:
         _check_block_size(self.block_size)

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from prefixcache.config import DEFAULT_MODEL
 from prefixcache.engine.build import build, config_from_flags
 from prefixcache.exceptions import InvalidRequestError
-from prefixcache.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from prefixcache.request import CacheOptions, FinishReason, Request, RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -99,6 +99,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        cache_options: CacheOptions | Sequence[CacheOptions] | None = None,
     ) -> list[GenerationResult]:
         """Answers all prompts together; the results are in the prompts' order.
 
@@ -108,7 +109,8 @@ class LLM:
         many = _as_list(prompts)
         params = _for_each(sampling_params or SamplingParams(), len(many), "sampling_params")
         priorities = _for_each(0 if priority is None else priority, len(many), "priority")
-        jobs = [self._job(*one) for one in zip(many, params, priorities, strict=True)]
+        options = _for_each(cache_options or CacheOptions(), len(many), "cache_options")
+        jobs = [self._job(*one) for one in zip(many, params, priorities, options, strict=True)]
         self._run(jobs, show_progress=use_tqdm)
         return [job.result for job in jobs]
 
@@ -144,7 +146,9 @@ class LLM:
         """Lifetime counters of the cache, and blocks by state."""
         return self._engine.stats()
 
-    def _job(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Job:
+    def _job(
+        self, prompt: Prompt, params: SamplingParams, priority: int, cache: CacheOptions
+    ) -> _Job:
         text, token_ids = self._encode(prompt)
         number = str(next(self._numbers))
         requests = [
@@ -152,6 +156,7 @@ class LLM:
                 request_id=f"{number}-{choice}",
                 prompt_token_ids=token_ids,
                 params=params.for_choice(choice),
+                cache=cache,
                 priority=priority,
                 arrival_time=time.monotonic(),
             )

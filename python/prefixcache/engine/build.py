@@ -84,7 +84,16 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     model, attention, num_blocks, max_model_len = _model_and_pool(
         config, model_config, folder, dtype, device
     )
-    cache = _cache(config, attention, num_blocks, str(dtype).removeprefix("torch."))
+    batch_invariant = attention.batch_invariant and config.keeps_batch_invariant(device.type)
+    cache = CacheManager(
+        num_blocks,
+        config.cache.block_size,
+        model=config.model,
+        revision=config.revision or "",
+        kv_dtype=str(dtype).removeprefix("torch."),
+        publish_answers=shares_answers(attention),
+        merge_twins=config.cache.merge_duplicate_blocks and batch_invariant,
+    )
     parts = EngineParts(
         scheduler=Scheduler(
             config.scheduler,
@@ -114,7 +123,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         attention=attention.name,
-        batch_invariant=config.keeps_batch_invariant(device.type) and attention.batch_invariant,
+        batch_invariant=batch_invariant,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
     )
@@ -198,19 +207,6 @@ def _bind_kv(
         device=model.device,
     )
     attention.bind(kv_layers)
-
-
-def _cache(
-    config: EngineConfig, attention: AttentionBackend, num_blocks: int, kv_dtype: str
-) -> CacheManager:
-    return CacheManager(
-        num_blocks,
-        config.cache.block_size,
-        model=config.model,
-        revision=config.revision or "",
-        kv_dtype=kv_dtype,
-        publish_answers=shares_answers(attention),
-    )
 
 
 def _runner(

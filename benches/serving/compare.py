@@ -119,6 +119,8 @@ def main(
     output: Path | None = None,
 ) -> None:
     """Measure and print one table."""
+    if (llama_python is None) != (gguf is None):
+        raise typer.BadParameter("--llama-python and --gguf go together.")
     folder = resolve_model(model)
     dtypes, contexts = dtype or ["float32", "bfloat16"], context or [128, 1024]
     room = (max(contexts) + NEW_TOKENS + DECODE_STEPS) * max(BATCHES)

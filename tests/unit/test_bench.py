@@ -16,6 +16,7 @@ from prefixcache.bench.client import RequestRecord
 from prefixcache.bench.plots import draw
 from prefixcache.bench.report import (
     Report,
+    heading,
     make_report,
     median_summary,
     summarize,
@@ -138,9 +139,11 @@ def printed(report: Report) -> str:
 
 def test_the_table_holds_both_variants_and_the_ratio() -> None:
     lines = {line[1:31].strip(): line for line in printed(make()).splitlines()}
-    assert "2 requests, 64 shared + 16 own prompt tokens, 3 output tokens" in printed(make())
+    workload = "2 requests, 64 shared + 16 own prompt tokens, 3 output tokens"
+    assert heading(make()) == f"{workload}; median of 1 run"
+    assert heading(make(off_runs=3)) == f"{workload}; median of 3 runs"
     computed = next(line for name, line in lines.items() if name.startswith("prompt tokens comp"))
-    assert [cell.strip() for cell in computed.split("│")[2:5]] == ["160", "96", "1.67"]
+    assert [cell.strip() for cell in computed.split("│")[2:4]] == ["160", "96 (1.67x)"]
     equal = next(line for name, line in lines.items() if name.startswith("answers equal"))
     assert [cell.strip() for cell in equal.split("│")[2:4]] == ["2", "1"]
 

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prefixcache.bench.client import BenchmarkError, EngineTarget, HttpTarget, RequestRecord, drive
-from prefixcache.bench.run import BenchOptions, run_bench, settings
+from prefixcache.bench.run import SHARING_VARIANTS, BenchOptions, run_bench, settings
 from prefixcache.bench.targets import run_server, serve_arguments
 from prefixcache.bench.workloads import LoadConfig, Prompt, WorkloadConfig
 from prefixcache.cli import app
@@ -174,6 +174,20 @@ async def test_a_run_finds_what_the_cache_saves(tiny_checkpoint: Callable[..., P
     assert (on.median.computed_tokens, on.median.cached_tokens) == (128, 192)
     assert [summary.same_outputs for summary in off.summaries + on.summaries] == [4] * 4
     assert report.settings["through"] == "the engine in process"
+
+
+async def test_sharing_in_flight_is_measured_apart(tiny_checkpoint: Callable[..., Path]) -> None:
+    options = BenchOptions(
+        model=str(tiny_checkpoint()),
+        workload=WORKLOAD,
+        repeats=1,
+        flags=FLAGS,
+        variants=SHARING_VARIANTS,
+    )
+    report = await run_bench(options, "prefixcache bench --sharing")
+    _, alone, sharing = (variant.median for variant in report.variants)
+    assert sharing.cached_tokens == 192
+    assert alone.cached_tokens < 192
 
 
 async def test_a_running_server_is_measured_as_it_is(tiny_checkpoint: Callable[..., Path]) -> None:

@@ -38,6 +38,9 @@ def bench(
     base_url: Annotated[
         str | None, typer.Option(help="Measure the server that runs at this address, as it is.")
     ] = None,
+    sharing: Annotated[
+        bool, typer.Option("--sharing", help="Also with no request waiting for another's blocks.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     block_size: Annotated[int | None, typer.Option(help="Tokens of a cache block.")] = None,
@@ -47,12 +50,12 @@ def bench(
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences of a step.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of a step.")] = None,
     output: Annotated[Path | None, typer.Option(help="Where to write the results (JSON).")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Where to draw the picture (png, svg or pdf).")
-    ] = None,
+    plot: Annotated[Path, typer.Option(help="Where to draw the picture (png, svg or pdf).")] = Path(
+        "prefixcache-bench.png"
+    ),
 ) -> None:
     """Measure what the prefix cache saves: the same requests with the cache off and on."""
-    from prefixcache.bench.run import BenchOptions
+    from prefixcache.bench.run import SHARING_VARIANTS, VARIANTS, BenchOptions
     from prefixcache.bench.workloads import LoadConfig, WorkloadConfig
 
     try:
@@ -71,6 +74,7 @@ def bench(
             repeats=repeats,
             http=http,
             base_url=base_url,
+            variants=SHARING_VARIANTS if sharing else VARIANTS,
             flags={
                 "dtype": dtype,
                 "device": device,
@@ -98,19 +102,18 @@ def _run(options: BenchOptions) -> Report:
         return asyncio.run(run_bench(options, command, lambda name: progress.advance(tasks[name])))
 
 
-def _show(report: Report, output: Path | None, plot: Path | None) -> None:
-    from prefixcache.bench.report import table, write_json
+def _show(report: Report, output: Path | None, plot: Path) -> None:
+    from prefixcache.bench.plots import draw
+    from prefixcache.bench.report import heading, table, write_json
 
     console = Console()
+    console.print(heading(report), highlight=False)
     console.print(table(report))
     if output is not None:
         write_json(report, output)
         console.print(f"Results: {output}")
-    if plot is not None:
-        from prefixcache.bench.plots import draw
-
-        draw(report, plot)
-        console.print(f"Picture: {plot}")
+    draw(report, plot)
+    console.print(f"Picture: {plot}")
 
 
 def _complain(error: PrefixCacheError) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -49,7 +50,7 @@ def _draw_tokens(axes: Axes, variants: Sequence[Variant]) -> None:
         if cached > 0.25 * total:
             middle = computed + cached / 2
             _write_inside(axes, middle, row, f"{cached:,.0f} skipped", _SKIPPED_INK)
-    _dress(axes, "Prompt tokens computed", [variant.name for variant in variants])
+    _dress(axes, "Prompt tokens", [variant.name for variant in variants])
     axes.set_xlim(0, total)
 
 
@@ -75,7 +76,7 @@ def _draw_ttft(axes: Axes, variants: Sequence[Variant]) -> None:
         axes.barh(row, median, _BAR, color=color)
         axes.scatter(times, _spread(row, len(times)), s=12, color=_INK, alpha=0.6, linewidths=0)
         label = _ttft_label(median, medians[0] if row else None)
-        axes.text(max([*times, median]) + 0.025 * longest, row, label, va="center", color=_INK)
+        axes.text(1.04 * longest, row, label, va="center", color=_INK)
     _dress(axes, "Time to first token (bar: median, dots: requests)", [""] * len(variants))
     axes.set_xlim(0, 1.45 * longest)
 
@@ -114,6 +115,12 @@ def _prompt_tokens(variant: Variant) -> float:
 def _footer(report: Report) -> str:
     settings, machine = report.settings, report.machine
     return (
-        f"{settings['model']}, {settings['dtype']}: {describe(settings)}. "
+        f"{_model(settings)}: {describe(settings)}. "
         f"{machine['cpu']}, {machine['cores']} cores. {report.date[:10]}"
     )
+
+
+def _model(settings: dict[str, Any]) -> str:
+    dtype = settings.get("dtype", "auto")
+    name = Path(settings["model"]).name
+    return name if dtype == "auto" else f"{name}, {dtype}"

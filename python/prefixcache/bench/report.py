@@ -150,20 +150,19 @@ _ROWS = (
 
 
 def table(report: Report) -> Table:
-    """Medians of every variant, and how many times better than the baseline each is."""
+    """Medians of every variant; in brackets how many times better than the baseline it is."""
     medians = [variant.median for variant in report.variants]
-    made = Table(title=_title(report), title_justify="left", caption_justify="left")
+    made = Table()
     made.add_column("")
     for variant in report.variants:
         made.add_column(variant.name, justify="right")
-    for variant in report.variants[1:]:
-        made.add_column(f"{variant.name}: times better", justify="right")
     for row in _ROWS:
         made.add_row(row.label, *_cells(row, medians))
     return made
 
 
-def _title(report: Report) -> str:
+def heading(report: Report) -> str:
+    """The line above the table."""
     runs = len(report.variants[0].runs)
     return f"{describe(report.settings)}; median of {runs} run{'s' if runs > 1 else ''}"
 
@@ -179,13 +178,14 @@ def describe(settings: dict[str, Any]) -> str:
 def _cells(row: _Row, medians: Sequence[Summary]) -> list[str]:
     values = [getattr(median, row.field) for median in medians]
     cells = ["-" if v is None else f"{v * row.scale:,.{row.digits}f}" for v in values]
-    return cells + [_times_better(row, values[0], value) for value in values[1:]]
+    better = ["", *(_times_better(row, values[0], value) for value in values[1:])]
+    return [cell + times for cell, times in zip(cells, better, strict=True)]
 
 
 def _times_better(row: _Row, base: float | None, value: float | None) -> str:
     if not row.better or not base or not value:
         return ""
-    return f"{value / base if row.better == 'high' else base / value:.2f}"
+    return f" ({value / base if row.better == 'high' else base / value:.2f}x)"
 
 
 def to_json(report: Report) -> dict[str, Any]:

@@ -19,6 +19,12 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "cache off": {"enable_prefix_caching": False},
     "cache on": {"enable_prefix_caching": True},
 }
+# Sharing in flight apart: to wait for blocks that another request is computing, or not to.
+SHARING_VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "cache off": {"enable_prefix_caching": False},
+    "cache on, no waiting": {"enable_prefix_caching": True, "share_in_flight": False},
+    "cache on": {"enable_prefix_caching": True, "share_in_flight": True},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +32,8 @@ class BenchOptions:
     """What to measure.
 
     Engines run in this process; with `http` each variant is a server on loopback; with `base_url`
-    the one server that runs there is measured as it is. `flags` go to each engine or server.
+    the one server that runs there is measured as it is. `flags` go to each engine or server, and
+    each of `variants` adds its own; the first is the baseline.
     """
 
     model: str = DEFAULT_MODEL
@@ -36,6 +43,7 @@ class BenchOptions:
     http: bool = False
     base_url: str | None = None
     flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: VARIANTS)
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -87,7 +95,7 @@ def _open_targets(
     opened = server_target if options.http else engine_target
     chosen = {name: value for name, value in options.flags.items() if value is not None}
     shared = {"model": options.model} | _room(options) | chosen
-    return {name: opened(shared | dict(changes)) for name, changes in VARIANTS.items()}
+    return {name: opened(shared | dict(changes)) for name, changes in options.variants.items()}
 
 
 def _room(options: BenchOptions) -> dict[str, int]:

@@ -100,6 +100,29 @@ def test_a_graphs_step_computes_what_a_plain_one_does(window: int | None) -> Non
     assert not torch.equal(pools[0][0], pools[1][0]), "the added row wrote nothing"
 
 
+def test_rows_added_after_a_larger_step_keep_nothing_of_it() -> None:
+    generator = torch.Generator().manual_seed(4)
+    pool = torch.randn(20, 2, 4, 2, 8, generator=generator)
+    q = torch.randn(4, 4, 8, generator=generator)
+    k, v = torch.randn(2, 4, 2, 8, generator=generator)
+    graph = backend()
+    graph.bind([pool])
+    graph.reserve_graphs([4], max_page_indices=16)
+    full = [SlowSequence(9, 1, tuple(range(3 * i + 1, 3 * i + 4)), True) for i in range(4)]
+    graph.plan_graph(batch_of(full, page_size=4), 4)
+    graph.run(0, q, k, v)
+    before = pool.clone()
+    graph.plan_graph(batch_of(full[:1], page_size=4), 4)
+    null_key, null_value = k[3].clone(), v[3].clone()
+    out = graph.run(0, q, k + 1, v + 1)
+    page, offset = full[0].pages[2], 1
+    before[page, 0, offset], before[page, 1, offset] = k[0] + 1, v[0] + 1
+    assert torch.equal(pool[1:], before[1:]), "an added row wrote where the larger step did"
+    assert torch.equal(pool[0, 0, 0], null_key + 1)
+    alone = (null_value + 1).repeat_interleave(2, dim=0)
+    torch.testing.assert_close(out[3], alone)
+
+
 def test_a_graph_takes_no_step_that_it_cannot_hold() -> None:
     chunk = batch_of([SlowSequence(0, 3, (1,))], page_size=4)
     with pytest.raises(ValueError, match="cannot run 0 decodes of 1"):

@@ -24,7 +24,7 @@ from prefixcache.bench.machine import machine_facts
 
 HERE = Path(__file__).parent
 _LEAST_SECONDS = 15
-_PEER_SECONDS = {"full": 120, "dry": 25}
+_PEER_SECONDS = {"full": 120, "dry": 15}
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """Every error the package raises on purpose.
 
-    PrefixCacheError
-    ├── InvalidRequestError      the caller's input is wrong; names the field
-    │   └── RequestTooLargeError the request can never fit; says the numbers
-    ├── ConfigError              a flag or a model's configuration is wrong
-    │   └── UnsupportedModelError
-    ├── ModelLoadError           weights are missing, broken or could not be fetched
-    ├── OutOfMemoryError         the asked cache does not fit into memory
-    └── EngineDeadError          the engine stopped; nothing can be served any more
+PrefixCacheError
+├── InvalidRequestError      the caller's input is wrong; names the field
+│   └── RequestTooLargeError the request can never fit; says the numbers
+├── ConfigError              a flag or a model's configuration is wrong
+│   └── UnsupportedModelError
+├── ModelLoadError           weights are missing, broken or could not be fetched
+├── OutOfMemoryError         the asked cache does not fit into memory
+├── EngineHaltedError        the engine is asleep or paused; it can be called back
+└── EngineDeadError          the engine stopped; nothing can be served any more
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ class ModelLoadError(PrefixCacheError):
 
 class OutOfMemoryError(PrefixCacheError, MemoryError):
     """The asked cache does not fit into memory."""
+
+
+class EngineHaltedError(PrefixCacheError, RuntimeError):
+    """The engine is asleep or paused, and serves again when it is called back."""
 
 
 class EngineDeadError(PrefixCacheError, RuntimeError):

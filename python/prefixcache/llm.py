@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
 
 from prefixcache.config import DEFAULT_MODEL
 from prefixcache.engine.build import build, config_from_flags
+from prefixcache.engine.control import MemoryTag
+from prefixcache.engine.stats import PrefixCacheStats
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import CacheOptions, FinishReason, Request, RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
@@ -104,8 +107,10 @@ class LLM:
         """Answers all prompts together; the results are in the prompts' order.
 
         A prompt is a text, a list of token ids, or a dict with "prompt" or "prompt_token_ids".
-        Raises `InvalidRequestError` before anything is computed when one of them is wrong.
+        Raises `InvalidRequestError` before anything is computed when one of them is wrong, and
+        `EngineHaltedError` while the model sleeps, is paused, or waits for the end of an update.
         """
+        self._engine.control.raise_if_halted()
         many = _as_list(prompts)
         params = _for_each(sampling_params or SamplingParams(), len(many), "sampling_params")
         priorities = _for_each(0 if priority is None else priority, len(many), "priority")
@@ -141,6 +146,68 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
         self._engine.control.reset_prefix_cache()
+
+    def pause(self) -> None:
+        """Lets `generate` raise `EngineHaltedError` until `resume`."""
+        self._engine.control.pause()
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        self._engine.control.resume()
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives back the KV cache's memory, at level 2 that of the weights too.
+
+        Until `wake_up`, `generate` raises `EngineHaltedError`.
+        """
+        self._engine.control.sleep(level)
+
+    def wake_up(self, tags: Collection[MemoryTag] | None = None) -> None:
+        """Brings back what `sleep` gave up, or of it "weights" or "kv_cache" alone.
+
+        Weights come from where they were last read; after an update from tensors the model sleeps
+        on until another one gives all of them. Raises `ModelLoadError` and `OutOfMemoryError`.
+        """
+        self._engine.control.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache are given up."""
+        return self._engine.control.is_sleeping
+
+    def update_weights_from_disk(self, model_path: str, *, revision: str | None = None) -> int:
+        """Replaces all weights by those of a folder, a GGUF file or a hub id; their new version.
+
+        Raises `InvalidRequestError` when they are not of this very model; nothing has changed then.
+        """
+        control = self._engine.control
+        return control.update_weights_from_folder(control.check_path(model_path, revision))
+
+    def begin_weight_update(self) -> None:
+        """Lets chunks of new weights come; `generate` raises until `end_weight_update`."""
+        self._engine.control.begin_weight_update()
+
+    def update_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces the named weights; names and shapes are the checkpoint's.
+
+        Raises `InvalidRequestError` for a name or a shape that is none of the model's, and then
+        none of these is replaced.
+        """
+        self._engine.control.update_weights(tensors)
+
+    def end_weight_update(self, *, full: bool = False) -> int:
+        """Goes on with the new weights, with `full` only if all were replaced; their version."""
+        return self._engine.control.end_weight_update(full=full)
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> int:
+        """Replaces weights by a checkpoint's in memory, with `strict` all; their new version.
+
+        Raises `InvalidRequestError` before the first one is replaced.
+        """
+        return self._engine.control.load_state_dict(state_dict, strict=strict)
+
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """The prefix cache in numbers: counts of its lifetime, and the hit ratio of late."""
+        return self._engine.prefix_cache_stats()
 
     def stats(self) -> dict[str, int]:
         """Lifetime counters of the cache, and blocks by state."""

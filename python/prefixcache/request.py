@@ -78,7 +78,8 @@ class RequestOutput:
 
     `text` is the new text alone and never holds half of a character. `stop_reason` is the stop
     string or token id that ended the request. `prompt_logprobs` comes with the first token; its
-    first entry is None, since nothing precedes the first token.
+    first entry is None, since nothing precedes the first token. `restarted` says that the weights
+    were replaced: all that came before is void, the answer begins anew.
     """
 
     request_id: str
@@ -91,6 +92,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    restarted: bool = False
 
     @property
     def finished(self) -> bool:

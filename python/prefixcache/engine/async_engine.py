@@ -11,13 +11,17 @@ import logging
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
+from torch import Tensor
+
+from prefixcache.engine.control import Control, InFlightMode, MemoryTag, SleepMode
 from prefixcache.engine.engine import Engine
-from prefixcache.exceptions import EngineDeadError, InvalidRequestError
+from prefixcache.engine.stats import PrefixCacheStats
+from prefixcache.exceptions import EngineDeadError, EngineHaltedError, InvalidRequestError
 from prefixcache.metrics import Metrics
 from prefixcache.request import Request, RequestOutput
 
@@ -70,14 +74,15 @@ class AsyncEngine:
         return self._engine.max_model_len
 
     def check(self, request: Request) -> None:
-        """Raises `InvalidRequestError` when the request cannot be served."""
+        """Raises `InvalidRequestError`, or `EngineHaltedError` while the engine sleeps."""
         self._engine.check(request)
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Streams what each step adds to the request; closing the stream aborts the request.
 
-        Raises `InvalidRequestError` and `EngineDeadError` at once. The request is handed over when
-        the iteration starts. A stream whose engine dies raises `EngineDeadError`.
+        Raises `InvalidRequestError`, `EngineHaltedError` and `EngineDeadError` at once. The request
+        is handed over when the iteration starts. A stream whose engine dies raises
+        `EngineDeadError`. An output that is `restarted` takes back all before it.
         """
         self._raise_if_dead()
         self.check(request)
@@ -89,7 +94,77 @@ class AsyncEngine:
 
     async def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes; running requests keep their blocks."""
-        await self._call(self._engine.control.reset_prefix_cache)
+        await self._control(lambda control: control.reset_prefix_cache())
+
+    async def pause(self, mode: InFlightMode = "keep") -> None:
+        """Computes nothing until `resume`; requests that come meanwhile wait."""
+        await self._control(lambda control: control.pause(mode))
+
+    async def resume(self) -> None:
+        """Goes on after `pause`."""
+        await self._control(lambda control: control.resume())
+
+    async def is_paused(self) -> bool:
+        """Whether `pause` holds the requests back."""
+        return await self._control(lambda control: control.is_paused)
+
+    async def sleep(self, level: int = 1, mode: SleepMode = "recompute") -> None:
+        """Gives back the KV cache's memory, at level 2 that of the weights too.
+
+        Until `wake_up`, new requests raise `EngineHaltedError`; those in flight wait or, with
+        "abort", end. Raises `InvalidRequestError`.
+        """
+        await self._control(lambda control: control.sleep(level, mode))
+
+    async def wake_up(self, tags: Collection[MemoryTag] | None = None) -> None:
+        """Brings back what `sleep` gave up, or of it "weights" or "kv_cache" alone.
+
+        Raises `ModelLoadError` and `OutOfMemoryError`; the engine sleeps on then.
+        """
+        await self._control(lambda control: control.wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether weights or KV cache are given up."""
+        return await self._control(lambda control: control.is_sleeping)
+
+    async def update_weights_from_disk(
+        self, model_path: str, mode: InFlightMode = "recompute", *, revision: str | None = None
+    ) -> int:
+        """Replaces all weights by those of a folder, a GGUF file or a hub id; their new version.
+
+        The files are found and checked while requests are served; only the reading is between two
+        steps. Raises `InvalidRequestError`, and then the old weights keep serving. See
+        `engine/control.py` for `mode`, what happens to requests in flight.
+        """
+        self._raise_if_dead()
+        folder = await asyncio.to_thread(self._engine.control.check_path, model_path, revision)
+        return await self._control(lambda c: c.update_weights_from_folder(folder, mode))
+
+    async def begin_weight_update(self, mode: InFlightMode = "recompute") -> None:
+        """Computes nothing until `end_weight_update`; chunks of new weights come meanwhile."""
+        await self._control(lambda control: control.begin_weight_update(mode))
+
+    async def update_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces the named weights; names and shapes are the checkpoint's."""
+        await self._control(lambda control: control.update_weights(tensors))
+
+    async def end_weight_update(self, *, full: bool = False) -> int:
+        """Goes on with the new weights, with `full` only if all were replaced; their version."""
+        return await self._control(lambda control: control.end_weight_update(full=full))
+
+    async def load_state_dict(
+        self,
+        state_dict: Mapping[str, Tensor],
+        mode: InFlightMode = "recompute",
+        *,
+        strict: bool = True,
+    ) -> int:
+        """Replaces weights by a checkpoint's in memory, with `strict` all; their new version."""
+        return await self._control(lambda c: c.load_state_dict(state_dict, mode, strict=strict))
+
+    async def prefix_cache_stats(self) -> PrefixCacheStats:
+        """The prefix cache in numbers, between two steps."""
+        return await self._call(self._engine.prefix_cache_stats)
 
     async def stats(self) -> dict[str, int]:
         """Lifetime counters of the cache, and blocks by state."""
@@ -119,6 +194,10 @@ class AsyncEngine:
         finally:
             if not finished:
                 self._inbox.put(partial(self._abandon, stream))
+
+    async def _control(self, operation: Callable[[Control], T]) -> T:
+        """Runs `operation` between two steps, and tells the requests what it did to them."""
+        return await self._call(partial(self._operate, operation))
 
     async def _call(self, function: Callable[[], T]) -> T:
         """Runs `function` between two steps, on the loop's thread."""
@@ -160,16 +239,21 @@ class AsyncEngine:
     def _serve(self) -> None:
         while True:
             self._receive()
-            if self._engine.has_unfinished():
+            if self._engine.has_work():
                 self._deliver_outputs(self._engine.step())
             elif self._stopping:
+                self._end_halted()
                 return
 
     def _receive(self) -> None:
         """Runs the commands that have come; waits for one when there is nothing else to do."""
-        if not (self._engine.has_unfinished() or self._stopping):
+        if not (self._engine.has_work() or self._stopping):
             self._inbox.get()()
         self._run_commands()
+
+    def _end_halted(self) -> None:
+        """Requests that wait for a paused or sleeping engine cannot end otherwise."""
+        self._deliver_outputs(self._engine.abort(list(self._streams)))
 
     def _add(self, request: Request, stream: _Stream) -> None:
         if self._error is not None or self._stopping:
@@ -178,7 +262,7 @@ class AsyncEngine:
             return
         try:
             self._engine.add_request(request)
-        except InvalidRequestError as error:
+        except (InvalidRequestError, EngineHaltedError) as error:
             self._deliver([(stream, error)])
         else:
             self._streams[request.request_id] = stream
@@ -195,9 +279,17 @@ class AsyncEngine:
         try:
             if self._error is not None:
                 raise self._error
-            future.set_result(function())
+            result = function()
         except Exception as error:  # noqa: BLE001 - the caller gets it
             future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def _operate(self, operation: Callable[[Control], T]) -> T:
+        try:
+            return operation(self._engine.control)
+        finally:
+            self._deliver_outputs(self._engine.take_outputs())
 
     def _stop(self, drain: bool) -> None:
         self._stopping = True

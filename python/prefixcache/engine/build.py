@@ -23,13 +23,16 @@ from prefixcache.engine.cuda import (
     trial_blocks,
 )
 from prefixcache.engine.engine import Engine, EngineParts
+from prefixcache.engine.memory import ModelMemory
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_groups
-from prefixcache.kv.tensors import allocate_kv, choose_num_blocks
+from prefixcache.kv.tensors import KVMemory, choose_num_blocks
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.llama import LlamaModel
-from prefixcache.models.registry import choose_dtype, load_model
+from prefixcache.models.registry import choose_dtype, load_model, make_model
+from prefixcache.models.replaceable import ReplaceableModel
+from prefixcache.runner.decoder import Decoder
 from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.tokenization.detokenizer import IncrementalDetokenizer
@@ -81,9 +84,29 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     device = choose_device(config)
     dtype = choose_dtype(config.dtype, model_config.checkpoint_dtype, device)
     tokenizer = Tokenizer.from_folder(folder)
+    cpu = _kernel_threads(config, device)
     model, attention, num_blocks, max_model_len = _model_and_pool(
-        config, model_config, folder, dtype, device
+        config, model_config, folder, dtype, device, cpu
     )
+    weights = ReplaceableModel(
+        model,
+        partial(
+            make_model,
+            model_config,
+            dtype=dtype,
+            device=device,
+            max_positions=max_model_len,
+            cpu=cpu,
+        ),
+        folder,
+    )
+    kv = _kv_memory(config, model, attention, num_blocks)
+    runner = _runner(config, weights, attention, max_model_len, device)
+    memory = ModelMemory(
+        weights, kv, runner, lambda: make_graphs(config, weights.loaded, attention, max_model_len)
+    )
+    memory.make_kv()
+    memory.settle()
     batch_invariant = attention.batch_invariant and config.keeps_batch_invariant(device.type)
     cache = CacheManager(
         num_blocks,
@@ -102,12 +125,13 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
             enable_prefix_caching=config.cache.enable_prefix_caching,
         ),
         cache=cache,
-        runner=_runner(config, model, attention, max_model_len),
+        runner=runner,
         make_detokenizer=partial(IncrementalDetokenizer, tokenizer),
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids or [*map(int, tokenizer.eos_token_ids)],
         max_model_len=max_model_len,
         seed=config.seed,
+        memory=memory,
     )
     logger.info(
         "KV cache: %d blocks of %d tokens; context length %d tokens.",
@@ -155,12 +179,12 @@ def _model_and_pool(
     folder: Path,
     dtype: torch.dtype,
     device: torch.device,
+    cpu: Cpu | None,
 ) -> tuple[LlamaModel, AttentionBackend, int, int]:
-    """The loaded model, its attention over a pool, and the pool's blocks and context length.
+    """The loaded model, its attention without a pool, the pool's blocks and the context length.
 
     Where a trial step sizes the pool, the model must be there first.
     """
-    cpu = _kernel_threads(config, device)
     load = partial(load_model, model_config, folder, dtype=dtype, device=device, cpu=cpu)
     if is_sized_by_trial(config, device):
         longest = config.scheduler.context_length(model_config)
@@ -173,7 +197,6 @@ def _model_and_pool(
         max_model_len = _max_model_len(config, model_config, num_blocks)
         model = load(max_positions=max_model_len)
         attention = _attention(config, model, cpu)
-    _bind_kv(config, model, attention, num_blocks)
     return model, attention, num_blocks, max_model_len
 
 
@@ -194,30 +217,33 @@ def _attention(config: EngineConfig, model: LlamaModel, cpu: Cpu | None) -> Atte
     return make_attention(config.attention, model.attention_spec, options)
 
 
-def _bind_kv(
+def _kv_memory(
     config: EngineConfig, model: LlamaModel, attention: AttentionBackend, num_blocks: int
-) -> None:
+) -> KVMemory:
     (group,) = kv_groups(model.config)
-    kv_layers = allocate_kv(
-        group,
-        attention,
+    return KVMemory(
+        group=group,
+        backend=attention,
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
         dtype=model.dtype,
         device=model.device,
     )
-    attention.bind(kv_layers)
 
 
 def _runner(
-    config: EngineConfig, model: LlamaModel, attention: AttentionBackend, max_model_len: int
+    config: EngineConfig,
+    model: Decoder,
+    attention: AttentionBackend,
+    max_model_len: int,
+    device: torch.device,
 ) -> ModelRunner:
+    """A runner without graphs: those need the KV tensors."""
     return ModelRunner(
         model,
         attention,
         max_tokens=config.scheduler.max_num_batched_tokens,
         max_seqs=config.scheduler.max_num_seqs,
         max_pages=-(-max_model_len // config.cache.block_size),
-        device=model.device,
-        graphs=make_graphs(config, model, attention, max_model_len),
+        device=device,
     )

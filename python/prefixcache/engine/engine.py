@@ -12,7 +12,9 @@ from typing import Protocol
 import numpy as np
 
 from prefixcache.engine.control import Control
+from prefixcache.engine.memory import Memory
 from prefixcache.engine.output import Answer, Detokenizer
+from prefixcache.engine.stats import PrefixCacheStats
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.cache_manager import CacheManager
@@ -57,14 +59,16 @@ class EngineParts:
     eos_token_ids: Collection[int]
     max_model_len: int
     seed: int = 0
+    memory: Memory | None = None
 
 
 class Engine:
-    """Serves requests step by step.
+    """Serves requests step by step, while `control` does not hold it back.
 
     Only `check` and `metrics` may be used from a thread other than the loop's. A request
     that fails ends with `finish_reason` "error"; a step that fails ends its requests so, and
-    `EngineDeadError` is raised when steps keep failing.
+    `EngineDeadError` is raised when steps keep failing. What `control` does to requests is told by
+    `take_outputs`.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -79,15 +83,24 @@ class Engine:
         self._answers: dict[str, Answer] = {}
         self._failed_steps = 0
         self._cache_usage = 0.0
-        self.control = Control(parts.cache)
+        self._outbox: list[RequestOutput] = []
+        self.control = Control(self, parts.cache, parts.memory)
         self.metrics = Metrics(self._gauges)
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has something to do."""
+        """Whether any request waits or runs."""
         return self._scheduler.has_unfinished()
 
+    def has_work(self) -> bool:
+        """Whether `step` has something to do, and may do it."""
+        return self._scheduler.has_unfinished() and not self.control.is_halted
+
     def check(self, request: Request) -> None:
-        """Raises `InvalidRequestError` when the request cannot be served. From any thread."""
+        """Raises `InvalidRequestError` when the request cannot be served. From any thread.
+
+        Raises `EngineHaltedError` while the engine sleeps.
+        """
+        self.control.raise_if_sleeping()
         _check_token_ids(request.prompt_token_ids, self._vocab_size)
         for token_id in request.params.logit_bias:
             if not 0 <= token_id < self._vocab_size:
@@ -99,7 +112,7 @@ class Engine:
         self._scheduler.check(request)
 
     def add_request(self, request: Request) -> None:
-        """Lets the request wait for its turn. Raises `InvalidRequestError` as `check` does."""
+        """Lets the request wait for its turn. Raises what `check` does."""
         self.check(request)
         if request.request_id in self._answers:
             raise InvalidRequestError(
@@ -118,6 +131,29 @@ class Engine:
         known = self._scheduler.finish(request_ids)
         self._cache_usage = self._cache.usage
         return [self._end(request_id, "abort") for request_id in known]
+
+    def abort_all(self) -> None:
+        """Ends all requests."""
+        self._outbox += self.abort(list(self._answers))
+
+    def requeue_all(self) -> None:
+        """Takes the blocks of all requests back; what they generated stays."""
+        self._scheduler.requeue_running()
+        self._cache_usage = self._cache.usage
+
+    def restart_all(self) -> None:
+        """Takes the blocks of all requests back and lets their answers begin anew."""
+        for request_id in self._scheduler.restart_all():
+            answer = self._answers[request_id]
+            output = answer.restart(self._make_detokenizer(answer.request.params))
+            if output is not None:
+                self._outbox.append(output)
+        self._cache_usage = self._cache.usage
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """What happened to requests between steps since the last call."""
+        outputs, self._outbox = self._outbox, []
+        return outputs
 
     def step(self) -> list[RequestOutput]:
         """Computes one step and returns what it added to each request.
@@ -149,6 +185,30 @@ class Engine:
     def stats(self) -> dict[str, int]:
         """Lifetime counters of the cache, and blocks by state."""
         return self._cache.stats()
+
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """The prefix cache in numbers."""
+        scheduler, control, core = self._scheduler, self.control, self._cache.stats()
+        counter = scheduler.hit_counter
+        return PrefixCacheStats(
+            enabled=scheduler.caches_prefixes,
+            queries=counter.queries,
+            hits=counter.hits,
+            queried_tokens=counter.queried_tokens,
+            hit_tokens=counter.hit_tokens,
+            recent_queries=counter.num_recent,
+            recent_hit_ratio=counter.recent_ratio,
+            evictions=core["evictions"],
+            preemptions=scheduler.num_preemptions,
+            num_blocks=self._cache.num_blocks,
+            blocks_in_use=core["blocks_in_use"],
+            free_blocks=core["free_blocks"],
+            cached_blocks=core["cached_blocks"],
+            block_size=self._cache.block_size,
+            weight_version=control.weight_version,
+            is_sleeping=control.is_sleeping,
+            is_paused=control.is_paused,
+        )
 
     def _compute(self, plan: StepPlan) -> tuple[list[SequenceOutput], float]:
         self._cache.fill(plan, self._runner.block_tables)

@@ -51,6 +51,19 @@ class Answer:
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._last_token_time: float | None = None
 
+    def restart(self, detokenizer: Detokenizer) -> RequestOutput | None:
+        """Begins anew, with an unused detokenizer; says so where tokens were handed out."""
+        begun = self._num_tokens > 0
+        self._detokenizer = detokenizer
+        self._num_tokens = self._num_cached_tokens = 0
+        self._prompt_logprobs = [None]
+        if not begun:
+            return None
+        length = len(self.request.prompt_token_ids)
+        return RequestOutput(
+            request_id=self.request.request_id, num_prompt_tokens=length, restarted=True
+        )
+
     def add_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """Takes those that follow positions `start`, `start + 1`, ...; known ones are skipped."""
         known = len(self._prompt_logprobs) - 1 - start

@@ -156,6 +156,15 @@ class CacheManager:
         """Forgets all cached prefixes; running requests keep their blocks."""
         self._cache.clear_cache_index()
 
+    @property
+    def weight_version(self) -> int:
+        """Counts the changes of the weights; part of every block's hash."""
+        return self._cache.weight_version
+
+    def new_weight_version(self) -> int:
+        """`reset`, and nothing computed so far can be found or published from now on."""
+        return self._cache.new_weight_version()
+
     def _of(self, request_ids: Sequence[str]) -> list[CoreSequence]:
         sequences = self._sequences
         return [sequences[request_id] for request_id in request_ids]

@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -51,6 +52,47 @@ def choose_num_blocks(
             f"but only {budget} bytes are allowed (kv_cache_memory)."
         )
     return budget // block_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVMemory:
+    """The KV tensors of one group, bound to the backend that reads and writes them.
+
+    `num_blocks` counts the null block, which alone is kept while the memory is given up.
+    """
+
+    group: KVGroup
+    backend: AttentionBackend
+    num_blocks: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def allocate(self) -> None:
+        """Binds zeroed tensors of all blocks. Raises `OutOfMemoryError`."""
+        self._bind(self.num_blocks)
+
+    def give_up(self) -> None:
+        """Gives the memory back to the system; its content is lost."""
+        self._bind(1)
+        give_back(self.device)
+
+    def _bind(self, num_blocks: int) -> None:
+        kv_layers = allocate_kv(
+            self.group,
+            self.backend,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.backend.bind(kv_layers)
+
+
+def give_back(device: torch.device) -> None:
+    """Hands memory that torch holds unused on a GPU to the driver; a CPU's went at once."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def allocate_kv(

@@ -33,10 +33,22 @@ def load_model(
     model runs on ops whose rows do not depend on the batch, with those threads. Raises
     `ModelLoadError` naming the tensor and the file when weights do not fit the configuration.
     """
-    builder = Builder(make_ops(dtype, device, cpu))
-    model = LlamaModel(config, builder, max_positions or config.max_context_length)
+    model = make_model(config, dtype=dtype, device=device, max_positions=max_positions, cpu=cpu)
     load_folder(model.slots, folder, device, model.ignored_names)
     return model
+
+
+def make_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_positions: int | None = None,
+    cpu: Cpu | None = None,
+) -> LlamaModel:
+    """The model of `load_model` with its weights undefined: for somebody who writes them all."""
+    builder = Builder(make_ops(dtype, device, cpu))
+    return LlamaModel(config, builder, max_positions or config.max_context_length)
 
 
 def choose_dtype(asked: DType, checkpoint: str | None, device: torch.device) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class Slot:
 
 
 Slots = Mapping[str, Slot]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def load_folder(slots: Slots, folder: Path, device: torch.device, ignored: Iterable[str]) -> None:
@@ -49,9 +50,41 @@ def load_folder(slots: Slots, folder: Path, device: torch.device, ignored: Itera
     files = _checkpoint_files(folder)
     skipped = frozenset(ignored)
     tensors = (one for one in _read(files, device) if one.name not in skipped)
-    missing = slots.keys() - copy_into(slots, tensors)
+    _check_complete(slots.keys() - copy_into(slots, tensors), folder)
+
+
+def check_folder(shapes: Shapes, folder: Path, ignored: Iterable[str]) -> None:
+    """Raises what `load_folder` would, from the files' headers alone: no weight is read."""
+    skipped = frozenset(ignored)
+    found: set[str] = set()
+    for file in _checkpoint_files(folder):
+        for name, shape in _read_shapes(file):
+            if name not in skipped:
+                check_shape(shapes, name, shape, file.name)
+                found.add(name)
+    _check_complete(shapes.keys() - found, folder)
+
+
+def check_shape(shapes: Shapes, name: str, shape: Sequence[int], source: str) -> None:
+    """Raises `ModelLoadError` unless the model has a tensor of this name and shape."""
+    wanted = shapes.get(name)
+    if wanted is None:
+        raise ModelLoadError(f"{source} holds an unexpected tensor {name}.")
+    if tuple(shape) != wanted:
+        raise ModelLoadError(
+            f"{name} in {source} has shape {list(shape)}, "
+            f"the model's configuration needs {list(wanted)}."
+        )
+
+
+def shapes_of(slots: Slots) -> dict[str, tuple[int, ...]]:
+    """The shape each of the checkpoint's tensors must have."""
+    return {name: slot.shape for name, slot in slots.items()}
+
+
+def _check_complete(missing: Collection[str], folder: Path) -> None:
     if missing:
-        raise ModelLoadError(f"The weights in {folder} lack {_listed(missing)}.")
+        raise ModelLoadError(f"The weights in {folder} lack {listed(missing)}.")
 
 
 @torch.inference_mode()
@@ -61,17 +94,11 @@ def copy_into(slots: Slots, tensors: Iterable[NamedTensor]) -> set[str]:
     Raises `ModelLoadError` for a name without a slot or a wrong shape; tensors before it are
     written.
     """
+    shapes = shapes_of(slots)
     written: set[str] = set()
     for one in tensors:
-        slot = slots.get(one.name)
-        if slot is None:
-            raise ModelLoadError(f"{one.source} holds an unexpected tensor {one.name}.")
-        if tuple(one.tensor.shape) != slot.shape:
-            raise ModelLoadError(
-                f"{one.name} in {one.source} has shape {list(one.tensor.shape)}, "
-                f"the model's configuration needs {list(slot.shape)}."
-            )
-        slot.write(one.tensor)
+        check_shape(shapes, one.name, one.tensor.shape, one.source)
+        slots[one.name].write(one.tensor)
         written.add(one.name)
     return written
 
@@ -122,7 +149,18 @@ def _read_file(file: Path, device: torch.device) -> Iterator[NamedTensor]:
         raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
 
 
-def _listed(names: Iterable[str]) -> str:
+def _read_shapes(file: Path) -> Iterator[tuple[str, list[int]]]:
+    """Names and shapes; opening the file also checks that all of its data is there."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (not a mapping)
+                yield name, opened.get_slice(name).get_shape()
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for an error message, the first few of them."""
     ordered = sorted(names)
     shown = ", ".join(ordered[:_LISTED_NAMES])
     rest = len(ordered) - _LISTED_NAMES

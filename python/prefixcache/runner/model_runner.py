@@ -55,7 +55,7 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._attention = attention
-        self._graphs = graphs
+        self.graphs = graphs
         self._buffers = StepBuffers(
             max_tokens=max_tokens, max_seqs=max_seqs, max_pages=max_pages, device=device
         )
@@ -84,8 +84,8 @@ class ModelRunner:
         """
         batch = self._buffers.load(plan, self._sampled_R)
         inputs = [s.sampling for s in plan.sequences if s.sampling is not None]
-        if self._graphs is not None and self._graphs.fits(batch):
-            decoded = self._graphs.run(batch)
+        if self.graphs is not None and self.graphs.fits(batch):
+            decoded = self.graphs.run(batch)
             return self._choose(plan, inputs, decoded.logits_SV, decoded.token_ids_S)
         hidden_TE = self._forward(batch)
         logits_RV = self._model.compute_logits(hidden_TE[batch.sampled_rows_R]) if inputs else None

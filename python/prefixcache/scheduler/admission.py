@@ -8,6 +8,7 @@ from enum import Enum, auto
 
 from prefixcache.config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.scheduler.hit_counter import HitCounter
 from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.scheduler.state import RequestState
 
@@ -27,9 +28,9 @@ class Admission:
     """Starts a request when its whole prompt fits: hits first, new blocks for the rest.
 
     Slots for all known tokens, in whole blocks, are taken at once, so that two long prompts that
-    arrive together cannot each hold half of the pool and preempt one another. The token counters
-    count first starts alone, not the returns of preempted requests; `num_below_threshold` counts by
-    whose threshold it was, "request" or "global".
+    arrive together cannot each hold half of the pool and preempt one another. `counter` counts
+    first starts alone, not the returns of preempted requests; `num_below_threshold` counts by whose
+    threshold it was, "request" or "global".
     """
 
     def __init__(
@@ -44,9 +45,8 @@ class Admission:
         self._block_size = cache.block_size
         self._in_flight = in_flight
         self._global_threshold = config.global_cache_hit_threshold
-        self._enabled = enable_prefix_caching
-        self.num_queried_tokens = 0
-        self.num_hit_tokens = 0
+        self.enabled = enable_prefix_caching
+        self.counter = HitCounter()
         self.num_below_threshold: Counter[str] = Counter()
 
     def start(self, state: RequestState) -> Verdict:
@@ -65,17 +65,13 @@ class Admission:
         state.num_computed_tokens = state.num_published_tokens = taken
         if state.num_cached_tokens is None:
             state.num_cached_tokens = taken
-            self._count(state.num_tokens, taken)
+            if self.enabled:
+                self.counter.add(state.num_tokens, taken)
         return Verdict.STARTED
-
-    def _count(self, queried: int, hit: int) -> None:
-        if self._enabled:
-            self.num_queried_tokens += queried
-            self.num_hit_tokens += hit
 
     def _matched_tokens(self, state: RequestState) -> int:
         """Tokens in leading full blocks that are cached and may be read."""
-        if not (self._enabled and state.request.cache.read):
+        if not (self.enabled and state.request.cache.read):
             return 0
         return self._cache.count_hits(state.request_id)
 

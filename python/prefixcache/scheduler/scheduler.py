@@ -21,6 +21,7 @@ from prefixcache.exceptions import RequestTooLargeError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.request import FinishReason, Request
 from prefixcache.scheduler.admission import Admission, Verdict
+from prefixcache.scheduler.hit_counter import HitCounter
 from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestState
@@ -101,12 +102,22 @@ class Scheduler:
     @property
     def num_queried_tokens(self) -> int:
         """Prompt tokens looked up in the prefix cache."""
-        return self._admission.num_queried_tokens
+        return self._admission.counter.queried_tokens
 
     @property
     def num_hit_tokens(self) -> int:
         """Prompt tokens found there."""
-        return self._admission.num_hit_tokens
+        return self._admission.counter.hit_tokens
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether requests are looked up in the prefix cache at all."""
+        return self._admission.enabled
+
+    @property
+    def hit_counter(self) -> HitCounter:
+        """Hits of the requests that started."""
+        return self._admission.counter
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
@@ -183,6 +194,20 @@ class Scheduler:
             self._cache.free(known)
         return known
 
+    def requeue_running(self) -> None:
+        """Takes all blocks back; the requests wait for their return with what they generated."""
+        while self._running:
+            self._requeue_last()
+
+    def restart_all(self) -> list[str]:
+        """Takes all blocks back and lets every answer begin anew; returns ids of those begun."""
+        self.requeue_running()
+        begun = [state for state in self._states.values() if state.num_cached_tokens is not None]
+        for state in begun:
+            state.begin_anew()
+            self._cache.start(state.request)
+        return [state.request_id for state in begun]
+
     def take_refused(self) -> list[Refusal]:
         """Requests that `schedule` gave up on since the last call."""
         refused, self._refused = self._refused, []
@@ -240,12 +265,15 @@ class Scheduler:
         return -(-num_tokens // size) * size
 
     def _preempt_last(self) -> RequestState:
+        self.num_preemptions += 1
+        return self._requeue_last()
+
+    def _requeue_last(self) -> RequestState:
         state = self._running.pop()
         self._withdraw(state)
         self._cache.release([state.request_id])
         state.restart()
         self._waiting.push(state)
-        self.num_preemptions += 1
         return state
 
     def _start_waiting(self, chunks: list[_Chunk]) -> None:

@@ -73,6 +73,14 @@ class RequestState:
         wanted = self.request.params.prompt_logprobs is not None
         return wanted and self.num_prompt_logprobs < self._prompt_length - 1
 
+    def begin_anew(self) -> None:
+        """Nothing is computed, and nothing was generated."""
+        self.output_token_ids.clear()
+        self.num_tokens = self._prompt_length
+        self.num_prompt_logprobs = 0
+        self.num_cached_tokens = None
+        self.restart()
+
     def restart(self) -> None:
         """Nothing is computed (any more); the tokens stay."""
         self.num_computed_tokens = 0

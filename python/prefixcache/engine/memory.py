@@ -1,0 +1,126 @@
+"""What an engine keeps in memory, and gives back when it sleeps: weights, KV, captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from prefixcache.kv.tensors import KVMemory, give_back
+from prefixcache.models.replaceable import ReplaceableModel
+from prefixcache.runner.cuda_graph import DecodeGraphs
+from prefixcache.runner.model_runner import ModelRunner
+
+
+class Weights(Protocol):
+    """The part of `models.replaceable.ReplaceableModel` that control needs; see there."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the weights are there, every one of them."""
+        ...
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that holds just these weights; None when some came from elsewhere."""
+        ...
+
+    def check_folder(self, folder: Path) -> None:
+        """Raises `ModelLoadError` unless `load` can load it. From any thread."""
+        ...
+
+    def check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises `ModelLoadError` unless `write` can write them."""
+        ...
+
+    def check_all_named(self, names: Collection[str]) -> None:
+        """Raises `ModelLoadError` unless every weight is named."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Takes all weights from a folder."""
+        ...
+
+    def write(self, tensors: Mapping[str, Tensor]) -> set[str]:
+        """Replaces some weights; returns their names."""
+        ...
+
+    def missing(self) -> set[str]:
+        """Weights that are not there."""
+        ...
+
+    def give_up(self) -> None:
+        """Frees the weights' memory."""
+        ...
+
+
+class Memory(Protocol):
+    """What control needs of `ModelMemory`."""
+
+    @property
+    def weights(self) -> Weights:
+        """The weights, there or not."""
+        ...
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether the KV tensors are there."""
+        ...
+
+    def make_kv(self) -> None:
+        """Allocates the KV tensors."""
+        ...
+
+    def give_up_kv(self) -> None:
+        """Frees the KV tensors' memory."""
+        ...
+
+    def settle(self) -> None:
+        """To be called when weights or KV tensors were given up or made."""
+        ...
+
+
+class ModelMemory:
+    """One model's memory; the KV tensors are still to be made.
+
+    `make_graphs` captures the model's decodes, or gives None where that is not done. Captured
+    graphs hold the addresses of weights and KV tensors: they go when either goes, and are made
+    again when both are back.
+    """
+
+    def __init__(
+        self,
+        weights: ReplaceableModel,
+        kv: KVMemory,
+        runner: ModelRunner,
+        make_graphs: Callable[[], DecodeGraphs | None],
+    ) -> None:
+        self.weights = weights
+        self.has_kv = False
+        self._kv = kv
+        self._runner = runner
+        self._make_graphs = make_graphs
+        self._has_graphs = False
+
+    def make_kv(self) -> None:
+        """Allocates the KV tensors, zeroed. Raises `OutOfMemoryError`."""
+        self._kv.allocate()
+        self.has_kv = True
+
+    def give_up_kv(self) -> None:
+        """Frees the KV tensors' memory."""
+        self.has_kv = self._has_graphs = False
+        self._runner.graphs = None
+        self._kv.give_up()
+
+    def settle(self) -> None:
+        """Drops graphs that point nowhere and makes those that are due."""
+        if not (self.has_kv and self.weights.complete):
+            self._runner.graphs = None
+            self._has_graphs = False
+            give_back(self._kv.device)
+        elif not self._has_graphs:
+            self._runner.graphs = self._make_graphs()
+            self._has_graphs = True

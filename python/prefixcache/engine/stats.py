@@ -1,0 +1,35 @@
+"""The prefix cache in numbers, for one look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixCacheStats:
+    """The cache between two steps.
+
+    Counted over the engine's lifetime, whatever becomes of weights and cache: `queries` and `hits`
+    are requests looked up and those with a hit, `queried_tokens` and `hit_tokens` their tokens,
+    `evictions` blocks whose content was overwritten. `recent_hit_ratio` is the cached share, 0 to
+    1, of the tokens of the last `recent_queries` requests, at most 1000. Blocks are `blocks_in_use`
+    by requests or `free_blocks`, `num_blocks` together; `cached_blocks` of both can be hit.
+    """
+
+    enabled: bool
+    queries: int
+    hits: int
+    queried_tokens: int
+    hit_tokens: int
+    recent_queries: int
+    recent_hit_ratio: float
+    evictions: int
+    preemptions: int
+    num_blocks: int
+    blocks_in_use: int
+    free_blocks: int
+    cached_blocks: int
+    block_size: int
+    weight_version: int
+    is_sleeping: bool
+    is_paused: bool

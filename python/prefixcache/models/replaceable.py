@@ -1,0 +1,187 @@
+"""A model whose weights can be replaced, given up, and made again while others keep using it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from prefixcache.attention.base import AttentionBackend
+from prefixcache.config import GenerationDefaults, ModelConfig
+from prefixcache.exceptions import ConfigError, ModelLoadError
+from prefixcache.models.llama import LlamaModel
+from prefixcache.models.weights import (
+    NamedTensor,
+    check_folder,
+    check_shape,
+    copy_into,
+    listed,
+    load_folder,
+    shapes_of,
+)
+
+logger = logging.getLogger(__name__)
+
+_GIVEN_TENSOR = "The update"
+
+
+class ReplaceableModel:
+    """Stands for a model to those who compute with it, whatever becomes of its weights.
+
+    `make` makes the model anew with undefined weights, and `folder` is where those of `model` came
+    from. Weights are usable when every tensor was written (`complete`). Letters of shapes: T tokens
+    in the step, E hidden size, R rows whose logits are wanted, V vocabulary.
+    """
+
+    def __init__(self, model: LlamaModel, make: Callable[[], LlamaModel], folder: Path) -> None:
+        self._model: LlamaModel | None = model
+        self._make = make
+        self._folder: Path | None = folder
+        self._config = model.config
+        self._shapes = shapes_of(model.slots)
+        self._ignored = model.ignored_names
+        self._unwritten: set[str] = set()
+
+    @property
+    def loaded(self) -> LlamaModel:
+        """The model itself. Raises `RuntimeError` while it is given up."""
+        if self._model is None:
+            raise RuntimeError("The model's weights are given up.")
+        return self._model
+
+    @property
+    def complete(self) -> bool:
+        """Whether the weights are there, every one of them."""
+        return self._model is not None and not self._unwritten
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that holds just these weights; None when some came from elsewhere."""
+        return self._folder
+
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionBackend
+    ) -> Tensor:
+        """Hidden states [T, E]."""
+        return self.loaded.forward(token_ids_T, positions_T, attention)
+
+    def compute_logits(self, hidden_RE: Tensor) -> Tensor:
+        """Logits [R, V], float32."""
+        return self.loaded.compute_logits(hidden_RE)
+
+    def check_folder(self, folder: Path) -> None:
+        """Raises `ModelLoadError` unless the folder holds weights of this very model.
+
+        Reads its configuration and the headers of its files. From any thread.
+        """
+        try:
+            config = ModelConfig.from_hf(folder)
+        except ConfigError as error:
+            raise ModelLoadError(str(error)) from error
+        _check_same(self._config, config, folder)
+        check_folder(self._shapes, folder, self._ignored)
+
+    def load(self, folder: Path) -> None:
+        """Writes all weights of a checked folder, in place if they are there.
+
+        Raises `ModelLoadError` when the folder has changed meanwhile; the weights before are then
+        back, or given up where no folder holds them.
+        """
+        before = self._folder if self.complete else None
+        try:
+            self._load(folder)
+        except BaseException:
+            self._restore(before)
+            raise
+
+    def check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises `ModelLoadError` for a name or a shape that is none of this model's."""
+        for name, tensor in tensors.items():
+            _check_is_weight(name, tensor)
+            if name not in self._ignored:
+                check_shape(self._shapes, name, tensor.shape, _GIVEN_TENSOR)
+
+    def check_all_named(self, names: Collection[str]) -> None:
+        """Raises `ModelLoadError` when a tensor of the model is not among `names`."""
+        missing = self._shapes.keys() - set(names)
+        if missing:
+            raise ModelLoadError(f"{_GIVEN_TENSOR} lacks {listed(missing)}.")
+
+    def write(self, tensors: Mapping[str, Tensor]) -> set[str]:
+        """Replaces the named weights in place; returns their names.
+
+        Raises as `check_tensors`, and then nothing is replaced.
+        """
+        self.check_tensors(tensors)
+        if self._model is None:
+            self._model = self._make()
+            self._unwritten = set(self._shapes)
+        self._folder = None
+        written = copy_into(
+            self.loaded.slots,
+            (
+                NamedTensor(name, tensor, _GIVEN_TENSOR)
+                for name, tensor in tensors.items()
+                if name not in self._ignored
+            ),
+        )
+        self._unwritten -= written
+        return written
+
+    def missing(self) -> set[str]:
+        """Weights that were never written since the model was made again."""
+        return set(self._unwritten) if self._model is not None else set(self._shapes)
+
+    def give_up(self) -> None:
+        """Frees the weights' memory."""
+        self._model = None
+        self._unwritten = set()
+
+    def _restore(self, folder: Path | None) -> None:
+        """Undoes a load that broke off: half-replaced weights must never compute anything."""
+        try:
+            if folder is None:
+                self.give_up()
+            else:
+                self._load(folder)
+        except ModelLoadError:
+            logger.exception("The weights of %s are gone too.", folder)
+            self.give_up()
+
+    def _load(self, folder: Path) -> None:
+        model = self._model or self._make()
+        load_folder(model.slots, folder, model.device, self._ignored)
+        self._model = model
+        self._unwritten = set()
+        self._folder = folder
+
+
+def _check_is_weight(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.is_meta:
+        raise ModelLoadError(f"{name} must be a torch tensor of floating-point numbers.")
+
+
+def _check_same(mine: ModelConfig, other: ModelConfig, folder: Path) -> None:
+    """Weights are all that may differ; what a tokenizer or a client reads does not matter here."""
+    mine, other = _without_defaults(mine), _without_defaults(other)
+    names = [field.name for field in dataclasses.fields(ModelConfig)]
+    wrong = [name for name in names if getattr(mine, name) != getattr(other, name)]
+    if wrong:
+        name = wrong[0]
+        raise ModelLoadError(
+            f"{folder} holds another model: its {name} is {getattr(other, name)!r}, "
+            f"that of the model served is {getattr(mine, name)!r}."
+        )
+
+
+def _without_defaults(config: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(
+        config,
+        checkpoint_dtype=None,
+        bos_token_id=None,
+        eos_token_ids=(),
+        generation=GenerationDefaults(),
+    )

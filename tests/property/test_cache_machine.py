@@ -44,10 +44,18 @@ class CacheMachine(RuleBasedStateMachine):
         num_blocks=st.integers(MAX_BLOCKS // 2, MAX_BLOCKS),
         order=st.sampled_from(["unhashed_first", "append"]),
         threads=st.sampled_from(["single_writer", "shared"]),
+        lru_only=st.booleans(),
     )
     def start(
-        self, block_size: int, groups: int, num_blocks: int, order: str, threads: str
+        self,
+        block_size: int,
+        groups: int,
+        num_blocks: int,
+        order: str,
+        threads: str,
+        lru_only: bool,
     ) -> None:
+        self.lru_only = lru_only  # neither pins nor resizes: the core then finds hits by bisection
         self.real = PrefixCache(
             num_blocks,
             block_size,
@@ -211,7 +219,7 @@ class CacheMachine(RuleBasedStateMachine):
     def new_weights(self) -> None:
         self.both("new_weight_version")
 
-    @precondition(lambda self: self.pairs)
+    @precondition(lambda self: self.pairs and not self.lru_only)
     @rule(data=st.data(), num_tokens=st.integers(0, 50))
     def pin(self, data: st.DataObject, num_tokens: int) -> None:
         self.both("pin", data.draw(st.sampled_from(self.pairs)), num_tokens)
@@ -225,6 +233,7 @@ class CacheMachine(RuleBasedStateMachine):
     def demote(self, count: int) -> None:
         self.both("demote", count)
 
+    @precondition(lambda self: not self.lru_only)
     @rule(num_blocks=st.integers(2, MAX_BLOCKS))
     def resize(self, num_blocks: int) -> None:
         self.both("resize", num_blocks)

@@ -13,7 +13,7 @@ use crate::hash::{ChainConfig, Extras, HashChain, Scope, root};
 use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
 use crate::sequence::{BlockHashes, Holding, Sequence};
 use crate::store::{BlockKey, BlockStore, Registration};
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicBool, AtomicU64, Ordering};
 
 /// A block that was registered while another block already held the same content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +51,8 @@ pub struct PrefixCache<S> {
     store: S,
     chain_config: Arc<ChainConfig>,
     weight_version: AtomicU64,
+    /// Whether pins or a smaller size may have let a block be evicted before one that follows it.
+    disordered: AtomicBool,
     queries: AtomicU64,
     hits: AtomicU64,
 }
@@ -63,6 +65,7 @@ impl<S: BlockStore> PrefixCache<S> {
             store,
             chain_config: Arc::new(chain_config),
             weight_version: AtomicU64::new(0),
+            disordered: AtomicBool::new(false),
             queries: AtomicU64::new(0),
             hits: AtomicU64::new(0),
         })
@@ -119,8 +122,30 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// Leading blocks that every group has.
     fn count_leading_hits(&self, hashes: &[BlockHash]) -> usize {
+        if self.keeps_prefixes() {
+            return hashes.partition_point(|&hash| self.is_hit(hash));
+        }
         let keys = hashes.iter().flat_map(|&hash| self.keys_of(hash));
         self.store.count_leading(keys) / self.num_groups()
+    }
+
+    /// Whether a block hits only if all before it do, so that a binary search finds the last hit.
+    ///
+    /// A block is registered by a sequence that holds a cached block for each position before it, and
+    /// whoever takes it as a hit holds such blocks too. Whoever releases it last releases theirs after
+    /// it, and they are touched only to stand later in line. So in LRU order it is evicted first. Pins
+    /// break that order, and so does whatever else than eviction takes content away.
+    ///
+    /// A commit looks at every block again: beside a writer a count may be out of date in any case.
+    fn keeps_prefixes(&self) -> bool {
+        // Relaxed: see above, a count that comes too late is only out of date.
+        let in_order = !self.disordered.load(Ordering::Relaxed);
+        in_order && self.chain_config.groups.need_whole_prefixes() && self.store.evicts_in_order()
+    }
+
+    fn is_hit(&self, hash: BlockHash) -> bool {
+        self.keys_of(hash)
+            .all(|key| self.store.lookup(&key).is_some())
     }
 
     fn keys_of(&self, hash: BlockHash) -> impl Iterator<Item = BlockKey> {
@@ -469,13 +494,14 @@ impl<S: BlockStore> PrefixCache<S> {
         self.with_hits(sequence.hashes(), |blocks| self.store.unpin(blocks))
     }
 
-    /// Calls `act` on the leading blocks that hit, which are held meanwhile: no other thread can
+    /// Calls `act`, which sets pins, on the leading blocks that hit, which are held meanwhile: no other thread can
     /// recycle one between its being found and its being pinned.
     fn with_hits(
         &self,
         hashes: &[BlockHash],
         act: impl FnOnce(&[BlockId]) -> Result<usize, Misuse>,
     ) -> Result<usize, CacheError> {
+        self.disordered.store(true, Ordering::Relaxed);
         let Some(Taken { tables, .. }) = self.take(hashes, 0)? else {
             return Ok(0);
         };
@@ -484,6 +510,19 @@ impl<S: BlockStore> PrefixCache<S> {
         blocks.reverse();
         self.store.release(&blocks)?;
         Ok(changed)
+    }
+
+    /// Moves the oldest `count` free pinned blocks to the regular tier. Returns how many there were.
+    pub fn demote(&self, count: usize) -> usize {
+        self.store.demote(count)
+    }
+
+    // Size.
+
+    /// Sets the number of blocks as [`BlockStore::resize`] does.
+    pub fn resize(&self, num_blocks: usize) -> Result<usize, InvalidArgument> {
+        self.disordered.store(true, Ordering::Relaxed);
+        self.store.resize(num_blocks)
     }
 
     // Looking.

@@ -44,6 +44,13 @@ impl Groups {
         (0..self.0.len()).map(|index| GroupId::new(index as u16))
     }
 
+    /// Whether a block is needed for as long as any block after it.
+    #[must_use]
+    pub fn need_whole_prefixes(&self) -> bool {
+        let full = |spec: &GroupSpec| matches!(spec, GroupSpec::FullAttention);
+        self.0.iter().all(full)
+    }
+
     /// The groups in words, for the root of the hash chain.
     #[must_use]
     pub fn layout(&self) -> String {

@@ -39,6 +39,8 @@ mod content;
 mod give;
 #[cfg(all(test, loom))]
 mod models;
+#[cfg(all(test, shuttle, not(loom)))]
+mod schedules;
 mod size;
 mod take;
 #[cfg(all(test, not(any(loom, shuttle))))]
@@ -152,9 +154,10 @@ impl<M: Mode> BlockPool<M> {
         Some(pool)
     }
 
-    /// How many blocks lost valid content at their release because the ring was full.
+    /// How many blocks lost valid content at their release because the ring was full, or got none at
+    /// their registration because the index had no room for the key.
     ///
-    /// With the ring of [`Self::new`] this takes a thread that stalls in the middle of a release
+    /// With the ring of [`Self::new`] the first takes a thread that stalls in the middle of a release
     /// while others release some hundred thousand blocks.
     #[must_use]
     pub fn content_drops(&self) -> u64 {
@@ -200,6 +203,10 @@ impl<M: Mode> BlockStore for BlockPool<M> {
             true
         });
         count
+    }
+
+    fn evicts_in_order(&self) -> bool {
+        !M::SHARED && self.content_drops() == 0
     }
 
     fn commit(

@@ -121,6 +121,12 @@ pub trait BlockStore {
         keys.take_while(|key| self.lookup(key).is_some()).count()
     }
 
+    /// Whether a block has lost its content, so far, only by being handed out again or by a clear,
+    /// and all changes came from one thread.
+    fn evicts_in_order(&self) -> bool {
+        false
+    }
+
     /// Takes the blocks of the leading `keys` that hit, then `num_new` blocks from the front of the
     /// free line, all or none, and appends them to `out` in that order. Returns how many hits were
     /// taken: fewer than `keys` where one of them hits no more.

@@ -368,14 +368,14 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     fn demote(&self, count: &Bound<'_, PyAny>) -> PyResult<usize> {
         let count = number("count", count)?;
         let (core, _writing) = self.core_to_write()?;
-        Ok(on!(core, |cache| cache.store().demote(count)))
+        Ok(on!(core, |cache| cache.demote(count)))
     }
 
     /// Set the number of blocks, the null block counted. Returns how many above it are still held.
     fn resize(&self, num_blocks: &Bound<'_, PyAny>) -> PyResult<usize> {
         let num_blocks = number("num_blocks", num_blocks)?;
         let (core, _writing) = self.core_to_write()?;
-        let busy = on!(core, |cache| cache.store().resize(num_blocks));
+        let busy = on!(core, |cache| cache.resize(num_blocks));
         busy.map_err(IntoPyErr::into_py_err)
     }
 

@@ -304,6 +304,7 @@ impl<M: Mode> BlockPool<M> {
             self.contents.count::<M>(epoch, 1);
         } else {
             block.erase_content();
+            M::add(&self.counters.drops, 1);
         }
         self.end_claim(id, entered);
         // A shrinking thread that did not see the content is seen here, and the other way round; and

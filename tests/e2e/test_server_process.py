@@ -7,8 +7,10 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -17,8 +19,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
-from serving import events
+from prefixcache.cli import app
+from serving import events, wait_until
 
 _FLAGS = ["--dtype", "float32", "--num-blocks", "100", "--served-model-name", "tiny"]
 
@@ -122,3 +126,38 @@ def test_a_busy_port_is_told_at_once_and_the_example_works(folder, tmp_path):
         assert answer["choices"][0]["message"]["role"] == "assistant"
         os.kill(server.process.pid, signal.SIGINT)
         assert server.end() == 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_the_command_serves_until_it_is_told_to_stop(tiny_checkpoint, host):
+    """In this process, which asks itself from another thread and then stops itself."""
+    port = _free_port()
+    models: list[object] = []
+
+    def ask_and_stop() -> None:
+        wait_until(lambda: _is_healthy(port))
+        models.append(httpx.get(f"http://127.0.0.1:{port}/v1/models").json())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask_and_stop)
+    asking.start()
+    command = ["serve", str(tiny_checkpoint()), "--host", host, "--port", str(port), *_FLAGS]
+    result = CliRunner().invoke(app, command)
+    asking.join()
+    assert result.exit_code == 0
+    shown = "localhost" if host == "0.0.0.0" else host
+    assert f"curl http://{shown}:{port}/v1/chat/completions" in result.output
+    assert models
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").is_success
+    except httpx.ConnectError:
+        return False

@@ -231,10 +231,15 @@ pub(crate) mod faults {
         PLANTED.get().is_some()
     }
 
+    /// Plants a fault for the rest of the test.
+    pub(crate) fn plant(fault: Fault) {
+        PLANTED.set(Some(fault));
+    }
+
     /// Checks all interleavings of `model` with `fault` planted: it must fail.
     #[cfg(loom)]
     pub(crate) fn check_with(fault: Fault, model: impl Fn() + Sync + Send + 'static) {
-        PLANTED.set(Some(fault));
+        plant(fault);
         super::check(model);
     }
 }

@@ -1,0 +1,170 @@
+//! Random schedules of longer lives than a model check can exhaust: three threads that hit, allocate,
+//! register, pin, demote, clear, resize and release on a pool of few blocks and short rings.
+
+use std::sync::Arc;
+
+use shuttle::rand::{Rng, thread_rng};
+use shuttle::thread;
+
+use super::{BlockPool, Shared};
+use crate::id::{BlockHash, BlockId, GroupId};
+use crate::store::{BlockKey, BlockStore, FreeOrder, PoolConfig};
+use crate::sync::{AtomicU64, Fault, Ordering, faults};
+
+const BLOCKS: usize = 7;
+const CONTENTS: u64 = 6;
+const REQUESTS: usize = 6;
+
+/// Schedules for each test, or PREFIXCACHE_SCHEDULES of them.
+fn schedules() -> usize {
+    let asked = std::env::var("PREFIXCACHE_SCHEDULES").ok();
+    asked.and_then(|asked| asked.parse().ok()).unwrap_or(1500)
+}
+
+fn key(content: u64) -> BlockKey {
+    BlockKey::new(
+        BlockHash::from_bytes([content as u8; 32]),
+        GroupId::default(),
+    )
+}
+
+/// The pool, and beside it what its blocks hold.
+struct World {
+    pool: BlockPool<Shared>,
+    memory: Vec<AtomicU64>,
+}
+
+impl World {
+    fn new(free_order: FreeOrder, ring: usize) -> Arc<Self> {
+        let config = PoolConfig {
+            num_blocks: BLOCKS,
+            max_blocks: BLOCKS,
+            free_order,
+        };
+        let pool = BlockPool::with_ring_capacity(config, ring).unwrap();
+        let memory = (0..BLOCKS).map(|_| AtomicU64::new(0)).collect();
+        Arc::new(Self { pool, memory })
+    }
+
+    fn check(&self, block: BlockId, content: u64) {
+        let held = self.memory[block.index()].load(Ordering::SeqCst);
+        assert_eq!(held, content, "block {block} holds something else");
+    }
+
+    fn request(&self) {
+        let first = thread_rng().gen_range(0..CONTENTS);
+        let contents: Vec<u64> = (first..CONTENTS.min(first + 2)).collect();
+        let keys: Vec<BlockKey> = contents.iter().map(|&content| key(content)).collect();
+        let epoch = self.pool.epoch();
+        let mut blocks = Vec::new();
+        let Ok(hits) = self.pool.commit(&keys, 1, &mut blocks) else {
+            return;
+        };
+        for (&block, &content) in blocks[..hits].iter().zip(&contents) {
+            self.check(block, content);
+        }
+        if let Some(&content) = contents.get(hits) {
+            self.memory[blocks[hits].index()].store(content, Ordering::SeqCst);
+            let _ = self
+                .pool
+                .register(blocks[hits], key(content), epoch)
+                .unwrap();
+        }
+        self.do_something_rare(&blocks);
+        for (&block, &content) in blocks.iter().zip(&contents) {
+            self.check(block, content);
+        }
+        blocks.reverse();
+        self.pool.release(&blocks).unwrap();
+    }
+
+    fn do_something_rare(&self, blocks: &[BlockId]) {
+        match thread_rng().gen_range(0..24) {
+            0 => self.pool.clear_index(),
+            1..4 => drop(self.pool.pin(blocks).unwrap()),
+            4 => drop(self.pool.unpin(blocks).unwrap()),
+            5..7 => drop(self.pool.demote(1)),
+            // Refused while another thread resizes.
+            7 => drop(self.pool.resize(BLOCKS - 3)),
+            8..10 => drop(self.pool.resize(BLOCKS)),
+            _ => {}
+        }
+    }
+
+    fn check_rest(&self) {
+        self.pool.resize(BLOCKS).unwrap();
+        self.pool.validate().expect("the pool is whole");
+        assert_eq!(
+            self.pool.num_free(),
+            BLOCKS - 1,
+            "blocks were lost or doubled"
+        );
+        for content in 0..CONTENTS {
+            if let Some(block) = self.pool.lookup(&key(content)) {
+                self.check(block, content);
+            }
+        }
+    }
+}
+
+fn three_threads(free_order: FreeOrder, ring: usize) {
+    let world = World::new(free_order, ring);
+    let threads: Vec<_> = (0..2)
+        .map(|_| {
+            let world = world.clone();
+            thread::spawn(move || (0..REQUESTS).for_each(|_| world.request()))
+        })
+        .collect();
+    (0..REQUESTS).for_each(|_| world.request());
+    threads
+        .into_iter()
+        .for_each(|thread| thread.join().unwrap());
+    world.check_rest();
+}
+
+#[test]
+fn random_schedules_unhashed_first() {
+    shuttle::check_random(|| three_threads(FreeOrder::UnhashedFirst, 32), schedules());
+}
+
+#[test]
+fn random_schedules_append() {
+    shuttle::check_random(|| three_threads(FreeOrder::Append, 32), schedules());
+}
+
+#[test]
+fn random_schedules_on_rings_that_fill_up() {
+    shuttle::check_random(|| three_threads(FreeOrder::Append, 4), schedules());
+}
+
+#[test]
+fn schedules_with_rare_preemptions() {
+    shuttle::check_pct(
+        || three_threads(FreeOrder::UnhashedFirst, 16),
+        schedules(),
+        3,
+    );
+}
+
+fn fails_with(fault: Fault) {
+    faults::plant(fault);
+    shuttle::check_random(|| three_threads(FreeOrder::UnhashedFirst, 32), schedules());
+}
+
+#[test]
+#[should_panic]
+fn random_schedules_find_passed_slots() {
+    fails_with(Fault::PassPending);
+}
+
+#[test]
+#[should_panic]
+fn random_schedules_find_a_forgotten_last_holder() {
+    fails_with(Fault::ForgetLastHolder);
+}
+
+#[test]
+#[should_panic]
+fn random_schedules_find_slots_before_states() {
+    fails_with(Fault::SlotBeforeState);
+}

@@ -1,0 +1,235 @@
+//! Two threads that change the pool and two that probe it, for PREFIXCACHE_STRESS_SECONDS (5).
+//!
+//! A table beside the pool says what each block's KV would hold. A writer fills it before it registers
+//! a block, and checks it at every hit, under its hold: a block that was recycled under a reader, or
+//! handed to two writers, shows up as content that is not what the key says. At the end, at rest, every
+//! block must be there once.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use prefixcache_core::id::{BlockHash, BlockId, GroupId};
+use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
+use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, PoolConfig, Registration};
+
+const BLOCKS: usize = 600;
+const DOCUMENTS: u64 = 60;
+const LONGEST: u64 = 24;
+
+/// The content of a block while nobody has computed it.
+const BLANK: u64 = u64::MAX;
+
+/// A generator for choices (splitmix64; Steele, Lea, Flood, 2014).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)) % limit
+    }
+}
+
+/// What the block at `place` of a document holds.
+fn content(document: u64, place: u64) -> u64 {
+    document * LONGEST + place
+}
+
+fn key(content: u64) -> BlockKey {
+    let mut hash = [0; 32];
+    hash[..8].copy_from_slice(&content.to_le_bytes());
+    BlockKey::new(BlockHash::from_bytes(hash), GroupId::default())
+}
+
+/// The pool, and what its blocks hold.
+struct World<M: Mode> {
+    pool: BlockPool<M>,
+    memory: Vec<AtomicU64>,
+    stop: AtomicBool,
+    hits: AtomicU64,
+    rounds: AtomicU64,
+}
+
+impl<M: Mode> World<M> {
+    fn new(free_order: FreeOrder, ring: Option<usize>) -> Self {
+        let config = PoolConfig {
+            num_blocks: BLOCKS,
+            max_blocks: BLOCKS + 100,
+            free_order,
+        };
+        let pool = match ring {
+            Some(slots) => BlockPool::with_ring_capacity(config, slots),
+            None => BlockPool::new(config),
+        };
+        Self {
+            pool: pool.unwrap(),
+            memory: (0..config.max_blocks)
+                .map(|_| AtomicU64::new(BLANK))
+                .collect(),
+            stop: AtomicBool::new(false),
+            hits: AtomicU64::new(0),
+            rounds: AtomicU64::new(0),
+        }
+    }
+
+    /// A request: hits, new blocks, "computing", registering, release. With `hard`, what a scheduler
+    /// does rarely too.
+    fn request(&self, random: &mut Random, hard: bool) {
+        let document = random.below(DOCUMENTS);
+        let length = 1 + random.below(LONGEST);
+        let contents: Vec<u64> = (0..length).map(|place| content(document, place)).collect();
+        let keys: Vec<BlockKey> = contents.iter().map(|&content| key(content)).collect();
+        let epoch = self.pool.epoch();
+        let expected = self.pool.count_leading(keys.iter().copied());
+        let mut blocks = Vec::new();
+        let new = contents.len() - expected + 1;
+        let Ok(hits) = self.pool.commit(&keys[..expected], new, &mut blocks) else {
+            return;
+        };
+        for (block, &content) in blocks[..hits].iter().zip(&contents) {
+            self.check(*block, content, "a hit");
+        }
+        self.hits.fetch_add(hits as u64, Ordering::Relaxed);
+        for (&block, &content) in blocks[hits..].iter().zip(&contents[hits..]) {
+            self.compute(block, content, epoch);
+        }
+        if hard {
+            self.do_something_rare(random, &blocks);
+        }
+        for (block, &content) in blocks.iter().zip(&contents) {
+            self.check(*block, content, "a held block");
+        }
+        blocks.reverse();
+        self.pool.release(&blocks).unwrap();
+    }
+
+    /// A new block gets its content and is registered.
+    fn compute(&self, block: BlockId, content: u64, epoch: prefixcache_core::id::Epoch) {
+        self.memory[block.index()].store(content, Ordering::Release);
+        let outcome = self.pool.register(block, key(content), epoch).unwrap();
+        assert_ne!(outcome, Registration::Already, "a new block had content");
+    }
+
+    fn check(&self, block: BlockId, content: u64, what: &str) {
+        let held = self.memory[block.index()].load(Ordering::Acquire);
+        assert_eq!(held, content, "{what}, block {block}, holds something else");
+    }
+
+    fn do_something_rare(&self, random: &mut Random, blocks: &[BlockId]) {
+        match random.below(400) {
+            0 => self.pool.clear_index(),
+            1..20 => drop(self.pool.pin(blocks).unwrap()),
+            20..40 => drop(self.pool.unpin(blocks).unwrap()),
+            40..60 => drop(self.pool.demote(random.below(30) as usize)),
+            // Refused while another thread resizes.
+            60..64 => drop(self.pool.resize(BLOCKS - 100 + random.below(200) as usize)),
+            _ => {}
+        }
+    }
+
+    fn write(&self, seed: u64, hard: bool) {
+        let mut random = Random(seed);
+        while !self.stop.load(Ordering::Relaxed) {
+            self.request(&mut random, hard);
+            self.rounds.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn probe(&self, seed: u64) {
+        let mut random = Random(seed);
+        while !self.stop.load(Ordering::Relaxed) {
+            let document = random.below(DOCUMENTS);
+            let keys = (0..LONGEST).map(|place| key(content(document, place)));
+            let count = self.pool.count_leading(keys) as u64;
+            assert!(count <= LONGEST);
+        }
+    }
+
+    fn run(&self, writers: u64, hard: bool, duration: Duration) {
+        std::thread::scope(|scope| {
+            (0..writers).for_each(|writer| drop(scope.spawn(move || self.write(writer, hard))));
+            (2..4).for_each(|prober| drop(scope.spawn(move || self.probe(prober))));
+            let start = Instant::now();
+            while start.elapsed() < duration {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            self.stop.store(true, Ordering::Relaxed);
+        });
+    }
+
+    /// At rest nobody holds anything, and all is where it belongs.
+    fn check_rest(&self) {
+        self.pool.validate().expect("the pool is whole");
+        assert_eq!(
+            self.pool.num_free(),
+            self.pool.num_blocks() - 1,
+            "blocks were lost"
+        );
+        let stats = self.pool.stats();
+        assert_eq!((stats.in_use, stats.free), (0, self.pool.num_blocks() - 1));
+        let all = DOCUMENTS * LONGEST;
+        for (content, block) in (0..all).filter_map(|c| Some((c, self.pool.lookup(&key(c))?))) {
+            self.check(block, content, "at rest, a hit");
+        }
+        let (rounds, hits) = (&self.rounds, &self.hits);
+        assert!(rounds.load(Ordering::Relaxed) > 100 && hits.load(Ordering::Relaxed) > 100);
+        println!(
+            "{rounds:?} requests, {hits:?} hits, {} drops",
+            self.pool.content_drops()
+        );
+    }
+}
+
+/// A fifth of the time for each of the five tests.
+fn duration() -> Duration {
+    let seconds = std::env::var("PREFIXCACHE_STRESS_SECONDS").ok();
+    let seconds: f64 = seconds
+        .and_then(|seconds| seconds.parse().ok())
+        .unwrap_or(5.0);
+    Duration::from_secs_f64(seconds / 5.0)
+}
+
+#[test]
+fn two_writers() {
+    let world = World::<Shared>::new(FreeOrder::UnhashedFirst, None);
+    world.run(2, false, duration());
+    world.check_rest();
+    assert_eq!(world.pool.content_drops(), 0);
+}
+
+#[test]
+fn two_writers_append_order() {
+    let world = World::<Shared>::new(FreeOrder::Append, None);
+    world.run(2, false, duration());
+    world.check_rest();
+    assert_eq!(world.pool.content_drops(), 0);
+}
+
+#[test]
+fn two_writers_that_pin_clear_and_resize() {
+    let world = World::<Shared>::new(FreeOrder::UnhashedFirst, None);
+    world.run(2, true, duration());
+    world.pool.resize(BLOCKS).unwrap();
+    world.check_rest();
+}
+
+#[test]
+fn two_writers_on_rings_that_fill_up() {
+    let world = World::<Shared>::new(FreeOrder::UnhashedFirst, Some(256));
+    world.run(2, true, duration());
+    world.pool.resize(BLOCKS).unwrap();
+    world.check_rest();
+    assert!(
+        world.pool.content_drops() > 0,
+        "the rings were meant to fill up"
+    );
+}
+
+#[test]
+fn one_writer_in_single_writer_mode() {
+    let world = World::<SingleWriter>::new(FreeOrder::UnhashedFirst, None);
+    world.run(1, true, duration());
+    world.pool.resize(BLOCKS).unwrap();
+    world.check_rest();
+}

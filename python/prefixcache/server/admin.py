@@ -1,4 +1,4 @@
-"""What operators ask for: the model's name, health, version, metrics, and control of the cache."""
+"""What operators ask for: the model's name, health, version, metrics."""
 
 from __future__ import annotations
 
@@ -38,11 +38,6 @@ def admin_router(maker: JobMaker, version: str) -> APIRouter:
     def metrics() -> Response:
         text = generate_latest(engine.metrics.registry)
         return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
-
-    @router.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> Response:
-        await engine.reset_prefix_cache()
-        return Response()
 
     return router
 

@@ -40,6 +40,8 @@ class Choice:
 
     def add(self, output: RequestOutput) -> None:
         """Takes what a step added. Raises `ApiError` when the engine failed on it."""
+        if output.restarted:
+            self._begin_anew()
         if output.finish_reason == "error":
             message = f"The answer could not be computed: {output.error}"
             raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message)
@@ -51,6 +53,11 @@ class Choice:
         self.logprobs.extend(output.logprobs)
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
+
+    def _begin_anew(self) -> None:
+        self.text.clear()
+        self.logprobs.clear()
+        self.num_tokens = 0
 
 
 class AnswerForm(Protocol):
@@ -133,12 +140,24 @@ async def _payloads(
     told = bool(options.include_usage) or always
     async with aclosing(_merge(streams)) as outputs:
         async for index, output in outputs:
+            _raise_if_void(output)
             choices[index].add(output)
             for chunk in form.chunks(job, choices[index], output):
                 shown = {"usage": usage(job, choices) if always else None} if told else {}
                 yield {**chunk, **shown}
     if told:
         yield {**form.last_chunk(job), "usage": usage(job, choices)}
+
+
+def _raise_if_void(output: RequestOutput) -> None:
+    """What was streamed under the old weights cannot be taken back."""
+    if output.restarted:
+        raise ApiError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "The weights were replaced while this answer was streamed: what came of it is not "
+            "theirs. Send the request again.",
+            code="weights_replaced",
+        )
 
 
 def _new_choices(job: Job) -> list[Choice]:

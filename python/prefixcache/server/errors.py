@@ -12,9 +12,19 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from prefixcache.exceptions import EngineDeadError, InvalidRequestError, PrefixCacheError
+from prefixcache.exceptions import (
+    EngineDeadError,
+    EngineHaltedError,
+    InvalidRequestError,
+    ModelLoadError,
+    OutOfMemoryError,
+    PrefixCacheError,
+)
 
 logger = logging.getLogger(__name__)
+
+# Told to clients as 503. What lacks memory or weights here is an engine that could not wake up.
+_UNAVAILABLE = (EngineDeadError, EngineHaltedError, ModelLoadError, OutOfMemoryError)
 
 
 class ApiError(PrefixCacheError):
@@ -66,7 +76,7 @@ def error_response(error: Exception, headers: Mapping[str, str] | None = None) -
 
 def is_unexpected(error: Exception) -> bool:
     """Whether clients are told nothing of the error, so that it belongs into the log."""
-    return not isinstance(error, (ApiError, InvalidRequestError, EngineDeadError))
+    return not isinstance(error, (ApiError, InvalidRequestError, *_UNAVAILABLE))
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -92,7 +102,7 @@ def _status_and_message(error: Exception) -> tuple[int, str]:
         return error.status, str(error)
     if isinstance(error, InvalidRequestError):
         return HTTPStatus.BAD_REQUEST, str(error)
-    if isinstance(error, EngineDeadError):
+    if isinstance(error, _UNAVAILABLE):
         return HTTPStatus.SERVICE_UNAVAILABLE, str(error)
     return HTTPStatus.INTERNAL_SERVER_ERROR, "The server failed to answer; its log says why."
 

@@ -104,11 +104,11 @@ impl<E: KvElement> QueryRun<'_, E> {
             .attention
             .first_seen(self.task.start)
             .saturating_sub(tile);
-        for k in hidden..count {
-            let row = self.plan.key_row(self.task, tile + k);
-            let columns = self.kv_head * dims..(self.kv_head + 1) * dims;
+        let columns = self.kv_head * dims..(self.kv_head + 1) * dims;
+        let rows = self.plan.key_rows(self.task, tile + hidden);
+        for (k, row) in (hidden..count).zip(rows) {
             keys[k] = self.cache.row(row)[columns.clone()].as_ptr();
-            values[k] = self.cache.row(row + self.plan.block_size())[columns].as_ptr();
+            values[k] = self.cache.row(row + self.plan.block_size())[columns.clone()].as_ptr();
         }
         let key_words = workspace.keys.as_mut_slice().as_mut_ptr();
         let value_words = workspace.values.as_mut_slice();
@@ -150,13 +150,12 @@ impl<E: KvElement> QueryRun<'_, E> {
             };
             run_tile(height, L::WIDTH.min(vectors - column), scores);
         }
-        let mut factors = [0.0; 6];
-        for (r, factor) in factors[..height].iter_mut().enumerate() {
+        for r in 0..height {
             let sight = self.sight(row + r, tile);
             let scores = &mut workspace.scores.as_mut_slice()[r * TILE..(r + 1) * TILE];
             let line = &mut workspace.probabilities.as_mut_slice()[r * TILE..(r + 1) * TILE];
             // SAFETY: each line holds TILE numbers, at least `vectors * LANES`.
-            *factor = unsafe {
+            unsafe {
                 workspace.softmax[row + r].advance::<E, L>(
                     lanes,
                     self.attention,
@@ -164,8 +163,8 @@ impl<E: KvElement> QueryRun<'_, E> {
                     vectors,
                     scores.as_mut_ptr().cast(),
                     line.as_mut_ptr().cast(),
-                )
-            };
+                );
+            }
         }
         let depth = seen.div_ceil(E::PER_WORD);
         let vectors = self.attention.head_dim / L::LANES;
@@ -177,7 +176,6 @@ impl<E: KvElement> QueryRun<'_, E> {
                 row,
                 column: column_start,
                 depth,
-                factors,
                 workspace,
             };
             run_tile(height, L::WIDTH.min(vectors - column), sums);
@@ -271,7 +269,6 @@ struct Sums<'a, 'b, E, L> {
     row: usize,
     column: usize,
     depth: usize,
-    factors: [f32; 6],
     workspace: &'a mut Workspace,
 }
 
@@ -284,20 +281,22 @@ impl<E: KvElement, L: Lanes> TileWork for Sums<'_, '_, E, L> {
             row,
             column,
             depth,
-            factors,
             workspace,
         } = self;
         let dims = run.attention.head_dim;
         let probabilities = workspace.probabilities.as_slice();
         let rows = from_fn(|r| probabilities[r * TILE..(r + 1) * TILE].as_ptr());
-        let sums = workspace.sums.as_mut_slice();
-        let rescaled = |r: usize, c: usize| {
-            let line = &sums[(row + r) * dims + column..][..W * L::LANES];
-            // SAFETY: the slice holds W vectors.
-            let sum = unsafe { lanes.load(line.as_ptr().add(c * L::LANES).cast()) };
-            lanes.mul(sum, lanes.splat(factors[r]))
-        };
-        let mut acc: [[L::V; W]; H] = from_fn(|r| from_fn(|c| rescaled(r, c)));
+        let mut acc = [[lanes.splat(0.0); W]; H];
+        // Plain loops: closures would be compiled without the form's instructions.
+        for (r, sums) in acc.iter_mut().enumerate() {
+            let line = &workspace.sums.as_slice()[(row + r) * dims + column..][..W * L::LANES];
+            let factor = workspace.softmax[row + r].factor(lanes);
+            for (c, sum) in sums.iter_mut().enumerate() {
+                // SAFETY: the slice holds W vectors.
+                let before = unsafe { lanes.load(line.as_ptr().add(c * L::LANES).cast()) };
+                *sum = lanes.mul(before, factor);
+            }
+        }
         let panel = workspace.values.as_slice()[column..].as_ptr();
         // SAFETY: a line of probabilities holds TILE words, at least `depth`; the packed values
         // have `depth` lines of `dims`, and W vectors from `column` stay inside a line.

@@ -126,13 +126,19 @@ impl Plan {
         &self.tasks
     }
 
-    /// The row of the cache, seen as [P * 2 * B] rows, that holds the key at a position of the
-    /// task's sequence; its value stands `block_size` rows later.
+    /// The rows of the cache, seen as [P * 2 * B] rows, that hold the keys of the task's sequence
+    /// from a position on; each key's value stands `block_size` rows later.
     #[inline(always)]
-    pub(crate) fn key_row(&self, task: &Task, position: usize) -> usize {
-        let first = self.sequences[task.sequence].pages.start;
-        let page = self.pages[first + position / self.block_size];
-        page * 2 * self.block_size + position % self.block_size
+    pub(crate) fn key_rows(&self, task: &Task, position: usize) -> impl Iterator<Item = usize> {
+        let pages = &self.pages[self.sequences[task.sequence].pages.clone()];
+        let offset = position % self.block_size;
+        pages[position / self.block_size..]
+            .iter()
+            .flat_map(move |page| {
+                let first = page * 2 * self.block_size;
+                first..first + self.block_size
+            })
+            .skip(offset)
     }
 }
 
@@ -220,7 +226,10 @@ mod tests {
         starts.sort_unstable();
         assert_eq!(starts, [(0, 14), (1, 15)]);
         let task = plan.tasks.iter().find(|t| t.sequence == 0).expect("a task");
-        assert_eq!([0, 15, 16].map(|p| plan.key_row(task, p)), [128, 143, 32]);
+        assert_eq!(
+            plan.key_rows(task, 14).take(3).collect::<Vec<_>>(),
+            [142, 143, 32]
+        );
     }
 
     #[test]

@@ -35,10 +35,12 @@ impl Workspace {
     }
 }
 
-/// The running softmax of one row.
+/// The running softmax of one row; each number in all lanes of a vector.
 #[derive(Clone)]
 pub(crate) struct Softmax {
-    highest: f32,
+    highest: [f32; 16],
+    /// The factor for what was summed before the last tile.
+    factor: [f32; 16],
     /// Sums of the probabilities, by the key's number modulo the lanes.
     totals: [f32; 16],
 }
@@ -46,7 +48,8 @@ pub(crate) struct Softmax {
 impl Default for Softmax {
     fn default() -> Self {
         Self {
-            highest: f32::NEG_INFINITY,
+            highest: [f32::NEG_INFINITY; 16],
+            factor: [0.0; 16],
             totals: [0.0; 16],
         }
     }
@@ -60,8 +63,8 @@ pub(crate) struct Sight {
 }
 
 impl Softmax {
-    /// Takes in the first `vectors` vectors of a row's dot products, turns them into probabilities
-    /// and returns the factor for what was summed before.
+    /// Takes in the first `vectors` vectors of a row's dot products and turns them into
+    /// probabilities.
     ///
     /// # Safety
     /// `scores` is writable and `probabilities` writable for `vectors * LANES` numbers.
@@ -74,8 +77,15 @@ impl Softmax {
         vectors: usize,
         scores: *mut f32,
         probabilities: *mut E,
-    ) -> f32 {
-        let mut highest = lanes.splat(self.highest);
+    ) {
+        // SAFETY: the three arrays hold 16 numbers, at least LANES.
+        let (before, totals) = unsafe {
+            (
+                lanes.load(self.highest.as_ptr()),
+                lanes.load(self.totals.as_ptr()),
+            )
+        };
+        let mut highest = before;
         for v in 0..vectors {
             // SAFETY: v is below `vectors`.
             unsafe {
@@ -88,27 +98,32 @@ impl Softmax {
         }
         let highest = lanes.highest(highest);
         // A row that has seen nothing yet must not compute infinity minus infinity.
-        let base = if highest == f32::NEG_INFINITY {
-            0.0
-        } else {
-            highest
-        };
-        let factor = lanes.exp(lanes.splat(self.highest - base));
-        self.highest = highest;
-        // SAFETY: `totals` holds 16 numbers, at least LANES.
-        let mut totals = lanes.mul(unsafe { lanes.load(self.totals.as_ptr()) }, factor);
+        let nothing = lanes.splat(f32::MIN);
+        let base = lanes.select_less(highest, nothing, lanes.splat(0.0), highest);
+        let factor = lanes.exp(lanes.sub(before, base));
+        let mut totals = lanes.mul(totals, factor);
         for v in 0..vectors {
             // SAFETY: v is below `vectors`.
             unsafe {
                 let score = lanes.load(scores.add(v * L::LANES));
-                let p = lanes.exp(lanes.sub(score, lanes.splat(base)));
+                let p = lanes.exp(lanes.sub(score, base));
                 totals = lanes.add(totals, p);
                 E::store(lanes, probabilities.add(v * L::LANES), p);
             }
         }
         // SAFETY: as above.
-        unsafe { lanes.store(self.totals.as_mut_ptr(), totals) };
-        lanes.highest(factor)
+        unsafe {
+            lanes.store(self.highest.as_mut_ptr(), highest);
+            lanes.store(self.factor.as_mut_ptr(), factor);
+            lanes.store(self.totals.as_mut_ptr(), totals);
+        }
+    }
+
+    /// The factor for what was summed before the last tile, in every lane.
+    #[inline(always)]
+    pub(crate) fn factor<L: Lanes>(&self, lanes: L) -> L::V {
+        // SAFETY: `factor` holds 16 numbers, at least LANES.
+        unsafe { lanes.load(self.factor.as_ptr()) }
     }
 
     /// The sum of all probabilities.

@@ -29,8 +29,10 @@ pub unsafe fn dot_tile<E: Element, L: Lanes, const H: usize, const W: usize>(
         // SAFETY: w is below `depth`, so the caller vouches for these addresses.
         unsafe {
             let line = panel.add(w * stride);
-            let columns: [L::V; W] =
-                std::array::from_fn(|c| lanes.load(line.add(c * L::LANES).cast()));
+            let mut columns = [lanes.splat(0.0); W];
+            for (c, column) in columns.iter_mut().enumerate() {
+                *column = lanes.load(line.add(c * L::LANES).cast());
+            }
             for r in 0..H {
                 let x = lanes.splat_word(rows[r].add(w).read_unaligned());
                 for c in 0..W {

@@ -98,6 +98,11 @@ impl Lanes for Avx2 {
             let low = _mm256_srli_epi32::<16>(_mm256_castps_si256(even));
             _mm256_or_ps(_mm256_castsi256_ps(low), odd)
         };
+        fn highest(v) {
+            let v = _mm256_max_ps(v, _mm256_permute2f128_ps::<1>(v, v));
+            let v = _mm256_max_ps(v, _mm256_permute_ps::<0b0100_1110>(v));
+            _mm256_max_ps(v, _mm256_permute_ps::<0b1011_0001>(v))
+        };
         fn pow2(n) {
             let exponent = _mm256_slli_epi32::<23>(_mm256_castps_si256(n));
             _mm256_castsi256_ps(_mm256_add_epi32(exponent, _mm256_set1_epi32(127 << 23)))

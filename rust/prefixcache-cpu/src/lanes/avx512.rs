@@ -111,6 +111,12 @@ macro_rules! common {
                 let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(even));
                 _mm512_or_ps(_mm512_castsi512_ps(low), odd)
             };
+            fn highest(v) {
+                let v = _mm512_max_ps(v, _mm512_shuffle_f32x4::<0b0100_1110>(v, v));
+                let v = _mm512_max_ps(v, _mm512_shuffle_f32x4::<0b1011_0001>(v, v));
+                let v = _mm512_max_ps(v, _mm512_permute_ps::<0b0100_1110>(v));
+                _mm512_max_ps(v, _mm512_permute_ps::<0b1011_0001>(v))
+            };
             fn pow2(n) {
                 let exponent = _mm512_slli_epi32::<23>(_mm512_castps_si512(n));
                 _mm512_castsi512_ps(_mm512_add_epi32(exponent, _mm512_set1_epi32(127 << 23)))
@@ -181,10 +187,12 @@ unsafe fn transpose_16(
     let mask = (0xffff_u32 >> (16 - count)) as __mmask16;
     // SAFETY: the caller vouches for `count` words of each row and the rows of `to`.
     unsafe {
-        let rows: [__m512; 16] = std::array::from_fn(|k| match from[k].is_null() {
-            true => _mm512_setzero_ps(),
-            false => _mm512_maskz_loadu_ps(mask, from[k].add(start).cast()),
-        });
+        let mut rows = [_mm512_setzero_ps(); 16];
+        for (row, from) in rows.iter_mut().zip(from) {
+            if !from.is_null() {
+                *row = _mm512_maskz_loadu_ps(mask, from.add(start).cast());
+            }
+        }
         let ones = interleave(rows, 1, |a, b| {
             (_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b))
         });

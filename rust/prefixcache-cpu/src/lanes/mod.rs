@@ -85,28 +85,19 @@ pub trait Lanes: Copy + Send + Sync {
     /// otherwise.
     fn zip_upper(self, even: Self::V, odd: Self::V) -> Self::V;
 
+    /// The highest lane, in every lane. Nothing is said of NaN.
+    fn highest(self, v: Self::V) -> Self::V;
+
     /// The sum of the lanes, in the order of halves: lane i to lane i + LANES / 2, and so on.
     #[inline(always)]
     fn sum(self, v: Self::V) -> f32 {
-        self.fold(v, |a, b| a + b)
-    }
-
-    /// The highest lane.
-    #[inline(always)]
-    fn highest(self, v: Self::V) -> f32 {
-        self.fold(v, |a, b| if a > b { a } else { b })
-    }
-
-    /// Folds the lanes by halves, always in the same order.
-    #[inline(always)]
-    fn fold(self, v: Self::V, join: impl Fn(f32, f32) -> f32) -> f32 {
         let mut lanes = [0.0_f32; 16];
         // SAFETY: the array holds 16 numbers, and no form has more lanes.
         unsafe { self.store(lanes.as_mut_ptr(), v) };
         let mut half = Self::LANES / 2;
         while half > 0 {
             for i in 0..half {
-                lanes[i] = join(lanes[i], lanes[i + half]);
+                lanes[i] += lanes[i + half];
             }
             half /= 2;
         }
@@ -243,6 +234,43 @@ mod tests {
             let all = exp(form, &inputs);
             for i in 0..inputs.len() {
                 assert_eq!(exp(form, &inputs[i..i + 1])[0].to_bits(), all[i].to_bits());
+            }
+        }
+    }
+
+    struct Folds([f32; 16]);
+
+    impl Kernel for Folds {
+        type Output = (f32, [f32; 16]);
+        fn run<L: Lanes>(self, lanes: L) -> Self::Output {
+            let mut highest = [f32::NEG_INFINITY; 16];
+            // SAFETY: both arrays hold 16 numbers, at least LANES.
+            unsafe {
+                let v = lanes.load(self.0.as_ptr());
+                lanes.store(highest.as_mut_ptr(), lanes.highest(v));
+                (lanes.sum(v), highest)
+            }
+        }
+    }
+
+    #[test]
+    fn folds_take_every_lane() {
+        for form in Form::available() {
+            let lanes = if form.name().starts_with("avx512") {
+                16
+            } else {
+                8
+            };
+            for place in 0..lanes {
+                let mut numbers = [-1.0; 16];
+                numbers[place] = 7.0;
+                let (sum, highest) = form.run(Folds(numbers));
+                assert_eq!(sum, 8.0 - lanes as f32, "{form:?}");
+                assert_eq!(
+                    highest[..lanes],
+                    [7.0; 16][..lanes],
+                    "{form:?}: lane {place}"
+                );
             }
         }
     }

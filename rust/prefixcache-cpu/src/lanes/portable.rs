@@ -120,4 +120,9 @@ impl Lanes for Portable {
     fn zip_upper(self, even: V, odd: V) -> V {
         each(|i| f32::from_bits((even[i].to_bits() >> 16) | odd[i].to_bits()))
     }
+
+    #[inline(always)]
+    fn highest(self, v: V) -> V {
+        [v.into_iter().fold(v[0], |a, b| if a > b { a } else { b }); 8]
+    }
 }

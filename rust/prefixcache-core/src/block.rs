@@ -473,11 +473,22 @@ impl Block {
         }
     }
 
+    /// Whether the block's words are those of `content`, compared in registers: gathered in memory
+    /// first, they would be read back at another width than written, which stalls.
+    #[inline]
+    fn equals(&self, content: &Content) -> bool {
+        let differing = u64::from(self.group.load(Acquire) ^ content.group);
+        let words = self.hash.iter().zip(content.hash);
+        words.fold(differing, |sum, (word, other)| {
+            sum | (word.load(Acquire) ^ other)
+        }) == 0
+    }
+
     /// The registration that gave the block `content` in `epoch`, if that is what it holds.
     #[inline]
     pub(crate) fn matches(&self, content: &Content, epoch: Epoch) -> Option<u64> {
         let seq = self.seq();
-        let same = seq != 0 && self.epoch() == epoch && self.content() == *content;
+        let same = seq != 0 && self.epoch() == epoch && self.equals(content);
         // Relaxed: the loads of the content acquire, so this one cannot pass before them.
         (same && self.seq.load(Relaxed) == seq).then_some(seq)
     }

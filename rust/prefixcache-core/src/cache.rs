@@ -234,7 +234,10 @@ impl<S: BlockStore> PrefixCache<S> {
     /// lacking.
     fn take(&self, hits: &[BlockHash], new_blocks: usize) -> Result<Option<Taken>, Misuse> {
         let groups = self.num_groups();
-        let keys: Vec<BlockKey> = hits.iter().flat_map(|&hash| self.keys_of(hash)).collect();
+        let mut keys = Vec::with_capacity(hits.len() * groups);
+        for &hash in hits {
+            keys.extend(self.keys_of(hash));
+        }
         let likely_new = self.store.num_free().min(new_blocks * groups);
         let mut blocks = Vec::with_capacity(keys.len() + likely_new);
         let Ok(taken) = self.store.commit(&keys, new_blocks * groups, &mut blocks) else {

@@ -94,13 +94,14 @@ impl Ahead {
     /// Takes the next keys and fetches their buckets.
     #[inline]
     fn fill(&mut self, index: &Index, keys: &mut impl Iterator<Item = BlockKey>) {
-        self.count = 0;
+        let mut count = 0;
         for (place, key) in self.keys.iter_mut().zip(keys) {
             let content = Content::from(&key);
             *place = (index.spot(&content), content);
             index.prefetch(place.0);
-            self.count += 1;
+            count += 1;
         }
+        self.count = count;
     }
 
     /// Looks into the buckets and fetches the records of the blocks there.

@@ -7,9 +7,13 @@ BIN    := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(HOME)/.cargo/bin:$(PATH)
 
 RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
-FUZZ_SECONDS ?= 20
+FUZZ_SECONDS   ?= 20
+STRESS_SECONDS ?= 20
+LOOM    := RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
+SHUTTLE := RUSTFLAGS="--cfg shuttle" CARGO_TARGET_DIR=target/shuttle
 
-.PHONY: setup setup-dev serve test test-rust test-python lint bench fuzz loom stress equality soak format clean
+.PHONY: setup setup-dev model serve test test-rust test-python lint format clean
+.PHONY: loom shuttle stress fuzz bench bench-peers bench-core
 
 setup: .venv/.built                ## venv, pinned dependencies, release build
 setup-dev: .venv/.built .venv/.dev ## and what the tests need
@@ -30,7 +34,10 @@ setup-dev: .venv/.built .venv/.dev ## and what the tests need
 serve: setup                       ## MODEL=... PORT=... ARGS="..."
 	$(BIN)/prefixcache serve --model $(MODEL) --port $(PORT) $(ARGS)
 
-test: setup-dev lint test-rust test-python
+model: setup                       ## the default model, fetched once
+	$(BIN)/prefixcache download
+
+test: setup-dev model lint test-rust test-python
 
 test-rust:
 	cargo test --workspace --quiet
@@ -46,6 +53,30 @@ lint:
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python -m mypy.stubtest prefixcache._core
+
+loom:                              ## the model checker on the shipped lock-free code
+	$(LOOM) cargo test --package prefixcache-core --lib --release -- models
+
+shuttle:                           ## long random schedules (PREFIXCACHE_SCHEDULES=...)
+	$(SHUTTLE) cargo test --package prefixcache-core --lib --release -- schedules
+
+stress:                            ## two writers, two probers (STRESS_SECONDS=600 by hand)
+	PREFIXCACHE_STRESS_SECONDS=$(STRESS_SECONDS) cargo test --package prefixcache-core --release --test stress_pool
+
+fuzz:                              ## every target for FUZZ_SECONDS
+	command -v cargo-fuzz || cargo install cargo-fuzz
+	for target in pool_ops cache_ops hash_chain; do \
+	  RUSTC_BOOTSTRAP=1 cargo fuzz run $$target -- -max_total_time=$(FUZZ_SECONDS) || exit 1; done
+
+bench: setup                       ## what the cache saves: table, picture, record
+	$(BIN)/prefixcache bench --dtype float32 --output benches/record/saves.json --plot docs/what-the-cache-saves.svg
+
+bench-peers: setup                 ## beside transformers; ARGS="--llama-python P --gguf F" adds llama.cpp
+	$(BIN)/python benches/serving/compare.py --output benches/record/compare.json $(ARGS)
+
+bench-core: setup                  ## the core's operations from Rust and from Python
+	cargo bench --package prefixcache-core
+	$(BIN)/python benches/core/bench_python.py
 
 format:
 	cargo fmt --all

@@ -1,0 +1,164 @@
+"""Weights that are a number, and a runner whose tokens tell under which weights KV was written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fake_engine import make_engine
+from fake_runner import FakeRunner, next_token
+from prefixcache.engine.engine import Engine
+from prefixcache.exceptions import ModelLoadError
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
+
+NAMES = ("a", "b")
+
+
+def versioned_token(history: Sequence[int], writers: Sequence[int], weights: int) -> int:
+    """The token after a history whose KV was written under `writers`, sampled under `weights`."""
+    pairs = zip(history, writers, strict=True)
+    return next_token([*(token * 1000 + writer for token, writer in pairs), weights])
+
+
+def lone_answer(prompt: Sequence[int], max_tokens: int, weights: int) -> list[int]:
+    """What a request gets that nobody disturbs."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(versioned_token(tokens, [weights] * len(tokens), weights))
+    return tokens[len(prompt) :]
+
+
+class VersionedRunner(FakeRunner):
+    """Computes only while weights and KV are there."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._writers = np.full(self._kv.shape, -1, dtype=np.int64)
+        self.weights: int | None = 0
+        self.has_kv = True
+
+    def execute(self, plan: StepPlan) -> list[SequenceOutput]:
+        assert self.weights is not None
+        assert self.has_kv
+        slots = self._tables.slot_mapping[: plan.num_tokens]
+        self._writers.reshape(-1)[slots] = self.weights
+        return super().execute(plan)
+
+    def lose_kv(self) -> None:
+        self.has_kv = False
+        self._kv[:] = -1
+        self._writers[:] = -1
+
+    def _output(self, row: int, sequence: ScheduledSequence) -> SequenceOutput:
+        output = super()._output(row, sequence)
+        if output.token_id is None:
+            return output
+        history, tables = self._history(row), self._tables
+        pages = tables.indices[tables.indptr[row] : tables.indptr[row + 1]]
+        writers = self._writers[pages].reshape(-1)[: len(history)].tolist()
+        assert self.weights is not None
+        token = versioned_token(history, writers, self.weights)
+        return dataclasses.replace(output, token_id=token)
+
+
+class FakeWeights:
+    """The folder `.../7` holds the weights 7; "broken" folders fail when they are loaded."""
+
+    def __init__(self, runner: VersionedRunner) -> None:
+        self._runner = runner
+        self.folder: Path | None = Path("0")
+        self._unwritten: set[str] = set()
+
+    @property
+    def complete(self) -> bool:
+        return self._runner.weights is not None and not self._unwritten
+
+    def check_folder(self, folder: Path) -> None:
+        if not folder.name.isdigit():
+            raise ModelLoadError(f"{folder} holds no number.")
+
+    def check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        for name in tensors:
+            if name not in NAMES:
+                raise ModelLoadError(f"The update holds an unexpected tensor {name}.")
+
+    def check_all_named(self, names: Collection[str]) -> None:
+        if missing := set(NAMES) - set(names):
+            raise ModelLoadError(f"The update lacks {sorted(missing)}.")
+
+    def load(self, folder: Path) -> None:
+        self.check_folder(folder)
+        self._runner.weights, self.folder, self._unwritten = int(folder.name), folder, set()
+
+    def write(self, tensors: Mapping[str, Tensor]) -> set[str]:
+        self.check_tensors(tensors)
+        if self._runner.weights is None:
+            self._unwritten = set(NAMES)
+        self._unwritten -= tensors.keys()
+        self.folder = None
+        for tensor in tensors.values():
+            self._runner.weights = int(tensor)
+        return set(tensors)
+
+    def missing(self) -> set[str]:
+        return set(self._unwritten) if self._runner.weights is not None else set(NAMES)
+
+    def give_up(self) -> None:
+        self._runner.weights = None
+        self._unwritten = set()
+
+
+class FakeMemory:
+    def __init__(self, runner: VersionedRunner) -> None:
+        self._runner = runner
+        self.weights = FakeWeights(runner)
+        self.num_settled = 0
+
+    @property
+    def has_kv(self) -> bool:
+        return self._runner.has_kv
+
+    def make_kv(self) -> None:
+        self._runner.has_kv = True
+
+    def give_up_kv(self) -> None:
+        self._runner.lose_kv()
+
+    def settle(self) -> None:
+        self.num_settled += 1
+
+
+def make_versioned_engine(
+    *,
+    num_blocks: int = 65,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 128,
+    **options: Any,
+) -> tuple[Engine, VersionedRunner, CacheManager]:
+    """An engine whose weights can be replaced and given up."""
+    runner = VersionedRunner(
+        num_blocks,
+        block_size,
+        max_tokens=max_num_batched_tokens,
+        max_seqs=max_num_seqs,
+        max_pages=-(-max_model_len // block_size),
+    )
+    engine, _, cache = make_engine(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        runner=runner,
+        memory=FakeMemory(runner),
+        **options,
+    )
+    return engine, runner, cache

@@ -1,0 +1,301 @@
+"""Weights swapped at random moments under load: every answer is that of one version as a whole.
+
+Two hammers: one in steps over numbers for weights, whose tokens tell under which weights each key
+was written; and one over real tiny models behind an `AsyncEngine`, for a few seconds.
+PREFIXCACHE_HAMMER_SECONDS lets both run longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fake_engine import make_request
+from fake_memory import lone_answer, make_versioned_engine
+from prefixcache import LLM, SamplingParams
+from prefixcache.engine.async_engine import AsyncEngine
+from prefixcache.engine.build import build, config_from_flags
+from prefixcache.engine.engine import Engine
+from prefixcache.exceptions import EngineHaltedError
+from prefixcache.request import CacheOptions, Request, RequestOutput
+
+SECONDS = float(os.environ.get("PREFIXCACHE_HAMMER_SECONDS", "3"))
+STEM = [*range(20, 60)]
+
+
+class SteppedHammer:
+    """Requests of shared prefixes arrive, weights come and go, between the steps of one engine."""
+
+    def __init__(self, seed: int, **options: Any) -> None:
+        self.choose = random.Random(seed)
+        self.engine, self.runner, self.cache = make_versioned_engine(
+            num_blocks=self.choose.choice([24, 65]),
+            max_num_batched_tokens=self.choose.choice([12, 64]),
+            max_model_len=64,
+            share_in_flight=self.choose.random() < 0.5,
+            merge_twins=self.choose.random() < 0.5,
+            **options,
+        )
+        self.requests: dict[str, tuple[list[int], int]] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.num_restarted = 0
+        self.num_checked = 0
+
+    def run(self, num_events: int) -> None:
+        events: list[Callable[[], None]] = [self.arrive] * 3 + [self.step] * 12
+        events += [self.swap, self.nap, self.update_in_chunks, self.pause, self.forget]
+        for _ in range(num_events):
+            self.choose.choice(events)()
+            self.take(self.engine.take_outputs())
+        while self.engine.has_unfinished():
+            self.step()
+        self.cache.validate()
+        assert self.cache.num_free_blocks == self.cache.num_blocks
+        assert not self.answers
+
+    def arrive(self) -> None:
+        prompt = STEM[: self.choose.randrange(1, 40)] + [self.choose.randrange(9)]
+        name, length = str(len(self.requests)), self.choose.randrange(1, 20)
+        self.requests[name] = (prompt, length)
+        self.answers[name] = []
+        self.engine.add_request(make_request(name, prompt, max_tokens=length))
+
+    def step(self) -> None:
+        self.take(self.engine.step())
+
+    def swap(self) -> None:
+        self.engine.control.update_weights_from_folder(Path(str(self.choose.randrange(4))))
+
+    def nap(self) -> None:
+        control = self.engine.control
+        control.sleep(self.choose.choice([1, 2]))
+        if self.choose.random() < 0.5:
+            self.swap()
+        control.wake_up()
+        if control.is_sleeping:
+            self.swap()
+
+    def update_in_chunks(self) -> None:
+        control, weights = self.engine.control, torch.tensor(self.choose.randrange(4))
+        control.begin_weight_update()
+        for name in ("a", "b"):
+            control.update_weights({name: weights})
+            self.arrive()
+        control.end_weight_update(full=True)
+
+    def pause(self) -> None:
+        self.engine.control.pause(self.choose.choice(["keep", "recompute"]))
+        self.arrive()
+        self.engine.control.resume()
+
+    def forget(self) -> None:
+        self.engine.control.reset_prefix_cache()
+
+    def take(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            answer = self.answers[output.request_id]
+            if output.restarted:
+                self.num_restarted += 1
+                answer.clear()
+            answer += output.token_ids
+            if output.finished:
+                self.check(output.request_id, self.answers.pop(output.request_id))
+
+    def check(self, name: str, answer: list[int]) -> None:
+        assert self.runner.weights is not None
+        assert answer == lone_answer(*self.requests[name], self.runner.weights)
+        self.num_checked += 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_answer_is_that_of_the_weights_it_ended_under(seed: int) -> None:
+    hammer = SteppedHammer(seed)
+    hammer.run(400)
+    assert hammer.num_checked > 50
+    assert hammer.num_restarted > 10
+
+
+def test_for_as_long_as_asked() -> None:
+    end, seed = time.monotonic() + SECONDS / 3, 100
+    while time.monotonic() < end:
+        SteppedHammer(seed).run(400)
+        seed += 1
+
+
+def _skip_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = "prefixcache.kv.cache_manager.CacheManager.new_weight_version"
+    monkeypatch.setattr(cache, lambda self: self.weight_version + 1)
+
+
+def _keep_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "restart_all", lambda self: None)
+
+
+def _keep_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "restart_all", Engine.requeue_all)
+
+
+def _sleep_without_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixcache.kv.cache_manager.CacheManager.reset", lambda self: None)
+
+
+@pytest.mark.parametrize(
+    "break_it", [_skip_the_version, _keep_in_flight, _keep_the_tokens, _sleep_without_forgetting]
+)
+def test_the_hammer_notices_what_it_is_for(
+    monkeypatch: pytest.MonkeyPatch, break_it: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    break_it(monkeypatch)
+    with pytest.raises(AssertionError):  # noqa: PT012 - one of the seeds
+        for seed in range(6):
+            SteppedHammer(seed).run(400)
+
+
+# Real models.
+
+Checkpoint = Callable[..., Path]
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "num_blocks": 60,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 128,
+}
+
+
+def _prompts(count: int) -> list[list[int]]:
+    choose = random.Random(1)
+    return [
+        STEM[: choose.choice([0, 16, 32, 40])] + [choose.randrange(3, 300) for _ in range(3)]
+        for _ in range(count)
+    ]
+
+
+def _params(number: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.8 * (number % 2), seed=number, max_tokens=4 + number % 17, ignore_eos=True
+    )
+
+
+def _lone_answers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    llm = LLM(str(folder), enable_prefix_caching=False, **OPTIONS)
+    return [
+        llm.generate(prompt, _params(number), use_tqdm=False)[0].outputs[0].token_ids
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+class LiveHammer:
+    """Clients ask one served model, whose weights one more task swaps."""
+
+    def __init__(self, folders: list[Path], engine: AsyncEngine) -> None:
+        self.folders = folders
+        self.engine = engine
+        self.prompts = _prompts(24)
+        self.expected = [_lone_answers(folder, self.prompts) for folder in folders]
+        self.choose = random.Random(0)
+        self.seen = [0] * len(folders)
+        self.num_restarted = self.num_cached_tokens = self.num_swaps = 0
+        self._end = time.monotonic() + SECONDS
+
+    async def run(self) -> None:
+        swaps = asyncio.create_task(self.swap_on())
+        await asyncio.gather(*(self.ask_on(client) for client in range(6)), swaps)
+        final = await self.swap(0)
+        for number in range(len(self.prompts)):
+            assert await self.answer(f"last-{number}", number) == self.expected[0][number]
+        assert (await self.engine.prefix_cache_stats()).weight_version == final
+
+    async def ask_on(self, client: int) -> None:
+        count = 0
+        while time.monotonic() < self._end:
+            number = (client * 7 + count) % len(self.prompts)
+            try:
+                answer = await self.answer(f"{client}-{count}", number)
+            except EngineHaltedError:
+                await asyncio.sleep(0.005)
+                continue
+            versions = [answers[number] for answers in self.expected]
+            assert answer in versions
+            self.seen[versions.index(answer)] += 1
+            count += 1
+
+    async def answer(self, name: str, number: int) -> list[int]:
+        request = Request(
+            request_id=name,
+            prompt_token_ids=self.prompts[number],
+            params=_params(number),
+            cache=CacheOptions(),
+        )
+        tokens: list[int] = []
+        async for output in self.engine.generate(request):
+            if output.restarted:
+                self.num_restarted += 1
+                tokens.clear()
+            tokens += output.token_ids
+            self.num_cached_tokens += output.num_cached_tokens
+            assert output.finish_reason in (None, "length")
+        return tokens
+
+    async def swap_on(self) -> None:
+        while time.monotonic() < self._end:
+            await asyncio.sleep(self.choose.uniform(0, 0.03))
+            if self.choose.random() < 0.2:
+                await self.nap()
+            await self.swap(self.choose.randrange(len(self.folders)))
+
+    async def nap(self) -> None:
+        await self.engine.sleep(self.choose.choice([1, 2]))
+        await self.engine.wake_up()
+
+    async def swap(self, version: int) -> int:
+        self.num_swaps += 1
+        way = self.choose.choice([self.from_disk, self.from_memory, self.in_chunks])
+        return await way(self.folders[version])
+
+    async def from_disk(self, folder: Path) -> int:
+        return await self.engine.update_weights_from_disk(str(folder))
+
+    async def from_memory(self, folder: Path) -> int:
+        return await self.engine.load_state_dict(load_file(folder / "model.safetensors"))
+
+    async def in_chunks(self, folder: Path) -> int:
+        await self.engine.begin_weight_update("recompute")
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            await self.engine.update_weights({name: tensor})
+        return await self.engine.end_weight_update(full=True)
+
+
+@pytest.fixture
+async def live(tiny_checkpoint: Checkpoint) -> AsyncIterator[LiveHammer]:
+    folders = [tiny_checkpoint("smollm2", seed=seed) for seed in (0, 11, 12)]
+    engine = AsyncEngine(build(config_from_flags(model=str(folders[0]), **OPTIONS)).engine)
+    yield LiveHammer(folders, engine)
+    await engine.shutdown()
+
+
+async def test_real_models_answer_as_alone_under_one_version(live: LiveHammer) -> None:
+    await live.run()
+    stats = await live.engine.prefix_cache_stats()
+    assert stats.blocks_in_use == 0
+    assert min(live.seen) > 3
+    assert live.num_restarted > 3
+    assert live.num_cached_tokens > 0
+
+
+async def test_real_models_show_a_missing_version_step(
+    live: LiveHammer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _skip_the_version(monkeypatch)
+    with pytest.raises(AssertionError):
+        await live.run()

@@ -1,0 +1,468 @@
+"""Pause, sleep and new weights between two steps: what becomes of requests, blocks and hits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fake_engine import make_engine, make_request
+from fake_memory import lone_answer, make_versioned_engine
+from prefixcache.engine.control import Control
+from prefixcache.engine.engine import Engine
+from prefixcache.exceptions import EngineHaltedError, InvalidRequestError, ModelLoadError
+from prefixcache.request import RequestOutput
+
+PROMPT = [*range(10, 27)]
+
+
+class Driver:
+    """Steps an engine and gathers answers as a client would."""
+
+    def __init__(self, **options: Any) -> None:
+        self.engine, self.runner, self.cache = make_versioned_engine(**options)
+        self.control = self.engine.control
+        self.answers: defaultdict[str, list[int]] = defaultdict(list)
+        self.ends: dict[str, str] = {}
+        self.cached: dict[str, int] = {}
+        self.restarted: list[str] = []
+
+    def add(
+        self, name: str, prompt: list[int] = PROMPT, max_tokens: int = 8, **params: Any
+    ) -> None:
+        self.engine.add_request(make_request(name, prompt, max_tokens=max_tokens, **params))
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.take(self.engine.step())
+
+    def run(self) -> None:
+        self.take(self.engine.take_outputs())
+        for _ in range(1000):
+            if not self.engine.has_work():
+                return
+            self.step()
+        raise AssertionError("the loop hangs")
+
+    def take(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            if output.restarted:
+                self.restarted.append(output.request_id)
+                self.answers[output.request_id].clear()
+            self.answers[output.request_id] += output.token_ids
+            if output.token_ids:
+                self.cached.setdefault(output.request_id, output.num_cached_tokens)
+            if output.finish_reason is not None:
+                self.ends[output.request_id] = output.finish_reason
+
+    def answer(self, name: str, **options: Any) -> list[int]:
+        self.add(name, **options)
+        self.run()
+        return self.answers[name]
+
+    def swap(self, weights: int, mode: Any = "recompute") -> int:
+        folder = self.control.check_path(_folder(weights))
+        return self.control.update_weights_from_folder(folder, mode)
+
+
+def _folder(weights: int) -> str:
+    return str(weights)
+
+
+@pytest.fixture(autouse=True)
+def _folders_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "prefixcache.engine.control.resolve_model", lambda name, revision: Path(name)
+    )
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+def all_free(driver: Driver) -> bool:
+    driver.cache.validate()
+    return driver.cache.num_free_blocks == driver.cache.num_blocks
+
+
+def test_the_lone_answers_differ_by_weights(driver: Driver) -> None:
+    assert driver.answer("a") == lone_answer(PROMPT, 8, 0)
+    assert lone_answer(PROMPT, 8, 0) != lone_answer(PROMPT, 8, 1)
+
+
+def test_new_weights_hit_nothing_computed_before(driver: Driver) -> None:
+    driver.answer("a")
+    assert driver.swap(1) == 1
+    assert driver.answer("b") == lone_answer(PROMPT, 8, 1)
+    assert driver.cached["b"] == 0
+    assert driver.answer("c") == lone_answer(PROMPT, 8, 1)
+    assert driver.cached["c"] == 16
+
+
+def test_without_the_step_of_the_version_a_stale_hit_shows(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.answer("a")
+    monkeypatch.setattr(driver.cache, "new_weight_version", lambda: 1)
+    driver.swap(1)
+    assert driver.answer("b") != lone_answer(PROMPT, 8, 1)
+
+
+def test_the_same_weights_again_are_another_version(driver: Driver) -> None:
+    driver.answer("a")
+    assert [driver.swap(1), driver.swap(0)] == [1, 2]
+    assert driver.answer("b") == lone_answer(PROMPT, 8, 0)
+    assert driver.cached["b"] == 0
+
+
+def test_recompute_begins_answers_anew(driver: Driver) -> None:
+    driver.add("a")
+    driver.step(3)
+    driver.swap(1)
+    driver.run()
+    assert driver.restarted == ["a"]
+    assert driver.answers["a"] == lone_answer(PROMPT, 8, 1)
+    assert all_free(driver)
+
+
+def test_recompute_is_silent_where_nothing_was_handed_out() -> None:
+    driver = Driver(max_num_batched_tokens=8)
+    driver.add("prefill")
+    driver.add("waiting", PROMPT[::-1])
+    driver.step()
+    driver.swap(1)
+    driver.run()
+    assert driver.restarted == []
+    assert driver.answers["prefill"] == lone_answer(PROMPT, 8, 1)
+    assert driver.answers["waiting"] == lone_answer(PROMPT[::-1], 8, 1)
+
+
+def test_recompute_reaches_preempted_requests() -> None:
+    driver = Driver(num_blocks=10, max_model_len=32)
+    driver.add("old", PROMPT[:8], max_tokens=20)
+    driver.add("new", PROMPT[8:16], max_tokens=20)
+    while not driver.engine._scheduler.num_preemptions:
+        driver.step()
+    assert driver.answers["new"]
+    driver.swap(1)
+    driver.run()
+    assert driver.answers["new"] == lone_answer(PROMPT[8:16], 20, 1)
+    assert driver.answers["old"] == lone_answer(PROMPT[:8], 20, 1)
+
+
+def test_recompute_asks_again_for_the_prompts_logprobs(driver: Driver) -> None:
+    driver = Driver(max_num_batched_tokens=8)
+    driver.add("a", prompt_logprobs=0)
+    driver.step()
+    driver.swap(1)
+    outputs = [output for _ in range(4) for output in driver.engine.step()]
+    (first,) = [output for output in outputs if output.prompt_logprobs]
+    assert first.prompt_logprobs is not None
+    assert len(first.prompt_logprobs) == len(PROMPT)
+
+
+def test_keep_goes_on_with_its_blocks_and_registers_nothing(driver: Driver) -> None:
+    driver.add("kept", max_tokens=12)
+    driver.step(3)
+    held = driver.cache.stats()["blocks_in_use"]
+    before = list(driver.answers["kept"])
+    driver.swap(1, "keep")
+    assert driver.cache.stats()["blocks_in_use"] == held
+    driver.run()
+    assert driver.restarted == []
+    assert driver.answers["kept"][:3] == before
+    assert len(driver.answers["kept"]) == 12
+    assert driver.cache.stats()["cached_blocks"] == 0
+    assert driver.answer("b") == lone_answer(PROMPT, 8, 1)
+    assert driver.cached["b"] == 0
+    assert all_free(driver)
+
+
+def test_a_kept_request_that_is_preempted_restarts_under_the_new_root() -> None:
+    driver = Driver(num_blocks=10, max_model_len=32)
+    driver.add("old", PROMPT[:8], max_tokens=20)
+    driver.add("kept", PROMPT[8:16], max_tokens=20)
+    driver.step(2)
+    driver.swap(1, "keep")
+    driver.run()
+    assert driver.engine._scheduler.num_preemptions
+    assert len(driver.answers["kept"]) == 20
+    assert driver.cache.stats()["cached_blocks"] > 0
+    prompt = [*PROMPT[8:16], *driver.answers["kept"][:4], 1]
+    assert driver.answer("b", prompt=prompt) == lone_answer(prompt, 8, 1)
+    assert driver.cached["b"] > 0
+
+
+def test_abort_ends_running_and_waiting_requests() -> None:
+    driver = Driver(max_num_seqs=1)
+    driver.add("a")
+    driver.add("b")
+    driver.step(2)
+    driver.swap(1, "abort")
+    driver.run()
+    assert driver.ends == {"a": "abort", "b": "abort"}
+    assert driver.answer("c") == lone_answer(PROMPT, 8, 1)
+    assert all_free(driver)
+
+
+def test_a_broken_path_changes_nothing(driver: Driver) -> None:
+    driver.add("a")
+    driver.step(2)
+    with pytest.raises(InvalidRequestError, match="holds no number") as caught:
+        driver.control.check_path("broken")
+    assert caught.value.param == "model_path"
+    with pytest.raises(ModelLoadError):
+        driver.control.update_weights_from_folder(Path("broken"))
+    driver.run()
+    assert driver.restarted == []
+    assert driver.answers["a"] == lone_answer(PROMPT, 8, 0)
+    assert driver.control.weight_version == 0
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_paused_requests_wait_and_lose_nothing(driver: Driver, mode: Any) -> None:
+    driver.add("a")
+    driver.step(3)
+    driver.control.pause(mode)
+    driver.add("later", PROMPT[::-1])
+    assert not driver.engine.has_work()
+    assert driver.engine.has_unfinished()
+    driver.control.pause(mode)
+    driver.control.resume()
+    driver.run()
+    assert driver.restarted == []
+    assert driver.answers["a"] == lone_answer(PROMPT, 8, 0)
+    assert driver.answers["later"] == lone_answer(PROMPT[::-1], 8, 0)
+    driver.control.resume()
+
+
+def test_pause_with_abort(driver: Driver) -> None:
+    driver.add("a")
+    driver.control.pause("abort")
+    driver.run()
+    assert driver.ends == {"a": "abort"}
+
+
+def test_sleep_gives_kv_back_and_tokens_stay(driver: Driver) -> None:
+    driver.answer("warm")
+    driver.add("a")
+    driver.step(3)
+    driver.control.sleep(1)
+    assert driver.control.is_sleeping
+    assert not driver.runner.has_kv
+    assert driver.runner.weights == 0
+    assert not driver.engine.has_work()
+    assert all_free(driver)
+    assert driver.cache.stats()["cached_blocks"] == 0
+    with pytest.raises(EngineHaltedError, match="asleep"):
+        driver.add("b")
+    driver.control.wake_up()
+    driver.run()
+    assert driver.restarted == []
+    assert driver.answers["a"] == lone_answer(PROMPT, 8, 0)
+    assert driver.answer("b") == lone_answer(PROMPT, 8, 0)
+
+
+def test_level_2_gives_the_weights_back_too_and_reads_them_again(driver: Driver) -> None:
+    driver.swap(5)
+    driver.add("a")
+    driver.step(3)
+    driver.control.sleep(2)
+    assert driver.runner.weights is None
+    driver.control.wake_up(["weights"])
+    assert driver.runner.weights == 5
+    assert driver.control.is_sleeping
+    driver.control.wake_up(["kv_cache"])
+    assert not driver.control.is_sleeping
+    driver.run()
+    assert driver.restarted == ["a"]
+    assert driver.answers["a"] == lone_answer(PROMPT, 8, 5)
+
+
+def test_sleep_can_deepen_and_waking_twice_does_nothing(driver: Driver) -> None:
+    driver.control.sleep(1)
+    driver.control.sleep(2)
+    assert driver.runner.weights is None
+    driver.control.sleep(1)
+    driver.control.wake_up()
+    driver.control.wake_up()
+    assert driver.answer("a") == lone_answer(PROMPT, 8, 0)
+
+
+def test_weights_that_came_as_tensors_are_waited_for(driver: Driver) -> None:
+    driver.control.load_state_dict(_tensors(3))
+    driver.control.sleep(2)
+    driver.control.wake_up()
+    assert driver.control.is_sleeping
+    with pytest.raises(InvalidRequestError, match="lacks"):
+        driver.control.load_state_dict({"a": torch.tensor(4)}, strict=False)
+    driver.control.load_state_dict(_tensors(4))
+    assert not driver.control.is_sleeping
+    assert driver.answer("a") == lone_answer(PROMPT, 8, 4)
+
+
+def test_sleep_with_abort(driver: Driver) -> None:
+    driver.add("a")
+    driver.control.sleep(1, "abort")
+    driver.run()
+    assert driver.ends == {"a": "abort"}
+
+
+def test_sleeping_through_an_update_and_a_pause(driver: Driver) -> None:
+    driver.add("a")
+    driver.step(2)
+    driver.control.pause()
+    driver.control.sleep(1)
+    driver.swap(2)
+    driver.control.wake_up()
+    assert not driver.engine.has_work()
+    driver.control.resume()
+    driver.run()
+    assert driver.answers["a"] == lone_answer(PROMPT, 8, 2)
+
+
+def _tensors(weights: int) -> dict[str, torch.Tensor]:
+    return {"a": torch.tensor(weights), "b": torch.tensor(weights)}
+
+
+def test_nothing_is_computed_from_the_first_chunk_to_the_end(driver: Driver) -> None:
+    driver.answer("warm")
+    driver.add("a")
+    driver.step(2)
+    driver.control.begin_weight_update()
+    driver.add("b")
+    steps = len(driver.runner.plans)
+    driver.control.update_weights({"a": torch.tensor(6)})
+    assert not driver.engine.has_work()
+    with pytest.raises(InvalidRequestError, match=r"lacks \['b'\]") as caught:
+        driver.control.end_weight_update(full=True)
+    assert caught.value.param == "weights"
+    assert driver.control.is_updating
+    driver.control.update_weights({"b": torch.tensor(6)})
+    assert driver.control.end_weight_update(full=True) == 1
+    assert len(driver.runner.plans) == steps
+    driver.run()
+    assert driver.answers["a"] == lone_answer(PROMPT, 8, 6)
+    assert driver.answers["b"] == lone_answer(PROMPT, 8, 6)
+    assert driver.cached["b"] == 0
+
+
+def test_a_partial_update_is_none_to_complain_about(driver: Driver) -> None:
+    driver.control.begin_weight_update()
+    driver.control.update_weights({"a": torch.tensor(6)})
+    driver.control.end_weight_update()
+    driver.control.load_state_dict({"b": torch.tensor(7)}, strict=False)
+    assert driver.answer("a") == lone_answer(PROMPT, 8, 7)
+
+
+def test_a_folder_ends_an_update_that_nobody_ends(driver: Driver) -> None:
+    driver.control.begin_weight_update()
+    driver.control.update_weights({"a": torch.tensor(6)})
+    driver.swap(8)
+    assert driver.answer("a") == lone_answer(PROMPT, 8, 8)
+
+
+def test_after_level_2_an_update_must_be_whole(driver: Driver) -> None:
+    driver.control.sleep(2)
+    driver.control.begin_weight_update()
+    driver.control.update_weights({"a": torch.tensor(6)})
+    with pytest.raises(InvalidRequestError, match="lacks b"):
+        driver.control.end_weight_update()
+    driver.control.update_weights({"b": torch.tensor(6)})
+    driver.control.end_weight_update()
+    assert driver.control.is_sleeping
+    driver.control.wake_up()
+    assert driver.answer("a") == lone_answer(PROMPT, 8, 6)
+
+
+@pytest.mark.parametrize(
+    ("call", "param", "message"),
+    [
+        (lambda c: c.sleep(3), "level", "level must be one of 1, 2, got 3"),
+        (lambda c: c.sleep(True), "level", "got True"),
+        (lambda c: c.sleep("1"), "level", "got '1'"),
+        (lambda c: c.sleep(1, "keep"), "mode", "mode must be one of 'recompute', 'abort'"),
+        (lambda c: c.pause("wait"), "mode", "got 'wait'"),
+        (lambda c: c.pause(["keep"]), "mode", "mode must be"),
+        (lambda c: c.wake_up(["kv"]), "tags", "tags must be one of 'weights', 'kv_cache'"),
+        (lambda c: c.begin_weight_update("x"), "mode", "mode must be"),
+        (lambda c: c.load_state_dict({}, "x"), "mode", "mode must be"),
+        (lambda c: c.update_weights_from_folder(Path("1"), "x"), "mode", "mode must be"),
+        (lambda c: c.load_state_dict({"a": torch.tensor(1)}), "state_dict", "lacks"),
+        (lambda c: c.load_state_dict({"z": torch.tensor(1)}), "state_dict", "unexpected"),
+        (lambda c: c.update_weights({"a": torch.tensor(1)}), None, "no weight update"),
+        (lambda c: c.end_weight_update(), None, "no weight update"),
+    ],
+)
+def test_wrong_calls_name_what_is_wrong_and_change_nothing(
+    driver: Driver, call: Any, param: str | None, message: str
+) -> None:
+    driver.add("a")
+    driver.step(2)
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        call(driver.control)
+    assert caught.value.param == param
+    driver.run()
+    assert driver.answers["a"] == lone_answer(PROMPT, 8, 0)
+    assert driver.control.weight_version == 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Control.begin_weight_update,
+        Control.sleep,
+        Control.wake_up,
+        lambda control: control.load_state_dict(_tensors(1)),
+    ],
+)
+def test_an_open_update_refuses_what_would_cross_it(driver: Driver, call: Any) -> None:
+    driver.control.begin_weight_update()
+    with pytest.raises(InvalidRequestError, match="has begun"):
+        call(driver.control)
+    driver.control.end_weight_update()
+    assert driver.answer("a") == lone_answer(PROMPT, 8, 0)
+
+
+def test_a_wrong_name_refuses_its_whole_chunk(driver: Driver) -> None:
+    driver.control.begin_weight_update()
+    with pytest.raises(InvalidRequestError, match="unexpected tensor z"):
+        driver.control.update_weights({"a": torch.tensor(1), "z": torch.tensor(1)})
+    assert driver.runner.weights == 0
+
+
+def test_an_engine_without_memory_can_still_pause() -> None:
+    engine: Engine = make_engine()[0]
+    with pytest.raises(InvalidRequestError, match="cannot be changed"):
+        engine.control.sleep()
+    engine.control.pause()
+    assert not engine.control.is_sleeping
+    with pytest.raises(EngineHaltedError, match="resume"):
+        engine.control.raise_if_halted()
+
+
+def test_the_stats_are_a_steady_line_across_updates(driver: Driver) -> None:
+    driver.answer("a")
+    driver.answer("b")
+    before = driver.engine.prefix_cache_stats()
+    assert (before.queries, before.hits) == (2, 1)
+    assert (before.queried_tokens, before.hit_tokens) == (34, 16)
+    assert before.recent_hit_ratio == pytest.approx(16 / 34)
+    driver.swap(1)
+    driver.control.sleep(2)
+    asleep = driver.engine.prefix_cache_stats()
+    assert (asleep.queries, asleep.hit_tokens) == (2, 16)
+    assert (asleep.is_sleeping, asleep.is_paused, asleep.cached_blocks) == (True, False, 0)
+    assert asleep.weight_version == 2
+    driver.control.wake_up()
+    driver.control.pause()
+    driver.control.resume()
+    driver.answer("c")
+    after = driver.engine.prefix_cache_stats()
+    assert (after.queries, after.hits, after.queried_tokens) == (3, 1, 51)
+    assert after.blocks_in_use + after.free_blocks == after.num_blocks
+    assert after.is_sleeping is False

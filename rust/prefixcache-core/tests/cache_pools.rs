@@ -1,0 +1,254 @@
+//! Random requests to a cache over each pool: the plain pool and both lock-free ones answer alike.
+//!
+//! The plain pool counts hits block by block; the single writer's finds them by bisection.
+
+use prefixcache_core::cache::PrefixCache;
+use prefixcache_core::groups::{GroupSpec, Groups};
+use prefixcache_core::hash::{ChainConfig, Scope};
+use prefixcache_core::id::BlockId;
+use prefixcache_core::plain::PlainPool;
+use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
+use prefixcache_core::sequence::Sequence;
+use prefixcache_core::store::{BlockStore, FreeOrder, PoolConfig};
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+const MAX_BLOCKS: usize = 32;
+const BLOCK_SIZE: usize = 2;
+
+/// What a request may do. The numbers choose among what there is.
+#[derive(Clone, Debug)]
+enum Step {
+    /// Some requests with one prompt at once: each takes its hits, and all compute the rest.
+    Serve {
+        base: u32,
+        len: usize,
+        copies: usize,
+    },
+    Append {
+        which: usize,
+        count: usize,
+    },
+    Fill {
+        which: usize,
+    },
+    Finish {
+        which: usize,
+    },
+    Clear,
+    Pin {
+        which: usize,
+        tokens: usize,
+    },
+    Unpin {
+        which: usize,
+    },
+    Demote {
+        count: usize,
+    },
+    Resize {
+        num_blocks: usize,
+    },
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let which = 0..8_usize;
+    prop_oneof![
+        8 => (0..2_u32, 1..40_usize, 1..3_usize)
+            .prop_map(|(base, len, copies)| Step::Serve { base, len, copies }),
+        3 => (which.clone(), 1..5_usize).prop_map(|(which, count)| Step::Append { which, count }),
+        3 => which.clone().prop_map(|which| Step::Fill { which }),
+        6 => which.clone().prop_map(|which| Step::Finish { which }),
+        1 => Just(Step::Clear),
+        1 => (which.clone(), 0..40_usize).prop_map(|(which, tokens)| Step::Pin { which, tokens }),
+        1 => which.prop_map(|which| Step::Unpin { which }),
+        1 => (0..4_usize).prop_map(|count| Step::Demote { count }),
+        1 => (2..=MAX_BLOCKS).prop_map(|num_blocks| Step::Resize { num_blocks }),
+    ]
+}
+
+/// Steps that keep the blocks in LRU order: without pins and resizes.
+fn in_order(step: &Step) -> bool {
+    matches!(
+        step,
+        Step::Serve { .. }
+            | Step::Append { .. }
+            | Step::Fill { .. }
+            | Step::Finish { .. }
+            | Step::Clear
+    )
+}
+
+struct Driver<S> {
+    cache: PrefixCache<S>,
+    live: Vec<Sequence>,
+    /// Everything that was answered.
+    answers: Vec<String>,
+}
+
+impl<S: BlockStore> Driver<S> {
+    fn new(groups: usize, store: S) -> Self {
+        let chain = ChainConfig {
+            model: String::new(),
+            revision: String::new(),
+            kv_dtype: String::new(),
+            block_size: BLOCK_SIZE,
+            groups: Groups::new(vec![GroupSpec::FullAttention; groups]).unwrap(),
+        };
+        Self {
+            cache: PrefixCache::new(chain, store).unwrap(),
+            live: Vec::new(),
+            answers: Vec::new(),
+        }
+    }
+
+    fn answer(&mut self, what: impl std::fmt::Debug) {
+        self.answers.push(format!("{what:?}"));
+    }
+
+    fn step(&mut self, step: &Step) {
+        match *step {
+            Step::Serve { base, len, copies } => self.serve(base, len, copies),
+            Step::Clear => self.cache.clear_cache_index(),
+            Step::Demote { count } => {
+                let moved = self.cache.demote(count);
+                self.answer(moved);
+            }
+            Step::Resize { num_blocks } => {
+                let busy = self.cache.resize(num_blocks);
+                self.answer(busy);
+            }
+            Step::Append { which, .. }
+            | Step::Fill { which }
+            | Step::Finish { which }
+            | Step::Pin { which, .. }
+            | Step::Unpin { which } => {
+                if !self.live.is_empty() {
+                    let sequence = self.live.swap_remove(which % self.live.len());
+                    self.step_of(step, sequence);
+                }
+            }
+        }
+        self.look();
+    }
+
+    fn serve(&mut self, base: u32, len: usize, copies: usize) {
+        let tokens: Vec<u32> = (0..len as u32).map(|token| token * base).collect();
+        for _ in 0..copies {
+            let mut sequence = self
+                .cache
+                .new_sequence(tokens.clone(), Scope::default(), vec![]);
+            let hits = self.cache.count_prefix_hits(&mut sequence).unwrap();
+            let plan = self
+                .cache
+                .commit_prefix_plan(&mut sequence, hits, len - hits + 1);
+            self.answer((hits, &plan));
+            if plan.unwrap().is_some() {
+                self.live.push(sequence);
+            }
+        }
+    }
+
+    fn step_of(&mut self, step: &Step, mut sequence: Sequence) {
+        match *step {
+            Step::Append { count, .. } => {
+                let served = self.cache.append_slots(&mut [&mut sequence], &[count]);
+                self.cache
+                    .append_tokens(&mut [&mut sequence], &[7])
+                    .unwrap();
+                self.answer(served);
+            }
+            Step::Pin { tokens, .. } => {
+                let pinned = self.cache.pin(&mut sequence, tokens);
+                self.answer(pinned);
+            }
+            Step::Unpin { .. } => {
+                let unpinned = self.cache.unpin(&mut sequence);
+                self.answer(unpinned);
+            }
+            Step::Finish { .. } => {
+                self.fill(&mut sequence);
+                self.cache.release(&mut [&mut sequence]).unwrap();
+                return;
+            }
+            _ => self.fill(&mut sequence),
+        }
+        self.live.push(sequence);
+    }
+
+    fn fill(&mut self, sequence: &mut Sequence) {
+        let upto = sequence.num_slots().min(sequence.num_tokens());
+        let twins = self.cache.mark_blocks_filled(&mut [sequence], &[upto]);
+        self.answer(twins);
+    }
+
+    /// Everything that can be seen, and that it is sound.
+    fn look(&mut self) {
+        self.cache.validate().unwrap();
+        let tables: Vec<Vec<BlockId>> = self
+            .live
+            .iter()
+            .map(|one| one.block_table(0).to_vec())
+            .collect();
+        let store = self.cache.store();
+        let seen = (
+            store.free_order(),
+            store.cached_blocks(),
+            store.stats(),
+            self.cache.stats(),
+            tables,
+        );
+        self.answer(seen);
+    }
+}
+
+fn answers<S: BlockStore>(groups: usize, store: S, steps: &[Step]) -> Vec<String> {
+    let mut driver = Driver::new(groups, store);
+    steps.iter().for_each(|step| driver.step(step));
+    driver.answers
+}
+
+fn check(groups: usize, free_order: FreeOrder, steps: &[Step]) -> Result<(), TestCaseError> {
+    let config = PoolConfig {
+        num_blocks: MAX_BLOCKS * 3 / 4,
+        max_blocks: MAX_BLOCKS,
+        free_order,
+    };
+    let plain = answers(groups, PlainPool::new(config).unwrap(), steps);
+    let single = BlockPool::<SingleWriter>::with_ring_capacity(config, 128).unwrap();
+    prop_assert_eq!(&plain, &answers(groups, single, steps));
+    let shared = BlockPool::<Shared>::with_ring_capacity(config, 128).unwrap();
+    prop_assert_eq!(&plain, &answers(groups, shared, steps));
+    Ok(())
+}
+
+fn orders() -> impl Strategy<Value = FreeOrder> {
+    prop_oneof![Just(FreeOrder::UnhashedFirst), Just(FreeOrder::Append)]
+}
+
+fn cases() -> ProptestConfig {
+    let cases = std::env::var("PROPTEST_CASES")
+        .ok()
+        .and_then(|cases| cases.parse().ok());
+    ProptestConfig {
+        cases: cases.unwrap_or(128),
+        ..ProptestConfig::default()
+    }
+}
+
+proptest! {
+    #![proptest_config(cases())]
+
+    #[test]
+    fn all_pools_answer_alike(groups in 1..3_usize, order in orders(), steps in vec(step(), 1..80)) {
+        check(groups, order, &steps)?;
+    }
+
+    #[test]
+    fn bisection_finds_what_counting_finds(
+        order in orders(),
+        steps in vec(step().prop_filter("in order", in_order), 1..120),
+    ) {
+        check(1, order, &steps)?;
+    }
+}

@@ -65,8 +65,9 @@ stress:                            ## two writers, two probers (STRESS_SECONDS=6
 
 fuzz:                              ## every target for FUZZ_SECONDS
 	command -v cargo-fuzz || cargo install cargo-fuzz
-	for target in pool_ops cache_ops hash_chain; do \
-	  RUSTC_BOOTSTRAP=1 cargo fuzz run $$target -- -max_total_time=$(FUZZ_SECONDS) || exit 1; done
+	for target in pool_ops cache_ops hash_chain; do mkdir -p fuzz/target/found/$$target; \
+	  RUSTC_BOOTSTRAP=1 cargo fuzz run $$target fuzz/target/found/$$target fuzz/corpus/$$target -- \
+	  -max_total_time=$(FUZZ_SECONDS) || exit 1; done
 
 bench: setup                       ## what the cache saves: table, picture, record
 	$(BIN)/prefixcache bench --dtype float32 --output benches/record/saves.json --plot docs/what-the-cache-saves.svg

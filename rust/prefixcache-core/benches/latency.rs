@@ -1,0 +1,171 @@
+//! What medians hide: probes beside a busy writer, eviction against the number of cached blocks, and
+//! the first allocation behind a long run of dead slots. Prints tables; takes about ten seconds.
+
+use std::hint::black_box;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use prefixcache_core::id::{BlockHash, BlockId, GroupId};
+use prefixcache_core::plain::PlainPool;
+use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
+use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig};
+
+/// Blocks of one request: a prompt of 32k tokens.
+const REQUEST: usize = 2048;
+
+/// Blocks of one probe.
+const PROBE: usize = 8;
+
+fn key(number: usize) -> BlockKey {
+    let mut hash = [0; 32];
+    let mixed = (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    hash[..8].copy_from_slice(&mixed.to_le_bytes());
+    BlockKey::new(BlockHash::from_bytes(hash), GroupId::default())
+}
+
+fn keys(first: usize, count: usize) -> Vec<BlockKey> {
+    (first..first + count).map(key).collect()
+}
+
+/// Takes blocks, registers them under `keys` and releases them.
+fn cache(pool: &impl BlockStore, keys: &[BlockKey]) {
+    let mut blocks: Vec<BlockId> = Vec::with_capacity(keys.len());
+    pool.allocate(keys.len(), &mut blocks).unwrap();
+    for (&block, &key) in blocks.iter().zip(keys) {
+        let _ = pool.register(block, key, pool.epoch()).unwrap();
+    }
+    blocks.reverse();
+    pool.release(&blocks).unwrap();
+}
+
+/// One turn of the busy writer: a request that hits is taken and given back, and one that does not
+/// evicts. `hot` stays cached, as it is taken again and again.
+fn write_turn(pool: &impl BlockStore, hot: &[BlockKey], turn: usize) {
+    let mut blocks = Vec::with_capacity(REQUEST);
+    let _ = pool.commit(hot, 0, &mut blocks);
+    pool.release(&blocks).unwrap();
+    cache(pool, &keys((turn + 2) * REQUEST, REQUEST));
+}
+
+fn percentile(sorted: &[Duration], part: f64) -> Duration {
+    sorted[((sorted.len() - 1) as f64 * part) as usize]
+}
+
+fn report(name: &str, mut samples: Vec<Duration>) {
+    samples.sort_unstable();
+    let [p50, p99, p999] = [0.5, 0.99, 0.999].map(|part| percentile(&samples, part));
+    let (count, worst) = (samples.len(), samples[samples.len() - 1]);
+    println!(
+        "{name:32} p50 {p50:>9.2?}  p99 {p99:>9.2?}  p99.9 {p999:>9.2?}  max {worst:>9.2?}  n {count}"
+    );
+}
+
+/// Times `probe` for two seconds while `write` runs in another thread.
+fn beside_writer(name: &str, write: impl Fn(usize) + Sync, probe: impl Fn() -> usize) {
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut turn = 0;
+            while !stop.load(Ordering::Relaxed) {
+                write(turn);
+                turn += 1;
+            }
+        });
+        let start = Instant::now();
+        let mut samples = Vec::with_capacity(1 << 22);
+        while start.elapsed() < Duration::from_secs(2) {
+            let before = Instant::now();
+            black_box(probe());
+            samples.push(before.elapsed());
+        }
+        stop.store(true, Ordering::Relaxed);
+        report(name, samples);
+    });
+}
+
+fn probe_beside_writer() {
+    println!("\nA probe of {PROBE} blocks beside a thread that evicts {REQUEST} at a time");
+    let hot = keys(0, REQUEST);
+    let config = PoolConfig::new(1 << 17);
+    let lock_free = BlockPool::<Shared>::new(config).unwrap();
+    fill(&lock_free, 1 << 17);
+    let write = |turn| write_turn(&lock_free, &hot, turn);
+    let probe = || lock_free.count_leading(hot[..PROBE].iter().copied());
+    beside_writer("shared", write, probe);
+    let single = BlockPool::<SingleWriter>::new(config).unwrap();
+    fill(&single, 1 << 17);
+    let probe = || single.count_leading(hot[..PROBE].iter().copied());
+    beside_writer(
+        "single writer",
+        |turn| write_turn(&single, &hot, turn),
+        probe,
+    );
+    let mutex = Mutex::new(PlainPool::new(config).unwrap());
+    fill(&*mutex.lock().unwrap(), 1 << 17);
+    let write = |turn| write_turn(&*mutex.lock().unwrap(), &hot, turn);
+    let probe = || {
+        mutex
+            .lock()
+            .unwrap()
+            .count_leading(hot[..PROBE].iter().copied())
+    };
+    beside_writer("mutex around the plain pool", write, probe);
+}
+
+/// Fills a pool with cached blocks, but for one request's.
+fn fill(pool: &impl BlockStore, num_blocks: usize) {
+    for first in (0..num_blocks - REQUEST).step_by(REQUEST) {
+        cache(pool, &keys(first, REQUEST));
+    }
+}
+
+fn evict_against_cached() {
+    println!("\nEvicting 16 blocks of a pool that is full of as many cached ones");
+    for cached in [1_000, 10_000, 100_000, 1_000_000] {
+        let pool = BlockPool::<SingleWriter>::new(PoolConfig::new(cached + 1)).unwrap();
+        cache(&pool, &keys(0, cached));
+        let samples = (1..2000).map(|round| {
+            let mut blocks = Vec::with_capacity(16);
+            let before = Instant::now();
+            pool.allocate(16, &mut blocks).unwrap();
+            let elapsed = before.elapsed();
+            for (&block, key) in blocks.iter().zip(keys(cached + 16 * round, 16)) {
+                let _ = pool.register(block, key, pool.epoch()).unwrap();
+            }
+            pool.release(&blocks).unwrap();
+            elapsed
+        });
+        report(&format!("{cached} cached"), samples.collect());
+        assert_eq!(pool.content_drops(), 0, "content was dropped");
+    }
+}
+
+/// One cold block at the head of the line, and all others behind it released again and again.
+fn dead_run<M: Mode>(name: &str) {
+    let blocks = 1 << 20;
+    let pool = BlockPool::<M>::new(PoolConfig::new(blocks + 1)).unwrap();
+    cache(&pool, &keys(0, blocks));
+    let all = keys(0, blocks - REQUEST);
+    let mut releases = Vec::new();
+    for chunk in (0..4).flat_map(|_| all.chunks(REQUEST)) {
+        let mut taken = Vec::with_capacity(REQUEST);
+        pool.commit(chunk, 0, &mut taken).unwrap();
+        let before = Instant::now();
+        pool.release(&taken).unwrap();
+        releases.push(before.elapsed());
+    }
+    let before = Instant::now();
+    pool.allocate(1, &mut Vec::with_capacity(1)).unwrap();
+    println!("{name:32} next allocation {:?}", before.elapsed());
+    report("   releases of 2048", releases);
+    assert_eq!(pool.content_drops(), 0, "content was dropped");
+}
+
+fn main() {
+    probe_beside_writer();
+    evict_against_cached();
+    println!("\nA cold head of the line, with four million releases behind it");
+    dead_run::<Shared>("shared");
+    dead_run::<SingleWriter>("single writer");
+}

@@ -129,6 +129,8 @@ pub(crate) struct Ring<M> {
     slots: Zeroed<AtomicU64>,
     /// Deaths in each segment, as far as [`Self::count_mask`] reaches.
     deaths: Zeroed<AtomicU32>,
+    /// The capacity, a power of two, less one.
+    mask: u64,
     capacity_bits: u32,
     segment_bits: u32,
     count_mask: u32,
@@ -166,6 +168,7 @@ impl<M: Mode> Ring<M> {
             tier,
             slots: Zeroed::new(capacity)?,
             deaths: Zeroed::new(capacity >> segment_bits)?,
+            mask: capacity as u64 - 1,
             capacity_bits,
             segment_bits,
             count_mask,
@@ -177,7 +180,7 @@ impl<M: Mode> Ring<M> {
     }
 
     pub(crate) fn capacity(&self) -> u64 {
-        1 << self.capacity_bits
+        self.mask + 1
     }
 
     #[inline]
@@ -190,7 +193,7 @@ impl<M: Mode> Ring<M> {
 
     #[inline]
     fn word(&self, ticket: Ticket) -> &AtomicU64 {
-        &self.slots[(ticket.get() & (self.capacity() - 1)) as usize]
+        &self.slots[(ticket.get() & self.mask) as usize]
     }
 
     fn pack(ticket: Ticket, block: BlockId) -> u64 {
@@ -352,7 +355,7 @@ impl<M: Mode> Ring<M> {
 
     #[inline]
     fn segment(&self, ticket: Ticket) -> usize {
-        ((ticket.get() & (self.capacity() - 1)) >> self.segment_bits) as usize
+        ((ticket.get() & self.mask) >> self.segment_bits) as usize
     }
 
     #[inline]
@@ -498,7 +501,7 @@ impl<'a, M: Mode> Walk<'a, M> {
     }
 
     /// The next slot of a segment that is not dead; [`Self::pass`] goes on behind it.
-    #[inline]
+    #[inline(always)]
     fn next_slot(&mut self) -> Option<(Ticket, Slot)> {
         while self.fresh_segment && self.at.is_before(self.tail) {
             if !self.ring.segment_is_dead(self.at) {

@@ -365,23 +365,29 @@ impl<M: Mode> BlockPool<M> {
                 self.index.prefetch(*spot);
             }
         }
-        let current = spots
-            .iter()
-            .zip(batch)
-            .filter(|(spot, id)| self.forget(**id, **spot));
-        current.count() as u64
+        let now = self.contents.epoch();
+        let mut current = 0;
+        for (&id, &spot) in batch.iter().zip(&spots) {
+            match self.forget(id, spot) {
+                Some(epoch) if epoch == now => current += 1,
+                // Of another epoch: over, unless it began just now.
+                Some(epoch) => self.contents.count::<M>(epoch, -1),
+                None => {}
+            }
+        }
+        self.contents.count::<M>(now, -current);
+        current as u64
     }
 
-    /// Removes one block from the index; whether it held content of this epoch.
-    fn forget(&self, id: BlockId, spot: Spot) -> bool {
+    /// Removes one block from the index; the epoch of the content that it held.
+    #[inline]
+    fn forget(&self, id: BlockId, spot: Spot) -> Option<Epoch> {
         let block = self.block(id);
         if block.seq() == 0 {
-            return false;
+            return None;
         }
-        let epoch = block.epoch();
         block.erase_content();
         self.index.remove::<M>(spot, id);
-        self.contents.count::<M>(epoch, -1);
-        epoch == self.contents.epoch()
+        Some(block.epoch())
     }
 }

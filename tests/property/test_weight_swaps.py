@@ -63,7 +63,7 @@ class SteppedHammer:
         assert not self.answers
 
     def arrive(self) -> None:
-        prompt = STEM[: self.choose.randrange(1, 40)] + [self.choose.randrange(9)]
+        prompt = [*STEM[: self.choose.randrange(1, 40)], self.choose.randrange(9)]
         name, length = str(len(self.requests)), self.choose.randrange(1, 20)
         self.requests[name] = (prompt, length)
         self.answers[name] = []

@@ -466,3 +466,25 @@ def test_the_stats_are_a_steady_line_across_updates(driver: Driver) -> None:
     assert (after.queries, after.hits, after.queried_tokens) == (3, 1, 51)
     assert after.blocks_in_use + after.free_blocks == after.num_blocks
     assert after.is_sleeping is False
+
+
+def test_an_engine_that_cannot_wake_up_sleeps_on(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.add("a")
+    driver.step(2)
+    driver.control.sleep(2)
+    memory = driver.control._memory
+    assert memory is not None
+
+    def refuse(*_: Any) -> None:
+        raise ModelLoadError("the folder is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory.weights, "load", refuse)
+        with pytest.raises(ModelLoadError, match="gone"):
+            driver.control.wake_up()
+    assert driver.control.is_sleeping
+    driver.control.wake_up()
+    driver.run()
+    assert driver.answers["a"] == lone_answer(PROMPT, 8, 0)

@@ -13,7 +13,7 @@ from prefixcache.attention.registry import make_attention
 from prefixcache.config import CacheConfig, ModelConfig
 from prefixcache.exceptions import OutOfMemoryError
 from prefixcache.kv.specs import KVGroup, kv_groups
-from prefixcache.kv.tensors import allocate_kv, available_memory, choose_num_blocks
+from prefixcache.kv.tensors import KVMemory, allocate_kv, available_memory, choose_num_blocks
 
 CPU = torch.device("cpu")
 GROUP = KVGroup(layers=(0, 1, 2), num_kv_heads=2, head_dim=16)
@@ -103,3 +103,27 @@ def test_a_model_of_full_attention_is_one_group() -> None:
     )
     assert kv_groups(model) == (GROUP,)
     assert GROUP.bytes_per_block(16, 4) == BLOCK_BYTES
+
+
+def test_given_up_memory_goes_back_to_the_system() -> None:
+    spec = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=16, scale=1.0)
+    backend = make_attention("torch", spec)
+    memory = KVMemory(
+        group=GROUP,
+        backend=backend,
+        num_blocks=6000,
+        block_size=16,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    before = _resident_bytes()
+    for _ in range(2):
+        memory.allocate()
+        for kv in backend._kv_layers:
+            kv.fill_(1.0)
+        del kv
+        assert _resident_bytes() - before > 60 << 20
+        memory.give_up()
+        assert _resident_bytes() - before < 10 << 20
+    memory.allocate()
+    assert not backend._kv_layers[0].any()

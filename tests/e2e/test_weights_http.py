@@ -1,0 +1,256 @@
+"""Sleep, pause, new weights and the cache's numbers through HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from prefixcache.engine.async_engine import AsyncEngine
+from serving import MODEL, client_of, metric, serve_folder
+
+Checkpoint = Callable[..., Path]
+PROMPT = [*range(20, 60)]
+
+
+class Server:
+    def __init__(self, client: httpx.AsyncClient, engine: AsyncEngine) -> None:
+        self.client = client
+        self.engine = engine
+
+    async def post(self, path: str, **options: Any) -> httpx.Response:
+        return await self.client.post(path, **options)
+
+    async def get(self, path: str) -> Any:
+        response = await self.client.get(path)
+        assert response.status_code == 200
+        return response.json()
+
+    async def ask(self, max_tokens: int = 8, **fields: Any) -> httpx.Response:
+        body = {
+            "model": MODEL,
+            "prompt": PROMPT,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            **fields,
+        }
+        return await self.post("/v1/completions", json=body)
+
+    async def text(self, **fields: Any) -> str:
+        response = await self.ask(**fields)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["text"]
+
+    async def in_flight(self, **fields: Any) -> asyncio.Task[httpx.Response]:
+        """A request that has some tokens when the engine pauses; the engine stays paused."""
+        before = self.engine.metrics.generation_tokens
+        task = asyncio.create_task(self.ask(max_tokens=400, **fields))
+        while self.engine.metrics.generation_tokens < before + 3:
+            await asyncio.sleep(0.001)
+        assert (await self.post("/pause")).status_code == 200
+        assert not task.done()
+        return task
+
+    async def resumed(self, task: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> Any:
+        assert (await self.post("/resume")).status_code == 200
+        return await task
+
+
+@pytest.fixture
+def folders(tiny_checkpoint: Checkpoint) -> tuple[Path, Path]:
+    return tiny_checkpoint(), tiny_checkpoint(seed=8)
+
+
+@pytest.fixture
+async def server(folders: tuple[Path, Path]) -> AsyncIterator[Server]:
+    async with AsyncExitStack() as stack:
+        yield await _serve(stack, folders[0])
+
+
+async def _serve(stack: AsyncExitStack, folder: Path) -> Server:
+    app, engine = serve_folder(folder)
+    stack.push_async_callback(engine.shutdown)
+    return Server(await stack.enter_async_context(client_of(app)), engine)
+
+
+async def _text_of(folder: Path, **fields: Any) -> str:
+    async with AsyncExitStack() as stack:
+        return await (await _serve(stack, folder)).text(**fields)
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    return response.json()["error"]
+
+
+async def test_new_weights_from_disk(server: Server, folders: tuple[Path, Path]) -> None:
+    old = await server.text()
+    response = await server.post(
+        "/update_weights_from_disk", json={"model_path": str(folders[1]), "load_format": "auto"}
+    )
+    assert response.status_code == 200
+    body = response.json()
+    assert (body["success"], body["weight_version"]) == (True, 1)
+    assert await server.text() == await _text_of(folders[1]) != old
+    assert (await server.get("/prefix_cache/stats"))["hit_tokens"] == 0
+
+
+async def test_a_whole_answer_begins_anew(server: Server, folders: tuple[Path, Path]) -> None:
+    task = await server.in_flight(logprobs=1)
+    await server.post("/update_weights_from_disk", json={"model_path": str(folders[1])})
+    answer = (await server.resumed(task)).json()
+    assert answer["choices"][0]["text"] == await _text_of(folders[1], max_tokens=400)
+    assert answer["usage"]["completion_tokens"] == 400
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == 400
+
+
+async def test_a_stream_ends_with_an_error_that_says_why(
+    server: Server, folders: tuple[Path, Path]
+) -> None:
+    task = await server.in_flight(stream=True)
+    await server.post("/update_weights_from_disk", json={"model_path": str(folders[1])})
+    lines = (await server.resumed(task)).text.split("\n\n")
+    error = json.loads(lines[-3].removeprefix("data: "))["error"]
+    assert error["code"] == "weights_replaced"
+    assert "weights were replaced" in error["message"]
+    assert lines[-2] == "data: [DONE]"
+    stats = await server.get("/prefix_cache/stats")
+    assert stats["blocks_in_use"] == 0
+
+
+async def test_a_stream_that_is_kept_goes_on(server: Server, folders: tuple[Path, Path]) -> None:
+    task = await server.in_flight(stream=True)
+    await server.post(
+        "/update_weights_from_disk", json={"model_path": str(folders[1]), "mode": "keep"}
+    )
+    text = (await server.resumed(task)).text
+    assert '"finish_reason":"length"' in text
+    assert "error" not in text
+
+
+@pytest.mark.parametrize("field", [{"mode": "abort"}, {"abort_all_requests": True}])
+async def test_aborted_answers_say_so(
+    server: Server, folders: tuple[Path, Path], field: dict[str, Any]
+) -> None:
+    task = await server.in_flight()
+    await server.post("/update_weights_from_disk", json={"model_path": str(folders[1]), **field})
+    answer = (await server.resumed(task)).json()
+    assert answer["choices"][0]["finish_reason"] == "abort"
+
+
+async def test_a_broken_path_is_400_and_the_old_weights_serve(
+    server: Server, tmp_path: Path
+) -> None:
+    old = await server.text()
+    for path in (tmp_path, tmp_path / "none"):
+        response = await server.post("/update_weights_from_disk", json={"model_path": str(path)})
+        error = error_of(response, 400)
+        assert (error["type"], error["param"]) == ("invalid_request_error", "model_path")
+    assert await server.text() == old
+    assert (await server.get("/prefix_cache/stats"))["hits"] == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"params": {"level": 2}}, {"json": {"level": 2}}])
+async def test_sleep_and_wake_up(server: Server, options: dict[str, Any]) -> None:
+    old = await server.text()
+    assert (await server.post("/sleep", **options)).status_code == 200
+    assert await server.get("/is_sleeping") == {"is_sleeping": True}
+    error = error_of(await server.ask(), 503)
+    assert error["type"] == "service_unavailable_error"
+    assert "asleep" in error["message"]
+    assert error_of(await server.ask(stream=True), 503)
+    assert (await server.client.get("/health")).status_code == 200
+    await server.post("/wake_up", params={"tags": ["weights"]})
+    assert await server.get("/is_sleeping") == {"is_sleeping": True}
+    await server.post("/wake_up", json={"tags": ["kv_cache"]})
+    assert await server.get("/is_sleeping") == {"is_sleeping": False}
+    assert await server.text() == old
+    assert (await server.get("/prefix_cache/stats"))["hit_tokens"] == 0
+
+
+async def test_an_answer_sleeps_through_and_ends_as_if_nothing_had_been(server: Server) -> None:
+    alone = await server.text(max_tokens=400)
+    await server.post("/reset_prefix_cache")
+    task = await server.in_flight(stream=True)
+    await server.post("/sleep")
+    await server.post("/wake_up")
+    lines = (await server.resumed(task)).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == alone
+
+
+async def test_paused_requests_wait(server: Server) -> None:
+    await server.post("/pause")
+    assert await server.get("/is_paused") == {"is_paused": True}
+    task = asyncio.create_task(server.ask())
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    assert (await server.resumed(task)).status_code == 200
+    assert await server.get("/is_paused") == {"is_paused": False}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/sleep", {"level": 3}, "level"),
+        ("/sleep", {"level": 0}, "level"),
+        ("/sleep", {"level": True}, "level"),
+        ("/sleep", {"level": "1"}, "level"),
+        ("/sleep", {"level": 1.5}, "level"),
+        ("/sleep", {"mode": "keep"}, "mode"),
+        ("/sleep", {"mode": 1}, "mode"),
+        ("/wake_up", {"tags": "weights"}, "tags"),
+        ("/wake_up", {"tags": ["kv"]}, "tags[0]"),
+        ("/pause", {"mode": "wait"}, "mode"),
+        ("/update_weights_from_disk", {}, "model_path"),
+        ("/update_weights_from_disk", {"model_path": 5}, "model_path"),
+        ("/update_weights_from_disk", {"model_path": "x", "mode": "swap"}, "mode"),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "x", "mode": "keep", "abort_all_requests": True},
+            "mode",
+        ),
+        ("/update_weights_from_disk", {"model_path": "x", "load_format": "pt"}, "load_format"),
+        ("/update_weights_from_disk", {"model_path": "x", "flush_cache": False}, "flush_cache"),
+    ],
+)
+async def test_wrong_options_are_named(
+    server: Server, path: str, body: dict[str, Any], param: str
+) -> None:
+    error = error_of(await server.post(path, json=body), 400)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert await server.get("/is_sleeping") == {"is_sleeping": False}
+    assert (await server.get("/prefix_cache/stats"))["weight_version"] == 0
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [("level=one", "level"), ("level=3", "level"), ("level=", "level"), ("mode=keep", "mode")],
+)
+async def test_wrong_queries_are_named(server: Server, query: str, param: str) -> None:
+    assert error_of(await server.post(f"/sleep?{query}"), 400)["param"] == param
+
+
+async def test_a_body_that_is_no_json_is_refused(server: Server) -> None:
+    headers = {"content-type": "application/json"}
+    response = await server.post("/sleep", content=b"{", headers=headers)
+    assert error_of(response, 400)["code"] == "invalid_json"
+
+
+async def test_the_numbers_are_those_of_the_metrics(server: Server) -> None:
+    for _ in range(3):
+        await server.text()
+    stats = await server.get("/prefix_cache/stats")
+    page = (await server.client.get("/metrics")).text
+    assert stats["queried_tokens"] == metric(page, "prefix_cache_queries_total") == 120
+    assert stats["hit_tokens"] == metric(page, "prefix_cache_hits_total") == 64
+    assert (stats["queries"], stats["hits"], stats["recent_queries"]) == (3, 2, 3)
+    assert stats["recent_hit_ratio"] == pytest.approx(64 / 120)
+    assert stats["blocks_in_use"] + stats["free_blocks"] == stats["num_blocks"] == 199

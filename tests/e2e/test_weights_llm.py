@@ -1,0 +1,138 @@
+"""New weights, sleep and pause on `LLM`, with real tiny models."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from prefixcache import LLM, SamplingParams
+from prefixcache.exceptions import EngineHaltedError, InvalidRequestError
+
+Checkpoint = Callable[..., Path]
+PROMPT = [*range(20, 60)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def make_llm(folder: Path) -> LLM:
+    return LLM(str(folder), dtype="float32", device="cpu", num_blocks=65)
+
+
+def answer(llm: LLM) -> list[int]:
+    return llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def cached(llm: LLM) -> int:
+    return llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].num_cached_tokens
+
+
+@pytest.fixture
+def folders(tiny_checkpoint: Checkpoint) -> tuple[Path, Path]:
+    return tiny_checkpoint("qwen3"), tiny_checkpoint("qwen3", seed=4)
+
+
+def test_weights_from_disk_and_back(folders: tuple[Path, Path]) -> None:
+    old, new = folders
+    llm = make_llm(old)
+    first = answer(llm)
+    assert llm.update_weights_from_disk(str(new)) == 1
+    assert cached(llm) == 0
+    assert answer(llm) == answer(make_llm(new)) != first
+    assert llm.update_weights_from_disk(str(old)) == 2
+    assert answer(llm) == first
+
+
+def test_state_dict_and_chunks(folders: tuple[Path, Path]) -> None:
+    llm = make_llm(folders[0])
+    tensors = load_file(folders[1] / "model.safetensors")
+    with pytest.raises(InvalidRequestError, match="lacks") as caught:
+        llm.load_state_dict(dict(list(tensors.items())[1:]))
+    assert caught.value.param == "state_dict"
+    assert llm.load_state_dict(tensors) == 1
+    assert answer(llm) == answer(make_llm(folders[1]))
+    llm.begin_weight_update()
+    for name, tensor in load_file(folders[0] / "model.safetensors").items():
+        llm.update_weights({name: tensor})
+        with pytest.raises(EngineHaltedError, match="end_weight_update"):
+            answer(llm)
+    assert llm.end_weight_update(full=True) == 2
+    assert answer(llm) == answer(make_llm(folders[0]))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_and_wake_up(folders: tuple[Path, Path], level: int) -> None:
+    llm = make_llm(folders[0])
+    first = answer(llm)
+    model = weakref.ref(llm._engine._runner._model.loaded)
+    kv = weakref.ref(llm._engine._runner._attention._kv_layers[0])
+    llm.sleep(level)
+    gc.collect()
+    assert kv() is None
+    assert (model() is None) is (level == 2)
+    assert llm.is_sleeping()
+    with pytest.raises(EngineHaltedError, match="asleep"):
+        answer(llm)
+    llm.wake_up()
+    assert not llm.is_sleeping()
+    assert cached(llm) == 0
+    assert answer(llm) == first
+
+
+def test_the_way_of_reinforcement_learning(folders: tuple[Path, Path]) -> None:
+    """Sleep, weights alone, their update, then the cache: as trainers call vLLM."""
+    llm = make_llm(folders[0])
+    llm.sleep(level=2)
+    llm.wake_up(tags=["weights"])
+    llm.load_state_dict(load_file(folders[1] / "model.safetensors"))
+    assert llm.is_sleeping()
+    llm.wake_up(tags=["kv_cache"])
+    assert answer(llm) == answer(make_llm(folders[1]))
+
+
+def test_pause_and_resume(folders: tuple[Path, Path]) -> None:
+    llm = make_llm(folders[0])
+    llm.pause()
+    with pytest.raises(EngineHaltedError, match="resume"):
+        answer(llm)
+    llm.resume()
+    assert len(answer(llm)) == 12
+
+
+def test_a_wrong_folder_changes_nothing(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    llm = make_llm(folders[0])
+    first = answer(llm)
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(InvalidRequestError) as caught:
+            llm.update_weights_from_disk(str(path))
+        assert caught.value.param == "model_path"
+    assert cached(llm) > 0
+    assert answer(llm) == first
+
+
+def test_types_are_converted(tiny_checkpoint: Checkpoint) -> None:
+    llm = make_llm(tiny_checkpoint("smollm2"))
+    half = tiny_checkpoint("smollm2", seed=9, dtype=torch.bfloat16)
+    llm.update_weights_from_disk(str(half))
+    assert answer(llm) == answer(make_llm(half))
+
+
+def test_the_cache_in_numbers(folders: tuple[Path, Path]) -> None:
+    llm = make_llm(folders[0])
+    answer(llm)
+    answer(llm)
+    stats = llm.prefix_cache_stats()
+    assert (stats.queries, stats.hits, stats.queried_tokens, stats.hit_tokens) == (2, 1, 80, 32)
+    assert stats.recent_hit_ratio == pytest.approx(0.4)
+    off = LLM(
+        str(folders[0]), dtype="float32", device="cpu", num_blocks=65, enable_prefix_caching=False
+    )
+    answer(off)
+    answer(off)
+    stats = off.prefix_cache_stats()
+    assert not stats.enabled
+    assert (stats.queries, stats.hit_tokens, stats.cached_blocks, stats.recent_queries) == (0,) * 4

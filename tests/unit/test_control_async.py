@@ -1,0 +1,176 @@
+"""Control through the queue of the loop's thread: who waits, who is told, who is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from fake_engine import make_request
+from fake_memory import lone_answer, make_versioned_engine
+from prefixcache.engine.async_engine import AsyncEngine
+from prefixcache.exceptions import EngineDeadError, EngineHaltedError, InvalidRequestError
+from prefixcache.request import RequestOutput
+from prefixcache.step_plan import SequenceOutput, StepPlan
+
+T = TypeVar("T")
+PROMPT = [*range(10, 27)]
+LONG = 90
+
+
+class Served:
+    """An `AsyncEngine`, its parts, and a gate that can hold a step."""
+
+    def __init__(self) -> None:
+        engine, self.runner, self.cache = make_versioned_engine(max_model_len=128)
+        self._open = threading.Event()
+        self._open.set()
+        self._held = threading.Event()
+        compute = self.runner.execute
+
+        def execute(plan: StepPlan) -> list[SequenceOutput]:
+            if not self._open.is_set():
+                self._held.set()
+                assert self._open.wait(10)
+            return compute(plan)
+
+        self.runner.execute = execute  # type: ignore[method-assign]
+        self.engine = AsyncEngine(engine)
+
+    async def start_held(self) -> asyncio.Task[list[RequestOutput]]:
+        """A long request, held in a step after it has streamed some tokens."""
+        task = self.start("long", LONG)
+        wanted = len(self.runner.plans) + 3
+        while len(self.runner.plans) < wanted:
+            await asyncio.sleep(0)
+        self._open.clear()
+        assert await asyncio.to_thread(self._held.wait, 10)
+        return task
+
+    async def right_after_the_step(self, operation: Coroutine[Any, Any, T]) -> T:
+        """Lets the held step go on when the operation waits for its end."""
+        task = asyncio.create_task(operation)
+        while self.engine._inbox.empty():
+            await asyncio.sleep(0.001)
+        self._open.set()
+        return await task
+
+    def start(self, name: str, max_tokens: int = 8) -> asyncio.Task[list[RequestOutput]]:
+        return asyncio.create_task(self.collect(name, max_tokens))
+
+    async def collect(self, name: str, max_tokens: int) -> list[RequestOutput]:
+        request = make_request(name, PROMPT, max_tokens=max_tokens)
+        return [output async for output in self.engine.generate(request)]
+
+
+@pytest.fixture
+async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
+    monkeypatch.setattr(
+        "prefixcache.engine.control.resolve_model", lambda name, revision: Path(name)
+    )
+    served = Served()
+    yield served
+    await served.engine.shutdown()
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    last = max((i for i, output in enumerate(outputs) if output.restarted), default=-1)
+    return [token for output in outputs[last + 1 :] for token in output.token_ids]
+
+
+async def test_requests_that_come_while_paused_wait(served: Served) -> None:
+    await served.engine.pause()
+    task = served.start("a")
+    await asyncio.sleep(0.02)
+    assert not task.done()
+    assert not served.runner.plans
+    assert await served.engine.is_paused()
+    await served.engine.resume()
+    assert tokens_of(await task) == lone_answer(PROMPT, 8, 0)
+
+
+async def test_a_paused_loop_sleeps(served: Served) -> None:
+    running = await served.start_held()
+    await served.right_after_the_step(served.engine.pause())
+    count = len(served.runner.plans)
+    await asyncio.sleep(0.02)
+    assert len(served.runner.plans) == count
+    await served.engine.resume()
+    assert tokens_of(await running) == lone_answer(PROMPT, LONG, 0)
+
+
+async def test_a_stream_is_told_that_it_begins_anew(served: Served) -> None:
+    running = await served.start_held()
+    assert await served.right_after_the_step(served.engine.update_weights_from_disk("1")) == 1
+    outputs = await running
+    assert [output.restarted for output in outputs].count(True) == 1
+    assert tokens_of(outputs) == lone_answer(PROMPT, LONG, 1)
+
+
+async def test_aborted_streams_end(served: Served) -> None:
+    running = await served.start_held()
+    await served.right_after_the_step(served.engine.update_weights_from_disk("1", "abort"))
+    assert (await running)[-1].finish_reason == "abort"
+
+
+async def test_a_sleeping_engine_refuses_requests_and_keeps_those_it_has(served: Served) -> None:
+    running = await served.start_held()
+    await served.right_after_the_step(served.engine.sleep(2))
+    assert await served.engine.is_sleeping()
+    with pytest.raises(EngineHaltedError, match="asleep"):
+        served.engine.generate(make_request("b"))
+    await served.engine.wake_up()
+    assert tokens_of(await running) == lone_answer(PROMPT, LONG, 0)
+    assert not await served.engine.is_sleeping()
+
+
+async def test_a_request_that_meets_the_engine_falling_asleep_is_refused(served: Served) -> None:
+    stream = served.engine.generate(make_request("a"))
+    await served.engine.sleep()
+    with pytest.raises(EngineHaltedError):
+        await anext(stream)
+
+
+async def test_chunks_come_through_the_queue(served: Served) -> None:
+    running = await served.start_held()
+    await served.right_after_the_step(served.engine.begin_weight_update())
+    count = len(served.runner.plans)
+    for name in ("a", "b"):
+        await served.engine.update_weights({name: torch.tensor(3)})
+        await asyncio.sleep(0.005)
+    assert len(served.runner.plans) == count
+    assert await served.engine.end_weight_update(full=True) == 1
+    assert tokens_of(await running) == lone_answer(PROMPT, LONG, 3)
+    state = {name: torch.tensor(4) for name in ("a", "b")}
+    assert await served.engine.load_state_dict(state) == 2
+    assert tokens_of(await served.start("b")) == lone_answer(PROMPT, 8, 4)
+    stats = await served.engine.prefix_cache_stats()
+    assert (stats.weight_version, stats.queries) == (2, 3)
+
+
+async def test_errors_reach_the_caller_and_the_engine_serves_on(served: Served) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await served.engine.update_weights_from_disk("broken")
+    assert caught.value.param == "model_path"
+    with pytest.raises(InvalidRequestError):
+        await served.engine.end_weight_update()
+    assert tokens_of(await served.start("a")) == lone_answer(PROMPT, 8, 0)
+
+
+@pytest.mark.parametrize("drain", [False, True])
+async def test_shutting_down_a_halted_engine_ends_its_requests(served: Served, drain: bool) -> None:
+    running = await served.start_held()
+    await served.right_after_the_step(served.engine.pause())
+    waiting = served.start("b")
+    await asyncio.sleep(0)
+    await asyncio.wait_for(served.engine.shutdown(drain=drain), 5)
+    assert (await running)[-1].finish_reason == "abort"
+    assert (await waiting)[-1].finish_reason == "abort"
+    assert served.cache.num_free_blocks == served.cache.num_blocks
+    with pytest.raises(EngineDeadError):
+        await served.engine.update_weights_from_disk("1")

@@ -7,6 +7,7 @@ use common::{Layer, Step, Tokens, reference};
 use prefixcache_attention::{Attention, KvElement};
 use prefixcache_cpu::{Bf16, Form, Team};
 use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
 
 fn attentions() -> impl Strategy<Value = Attention> {
     let heads = prop_oneof![
@@ -131,7 +132,7 @@ fn check_schedule<E: KvElement + PartialEq>(
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..Default::default() })]
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, rng_seed: RngSeed::Fixed(1), ..Default::default() })]
 
     #[test]
     fn near_the_reference(attention in attentions(), form in forms(), length in 1_usize..200) {

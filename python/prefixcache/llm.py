@@ -23,7 +23,7 @@ from torch import Tensor
 
 from prefixcache.config import DEFAULT_MODEL
 from prefixcache.engine.build import build, config_from_flags
-from prefixcache.engine.control import MemoryTag
+from prefixcache.engine.control import Control, MemoryTag
 from prefixcache.engine.stats import PrefixCacheStats
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import CacheOptions, FinishReason, Request, RequestOutput, TokenLogprobs
@@ -77,7 +77,7 @@ class GenerationResult:
 
 
 class LLM:
-    """A model with its engine, driven by the calling thread.
+    """A model with its engine, driven by the calling thread: any, but one at a time.
 
     Flags are those of `vllm serve`: see `prefixcache.config.EngineConfig`, `CacheConfig` and
     `SchedulerConfig`; `num_gpu_blocks_override` is another name of `num_blocks`. Raises
@@ -143,24 +143,39 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def probe(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        cache_options: CacheOptions | Sequence[CacheOptions] | None = None,
+    ) -> list[int]:
+        """How many leading tokens of each prompt are cached now, in full blocks.
+
+        Changes nothing, and may be called from another thread while `generate` runs. `generate`
+        would take them all, but always computes a prompt's last token. Raises what `generate` does.
+        """
+        many = _as_list(prompts)
+        options = _for_each(cache_options or CacheOptions(), len(many), "cache_options")
+        return [self._probe(*one) for one in zip(many, options, strict=True)]
+
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
-        self._engine.control.reset_prefix_cache()
+        self._control.reset_prefix_cache()
 
     def pause(self) -> None:
         """Lets `generate` raise `EngineHaltedError` until `resume`."""
-        self._engine.control.pause()
+        self._control.pause()
 
     def resume(self) -> None:
         """Goes on after `pause`."""
-        self._engine.control.resume()
+        self._control.resume()
 
     def sleep(self, level: int = 1) -> None:
         """Gives back the KV cache's memory, at level 2 that of the weights too.
 
         Until `wake_up`, `generate` raises `EngineHaltedError`.
         """
-        self._engine.control.sleep(level)
+        self._control.sleep(level)
 
     def wake_up(self, tags: Collection[MemoryTag] | None = None) -> None:
         """Brings back what `sleep` gave up, or of it "weights" or "kv_cache" alone.
@@ -168,7 +183,7 @@ class LLM:
         Weights come from where they were last read; after an update from tensors the model sleeps
         on until another one gives all of them. Raises `ModelLoadError` and `OutOfMemoryError`.
         """
-        self._engine.control.wake_up(tags)
+        self._control.wake_up(tags)
 
     def is_sleeping(self) -> bool:
         """Whether weights or KV cache are given up."""
@@ -179,12 +194,12 @@ class LLM:
 
         Raises `InvalidRequestError` when they are not of this very model; nothing has changed then.
         """
-        control = self._engine.control
+        control = self._control
         return control.update_weights_from_folder(control.check_path(model_path, revision))
 
     def begin_weight_update(self) -> None:
         """Lets chunks of new weights come; `generate` raises until `end_weight_update`."""
-        self._engine.control.begin_weight_update()
+        self._control.begin_weight_update()
 
     def update_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Replaces the named weights; names and shapes are the checkpoint's.
@@ -192,18 +207,18 @@ class LLM:
         Raises `InvalidRequestError` for a name or a shape that is none of the model's, and then
         none of these is replaced.
         """
-        self._engine.control.update_weights(tensors)
+        self._control.update_weights(tensors)
 
     def end_weight_update(self, *, full: bool = False) -> int:
         """Goes on with the new weights, with `full` only if all were replaced; their version."""
-        return self._engine.control.end_weight_update(full=full)
+        return self._control.end_weight_update(full=full)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> int:
         """Replaces weights by a checkpoint's in memory, with `strict` all; their new version.
 
         Raises `InvalidRequestError` before the first one is replaced.
         """
-        return self._engine.control.load_state_dict(state_dict, strict=strict)
+        return self._control.load_state_dict(state_dict, strict=strict)
 
     def prefix_cache_stats(self) -> PrefixCacheStats:
         """The prefix cache in numbers: counts of its lifetime, and the hit ratio of late."""
@@ -212,6 +227,19 @@ class LLM:
     def stats(self) -> dict[str, int]:
         """Lifetime counters of the cache, and blocks by state."""
         return self._engine.stats()
+
+    @property
+    def _control(self) -> Control:
+        """The engine's control, for the thread that calls."""
+        self._engine.adopt_loop()
+        return self._engine.control
+
+    def _probe(self, prompt: Prompt, cache: CacheOptions) -> int:
+        _, token_ids = self._encode(prompt)
+        params = SamplingParams(max_tokens=1)
+        return self._engine.probe(
+            Request(request_id="", prompt_token_ids=token_ids, params=params, cache=cache)
+        )
 
     def _job(
         self, prompt: Prompt, params: SamplingParams, priority: int, cache: CacheOptions
@@ -253,6 +281,7 @@ class LLM:
             for job in jobs
             for choice, request in enumerate(job.requests)
         }
+        self._engine.adopt_loop()
         try:
             for job in jobs:
                 for request in job.requests:

@@ -88,6 +88,15 @@ class AsyncEngine:
         self.check(request)
         return self._outputs(request)
 
+    def probe(self, request: Request) -> int:
+        """Tokens of the prompt that are cached now, in full blocks; see `Engine.probe`.
+
+        Reads beside the loop, from any thread, and does not wait for a step. Raises what `generate`
+        does.
+        """
+        self._raise_if_dead()
+        return self._engine.probe(request)
+
     async def abort(self, request_id: str) -> None:
         """Ends the request, whose stream then ends with `finish_reason` "abort"."""
         await self._call(lambda: self._deliver_outputs(self._engine.abort([request_id])))
@@ -228,6 +237,7 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
+            self._engine.adopt_loop()
             self._serve()
             self._die(EngineDeadError("The engine was shut down."))
         except BaseException as cause:

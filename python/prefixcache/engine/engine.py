@@ -65,7 +65,7 @@ class EngineParts:
 class Engine:
     """Serves requests step by step, while `control` does not hold it back.
 
-    Only `check` and `metrics` may be used from a thread other than the loop's. A request
+    Only `check`, `probe` and `metrics` may be used from a thread other than the loop's. A request
     that fails ends with `finish_reason` "error"; a step that fails ends its requests so, and
     `EngineDeadError` is raised when steps keep failing. What `control` does to requests is told by
     `take_outputs`.
@@ -110,6 +110,22 @@ class Engine:
                     param="logit_bias",
                 )
         self._scheduler.check(request)
+
+    def probe(self, request: Request) -> int:
+        """Tokens of the prompt in leading full blocks that are cached now. From any thread.
+
+        Changes nothing. A request sent next takes them all, but for its last token, which is always
+        computed: of a prompt that is cached to its end the last block is not taken. Raises what
+        `check` does.
+        """
+        self.check(request)
+        if not (self._scheduler.caches_prefixes and request.cache.read):
+            return 0
+        return self._cache.probe(request)
+
+    def adopt_loop(self) -> None:
+        """Makes the calling thread the loop's; the one before it must have stopped."""
+        self._cache.adopt_writer()
 
     def add_request(self, request: Request) -> None:
         """Lets the request wait for its turn. Raises what `check` does."""

@@ -17,10 +17,11 @@ from prefixcache.step_plan import StepPlan
 class CacheManager:
     """One core sequence per request: its tokens, block hashes and block tables.
 
-    One thread makes all calls; the attributes may be read from any. The `num_blocks` given counts
-    the null block, the attribute those that requests can hold. Errors of the core pass through:
-    `ValueError` names an argument, `RuntimeError` tells of misuse. Without `publish_answers` only
-    blocks of prompts are shared, for attention whose decodes write other bits than its prefills.
+    One thread makes all calls but `probe`, the first to change something or the last to
+    `adopt_writer`; attributes may be read from any. The `num_blocks` given counts the null block,
+    the attribute those that requests can hold. Errors of the core pass through: `ValueError` names
+    an argument, `RuntimeError` tells of misuse. Without `publish_answers` only blocks of prompts
+    are shared, for attention whose decodes write other bits than its prefills.
     """
 
     def __init__(
@@ -69,6 +70,20 @@ class CacheManager:
     def validate(self) -> None:
         """Checks the whole structure; raises `RuntimeError` naming a broken invariant."""
         self._cache.validate()
+
+    def adopt_writer(self) -> None:
+        """Makes the calling thread the one that changes the cache, in place of another's."""
+        self._cache.adopt_writer()
+
+    def probe(self, request: Request) -> int:
+        """Leading tokens of the prompt whose full blocks are cached now. From any thread.
+
+        Hashes the prompt anew and only reads, so it waits for nobody and nobody for it.
+        """
+        hashes = self._cache.compute_block_hashes(
+            request.prompt_token_ids, cache_salt=request.cache.salt
+        )
+        return self._cache.probe(hashes)
 
     def start(self, request: Request) -> None:
         """Makes the request known and hashes its prompt's full blocks."""

@@ -13,6 +13,7 @@ from prefixcache.server.completions import completions_router
 from prefixcache.server.context import RequestContext
 from prefixcache.server.control import control_router
 from prefixcache.server.errors import install_error_handlers
+from prefixcache.server.probe import probe_router
 from prefixcache.server.requests import JobMaker
 from prefixcache.server.tokens import tokens_router
 
@@ -31,6 +32,7 @@ def create_app(engine: EngineClient, served: ServedModel) -> FastAPI:
     app.include_router(completions_router(maker))
     app.include_router(chat_router(maker))
     app.include_router(tokens_router(maker))
+    app.include_router(probe_router(maker))
     app.include_router(admin_router(maker, release))
     app.include_router(control_router(engine))
     install_error_handlers(app)

@@ -37,6 +37,10 @@ class EngineClient(Protocol):
         """Checks the request at once; closing the stream aborts it."""
         ...
 
+    def probe(self, request: Request) -> int:
+        """Prompt tokens that are cached now; checks the request as `generate` does."""
+        ...
+
     async def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
         ...

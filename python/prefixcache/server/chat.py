@@ -29,8 +29,8 @@ def chat_router(maker: JobMaker) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
         fields = await read_fields(request, ChatRequest)
-        with fields_named(_own_names(fields)):
-            job = await _make_job(maker, fields, new_id(request, "chatcmpl"))
+        with fields_named(chat_names(fields)):
+            job = await chat_job(maker, fields, new_id(request, "chatcmpl"))
             form = ChatForm(maker.served.tokenizer, fields)
             if fields.stream:
                 return EventStream(streamed_answer(maker.engine, job, form, fields.stream_options))
@@ -60,7 +60,7 @@ async def chat_prompt(
     return await maker.encode(text, param="messages", add_special_tokens=add_special_tokens)
 
 
-def _own_names(fields: ChatRequest) -> dict[str, str]:
+def chat_names(fields: ChatRequest) -> dict[str, str]:
     """Names of this endpoint for what the engine calls otherwise."""
     names = {"prompt": "messages", "logprobs": "top_logprobs"}
     if fields.max_completion_tokens is not None:
@@ -68,7 +68,8 @@ def _own_names(fields: ChatRequest) -> dict[str, str]:
     return names
 
 
-async def _make_job(maker: JobMaker, fields: ChatRequest, job_id: str) -> Job:
+async def chat_job(maker: JobMaker, fields: ChatRequest, job_id: str) -> Job:
+    """The requests of a chat, checked; errors name fields as `chat_names` renames them."""
     maker.check_model(fields.model)
     params = _params(maker, fields)
     special = fields.add_special_tokens is True

@@ -32,7 +32,7 @@ def completions_router(maker: JobMaker) -> APIRouter:
     async def create_completion(request: Request) -> Response:
         fields = await read_fields(request, CompletionRequest)
         prompts = parse_prompts(fields.prompt)
-        job = await _make_job(maker, fields, prompts, new_id(request, "cmpl"))
+        job = await completion_job(maker, fields, prompts, new_id(request, "cmpl"))
         form = CompletionForm(maker.served.tokenizer, fields, prompts)
         if fields.stream:
             return EventStream(streamed_answer(maker.engine, job, form, fields.stream_options))
@@ -42,9 +42,10 @@ def completions_router(maker: JobMaker) -> APIRouter:
     return router
 
 
-async def _make_job(
+async def completion_job(
     maker: JobMaker, fields: CompletionRequest, prompts: Sequence[str | list[int]], job_id: str
 ) -> Job:
+    """The requests of a completion, checked."""
     maker.check_model(fields.model)
     params = _params(maker, fields)
     special = fields.add_special_tokens is not False

@@ -1,0 +1,156 @@
+"""`POST /prefix_cache/probe`: bodies of both endpoints, their validation, what it tells."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serving import MODEL, client_of, serve_folder
+
+PROBE = "/prefix_cache/probe"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT = list(range(10, 90))
+TEXT = "The same question asked twice is answered from the blocks that are there, so ask."
+CHATTED = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2, "temperature": 0}
+
+
+@pytest.fixture
+async def client(tiny_checkpoint: Callable[..., Path]) -> AsyncGenerator[httpx.AsyncClient, None]:
+    app, engine = serve_folder(tiny_checkpoint())
+    try:
+        async with client_of(app) as client:
+            yield client
+    finally:
+        engine.close()
+
+
+def body(prompt: Any, **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": prompt, "max_tokens": 2, "temperature": 0, **fields}
+
+
+async def counts(client: httpx.AsyncClient, fields: dict[str, Any]) -> tuple[int, int]:
+    response = await client.post(PROBE, json=fields)
+    assert response.status_code == 200, response.text
+    reply = response.json()
+    assert list(reply) == ["prompt_tokens", "cached_tokens"]
+    return reply["prompt_tokens"], reply["cached_tokens"]
+
+
+async def usage(client: httpx.AsyncClient, path: str, fields: dict[str, Any]) -> tuple[int, int]:
+    response = await client.post(path, json=fields)
+    assert response.status_code == 200, response.text
+    told = response.json()["usage"]
+    return told["prompt_tokens"], told["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, body([*PROMPT, 5])),
+        (COMPLETIONS, body(TEXT)),
+        (COMPLETIONS, body([TEXT, [*PROMPT, 5]])),
+        (COMPLETIONS, body(TEXT, n=3, temperature=1, seed=1)),
+        (COMPLETIONS, body(TEXT, cache_salt="mine")),
+        (CHAT, CHATTED),
+    ],
+)
+async def test_a_probe_tells_what_the_next_answer_uses(
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any]
+) -> None:
+    length, cached = await counts(client, fields)
+    assert cached == 0
+    assert await usage(client, path, fields) == (length, 0)
+    probed = await counts(client, fields)
+    assert probed[1] > 0
+    assert await usage(client, path, fields) == probed
+    assert await counts(client, {**fields, "cache_salt": "other"}) == (length, 0)
+    assert await counts(client, {**fields, "cache_read": False}) == (length, 0)
+
+
+async def test_a_prompt_that_is_cached_to_its_end(client: httpx.AsyncClient) -> None:
+    """The probe counts its last block too, of which the next request computes the last token."""
+    await usage(client, COMPLETIONS, body(PROMPT))
+    assert await counts(client, body(PROMPT)) == (80, 80)
+    assert await usage(client, COMPLETIONS, body(PROMPT)) == (80, 64)
+
+
+async def test_a_threshold_is_met_by_what_was_probed(client: httpx.AsyncClient) -> None:
+    await usage(client, COMPLETIONS, body(PROMPT))
+    length, cached = await counts(client, body([*PROMPT, *range(200, 220)]))
+    ratio = cached / length
+    for threshold, reason in ((ratio, "length"), (ratio + 0.01, "cache_threshold")):
+        fields = body([*PROMPT, *range(200, 220)], cache_hit_threshold=threshold, cache_write=False)
+        answer = (await client.post(COMPLETIONS, json=fields)).json()
+        assert answer["choices"][0]["finish_reason"] == reason
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    *(
+        (path, {**good, name: value})
+        for path, good in ((COMPLETIONS, body(TEXT)), (CHAT, CHATTED))
+        for name, value in (
+            ("model", "another"),
+            ("temperature", -1),
+            ("top_p", 2),
+            ("cache_salt", 5),
+            ("cache_read", "yes"),
+            ("cache_hit_threshold", 1.5),
+            ("max_tokens", 10**6),
+            ("stop_token_ids", [10**6]),
+            ("logit_bias", {"1000000": 1}),
+            ("stream_options", {}),
+            ("guided_json", {}),
+            ("priority", "high"),
+        )
+    ),
+    (COMPLETIONS, body([])),
+    (COMPLETIONS, body([[]])),
+    (COMPLETIONS, body([1, 10**6])),
+    (COMPLETIONS, body(list(range(200)) * 3)),
+    (COMPLETIONS, {"model": MODEL}),
+    (CHAT, {"messages": []}),
+    (CHAT, {"messages": [{"role": "user", "content": "word " * 2000}]}),
+    (CHAT, {"messages": [{"role": "user", "content": 7}]}),
+    (CHAT, {**CHATTED, "max_completion_tokens": 0}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), WRONG)
+async def test_a_wrong_body_gets_the_endpoints_own_error(
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any]
+) -> None:
+    told = await client.post(PROBE, json=fields)
+    expected = await client.post(path, json=fields)
+    assert expected.status_code in (400, 404)
+    assert (told.status_code, told.json()) == (expected.status_code, expected.json())
+
+
+async def test_an_engine_that_sleeps_or_is_gone_says_so(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    app, engine = serve_folder(tiny_checkpoint())
+    try:
+        async with client_of(app) as client:
+            await engine.sleep()
+            asleep = await client.post(PROBE, json=body(PROMPT))
+            await engine.wake_up()
+            assert await counts(client, body(PROMPT)) == (80, 0)
+            engine.close()
+            gone = await client.post(PROBE, json=body(PROMPT))
+    finally:
+        engine.close()
+    assert (asleep.status_code, gone.status_code) == (503, 503)
+
+
+async def test_with_the_cache_off_nothing_is_cached(tiny_checkpoint: Callable[..., Path]) -> None:
+    app, engine = serve_folder(tiny_checkpoint(), enable_prefix_caching=False)
+    try:
+        async with client_of(app) as client:
+            await usage(client, COMPLETIONS, body(PROMPT))
+            assert await counts(client, body(PROMPT)) == (80, 0)
+    finally:
+        engine.close()

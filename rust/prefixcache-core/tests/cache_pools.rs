@@ -252,3 +252,54 @@ proptest! {
         check(1, order, &steps)?;
     }
 }
+
+const PROMPT: [u32; 6] = [1, 2, 3, 4, 5, 6];
+
+fn small_cache() -> PrefixCache<BlockPool<SingleWriter>> {
+    Driver::new(1, BlockPool::new(PoolConfig::new(7)).unwrap()).cache
+}
+
+fn commit(cache: &PrefixCache<BlockPool<SingleWriter>>, tokens: &[u32]) -> Sequence {
+    let mut sequence = cache.new_sequence(tokens.to_vec(), Scope::default(), vec![]);
+    let plan = cache.commit_prefix_plan(&mut sequence, 0, tokens.len());
+    assert_eq!(plan.unwrap(), Some(0));
+    sequence
+}
+
+/// A released sequence of three cached blocks.
+fn cached(cache: &PrefixCache<BlockPool<SingleWriter>>) -> Sequence {
+    let mut sequence = commit(cache, &PROMPT);
+    cache
+        .mark_blocks_filled(&mut [&mut sequence], &[PROMPT.len()])
+        .unwrap();
+    cache.release(&mut [&mut sequence]).unwrap();
+    assert_eq!(
+        cache.count_prefix_hits(&mut sequence).unwrap(),
+        PROMPT.len()
+    );
+    sequence
+}
+
+#[test]
+fn a_head_that_loses_its_pin_is_missed_though_its_tail_stays() {
+    let cache = small_cache();
+    let mut whole = cached(&cache);
+    assert_eq!(cache.pin(&mut whole, PROMPT.len()).unwrap(), 3);
+    let mut head = cache.new_sequence(PROMPT[..BLOCK_SIZE].to_vec(), Scope::default(), vec![]);
+    assert_eq!(cache.unpin(&mut head).unwrap(), 1);
+    commit(&cache, &[9; 4 * BLOCK_SIZE]);
+    assert_eq!(cache.store().cached_blocks().len(), 2);
+    assert_eq!(cache.count_prefix_hits(&mut whole).unwrap(), 0);
+}
+
+#[test]
+fn a_head_that_is_retired_is_missed_though_its_tail_stays() {
+    let cache = small_cache();
+    // Blank blocks come back tail first, so that the head gets the highest id.
+    let mut blank = commit(&cache, &PROMPT);
+    cache.release(&mut [&mut blank]).unwrap();
+    let mut whole = cached(&cache);
+    assert_eq!(cache.resize(3), Ok(0));
+    assert_eq!(cache.store().cached_blocks().len(), 2);
+    assert_eq!(cache.count_prefix_hits(&mut whole).unwrap(), 0);
+}

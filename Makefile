@@ -79,6 +79,9 @@ bench-core: setup                  ## the core's operations from Rust and from P
 	cargo bench --package prefixcache-core
 	$(BIN)/python benches/core/bench_python.py
 
+equality: setup-dev                ## random schedules against lone cold runs, bit for bit
+	$(BIN)/python tests/equality.py $(ARGS)
+
 format:
 	cargo fmt --all
 	$(BIN)/ruff check --fix

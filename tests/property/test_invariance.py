@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from equality import WIDE, Bench, Counts, Schedule, random_schedule
+from equality import INTERRUPTIONS, WIDE, Bench, Counts, Schedule, random_schedule
 from paged_driver import PagedDriver
 from prefixcache._core import Cpu
 from prefixcache.config import ModelConfig
@@ -145,19 +145,28 @@ def test_without_the_invariant_ops_the_bits_change(tiny_checkpoint: Checkpoint, 
     assert plain.differences([[(0, 0, 120)], *chunked(1, start=120)]) > 0
 
 
+interruptions = st.tuples(st.integers(1, 40), st.sampled_from(INTERRUPTIONS))
 schedules = st.builds(
     Schedule,
     seed=st.integers(0, 1 << 20),
-    arrivals=st.lists(st.integers(0, 12), min_size=4, max_size=8).map(tuple),
-    num_blocks=st.sampled_from([26, 30, 40, 200]),
+    arrivals=st.lists(st.integers(0, 12), min_size=4, max_size=7).map(tuple),
+    num_blocks=st.sampled_from([26, 32, 48, 200]),
+    block_size=st.sampled_from([16, 16, 8, 32]),
     max_num_batched_tokens=st.sampled_from([8, 17, 64, 1024]),
     max_num_seqs=st.sampled_from([2, 4, 8]),
     enable_prefix_caching=st.sampled_from([True, True, False]),
+    share_in_flight=st.booleans(),
+    merge_duplicate_blocks=st.booleans(),
+    interruptions=st.lists(interruptions, max_size=2).map(tuple),
 )
 
 
+def assert_same(counts: Counts) -> None:
+    assert (counts.differences, counts.block_differences) == (0, 0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_answers_of_any_schedule_are_those_of_lone_cold_runs(
+def test_answers_and_blocks_of_any_schedule_are_those_of_lone_cold_runs(
     tiny_checkpoint: Checkpoint, dtype: str
 ) -> None:
     bench, total = Bench(folder_of(tiny_checkpoint, dtype), dtype), Counts()
@@ -167,17 +176,32 @@ def test_answers_of_any_schedule_are_those_of_lone_cold_runs(
     def check(schedule: Schedule) -> None:
         counts = bench.compare(schedule)
         total.add(counts)
-        assert counts.differences == 0
+        assert_same(counts)
 
     check()
-    assert min(total.outputs, total.hit_tokens, total.chunks) > 0
-    # A pool that holds one long request and little else: preemption cannot be missed.
-    tight = Schedule(seed=3, arrivals=(0,) * 8, num_blocks=26, max_num_batched_tokens=50)
-    counts = bench.compare(tight)
-    assert counts.differences == 0
-    assert min(counts.preemptions, counts.evictions, counts.hit_tokens) > 0
+    assert min(total.outputs, total.blocks, total.hit_tokens, total.chunks) > 0
 
 
-def test_without_the_invariant_ops_answers_change(tiny_checkpoint: Checkpoint) -> None:
-    plain = Bench(folder_of(tiny_checkpoint, "float32"), "float32", invariant=False)
-    assert sum(plain.compare(random_schedule(seed)).differences for seed in range(3)) > 0
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_preempted_answers_are_those_of_lone_cold_runs(
+    tiny_checkpoint: Checkpoint, dtype: str
+) -> None:
+    """A pool that holds one long request and little else: preemption cannot be missed."""
+    bench, total = Bench(folder_of(tiny_checkpoint, dtype), dtype), Counts()
+    for seed in range(3):
+        tight = Schedule(seed=seed, arrivals=(0,) * 8, num_blocks=26, max_num_batched_tokens=50)
+        counts = bench.compare(tight)
+        assert_same(counts)
+        total.add(counts)
+    assert min(total.preemptions, total.evictions, total.hit_tokens, total.blocks) > 0
+    assert min(total.waits_in_flight, total.merged_blocks) > 0
+
+
+def test_without_the_invariant_ops_answers_and_blocks_change(tiny_checkpoint: Checkpoint) -> None:
+    plain, total = (
+        Bench(folder_of(tiny_checkpoint, "float32"), "float32", invariant=False),
+        Counts(),
+    )
+    for seed in range(3):
+        total.add(plain.compare(random_schedule(seed)))
+    assert min(total.differences, total.block_differences) > 0

@@ -15,6 +15,7 @@ from fake_runner import FakeRunner, next_token
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.request import TokenLogprobs
 from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 
 NAMES = ("a", "b")
@@ -49,6 +50,14 @@ class VersionedRunner(FakeRunner):
         slots = self._tables.slot_mapping[: plan.num_tokens]
         self._writers.reshape(-1)[slots] = self.weights
         return super().execute(plan)
+
+    def _prompt_logprobs(
+        self, history: list[int], sequence: ScheduledSequence
+    ) -> tuple[TokenLogprobs, ...]:
+        """Their ranks are the weights."""
+        assert self.weights is not None
+        found = super()._prompt_logprobs(history, sequence)
+        return tuple(dataclasses.replace(one, rank=self.weights) for one in found)
 
     def lose_kv(self) -> None:
         self.has_kv = False

@@ -154,15 +154,26 @@ def test_recompute_reaches_preempted_requests() -> None:
     assert driver.answers["old"] == lone_answer(PROMPT[:8], 20, 1)
 
 
-def test_recompute_asks_again_for_the_prompts_logprobs(driver: Driver) -> None:
+@pytest.mark.parametrize("num_steps", [1, 3, 4])
+def test_recompute_asks_again_for_the_prompts_logprobs(num_steps: int) -> None:
     driver = Driver(max_num_batched_tokens=8)
     driver.add("a", prompt_logprobs=0)
-    driver.step()
+    driver.step(num_steps)
     driver.swap(1)
     outputs = [output for _ in range(4) for output in driver.engine.step()]
     (first,) = [output for output in outputs if output.prompt_logprobs]
     assert first.prompt_logprobs is not None
-    assert len(first.prompt_logprobs) == len(PROMPT)
+    assert [known.rank for known in first.prompt_logprobs if known] == [1] * (len(PROMPT) - 1)
+
+
+def test_recompute_forgets_the_tokens_in_the_cache_too(driver: Driver) -> None:
+    driver.add("a", max_tokens=20)
+    driver.step(12)
+    old = driver.answers["a"][:8]
+    driver.swap(1)
+    driver.run()
+    prompt = [*PROMPT, *old, 1]
+    assert driver.answer("b", prompt=prompt) == lone_answer(prompt, 8, 1)
 
 
 def test_keep_goes_on_with_its_blocks_and_registers_nothing(driver: Driver) -> None:

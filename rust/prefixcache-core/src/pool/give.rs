@@ -56,13 +56,12 @@ impl<M: Mode> BlockPool<M> {
 
     /// Gives up one hold of each block, in this order, up to the first that nobody holds.
     pub(super) fn give_back(&self, ids: &[BlockId]) -> Result<(), Misuse> {
-        let limit = self.size.num_blocks();
         let mut batch = Return::new(self.appends());
         let outcome = ids
             .chunks(CHUNK)
             .try_for_each(|chunk| self.give_back_chunk(chunk, &mut batch));
         self.push_front(batch);
-        self.retire_late(ids, limit);
+        self.retire_late(ids);
         outcome
     }
 
@@ -146,7 +145,7 @@ impl<M: Mode> BlockPool<M> {
             return self.blank(id, last);
         }
         if retired {
-            return self.retire_blank(id, batch);
+            return self.retire_blank(id);
         }
         if (last.is_hashed() || batch.append)
             && let Some(ticket) = self.ticket(last.tier(), batch)
@@ -174,16 +173,9 @@ impl<M: Mode> BlockPool<M> {
     }
 
     #[cold]
-    fn retire_blank(&self, id: BlockId, batch: &mut Return) -> Step {
+    fn retire_blank(&self, id: BlockId) -> Step {
         let step = self.block(id).transition_to_retired::<M>(State::HELD_ONCE);
-        // A growing thread that did not find the block retired is seen here.
-        M::fence();
-        if step == Step::Done
-            && !self.is_retired(id)
-            && self.block(id).transition_to_revived::<M>() == Step::Done
-        {
-            self.append_to_front(id, batch);
-        }
+        self.revive_grown(id.index());
         step
     }
 
@@ -253,6 +245,7 @@ impl<M: Mode> BlockPool<M> {
             debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");
         }
         self.push_front(batch);
+        self.retire_late(&ids);
         moved
     }
 }

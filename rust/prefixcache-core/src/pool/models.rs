@@ -219,6 +219,20 @@ fn resize_vs_release() {
     });
 }
 
+/// The pool shrinks and grows while a block is released.
+#[test]
+fn shrink_and_grow_vs_release() {
+    check(|| {
+        let pool = pool(2);
+        let (_, block) = (allocate(&pool).unwrap(), allocate(&pool).unwrap());
+        let releasing = beside(&pool, move |pool| pool.release(&[block]).unwrap());
+        let _ = pool.resize(2).unwrap();
+        let _ = pool.resize(3).unwrap();
+        releasing.join().unwrap();
+        check_rest(&pool, &[BlockId::new(1)]);
+    });
+}
+
 /// The last block of the pinned tier is demoted, touched and evicted at once.
 #[test]
 fn demote_vs_touch_vs_evict() {

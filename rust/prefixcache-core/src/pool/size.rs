@@ -1,7 +1,7 @@
 //! Growing and shrinking.
 
 use super::BlockPool;
-use crate::block::{State, Step};
+use crate::block::{Block, State, Step};
 use crate::error::InvalidArgument;
 use crate::free_stack::Chain;
 use crate::id::BlockId;
@@ -59,14 +59,17 @@ impl<M: Mode> BlockPool<M> {
 
     /// How many blocks with this number or a higher one somebody holds.
     pub(crate) fn count_held_from(&self, num_blocks: usize) -> usize {
-        let above = self
-            .blocks
-            .get(num_blocks..self.size.most_ever())
-            .unwrap_or_default();
-        above.iter().filter(|block| block.state().is_held()).count()
+        self.count_from(num_blocks, State::is_held)
     }
 
-    /// Sets the number of blocks; how many above it are still held.
+    fn count_from(&self, num_blocks: usize, counts: impl Fn(State) -> bool) -> usize {
+        let above = self.blocks.get(num_blocks..self.size.most_ever());
+        let states = above.unwrap_or_default().iter().map(Block::state);
+        states.filter(|&state| counts(state)).count()
+    }
+
+    /// Sets the number of blocks; how many above it are not retired yet. Those are held, or, beside
+    /// allocations in other threads, were being handed out; the same call again looks again.
     pub(super) fn resize_to(&self, num_blocks: usize) -> Result<usize, InvalidArgument> {
         if !M::try_set(&self.size.changing) {
             let reason = "is being changed by another call";
@@ -75,17 +78,17 @@ impl<M: Mode> BlockPool<M> {
         let before = self.size.num_blocks();
         // Release: who sees the size sees what the last resize did to the blocks. Before the blocks
         // are looked at: a release that has not seen the new size yet is caught by the fence, here or
-        // in `retire_late` and `retire_blank`.
+        // in `retire_late` and `revive_grown`.
         self.size.num_blocks.0.store(num_blocks, Release);
         M::fence();
         if num_blocks > before {
             self.grow(before, num_blocks);
         } else {
-            self.shrink(num_blocks, before);
+            self.shrink(num_blocks);
         }
         // Release: the next resize starts from what this one left.
         self.size.changing.store(false, Release);
-        Ok(self.count_held_from(num_blocks))
+        Ok(self.count_from(num_blocks, |state| !state.is_retired()))
     }
 
     fn grow(&self, before: usize, num_blocks: usize) {
@@ -107,13 +110,12 @@ impl<M: Mode> BlockPool<M> {
         self.credits.give::<M>(grown);
     }
 
-    /// Takes the blocks from `floor` up to `before` out of the pool, the held ones when they are
-    /// released.
-    fn shrink(&self, floor: usize, before: usize) {
+    /// Takes the blocks from `floor` on out of the pool, the held ones when they are released.
+    fn shrink(&self, floor: usize) {
         let mut budget = Budget(self.credits.take_some::<M>(usize::MAX));
         self.retire_fresh(floor, &mut budget);
         self.retire_stacked(floor, &mut budget);
-        for id in (floor..before).map(|index| BlockId::new(index as u32)) {
+        for id in (floor..self.size.most_ever()).map(|index| BlockId::new(index as u32)) {
             self.retire_queued(id, &mut budget);
             self.forget_held(id);
         }
@@ -124,8 +126,7 @@ impl<M: Mode> BlockPool<M> {
         let cut = self.fresh.cut::<M>(floor, budget.0);
         budget.0 -= cut.len();
         for id in cut.map(BlockId::new) {
-            let step = self.block(id).transition_to_retired::<M>(State::IDLE);
-            debug_assert_eq!(step, Step::Done, "a block of the run is nobody's");
+            self.retire(id, State::IDLE);
         }
     }
 
@@ -135,16 +136,11 @@ impl<M: Mode> BlockPool<M> {
         self.stack.pop::<M>(&self.blocks, usize::MAX, &mut ids);
         let mut rest = Chain::EMPTY;
         for id in ids {
-            if id.index() < floor || !budget.spend() {
+            if id.index() >= floor && budget.spend() {
+                self.retire(id, State::IDLE);
+            } else {
                 rest.append(&self.blocks, id);
-                continue;
             }
-            let step = self.block(id).transition_to_retired::<M>(State::IDLE);
-            debug_assert_eq!(
-                step,
-                Step::Done,
-                "a block popped off the stack is the popper's"
-            );
         }
         self.stack.push::<M>(&self.blocks, &rest);
     }
@@ -160,20 +156,33 @@ impl<M: Mode> BlockPool<M> {
                 budget.0 -= 1;
                 self.ring(place.tier).deaths().add(place.ticket);
                 self.forget_all(&[id]);
-                let step = block.transition_to_retired::<M>(State::HELD_ONCE);
-                debug_assert_eq!(step, Step::Done, "an evicted block is the evictor's");
+                self.retire(id, State::HELD_ONCE);
             }
         }
     }
 
-    /// Retires released blocks that a shrinking thread may have taken for held ones. `limit` is the
-    /// size that the release went by.
-    pub(super) fn retire_late(&self, ids: &[BlockId], limit: usize) {
+    /// Retires a blank block that is this thread's alone.
+    fn retire(&self, id: BlockId, blank: State) {
+        let step = self.block(id).transition_to_retired::<M>(blank);
+        debug_assert_eq!(step, Step::Done, "block {id} was somebody else's too");
+    }
+
+    /// Retires released blocks that a shrinking thread took for held ones, as it came in between.
+    pub(super) fn retire_late(&self, ids: &[BlockId]) {
         M::fence();
         let floor = self.size.num_blocks();
-        if floor >= limit {
-            return;
+        let late = |id: &BlockId| {
+            let state = self.blocks.get(id.index()).map(Block::state);
+            id.index() >= floor
+                && state.is_some_and(|state| !state.is_held() && !state.is_retired())
+        };
+        if ids.iter().any(late) {
+            self.retire_released(ids, floor);
         }
+    }
+
+    #[cold]
+    fn retire_released(&self, ids: &[BlockId], floor: usize) {
         let mut budget = Budget(self.credits.take_some::<M>(ids.len()));
         self.retire_stacked(floor, &mut budget);
         for &id in ids
@@ -183,5 +192,24 @@ impl<M: Mode> BlockPool<M> {
             self.retire_queued(id, &mut budget);
         }
         self.credits.give::<M>(budget.0);
+        self.revive_grown(floor);
+    }
+
+    /// Brings back what this thread retired from `floor` on although the pool had grown meanwhile: the
+    /// growing thread may have looked before. A thread that shrinks it again may have, too.
+    pub(super) fn revive_grown(&self, floor: usize) {
+        M::fence();
+        let ids = (floor..self.size.num_blocks()).map(|index| BlockId::new(index as u32));
+        let retired = |id: &BlockId| self.block(*id).transition_to_revived::<M>() == Step::Done;
+        let revived: Vec<BlockId> = ids.filter(retired).collect();
+        let mut chain = Chain::EMPTY;
+        revived
+            .iter()
+            .for_each(|&id| chain.append(&self.blocks, id));
+        self.stack.push::<M>(&self.blocks, &chain);
+        self.credits.give::<M>(revived.len());
+        if !revived.is_empty() {
+            self.retire_late(&revived);
+        }
     }
 }

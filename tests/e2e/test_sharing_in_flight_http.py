@@ -1,4 +1,4 @@
-"""A crowd with one prefix, sent at once to an idle server; equal answers that merge their blocks."""
+"""A crowd with one prefix, sent at once to an idle server; equal answers that share blocks."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixcache.sampling.noise import exponential_noise
+from prefixcache.sampling.noise import RowNoise
 from prefixcache.sampling.sampler import greedy_token_ids, sample
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.step_plan import SamplingInput
@@ -40,6 +40,15 @@ def logits(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> torch.Te
 
 def chosen(values: torch.Tensor, rows: list[SamplingInput]) -> list[int | None]:
     return [output.token_id for output in sample(values, rows)]
+
+
+def exponential_noise(
+    seeds: list[int], positions: list[int], vocab_size: int, device: torch.device
+) -> torch.Tensor:
+    """The noise of all tokens, [rows, vocabulary]."""
+    rows = torch.arange(len(seeds), device=device).unsqueeze(1)
+    tokens = torch.arange(vocab_size, device=device)
+    return RowNoise(seeds, positions, device).of_tokens(rows, tokens)
 
 
 def draws(values: torch.Tensor, count: int, **params: Any) -> Counter[int | None]:

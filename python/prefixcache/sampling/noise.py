@@ -1,8 +1,12 @@
 """Random numbers that are a pure function of (seed, position, vocabulary index).
 
 Nothing is drawn from a generator with a state, so that a token's noise is the same whatever else is
-in the batch, however the prompt was chunked, and on a resume after preemption. Letters of shapes: R
-rows, V vocabulary.
+in the batch, however the prompt was chunked, and on a resume after preemption.
+
+The noise is made block by block (see `tiles`), so that the least of a block is known without its
+members: of sixteen standard exponential variables the least is a sixteenth of one, any member may
+be it, and by how much the others exceed it are again standard exponential variables, all of them
+independent. Letters of shapes: R rows, B blocks, N anything else.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from prefixcache.sampling.tiles import MEMBERS, blocks_of
+
 # Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014): SplitMix64.
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -19,19 +25,41 @@ _MIX_2 = 0x94D049BB133111EB
 _MASK = 2**64 - 1
 
 
-def exponential_noise(
-    seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device
-) -> Tensor:
-    """Standard exponential variables, float64 [R, V], none of them 0.
+class RowNoise:
+    """Standard exponential variables, one for each row and token, none of them 0.
 
-    Row r depends on `seeds[r]` (any integer, taken modulo 2**64) and `positions[r]` alone.
+    Those of row r depend on `seeds[r]` (any integer, taken modulo 2**64) and `positions[r]` alone.
     """
-    keys = [_signed(_row_key(seed, at)) for seed, at in zip(seeds, positions, strict=True)]
-    keys_R1 = torch.tensor(keys, dtype=torch.int64, device=device).unsqueeze(1)
-    counter_V = torch.arange(1, vocab_size + 1, device=device) * _signed(_GOLDEN)
-    bits_RV = _mix(keys_R1 + counter_V)
-    uniform_RV = _shift_right(bits_RV, 11).double().add_(0.5).mul_(2.0**-53)
-    return uniform_RV.log_().neg_().clamp_min_(2.0**-54)
+
+    def __init__(
+        self, seeds: Sequence[int], positions: Sequence[int], device: torch.device
+    ) -> None:
+        keys = [_row_key(seed, at) for seed, at in zip(seeds, positions, strict=True)]
+        self._block_keys_R = _signed_tensor(keys, device)
+        self._token_keys_R = _signed_tensor([_mix_int(key ^ _MIX_1) for key in keys], device)
+
+    def least_of_blocks(self, num_blocks: int) -> Tensor:
+        """The least noise in each of the first blocks, float64 [R, B]."""
+        blocks_B = torch.arange(num_blocks, device=self._block_keys_R.device)
+        return _least(_bits(self._block_keys_R.unsqueeze(1), blocks_B))
+
+    def of_tokens(self, rows_N: Tensor, tokens_N: Tensor) -> Tensor:
+        """The noise of tokens, each in its row; float64 of their common shape."""
+        blocks_N, members_N = blocks_of(tokens_N)
+        block_bits_N = _bits(self._block_keys_R[rows_N], blocks_N)
+        excess_N = _exponential(_bits(self._token_keys_R[rows_N], tokens_N))
+        is_least_N = members_N == (block_bits_N & (MEMBERS - 1))
+        return _least(block_bits_N) + excess_N.masked_fill_(is_least_N, 0.0)
+
+
+def _least(block_bits: Tensor) -> Tensor:
+    return _exponential(block_bits).mul_(1 / MEMBERS)
+
+
+def _exponential(bits: Tensor) -> Tensor:
+    """From the upper 53 bits."""
+    uniform = _shift_right(bits, 11).double().add_(0.5).mul_(2.0**-53)
+    return uniform.log_().neg_().clamp_min_(2.0**-54)
 
 
 def _row_key(seed: int, position: int) -> int:
@@ -44,16 +72,21 @@ def _mix_int(x: int) -> int:
     return x ^ x >> 31
 
 
-def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer on int64, whose multiplication wraps as that of uint64 does."""
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
-    return x ^ _shift_right(x, 31)
+def _bits(keys: Tensor, counters: Tensor) -> Tensor:
+    """SplitMix64's numbers on int64, whose multiplication wraps as that of uint64 does."""
+    x = keys + (counters + 1) * _signed(_GOLDEN)
+    x.bitwise_xor_(_shift_right(x, 30)).mul_(_signed(_MIX_1))
+    x.bitwise_xor_(_shift_right(x, 27)).mul_(_signed(_MIX_2))
+    return x.bitwise_xor_(_shift_right(x, 31))
 
 
 def _shift_right(x: Tensor, count: int) -> Tensor:
     """A shift that fills with zeros, which int64 alone does not have."""
-    return (x >> count) & ((1 << (64 - count)) - 1)
+    return (x >> count).bitwise_and_((1 << (64 - count)) - 1)
+
+
+def _signed_tensor(keys: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=device)
 
 
 def _signed(x: int) -> int:

@@ -17,13 +17,15 @@ from torch import Tensor
 
 from prefixcache.request import TokenLogprobs
 from prefixcache.sampling.logprobs import token_logprobs
-from prefixcache.sampling.noise import exponential_noise
+from prefixcache.sampling.noise import RowNoise
 from prefixcache.sampling.penalties import adjust_logits, has_adjustments
+from prefixcache.sampling.race import race
+from prefixcache.sampling.tiles import Tiles
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.step_plan import SamplingInput, SequenceOutput
 
 _UNUSABLE = "The model's logits are not finite numbers."
-_NUCLEUS_CANDIDATES = 1024
+_NUCLEUS_CANDIDATES = (64, 512)
 
 
 def sample(logits_RV: Tensor, rows: Sequence[SamplingInput]) -> list[SequenceOutput]:
@@ -40,7 +42,7 @@ def sample(logits_RV: Tensor, rows: Sequence[SamplingInput]) -> list[SequenceOut
         tokens = [-1 if raw < 0 else token for raw, token in zip(tokens, best, strict=True)]
     drawn = [r for r, row in enumerate(rows) if tokens[r] >= 0 and not row.params.greedy]
     if drawn:
-        chosen = _draw(adjusted_RV[drawn], [rows[r] for r in drawn])
+        chosen = _draw(_picked(adjusted_RV, drawn), [rows[r] for r in drawn])
         for r, token in zip(drawn, chosen, strict=True):
             tokens[r] = token
     return _outputs(tokens, _logprobs(logits_RV, rows, tokens))
@@ -90,69 +92,85 @@ def _logprobs(
 
 
 def _draw(logits_RV: Tensor, rows: Sequence[SamplingInput]) -> list[int]:
-    """Samples by an exponential race: argmax of p / E with E standard exponential variables.
-
-    The same in law as adding Gumbel noise to the logits, one logarithm cheaper.
-    """
     params = [row.params for row in rows]
     scaled_RV = logits_RV / _column([p.temperature for p in params], logits_RV)
-    probs_RV = torch.softmax(_truncate(scaled_RV, params), dim=-1)
-    noise_RV = exponential_noise(
+    tiles = Tiles(scaled_RV)
+    noise = RowNoise(
         [row.seed for row in rows],
         [len(row.prompt_token_ids) + len(row.output_token_ids) for row in rows],
-        logits_RV.shape[1],
         logits_RV.device,
     )
-    return (probs_RV.double() / noise_RV).argmax(dim=-1).tolist()
+    return race(tiles, _floors(scaled_RV, tiles, params), noise)
 
 
-def _truncate(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Minus infinity for what min_p, then top_k, then top_p (of the remaining mass) cut off.
-
-    Works in place.
-    """
-    floors = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
-    if max(floors) > -math.inf:
-        floor_R1 = logits_RV.amax(dim=-1, keepdim=True) + _column(floors, logits_RV)
-        logits_RV.masked_fill_(logits_RV < floor_R1, -math.inf)
+def _floors(logits_RV: Tensor, tiles: Tiles, params: Sequence[SamplingParams]) -> Tensor:
+    """[R]: the least logits that min_p, then top_k, then top_p (of the remaining mass) leave."""
+    least = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
+    floors_R = tiles.best_RB.amax(dim=-1) + logits_RV.new_tensor(least)
     if cut := [r for r, p in enumerate(params) if 0 < p.top_k < logits_RV.shape[1]]:
-        logits_RV[cut] = _keep_top_k(logits_RV[cut], [params[r].top_k for r in cut])
+        kept_R = _top_k_floors(tiles, cut, [params[r].top_k for r in cut])
+        floors_R[cut] = torch.maximum(floors_R[cut], kept_R)
     if cut := [r for r, p in enumerate(params) if p.top_p < 1]:
-        logits_RV[cut] = _keep_top_p(logits_RV[cut], [params[r].top_p for r in cut])
-    return logits_RV
+        masses = [params[r].top_p for r in cut]
+        floors_R[cut] = _top_p_floors(logits_RV, tiles, floors_R, cut, masses)
+    return floors_R
 
 
-def _keep_top_k(logits_RV: Tensor, ranks: Sequence[int]) -> Tensor:
-    sorted_RN = logits_RV.topk(max(ranks), dim=-1).values
-    last_R1 = sorted_RN.gather(1, torch.tensor(ranks, device=logits_RV.device).unsqueeze(1) - 1)
-    return logits_RV.masked_fill(logits_RV < last_R1, -math.inf)
+def _top_k_floors(tiles: Tiles, rows: Sequence[int], ranks: Sequence[int]) -> Tensor:
+    sorted_RN = tiles.largest(rows, max(ranks))
+    return sorted_RN.gather(1, _ids_column(ranks, sorted_RN) - 1).squeeze(1)
 
 
-def _keep_top_p(logits_RV: Tensor, masses: Sequence[float]) -> Tensor:
-    """Keeps the likeliest tokens whose mass reaches each row's share (nucleus sampling).
+def _top_p_floors(
+    logits_RV: Tensor,
+    tiles: Tiles,
+    floors_R: Tensor,
+    rows: Sequence[int],
+    masses: Sequence[float],
+) -> Tensor:
+    """The least logits of the likeliest tokens whose mass reaches each row's share (nuclei).
 
-    The nucleus is looked for among the likeliest candidates first; rows where it is larger are
-    sorted whole. Which way a row goes depends on that row alone.
+    A nucleus is looked for among ever more of the likeliest tokens, at last among all. How far a
+    row goes depends on that row alone.
     """
-    probs_RV = torch.softmax(logits_RV, dim=-1)
-    mass_R1 = torch.tensor(masses, dtype=torch.float64, device=logits_RV.device).unsqueeze(1)
-    least_R1, reached_R = _least_of_nucleus(probs_RV, mass_R1, _NUCLEUS_CANDIDATES)
-    if not reached_R.all():
-        wide = ~reached_R
-        whole, _ = _least_of_nucleus(probs_RV[wide], mass_R1[wide], probs_RV.shape[1])
-        least_R1[wide] = whole
-    return logits_RV.masked_fill(probs_RV < least_R1, -math.inf)
+    allowed_R = floors_R[rows]
+    shares_R = torch.tensor(masses, dtype=torch.float64, device=floors_R.device)
+    wanted_R = shares_R * _masses(_picked(logits_RV, rows), allowed_R)
+    found_R = torch.empty_like(allowed_R)
+    left = list(range(len(rows)))
+    for count in (*_NUCLEUS_CANDIDATES, logits_RV.shape[1]):
+        sorted_RN = tiles.largest([rows[r] for r in left], count)
+        found_R[left], reached = _least_of_nuclei(sorted_RN, wanted_R[left])
+        left = [r for r, done in zip(left, reached, strict=True) if not done]
+        if not left:
+            break
+    return torch.maximum(found_R, allowed_R)
 
 
-def _least_of_nucleus(probs_RV: Tensor, mass_R1: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The smallest probability inside each nucleus [R, 1], and whether `count` candidates held it.
+def _masses(logits_RV: Tensor, floors_R: Tensor) -> Tensor:
+    """Sums over the tokens not below the floor of exp(logit - the row's largest), float64 [R]."""
+    kept_RV = logits_RV.masked_fill(logits_RV < floors_R.unsqueeze(1), -torch.inf)
+    return 1 / torch.softmax(kept_RV, dim=-1).amax(dim=-1).double()
 
-    The sums run in float64 from the largest probability down, one after another.
+
+def _least_of_nuclei(sorted_RN: Tensor, wanted_R: Tensor) -> tuple[Tensor, list[bool]]:
+    """The smallest logit inside each nucleus [R], and whether these candidates hold it.
+
+    The sums run in float64 from the largest down, one after another.
     """
-    sorted_RN = probs_RV.topk(min(count, probs_RV.shape[1]), dim=-1).values
-    short_RN = sorted_RN.double().cumsum(dim=-1) < mass_R1
+    weights_RN = (sorted_RN - sorted_RN[:, :1]).double().exp_()
+    short_RN = weights_RN.cumsum(dim=-1) < wanted_R.unsqueeze(1)
     last_R1 = short_RN.sum(dim=-1, keepdim=True).clamp_max_(sorted_RN.shape[1] - 1)
-    return sorted_RN.gather(1, last_R1), ~short_RN[:, -1]
+    return sorted_RN.gather(1, last_R1).squeeze(1), (~short_RN[:, -1]).tolist()
+
+
+def _picked(values_RV: Tensor, rows: Sequence[int]) -> Tensor:
+    """Those rows, without a copy where they are all."""
+    return values_RV if len(rows) == len(values_RV) else values_RV[list(rows)]
+
+
+def _ids_column(values: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(values, device=like.device).unsqueeze(1)
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:

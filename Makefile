@@ -9,11 +9,12 @@ export PATH := $(CURDIR)/$(BIN):$(HOME)/.cargo/bin:$(PATH)
 RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 FUZZ_SECONDS   ?= 20
 STRESS_SECONDS ?= 20
+SCHEDULES      ?= 200
 LOOM    := RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 SHUTTLE := RUSTFLAGS="--cfg shuttle" CARGO_TARGET_DIR=target/shuttle
 
 .PHONY: setup setup-dev model serve test test-rust test-python lint format clean
-.PHONY: loom shuttle stress fuzz bench bench-peers bench-core
+.PHONY: equality loom shuttle stress fuzz bench bench-peers bench-core
 
 setup: .venv/.built                ## venv, pinned dependencies, release build
 setup-dev: .venv/.built .venv/.dev ## and what the tests need
@@ -79,8 +80,9 @@ bench-core: setup                  ## the core's operations from Rust and from P
 	cargo bench --package prefixcache-core
 	$(BIN)/python benches/core/bench_python.py
 
-equality: setup-dev                ## random schedules against lone cold runs, bit for bit
-	$(BIN)/python tests/equality.py $(ARGS)
+equality: setup-dev model          ## no bit of an answer changes (SCHEDULES=..., ARGS="--dialogues 4")
+	$(BIN)/python tests/equality.py --schedules $(SCHEDULES)
+	$(BIN)/python tests/equality_http.py $(ARGS)
 
 format:
 	cargo fmt --all

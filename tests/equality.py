@@ -42,8 +42,7 @@ WIDE = {
     "head_dim": 32,
 }
 BLOCK = 16
-MAX_LEN = 320
-MAX_PROMPT = 256
+MAX_ANSWER = 64
 
 Interruption = Literal["reset", "recompute", "sleep", "abort"]
 INTERRUPTIONS: tuple[Interruption, ...] = ("reset", "recompute", "sleep", "abort")
@@ -108,6 +107,7 @@ class Schedule:
 
     seed: int
     arrivals: tuple[int, ...]
+    max_prompt: int = 256
     num_blocks: int = 200
     block_size: int = BLOCK
     max_num_batched_tokens: int = 64
@@ -119,21 +119,23 @@ class Schedule:
 
 
 def random_schedule(seed: int) -> Schedule:
+    """Half of them crowded: a burst of requests, and a pool that their answers outgrow."""
     choose = random.Random(seed)
-    span = choose.choice([1, 4, 12, 60])
-    steps = range(1, 80)
+    crowded = choose.random() < 0.5
+    span = choose.choice([1, 4] if crowded else [4, 12, 60])
     return Schedule(
         seed=seed,
         arrivals=tuple(choose.randrange(span) for _ in range(choose.randrange(4, 10))),
-        num_blocks=choose.choice([26, 32, 48, 200]),
+        max_prompt=80 if crowded else 256,
+        num_blocks=choose.choice([12, 14, 18] if crowded else [26, 48, 200]),
         block_size=choose.choice([16, 16, 16, 8, 32]),
         max_num_batched_tokens=choose.choice([8, 17, 50, 64, 256, 1024]),
-        max_num_seqs=choose.choice([2, 4, 8]),
+        max_num_seqs=choose.choice([4, 8] if crowded else [2, 4, 8]),
         enable_prefix_caching=choose.random() < 0.9,
         share_in_flight=choose.random() < 0.6,
         merge_duplicate_blocks=choose.random() < 0.6,
         interruptions=tuple(
-            (choose.choice(steps), choose.choice(INTERRUPTIONS))
+            (choose.randrange(1, 60), choose.choice(INTERRUPTIONS))
             for _ in range(choose.choice([0, 0, 1, 3]))
         ),
     )
@@ -142,9 +144,10 @@ def random_schedule(seed: int) -> Schedule:
 class Author:
     """Writes requests that share and branch: after a stem, after earlier prompts and answers."""
 
-    def __init__(self, seed: int) -> None:
-        self._choose = random.Random(seed)
-        self._name = str(seed)
+    def __init__(self, schedule: Schedule) -> None:
+        self._choose = random.Random(schedule.seed)
+        self._name = str(schedule.seed)
+        self._max_prompt = schedule.max_prompt
         self._stem = self._tokens(160)
         self._requests: list[Request] = []
         self._histories: list[list[int]] = []
@@ -177,10 +180,11 @@ class Author:
         if self._histories and choose.random() < 0.5:
             history = choose.choice(self._histories)
             prompt = history[: choose.choice([len(history), choose.randrange(len(history))])]
-        prompt = prompt[:MAX_PROMPT] + self._tokens(choose.choice([0, choose.randrange(1, 40)]))
+        tail = choose.choice([0, choose.randrange(1, 40)])
+        prompt = prompt[: self._max_prompt] + self._tokens(tail)
         if choose.random() < 0.3:
             prompt += self._tokens(-len(prompt) % BLOCK)
-        return prompt[:MAX_PROMPT] or self._tokens(1)
+        return prompt[: self._max_prompt] or self._tokens(1)
 
     def _params(self) -> SamplingParams:
         choose = self._choose
@@ -194,7 +198,7 @@ class Author:
             frequency_penalty=choose.choice([0.0, 0.0, 0.4]),
             repetition_penalty=choose.choice([1.0, 1.0, 1.3]),
             logit_bias=choose.choice([{}, {}, {choose.randrange(3, VOCAB_SIZE): 4.0}]),
-            max_tokens=choose.randrange(1, 40),
+            max_tokens=choose.randrange(1, choose.choice([20, MAX_ANSWER])),
             min_tokens=choose.choice([0, 1]),
             logprobs=3,
             prompt_logprobs=choose.choice([None, None, None, None, 2]),
@@ -285,7 +289,7 @@ class Bench:
         )
 
     def _lone_answers(self, schedule: Schedule) -> list[tuple[Request, Answer]]:
-        author, answered = Author(schedule.seed), list[tuple[Request, Answer]]()
+        author, answered = Author(schedule), list[tuple[Request, Answer]]()
         alone = replace(schedule, arrivals=(0,), interruptions=())
         for _ in schedule.arrivals:
             request = author.write()
@@ -323,7 +327,7 @@ def make_engine(folder: Path, dtype: str, invariant: bool, schedule: Schedule) -
         scheduler=SchedulerConfig(
             max_num_batched_tokens=schedule.max_num_batched_tokens,
             max_num_seqs=schedule.max_num_seqs,
-            max_model_len=MAX_LEN,
+            max_model_len=schedule.max_prompt + MAX_ANSWER,
             share_in_flight=schedule.share_in_flight,
         ),
     )

@@ -12,6 +12,7 @@ import torch
 
 from prefixcache.sampling.noise import RowNoise
 from prefixcache.sampling.sampler import greedy_token_ids, sample
+from prefixcache.sampling.tiles import Tiles, token_ids
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.step_plan import SamplingInput
 
@@ -47,8 +48,13 @@ def exponential_noise(
 ) -> torch.Tensor:
     """The noise of all tokens, [rows, vocabulary]."""
     rows = torch.arange(len(seeds), device=device).unsqueeze(1)
-    tokens = torch.arange(vocab_size, device=device)
-    return RowNoise(seeds, positions, device).of_tokens(rows, tokens)
+    blocks, members = torch.meshgrid(
+        torch.arange(-(-vocab_size // 1024) * 64), torch.arange(16), indexing="ij"
+    )
+    blocks, members = blocks.flatten().to(device), members.flatten().to(device)
+    order = token_ids(blocks, members).argsort()
+    noise = RowNoise(seeds, positions, device).of_members(rows, blocks, members)
+    return noise[:, order][:, :vocab_size]
 
 
 def draws(values: torch.Tensor, count: int, **params: Any) -> Counter[int | None]:
@@ -118,6 +124,39 @@ def test_noise_of_neighbours_is_uncorrelated() -> None:
         across_columns = np.corrcoef(noise[:, :-1].flatten(), noise[:, 1:].flatten())[0, 1]
         assert abs(across_rows) < 0.015
         assert abs(across_columns) < 0.015
+
+
+@pytest.mark.parametrize("vocab", [5, 64, 1024, 1025, 5003])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 8.0])
+def test_the_race_is_won_by_the_largest_quotient_of_all(vocab: int, scale: float) -> None:
+    """Passing over tokens that cannot win changes no winner: p / E of all tokens tells the same."""
+    values = logits(50, vocab, scale=scale)
+    values[7:20, ::3] = -math.inf
+    noise = exponential_noise(list(range(50)), [2] * 50, vocab, CPU)
+    for temperature, top_k in ((1.0, 0), (0.4, 0), (1.7, 3)):
+        quotients = torch.softmax(values.double() / temperature, dim=-1) / noise
+        if top_k:
+            cut = values.topk(top_k, dim=-1).values[:, -1:]
+            quotients[values < cut] = -1.0
+        rows = [row(seed, temperature=temperature, top_k=top_k) for seed in range(50)]
+        assert chosen(values, rows) == quotients.argmax(dim=-1).tolist()
+
+
+def test_tiles_hold_every_token_once_and_find_the_largest() -> None:
+    values = logits(3, 5003)
+    tiles = Tiles(values)
+    rows = torch.zeros(tiles.best_RB.shape[1], dtype=torch.int64)
+    blocks, members = torch.arange(len(rows)), torch.arange(16)
+    ids = token_ids(blocks.unsqueeze(1), members)
+    assert sorted(ids.flatten().tolist()) == list(range(5120))
+    for r in range(3):
+        held = tiles.members(rows + r, blocks)
+        padded = torch.cat([values[r], torch.full((117,), -math.inf)])
+        assert torch.equal(held, padded[ids])
+        assert torch.equal(held.amax(dim=1), tiles.best_RB[r])
+    for count in (1, 7, 319, 320, 5003):
+        expected = values[[2, 0]].sort(dim=-1, descending=True).values[:, :count]
+        assert torch.equal(tiles.largest([2, 0], count), expected)
 
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**64 - 1])

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from prefixcache.sampling.tiles import MEMBERS, blocks_of
+from prefixcache.sampling.tiles import MEMBERS, token_ids
 
 # Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014): SplitMix64.
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -43,10 +43,10 @@ class RowNoise:
         blocks_B = torch.arange(num_blocks, device=self._block_keys_R.device)
         return _least(_bits(self._block_keys_R.unsqueeze(1), blocks_B))
 
-    def of_tokens(self, rows_N: Tensor, tokens_N: Tensor) -> Tensor:
-        """The noise of tokens, each in its row; float64 of their common shape."""
-        blocks_N, members_N = blocks_of(tokens_N)
+    def of_members(self, rows_N: Tensor, blocks_N: Tensor, members_N: Tensor) -> Tensor:
+        """The noise of single tokens: members of blocks, each in its row; float64 [N]."""
         block_bits_N = _bits(self._block_keys_R[rows_N], blocks_N)
+        tokens_N = token_ids(blocks_N, members_N)
         excess_N = _exponential(_bits(self._token_keys_R[rows_N], tokens_N))
         is_least_N = members_N == (block_bits_N & (MEMBERS - 1))
         return _least(block_bits_N) + excess_N.masked_fill_(is_least_N, 0.0)

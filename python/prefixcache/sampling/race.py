@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from prefixcache.sampling.noise import RowNoise
-from prefixcache.sampling.tiles import Tiles, token_ids
+from prefixcache.sampling.tiles import MEMBERS, Tiles, token_ids
+
+# A bound may be rounded below the score that it bounds.
+_ROUNDING = 1e-9
 
 
 def race(tiles: Tiles, floors_R: Tensor, noise: RowNoise) -> list[int]:
@@ -20,34 +23,35 @@ def race(tiles: Tiles, floors_R: Tensor, noise: RowNoise) -> list[int]:
     No logit is infinite but downwards, and each row has one that is finite and not below its floor.
     """
     best_RB, floors_R1 = tiles.best_RB, floors_R.unsqueeze(1)
-    bounds_RB = best_RB.double() - noise.least_of_blocks(best_RB.shape[1]).log_()
-    bounds_RB.masked_fill_(best_RB < floors_R1, -torch.inf)
-    promising_R = bounds_RB.argmax(dim=-1)
-    rows_R = torch.arange(len(promising_R), device=best_RB.device)
-    reached_R = _scores(tiles, floors_R, noise, rows_R, promising_R).amax(dim=-1)
-    may_win_RB = bounds_RB >= reached_R.unsqueeze(1)
-    may_win_RB[rows_R, promising_R] = True
-    rows_N, blocks_N = may_win_RB.nonzero(as_tuple=True)
-    scores_NM = _scores(tiles, floors_R, noise, rows_N, blocks_N)
-    return _winners(scores_NM, rows_N, token_ids(blocks_N), len(promising_R))
-
-
-def _scores(
-    tiles: Tiles, floors_R: Tensor, noise: RowNoise, rows_N: Tensor, blocks_N: Tensor
-) -> Tensor:
-    """log(p / E) up to a constant of the row, for the members of each block [N, M]."""
+    log_least_RB = noise.least_of_blocks(best_RB.shape[1]).log_()
+    bounds_RB = (best_RB - log_least_RB).masked_fill_(best_RB < floors_R1, -torch.inf)
+    reached_R = _best_of_blocks(tiles, floors_R, noise, bounds_RB.argmax(dim=-1))
+    reached_R1 = (reached_R - _ROUNDING).unsqueeze(1)
+    rows_N, blocks_N = (bounds_RB >= reached_R1).nonzero(as_tuple=True)
     logits_NM = tiles.members(rows_N, blocks_N)
-    noise_NM = noise.of_tokens(rows_N.unsqueeze(1), token_ids(blocks_N))
-    scores_NM = logits_NM.double() - noise_NM.log_()
-    return scores_NM.masked_fill_(logits_NM < floors_R[rows_N].unsqueeze(1), -torch.inf)
+    bounds_NM = logits_NM - log_least_RB[rows_N, blocks_N].unsqueeze(1)
+    bounds_NM.masked_fill_(logits_NM < floors_R1[rows_N], -torch.inf)
+    which_N, members_N = (bounds_NM >= reached_R1[rows_N]).nonzero(as_tuple=True)
+    rows_N, blocks_N = rows_N[which_N], blocks_N[which_N]
+    scores_N = logits_NM[which_N, members_N] - noise.of_members(rows_N, blocks_N, members_N).log_()
+    return _winners(scores_N, rows_N, token_ids(blocks_N, members_N), len(best_RB))
 
 
-def _winners(scores_NM: Tensor, rows_N: Tensor, tokens_NM: Tensor, num_rows: int) -> list[int]:
+def _best_of_blocks(tiles: Tiles, floors_R: Tensor, noise: RowNoise, blocks_R: Tensor) -> Tensor:
+    """In one block of each row, the largest log(p / E) up to a constant of the row; float64 [R]."""
+    rows_R = torch.arange(len(blocks_R), device=blocks_R.device)
+    logits_RM = tiles.members(rows_R, blocks_R)
+    members_M = torch.arange(MEMBERS, device=blocks_R.device)
+    noise_RM = noise.of_members(rows_R.unsqueeze(1), blocks_R.unsqueeze(1), members_M)
+    scores_RM = logits_RM - noise_RM.log_()
+    return scores_RM.masked_fill_(logits_RM < floors_R.unsqueeze(1), -torch.inf).amax(dim=-1)
+
+
+def _winners(scores_N: Tensor, rows_N: Tensor, tokens_N: Tensor, num_rows: int) -> list[int]:
     """Each row's token with the largest score, the first of equals."""
-    most_R = scores_NM.new_full((num_rows,), -torch.inf)
-    most_R.scatter_reduce_(0, rows_N, scores_NM.amax(dim=1), "amax")
-    is_behind_NM = scores_NM < most_R[rows_N].unsqueeze(1)
+    most_R = scores_N.new_full((num_rows,), -torch.inf)
+    most_R.scatter_reduce_(0, rows_N, scores_N, "amax")
     last = torch.iinfo(torch.int64).max
-    first_N = tokens_NM.masked_fill(is_behind_NM, last).amin(dim=1)
-    winners_R = first_N.new_full((num_rows,), last)
-    return winners_R.scatter_reduce_(0, rows_N, first_N, "amin").tolist()
+    leading_N = tokens_N.masked_fill(scores_N < most_R[rows_N], last)
+    winners_R = tokens_N.new_full((num_rows,), last)
+    return winners_R.scatter_reduce_(0, rows_N, leading_N, "amin").tolist()

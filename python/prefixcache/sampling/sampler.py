@@ -35,16 +35,15 @@ def sample(logits_RV: Tensor, rows: Sequence[SamplingInput]) -> list[SequenceOut
     """
     if all_plain_greedy(rows):
         return greedy_outputs(greedy_token_ids(logits_RV).tolist())
-    tokens: list[int] = greedy_token_ids(logits_RV).tolist()
     adjusted_RV = adjust_logits(logits_RV, rows)
-    if adjusted_RV is not logits_RV:
-        best = greedy_token_ids(adjusted_RV).tolist()
-        tokens = [-1 if raw < 0 else token for raw, token in zip(tokens, best, strict=True)]
-    drawn = [r for r, row in enumerate(rows) if tokens[r] >= 0 and not row.params.greedy]
+    usable = _has_maximum(logits_RV) & _has_maximum(adjusted_RV)
+    greedy = [r for r, ok in enumerate(usable.tolist()) if ok and rows[r].params.greedy]
+    drawn = [r for r, ok in enumerate(usable.tolist()) if ok and not rows[r].params.greedy]
+    tokens = [-1] * len(rows)
+    if greedy:
+        _put(tokens, greedy, greedy_token_ids(_picked(adjusted_RV, greedy)).tolist())
     if drawn:
-        chosen = _draw(_picked(adjusted_RV, drawn), [rows[r] for r in drawn])
-        for r, token in zip(drawn, chosen, strict=True):
-            tokens[r] = token
+        _put(tokens, drawn, _draw(_picked(adjusted_RV, drawn), [rows[r] for r in drawn]))
     return _outputs(tokens, _logprobs(logits_RV, rows, tokens))
 
 
@@ -60,6 +59,16 @@ def greedy_token_ids(logits_RV: Tensor) -> Tensor:
     """[R] on the logits' device: each row's likeliest token, -1 without a finite maximum."""
     best_R = logits_RV.max(dim=-1)
     return torch.where(best_R.values.isfinite(), best_R.indices, -1)
+
+
+def _has_maximum(logits_RV: Tensor) -> Tensor:
+    """Whether each row's largest value is a finite number."""
+    return logits_RV.amax(dim=-1).isfinite()
+
+
+def _put(tokens: list[int], rows: Sequence[int], chosen: Sequence[int]) -> None:
+    for r, token in zip(rows, chosen, strict=True):
+        tokens[r] = token
 
 
 def greedy_outputs(token_ids: Sequence[int]) -> list[SequenceOutput]:
@@ -149,8 +158,9 @@ def _top_p_floors(
 
 def _masses(logits_RV: Tensor, floors_R: Tensor) -> Tensor:
     """Sums over the tokens not below the floor of exp(logit - the row's largest), float64 [R]."""
-    kept_RV = logits_RV.masked_fill(logits_RV < floors_R.unsqueeze(1), -torch.inf)
-    return 1 / torch.softmax(kept_RV, dim=-1).amax(dim=-1).double()
+    if (floors_R > -torch.inf).any():
+        logits_RV = logits_RV.masked_fill(logits_RV < floors_R.unsqueeze(1), -torch.inf)
+    return 1 / torch.softmax(logits_RV, dim=-1).amax(dim=-1).double()
 
 
 def _least_of_nuclei(sorted_RN: Tensor, wanted_R: Tensor) -> tuple[Tensor, list[bool]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -41,20 +42,19 @@ class Tiles:
         rows_N = torch.tensor(rows, device=self.best_RB.device)
         num_blocks = self.best_RB.shape[1]
         if count >= num_blocks:
-            all_NV = self._tiles_RTML[rows_N].view(len(rows), -1)
-            return all_NV.topk(min(count, all_NV.shape[1]), dim=-1).values
+            return _sorted(self._tiles_RTML[rows_N].view(len(rows), -1))[:, :count]
         blocks_Nc = self.best_RB[rows_N].topk(count, dim=-1, sorted=False).indices
         rows_Nc = rows_N.unsqueeze(1).expand(-1, count)
         return self.members(rows_Nc, blocks_Nc).view(len(rows), -1).topk(count, dim=-1).values
 
 
-def token_ids(blocks_N: Tensor) -> Tensor:
-    """Token ids of the members of each block, [N, M]."""
-    first_N = blocks_N // _BLOCKS * _TILE + blocks_N % _BLOCKS
-    return first_N.unsqueeze(1) + torch.arange(0, _TILE, _BLOCKS, device=blocks_N.device)
+def token_ids(blocks_N: Tensor, members_N: Tensor) -> Tensor:
+    """The token that is the given member of the given block."""
+    return blocks_N // _BLOCKS * _TILE + members_N * _BLOCKS + blocks_N % _BLOCKS
 
 
-def blocks_of(tokens_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The block of each token, and which of its members the token is."""
-    blocks_N = tokens_N // _TILE * _BLOCKS + tokens_N % _BLOCKS
-    return blocks_N, tokens_N % _TILE // _BLOCKS
+def _sorted(values_RV: Tensor) -> Tensor:
+    """Each row from its largest value on. On a CPU numpy sorts with vector instructions."""
+    if values_RV.device.type != "cpu":
+        return values_RV.sort(dim=-1, descending=True).values
+    return torch.from_numpy(np.sort(values_RV.neg().numpy(), axis=-1)).neg_()

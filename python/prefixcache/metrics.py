@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
@@ -122,6 +122,24 @@ class Metrics(Collector):
         yield self.step_overhead.family(
             "step_overhead_seconds", "Time of a step outside the runner."
         )
+
+
+class LabelledMetrics(Collector):
+    """Metrics of one engine under labels that all of them get, its model's name for one."""
+
+    def __init__(self, metrics: Metrics, **labels: str) -> None:
+        self._metrics = metrics
+        self._labels = labels
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        """All metric families, for prometheus-client."""
+        for family in self._metrics.collect():
+            family.samples = [
+                sample._replace(labels=self._labels | sample.labels) for sample in family.samples
+            ]
+            yield family
 
 
 def _labelled_counter(

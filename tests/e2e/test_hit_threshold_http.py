@@ -45,9 +45,15 @@ async def test_the_plan_of_four_requests(tiny_checkpoint: Callable[..., Path]) -
             metrics = (await client.get("/metrics")).text
     finally:
         engine.close()
-    assert 'prefixcache:cache_threshold_refusals_total{source="request"} 1.0' in metrics
-    assert 'prefixcache:cache_threshold_refusals_total{source="global"} 1.0' in metrics
-    assert "prefixcache:kv_cache_usage_perc 0.0" in metrics
+    assert (
+        'prefixcache:cache_threshold_refusals_total{model_name="tiny",source="request"} 1.0'
+        in metrics
+    )
+    assert (
+        'prefixcache:cache_threshold_refusals_total{model_name="tiny",source="global"} 1.0'
+        in metrics
+    )
+    assert 'prefixcache:kv_cache_usage_perc{model_name="tiny"} 0.0' in metrics
 
 
 async def test_streams_and_chats_end_the_same_way(tiny_checkpoint: Callable[..., Path]) -> None:

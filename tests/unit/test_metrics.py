@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefixcache.metrics import Gauges, Histogram, Metrics
+from prefixcache.metrics import Gauges, Histogram, LabelledMetrics, Metrics
 
 
 def gauges() -> Gauges:
@@ -19,7 +19,7 @@ def gauges() -> Gauges:
     )
 
 
-def samples(metrics: Metrics) -> dict[str, float]:
+def samples(metrics: Metrics | LabelledMetrics) -> dict[str, float]:
     text = generate_latest(metrics.registry).decode()
     return {
         sample.name
@@ -50,6 +50,21 @@ def test_names_are_those_of_vllm_under_our_prefix() -> None:
     }
     found = samples(metrics)
     assert {name: found[name] for name in expected} == expected
+
+
+def test_every_sample_gets_the_labels_beside_its_own() -> None:
+    metrics = Metrics(gauges)
+    metrics.finished["stop"] += 2
+    labelled = LabelledMetrics(metrics, model_name="tiny")
+    for _ in range(2):
+        found = samples(labelled)
+        assert all("{model_name=tiny}" in name for name in found)
+        assert found["prefixcache:num_requests_running{model_name=tiny}"] == 2
+        key = "prefixcache:request_success_total{finished_reason=stop}{model_name=tiny}"
+        assert found[key] == 2
+        assert found["prefixcache:iteration_tokens_total_count{model_name=tiny}"] == 0
+    assert len(found) == len(samples(metrics))
+    assert not any("model_name" in name for name in samples(metrics))
 
 
 def test_histogram_buckets_are_cumulative_and_bounds_belong_to_them() -> None:

@@ -274,6 +274,14 @@ def test_a_wide_nucleus_is_sorted_whole() -> None:
     assert max(kept) < 3000
 
 
+def test_a_nucleus_of_nearly_everything_stays_within_top_k() -> None:
+    """Whichever way the sum of the mass is rounded."""
+    values = logits(300, 97, scale=0.3)
+    rows = [row(seed, top_k=3, top_p=1 - 1e-9) for seed in range(300)]
+    allowed = values.topk(3, dim=-1).indices.tolist()
+    assert all(token in ids for token, ids in zip(chosen(values, rows), allowed, strict=True))
+
+
 def test_ties_at_a_cut_are_kept() -> None:
     values = torch.tensor([3.0, 1.0, 1.0, 1.0, -2.0])
     assert set(draws(values, 2000, top_k=2)) == {0, 1, 2, 3}

@@ -9,6 +9,7 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
+from prefixcache.metrics import LabelledMetrics
 from prefixcache.server.requests import JobMaker
 
 
@@ -16,6 +17,7 @@ def admin_router(maker: JobMaker, version: str) -> APIRouter:
     """The endpoints, for one engine."""
     router = APIRouter()
     engine, served = maker.engine, maker.served
+    labelled = LabelledMetrics(engine.metrics, model_name=served.names[0])
 
     @router.get("/v1/models")
     async def list_models() -> dict[str, Any]:
@@ -36,7 +38,7 @@ def admin_router(maker: JobMaker, version: str) -> APIRouter:
 
     @router.get("/metrics")
     def metrics() -> Response:
-        text = generate_latest(engine.metrics.registry)
+        text = generate_latest(labelled.registry)
         return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
     return router

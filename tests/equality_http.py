@@ -32,8 +32,8 @@ Reply = dict[str, Any]
 
 MAX_WAVE = 16
 NUM_TOP = 5
-# Holds one request of the model's whole context; a wave of dialogues needs a multiple of it.
-TIGHT = {"num_blocks": 640, "max_num_batched_tokens": 384}
+# Holds the longest dialogue and little else.
+TIGHT = {"num_blocks": 320, "max_model_len": 4608, "max_num_batched_tokens": 384}
 NUM_LLM = 6
 _VARIES = ("id", "created", "usage")
 _SAMPLING = {f.name for f in fields(SamplingParams)} - {"logprobs", "prompt_logprobs"}

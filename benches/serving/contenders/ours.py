@@ -21,7 +21,6 @@ class Contender:
         config = config_from_flags(
             num_blocks=max_tokens // 16 + 64,
             max_num_batched_tokens=max_tokens,
-            max_model_len=max_tokens,
             **flags,
         )
         self._engine = build(config, resolve_model(config.model)).engine

@@ -127,7 +127,7 @@ def main(
     pool = Tokenizer.from_folder(folder).encode(SOURCE_TEXT, add_special_tokens=False)
     with ExitStack() as stack:
         shared = {"threads": threads, "max_tokens": room}
-        entries = _torch_entries(folder, dtypes, shared)
+        entries = torch_entries(folder, dtypes, shared)
         if llama_python is not None and gguf is not None:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             entries += _llama_entries(llama_python, gguf, scratch, shared)
@@ -140,7 +140,7 @@ def main(
         output.write_text(json.dumps(_to_json(results, rounds, threads), indent=1) + "\n")
 
 
-def _torch_entries(folder: Path, dtypes: Sequence[str], shared: dict[str, int]) -> list[Entry]:
+def torch_entries(folder: Path, dtypes: Sequence[str], shared: dict[str, int]) -> list[Entry]:
     return [
         Entry(f"{label} {dtype}", module, {**shared, "model": str(folder), "dtype": dtype, **extra})
         for dtype in dtypes

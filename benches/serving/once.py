@@ -21,7 +21,7 @@ def main(llama_python: str, *files: str) -> None:
     tokenizer = compare.Tokenizer.from_folder(folder)
     pool = tokenizer.encode(compare.SOURCE_TEXT, add_special_tokens=False)
     shared = {"threads": 2, "max_tokens": 9216}
-    entries = list(compare._torch_entries(folder, ["bfloat16"], shared))
+    entries = list(compare.torch_entries(folder, ["bfloat16"], shared))
     entries += [
         compare.Entry(Path(f).name, "with_llama_cpp", {**shared, "model": f}, llama_python)
         for f in files

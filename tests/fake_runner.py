@@ -6,6 +6,8 @@ not filled, or a block handed out twice gives another token than `answer_alone`.
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import zlib
 from collections.abc import Sequence
 
@@ -87,3 +89,48 @@ class FakeRunner:
             TokenLogprobs(token, -float(next_token(history[: sequence.start + i + 1])), 1)
             for i, token in enumerate(sequence.next_prompt_token_ids)
         )
+
+
+class StepGate:
+    """A turnstile before a runner's steps, so that no test depends on how fast a step is."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._changed = threading.Condition()
+        self._steps_left: int | None = None
+        self._is_held = False
+        compute = runner.execute
+
+        def execute(plan: StepPlan) -> list[SequenceOutput]:
+            self._pass()
+            return compute(plan)
+
+        runner.execute = execute  # type: ignore[method-assign]
+
+    def hold_after(self, steps: int = 0) -> None:
+        """Lets that many steps through, and no more until `open`."""
+        self._set(steps)
+
+    def open(self) -> None:
+        self._set(None)
+
+    async def until_held(self) -> None:
+        """Waits until a step stands before the closed gate."""
+        assert await asyncio.to_thread(self._wait_for_a_held_step)
+
+    def _set(self, steps: int | None) -> None:
+        with self._changed:
+            self._steps_left = steps
+            self._changed.notify_all()
+
+    def _wait_for_a_held_step(self) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_held, 30)
+
+    def _pass(self) -> None:
+        with self._changed:
+            self._is_held = self._steps_left == 0
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._steps_left != 0, 30)
+            self._is_held = False
+            if self._steps_left is not None:
+                self._steps_left -= 1

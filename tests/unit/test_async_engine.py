@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from fake_engine import make_engine, make_request
-from fake_runner import answer_alone
+from fake_runner import StepGate, answer_alone
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.request import Request, RequestOutput
-from prefixcache.step_plan import SequenceOutput, StepPlan
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -28,15 +27,7 @@ class Served:
 
     def __init__(self, **options: Any) -> None:
         engine, self.runner, self.cache = make_engine(**options)
-        self.gate = threading.Event()
-        self.gate.set()
-        compute = self.runner.execute
-
-        def execute(plan: StepPlan) -> list[SequenceOutput]:
-            assert self.gate.wait(10)
-            return compute(plan)
-
-        self.runner.execute = execute  # type: ignore[method-assign]
+        self.gate = StepGate(self.runner)
         self.engine = AsyncEngine(engine)
 
 
@@ -53,12 +44,20 @@ def serve() -> Iterator[Make]:
 
     yield make
     for served in made:
-        served.gate.set()
+        served.gate.open()
         served.engine.close()
 
 
 async def collect(engine: AsyncEngine, request: Request) -> list[RequestOutput]:
     return [output async for output in engine.generate(request)]
+
+
+async def start_held(served: Served) -> asyncio.Task[list[RequestOutput]]:
+    """A long request, held before its fourth step."""
+    served.gate.hold_after(3)
+    task = asyncio.create_task(collect(served.engine, make_request(max_tokens=100)))
+    await served.gate.until_held()
+    return task
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -94,12 +93,12 @@ async def test_wrong_requests_raise_before_the_stream_starts(serve: Make) -> Non
 
 async def test_an_id_in_use_fails_its_own_stream_alone(serve: Make) -> None:
     served = serve()
-    served.gate.clear()
+    served.gate.hold_after()
     first = asyncio.create_task(collect(served.engine, make_request()))
     await until(lambda: bool(served.engine._streams))
     second = asyncio.create_task(collect(served.engine, make_request()))
     await asyncio.sleep(0)
-    served.gate.set()
+    served.gate.open()
     with pytest.raises(InvalidRequestError, match="in use"):
         await second
     assert tokens_of(await first) == answer_alone(PROMPT, 4)
@@ -110,32 +109,35 @@ async def test_closing_an_ended_stream_leaves_a_new_request_of_its_id_alone(serv
     first = served.engine.generate(make_request(max_tokens=4))
     await anext(first)
     await until(lambda: not served.engine._streams)
-    served.gate.clear()
+    served.gate.hold_after()
     second = asyncio.create_task(collect(served.engine, make_request(max_tokens=50)))
     await until(lambda: bool(served.engine._streams))
     await first.aclose()
-    served.gate.set()
+    served.gate.open()
     assert tokens_of(await second) == answer_alone(PROMPT, 50)
 
 
 async def test_closing_a_stream_aborts_and_frees(serve: Make) -> None:
-    served = serve(max_model_len=1024, num_blocks=300)
-    stream = served.engine.generate(make_request(max_tokens=1000))
+    served = serve()
+    served.gate.hold_after(3)
+    stream = served.engine.generate(make_request(max_tokens=100))
     await anext(stream)
+    await served.gate.until_held()
     await stream.aclose()
+    served.gate.open()
     await until(all_free(served.cache))
-    assert len(served.runner.plans) < 1000
+    assert len(served.runner.plans) == 4
 
 
 async def test_cancelling_a_task_aborts_and_frees(serve: Make) -> None:
-    served = serve(max_model_len=1024, num_blocks=300)
-    task = asyncio.create_task(collect(served.engine, make_request(max_tokens=1000)))
-    await until(lambda: len(served.runner.plans) > 2)
+    served = serve()
+    task = await start_held(served)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    served.gate.open()
     await until(all_free(served.cache))
-    assert len(served.runner.plans) < 1000
+    assert len(served.runner.plans) == 4
 
 
 async def test_a_stream_that_is_never_read_starts_nothing(serve: Make) -> None:
@@ -145,12 +147,14 @@ async def test_a_stream_that_is_never_read_starts_nothing(serve: Make) -> None:
 
 
 async def test_abort_ends_the_stream(serve: Make) -> None:
-    served = serve(max_model_len=1024, num_blocks=300)
-    outputs: list[RequestOutput] = []
-    async for output in served.engine.generate(make_request(max_tokens=1000)):
-        outputs.append(output)
-        if len(outputs) == 2:
-            await served.engine.abort("a")
+    served = serve()
+    task = await start_held(served)
+    aborting = asyncio.create_task(served.engine.abort("a"))
+    await until(lambda: not served.engine._inbox.empty())
+    served.gate.open()
+    await aborting
+    outputs = await task
+    assert tokens_of(outputs) == answer_alone(PROMPT, 4)
     assert outputs[-1].finish_reason == "abort"
     assert served.cache.num_free_blocks == served.cache.num_blocks
 
@@ -195,14 +199,14 @@ async def test_one_hand_over_a_step(serve: Make, monkeypatch: pytest.MonkeyPatch
 
 async def test_draining_finishes_what_runs_and_refuses_what_comes(serve: Make) -> None:
     served = serve()
-    served.gate.clear()
+    served.gate.hold_after()
     running = asyncio.create_task(collect(served.engine, make_request("a")))
     await until(lambda: bool(served.engine._streams))
     stopping = asyncio.create_task(served.engine.shutdown(drain=True))
     await until(lambda: not served.engine._inbox.empty())
     late = asyncio.create_task(collect(served.engine, make_request("late")))
     await asyncio.sleep(0)
-    served.gate.set()
+    served.gate.open()
     assert tokens_of(await running) == answer_alone(PROMPT, 4)
     with pytest.raises(EngineDeadError):
         await late
@@ -210,10 +214,12 @@ async def test_draining_finishes_what_runs_and_refuses_what_comes(serve: Make) -
 
 
 async def test_shutdown_aborts_what_runs(serve: Make) -> None:
-    served = serve(max_model_len=1024, num_blocks=300)
-    task = asyncio.create_task(collect(served.engine, make_request(max_tokens=1000)))
-    await until(lambda: len(served.runner.plans) > 2)
-    await served.engine.shutdown()
+    served = serve()
+    task = await start_held(served)
+    stopping = asyncio.create_task(served.engine.shutdown())
+    await until(lambda: not served.engine._inbox.empty())
+    served.gate.open()
+    await stopping
     assert (await task)[-1].finish_reason == "abort"
     assert served.cache.num_free_blocks == served.cache.num_blocks
     await served.engine.shutdown()
@@ -228,7 +234,7 @@ async def test_a_dead_engine_tells_everybody(
     serve: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serve()
-    served.gate.clear()
+    served.gate.hold_after()
     tasks = [
         asyncio.create_task(collect(served.engine, make_request(name, max_tokens=50)))
         for name in "abc"
@@ -242,7 +248,7 @@ async def test_a_dead_engine_tells_everybody(
 
     monkeypatch.setattr(served.engine._engine._scheduler, "complete", broken)
     with caplog.at_level(logging.CRITICAL):
-        served.gate.set()
+        served.gate.open()
         results = await asyncio.gather(*tasks, command, return_exceptions=True)
     assert {type(result) for result in results} == {EngineDeadError}
     assert "the books are wrong" in str(served.engine.dead)
@@ -296,10 +302,14 @@ def test_streams_of_two_event_loops(serve: Make) -> None:
 
 
 def test_a_closed_event_loop_frees_its_requests(serve: Make) -> None:
-    served = serve(max_model_len=1024, num_blocks=300)
+    served = serve()
+    served.gate.hold_after(3)
     loop = asyncio.new_event_loop()
-    stream = served.engine.generate(make_request(max_tokens=1000))
+    stream = served.engine.generate(make_request(max_tokens=100))
     loop.run_until_complete(anext(stream))
+    loop.run_until_complete(served.gate.until_held())
+    loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
+    served.gate.open()
     asyncio.run(until(all_free(served.cache)))
-    assert len(served.runner.plans) < 1000
+    assert len(served.runner.plans) == 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,10 +12,10 @@ import torch
 
 from fake_engine import make_request
 from fake_memory import lone_answer, make_versioned_engine
+from fake_runner import StepGate
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.exceptions import EngineDeadError, EngineHaltedError, InvalidRequestError
 from prefixcache.request import RequestOutput
-from prefixcache.step_plan import SequenceOutput, StepPlan
 
 T = TypeVar("T")
 PROMPT = [*range(10, 27)]
@@ -28,28 +27,14 @@ class Served:
 
     def __init__(self) -> None:
         engine, self.runner, self.cache = make_versioned_engine(max_model_len=128)
-        self._open = threading.Event()
-        self._open.set()
-        self._held = threading.Event()
-        compute = self.runner.execute
-
-        def execute(plan: StepPlan) -> list[SequenceOutput]:
-            if not self._open.is_set():
-                self._held.set()
-                assert self._open.wait(10)
-            return compute(plan)
-
-        self.runner.execute = execute  # type: ignore[method-assign]
+        self._gate = StepGate(self.runner)
         self.engine = AsyncEngine(engine)
 
     async def start_held(self) -> asyncio.Task[list[RequestOutput]]:
         """A long request, held in a step after it has streamed some tokens."""
+        self._gate.hold_after(3)
         task = self.start("long", LONG)
-        wanted = len(self.runner.plans) + 3
-        while len(self.runner.plans) < wanted:
-            await asyncio.sleep(0)
-        self._open.clear()
-        assert await asyncio.to_thread(self._held.wait, 10)
+        await self._gate.until_held()
         return task
 
     async def right_after_the_step(self, operation: Coroutine[Any, Any, T]) -> T:
@@ -57,7 +42,7 @@ class Served:
         task = asyncio.create_task(operation)
         while self.engine._inbox.empty():
             await asyncio.sleep(0.001)
-        self._open.set()
+        self._gate.open()
         return await task
 
     def start(self, name: str, max_tokens: int = 8) -> asyncio.Task[list[RequestOutput]]:

@@ -14,7 +14,7 @@ import pytest
 
 import fake_engine
 from fake_engine import make_engine, make_request
-from fake_runner import answer_alone
+from fake_runner import StepGate, answer_alone
 from prefixcache import LLM, SamplingParams
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.exceptions import EngineDeadError, EngineHaltedError, InvalidRequestError
@@ -127,31 +127,21 @@ async def test_a_probe_is_checked_as_a_request_is(serve: Callable[..., AsyncEngi
 
 async def test_a_probe_does_not_wait_for_a_step() -> None:
     engine, runner, _ = make_engine()
-    gate, computing = threading.Event(), threading.Event()
-    gate.set()
-    compute = runner.execute
-
-    def execute(plan: Any) -> Any:
-        computing.set()
-        assert gate.wait(30)
-        return compute(plan)
-
-    runner.execute = execute  # type: ignore[method-assign]
+    gate = StepGate(runner)
     served = AsyncEngine(engine)
     try:
         await answer(served, make_request("warm", PROMPT))
-        gate.clear()
-        computing.clear()
+        gate.hold_after()
         busy = asyncio.ensure_future(answer(served, make_request("busy", [*PROMPT, 50, 51])))
-        assert await asyncio.to_thread(computing.wait, 30)
+        await gate.until_held()
         assert served.probe(asking(PROMPT)) == 8
         assert served.probe(asking([*PROMPT, 50, 51])) == 8, "the third block is being computed"
         assert not busy.done()
-        gate.set()
+        gate.open()
         assert await busy == 8
         assert served.probe(asking([*PROMPT, 50, 51])) == 12
     finally:
-        gate.set()
+        gate.open()
         served.close()
 
 

@@ -3,9 +3,10 @@
     python benches/serving/compare.py --output benches/record/DATE-compare.json
     python benches/serving/compare.py --llama-python VENV/bin/python   # also llama-cpp-python
 
-Each contender is a process of its own; they take turns, task by task, and medians are shown. The
-model is the default one; its GGUF file is the shipped 4-bit one and a BF16 copy made of it, so all
-compute with the same numbers.
+Each contender is a process of its own; they take turns, window by window, and medians are shown. A
+batch is computed once and then decoded in windows. One that overruns `--limit` is out, and says so.
+The model is the default one; its GGUF file is the shipped 4-bit one and a BF16 copy made of it, so
+all compute with the same numbers.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -41,7 +43,10 @@ from prefixcache.tokenization.tokenizer import Tokenizer
 HERE = Path(__file__).parent
 BATCHES = (1, 8)
 NEW_TOKENS = 32
-DECODE_STEPS = 32
+WINDOW = 16
+"""Decode steps of one turn."""
+REST = 0.25
+"""Seconds between two turns, in which the last one's OpenMP threads stop to spin."""
 
 
 @dataclass(frozen=True)
@@ -57,29 +62,47 @@ class Entry:
 class Worker:
     """The process of one contender."""
 
-    def __init__(self, entry: Entry, process: subprocess.Popen[str], log: IO[str]) -> None:
+    def __init__(
+        self, entry: Entry, process: subprocess.Popen[str], log: IO[str], limit: float
+    ) -> None:
         self.label = entry.label
+        self.is_out = False
         self._process = process
         self._log = log
+        self._limit = limit
         self.version: str = self._reply()["ready"]
 
     def __call__(self, do: str, **task: Any) -> Any:
+        """The task's result; None once the contender is out."""
+        if self.is_out:
+            return None
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **task}) + "\n")
         self._process.stdin.flush()
-        return self._reply()
+        reply = self._reply()
+        time.sleep(REST)
+        return reply
 
     def _reply(self) -> Any:
         assert self._process.stdout is not None
+        overrun = threading.Timer(self._limit, self._give_up)
+        overrun.start()
         line = self._process.stdout.readline()
-        if not line:
-            self._log.seek(0)
-            raise SystemExit(f"{self.label} ended:\n{''.join(self._log.readlines()[-20:])}")
-        return json.loads(line)
+        overrun.cancel()
+        if line:
+            return json.loads(line)
+        if self.is_out:
+            return None
+        self._log.seek(0)
+        raise SystemExit(f"{self.label} ended:\n{''.join(self._log.readlines()[-20:])}")
+
+    def _give_up(self) -> None:
+        self.is_out = True
+        self._process.kill()
 
 
 @contextmanager
-def started(entry: Entry) -> Iterator[Worker]:
+def started(entry: Entry, limit: float) -> Iterator[Worker]:
     command = [entry.python, str(HERE / "worker.py"), entry.module, json.dumps(entry.options)]
     with (
         tempfile.TemporaryFile("w+") as log,
@@ -87,7 +110,11 @@ def started(entry: Entry) -> Iterator[Worker]:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
         ) as process,
     ):
-        yield Worker(entry, process, log)
+        yield Worker(entry, process, log, limit)
+
+
+Turns = Iterator[tuple[int, Worker]]
+"""The number of the round, and whose turn it is."""
 
 
 @dataclass
@@ -102,8 +129,9 @@ class Results:
     def add(self, row: str, label: str, value: float) -> None:
         self.values[row][label].append(value)
 
-    def median(self, row: str, label: str) -> float:
-        return statistics.median(self.values[row][label])
+    def median(self, row: str, label: str) -> str:
+        values = self.values[row].get(label)
+        return f"{statistics.median(values):,.1f}" if values else "too slow"
 
 
 def main(
@@ -116,6 +144,7 @@ def main(
         str | None, typer.Option(help="Interpreter that has llama-cpp-python.")
     ] = None,
     gguf: Annotated[Path | None, typer.Option(help="The model's GGUF file, for llama.cpp.")] = None,
+    limit: Annotated[float, typer.Option(help="Seconds a task may take.")] = 120,
     output: Path | None = None,
 ) -> None:
     """Measure and print one table."""
@@ -123,15 +152,15 @@ def main(
         raise typer.BadParameter("--llama-python and --gguf go together.")
     folder = resolve_model(model)
     dtypes, contexts = dtype or ["float32", "bfloat16"], context or [128, 1024]
-    room = (max(contexts) + NEW_TOKENS + DECODE_STEPS) * max(BATCHES)
+    room = (max(contexts) + (rounds + 1) * WINDOW + NEW_TOKENS) * max(BATCHES)
     pool = Tokenizer.from_folder(folder).encode(SOURCE_TEXT, add_special_tokens=False)
     with ExitStack() as stack:
         shared = {"threads": threads, "max_tokens": room}
-        entries = torch_entries(folder, dtypes, shared)
+        entries = _torch_entries(folder, dtypes, shared)
         if llama_python is not None and gguf is not None:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             entries += _llama_entries(llama_python, gguf, scratch, shared)
-        workers = [stack.enter_context(started(entry)) for entry in entries]
+        workers = [stack.enter_context(started(entry, limit)) for entry in entries]
         results = measure(workers, pool, contexts, rounds)
         for worker in workers:
             Console(stderr=True).print(f"{worker.label}: {worker.version}")
@@ -140,7 +169,7 @@ def main(
         output.write_text(json.dumps(_to_json(results, rounds, threads), indent=1) + "\n")
 
 
-def torch_entries(folder: Path, dtypes: Sequence[str], shared: dict[str, int]) -> list[Entry]:
+def _torch_entries(folder: Path, dtypes: Sequence[str], shared: dict[str, int]) -> list[Entry]:
     return [
         Entry(f"{label} {dtype}", module, {**shared, "model": str(folder), "dtype": dtype, **extra})
         for dtype in dtypes
@@ -164,55 +193,49 @@ def _llama_entries(python: str, gguf: Path, scratch: Path, shared: dict[str, int
 def measure(
     workers: Sequence[Worker], pool: Sequence[int], contexts: Sequence[int], rounds: int
 ) -> Results:
-    """All tasks, every contender in turn; the first round warms up and is not counted."""
-    results = Results()
-    draw, longest = random.Random(0), max(contexts) + NEW_TOKENS
-    tasks = [make(context) for make in _TASKS for context in contexts]
+    """Every task and context; round 0 warms up and is not counted."""
+    results, draw = Results(), random.Random(0)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("measuring", total=(rounds + 1) * len(tasks) * len(workers))
-        for number in range(rounds + 1):
-            for task in tasks:
-                prompts = [draw.choices(pool, k=longest) for _ in range(max(BATCHES))]
+        total = len(contexts) * (1 + len(BATCHES)) * (rounds + 1) * len(workers)
+        bar = progress.add_task("measuring", total=total)
+
+        def turns() -> Turns:
+            for number in range(rounds + 1):
                 for worker in workers if number % 2 else workers[::-1]:
-                    task(worker, prompts, results if number else Results())
+                    yield number, worker
                     progress.advance(bar)
+
+        for context in contexts:
+            _ttft(turns(), results, [draw.choices(pool, k=context) for _ in range(rounds + 1)])
+            for batch in BATCHES:
+                prompts = [draw.choices(pool, k=context) for _ in range(batch)]
+                for worker in workers:
+                    worker("begin", prompts=prompts, max_steps=(rounds + 1) * WINDOW)
+                _decode(turns(), results, f"decode of {batch} at {context:,} (tok/s)", batch)
+                results.greedy = {worker.label: worker("end") or [] for worker in workers}
     return results
 
 
-Task = Callable[[Worker, list[list[int]], Results], None]
-
-
-def _prefill(context: int) -> Task:
-    def run(worker: Worker, prompts: list[list[int]], results: Results) -> None:
-        seconds = worker("prefill", prompt=prompts[0][:context])
-        results.add(f"prefill of {context:,} (tok/s)", worker.label, context / seconds)
-
-    return run
-
-
-def _decode(batch: int, context: int) -> Task:
-    def run(worker: Worker, prompts: list[list[int]], results: Results) -> None:
-        cut = [prompt[:context] for prompt in prompts[:batch]]
-        answer = worker("decode", prompts=cut, steps=DECODE_STEPS)
-        rate = batch * DECODE_STEPS / answer["seconds"]
-        results.add(f"decode of {batch} at {context:,} (tok/s)", worker.label, rate)
-        results.greedy[worker.label] = answer["tokens"]
-
-    return run
-
-
-def _ttft(context: int) -> Task:
-    def run(worker: Worker, prompts: list[list[int]], results: Results) -> None:
-        first, second = prompts[1][:NEW_TOKENS], prompts[2][:NEW_TOKENS]
-        times = worker("ttft", prompt=prompts[0][:context], first=first, second=second)
+def _ttft(turns: Turns, results: Results, prompts: Sequence[list[int]]) -> None:
+    """Each round has a prompt of its own."""
+    for number, worker in turns:
+        prompt = prompts[number]
+        first, second = prompt[-NEW_TOKENS:], prompt[:NEW_TOKENS]
+        times = worker("ttft", prompt=prompt, first=first, second=second)
+        if number == 0 or times is None:
+            continue
+        context, tokens = len(prompt), len(prompt) + NEW_TOKENS
+        results.add(f"prefill of {tokens:,} (tok/s)", worker.label, tokens / times["cold"])
         for kind, seconds in times.items():
             row = f"TTFT of {context:,} + {NEW_TOKENS}, {kind} (ms)"
             results.add(row, worker.label, seconds * 1e3)
 
-    return run
 
-
-_TASKS = (_prefill, *(partial(_decode, batch) for batch in BATCHES), _ttft)
+def _decode(turns: Turns, results: Results, row: str, batch: int) -> None:
+    for number, worker in turns:
+        seconds = worker("go_on", steps=WINDOW)
+        if number > 0 and seconds is not None:
+            results.add(row, worker.label, batch * WINDOW / seconds)
 
 
 def table(results: Results, labels: Sequence[str], rounds: int) -> Table:
@@ -221,17 +244,17 @@ def table(results: Results, labels: Sequence[str], rounds: int) -> Table:
     for label in labels:
         made.add_column(label, justify="right")
     for row in results.values:
-        made.add_row(row, *(f"{results.median(row, label):,.1f}" for label in labels))
+        made.add_row(row, *(results.median(row, label) for label in labels))
     made.add_row("greedy tokens as the first's", *_agreement(results, labels))
     return made
 
 
 def _agreement(results: Results, labels: Sequence[str]) -> list[str]:
-    """Leading tokens of the last decode that equal the first contender's."""
+    """Leading tokens of the last batch that equal the first contender's."""
     expected = results.greedy[labels[0]]
-    counts = []
+    counts: list[str] = []
     for label in labels:
-        pairs = zip(expected, results.greedy[label], strict=True)
+        pairs = zip(expected, results.greedy[label], strict=False)
         equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(expected))
         counts.append(f"{equal} of {len(expected)}")
     return counts

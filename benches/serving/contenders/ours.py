@@ -27,32 +27,35 @@ class Contender:
         self._numbers = itertools.count()
         self.version = f"prefixcache {__version__}, torch {torch.__version__}"
 
-    def prefill(self, prompt: list[int]) -> float:
-        self._engine.control.reset_prefix_cache()
-        return self._first_token(prompt)
-
-    def decode(self, prompts: list[list[int]], steps: int) -> dict[str, object]:
-        self._engine.control.reset_prefix_cache()
-        requests = [self._request(prompt, steps + 2) for prompt in prompts]
-        for request in requests:
-            self._engine.add_request(request)
-        first = requests[0].request_id
-        tokens = [self._step(len(prompts))[first]]
-        begun = time.perf_counter()
-        tokens += [self._step(len(prompts))[first] for _ in range(steps)]
-        seconds = time.perf_counter() - begun
-        self._engine.abort([request.request_id for request in requests])
-        return {"seconds": seconds, "tokens": tokens}
-
     def ttft(self, prompt: list[int], first: list[int], second: list[int]) -> dict[str, float]:
-        cold = self.prefill(prompt + first)
+        self._engine.control.reset_prefix_cache()
+        cold = self._first_token(prompt + first)
         return {"cold": cold, "warm": self._first_token(prompt + second)}
+
+    def begin(self, prompts: list[list[int]], max_steps: int) -> None:
+        self._engine.control.reset_prefix_cache()
+        self._batch = [self._request(prompt, max_steps + 2) for prompt in prompts]
+        for request in self._batch:
+            self._engine.add_request(request)
+        self._tokens = [self._step_batch()]
+
+    def go_on(self, steps: int) -> float:
+        begun = time.perf_counter()
+        self._tokens += [self._step_batch() for _ in range(steps)]
+        return time.perf_counter() - begun
+
+    def end(self) -> list[int]:
+        self._engine.abort([request.request_id for request in self._batch])
+        return self._tokens
 
     def _first_token(self, prompt: Sequence[int]) -> float:
         begun = time.perf_counter()
         self._engine.add_request(self._request(prompt, 1))
         self._step(1)
         return time.perf_counter() - begun
+
+    def _step_batch(self) -> int:
+        return self._step(len(self._batch))[self._batch[0].request_id]
 
     def _step(self, expected: int) -> dict[str, int]:
         """One step, in which each of the `expected` requests gets a token."""

@@ -33,35 +33,40 @@ class Contender:
         self._batch = llama_cpp.llama_batch_init(max_tokens, 0, 1)
         self.version = f"llama-cpp-python {version('llama-cpp-python')}"
 
-    def prefill(self, prompt: list[int]) -> float:
-        llama_cpp.llama_memory_clear(self._memory, True)
-        begun = time.perf_counter()
-        self._decode({0: prompt}, start=0)
-        return time.perf_counter() - begun
-
-    def decode(self, prompts: list[list[int]], steps: int) -> dict[str, object]:
-        llama_cpp.llama_memory_clear(self._memory, True)
-        rows = [self._decode(dict(enumerate(prompts)), start=0)]
-        begun = time.perf_counter()
-        for step in range(steps):
-            batch = {row: [token] for row, token in enumerate(rows[-1])}
-            rows.append(self._decode(batch, start=len(prompts[0]) + step))
-        seconds = time.perf_counter() - begun
-        return {"seconds": seconds, "tokens": [tokens[0] for tokens in rows]}
-
     def ttft(self, prompt: list[int], first: list[int], second: list[int]) -> dict[str, float]:
-        cold = self.prefill(prompt + first)
+        cold = self._prefill({0: prompt + first})
         begun = time.perf_counter()
         llama_cpp.llama_memory_seq_rm(self._memory, 0, len(prompt), -1)
         self._decode({0: second}, start=len(prompt))
         return {"cold": cold, "warm": time.perf_counter() - begun}
 
-    def _decode(self, rows: dict[int, list[int]], start: int) -> list[int]:
-        """Computes each sequence's tokens from position `start` on; the next token of each."""
+    def begin(self, prompts: list[list[int]], max_steps: int) -> None:  # noqa: ARG002
+        self._prefill(dict(enumerate(prompts)))
+        self._length = len(prompts[0])
+
+    def go_on(self, steps: int) -> float:
+        begun = time.perf_counter()
+        for _ in range(steps):
+            self._decode({row: [token] for row, token in enumerate(self._rows[-1])}, self._length)
+            self._length += 1
+        return time.perf_counter() - begun
+
+    def end(self) -> list[int]:
+        return [tokens[0] for tokens in self._rows]
+
+    def _prefill(self, rows: dict[int, list[int]]) -> float:
+        llama_cpp.llama_memory_clear(self._memory, True)
+        self._rows: list[list[int]] = []
+        begun = time.perf_counter()
+        self._decode(rows, start=0)
+        return time.perf_counter() - begun
+
+    def _decode(self, rows: dict[int, list[int]], start: int) -> None:
+        """Computes each sequence's tokens from position `start` on, and keeps their next ones."""
         last = self._fill(rows, start)
         if llama_cpp.llama_decode(self._context, self._batch) != 0:
             raise RuntimeError("llama_decode failed")
-        return [self._likeliest(index) for index in last]
+        self._rows.append([self._likeliest(index) for index in last])
 
     def _fill(self, rows: dict[int, list[int]], start: int) -> list[int]:
         batch, index, last = self._batch, 0, []

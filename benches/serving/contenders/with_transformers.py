@@ -1,12 +1,11 @@
 """transformers' own model, SDPA attention and a growing cache, greedy, without its generate loop.
 
-That is its fastest plain form on CPU. Warm means that the caller kept `past_key_values`; copying
-them, which every reuse needs, is not counted.
+That is its fastest plain form on CPU. Warm means that the caller kept `past_key_values` and cuts
+them back; copying them, which every reuse by a second request needs, is not counted.
 """
 
 from __future__ import annotations
 
-import copy
 import time
 
 import torch
@@ -22,28 +21,29 @@ class Contender:
         ).eval()
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
 
-    def prefill(self, prompt: list[int]) -> float:
-        begun = time.perf_counter()
-        self._forward(torch.tensor([prompt]), DynamicCache())
-        return time.perf_counter() - begun
-
-    def decode(self, prompts: list[list[int]], steps: int) -> dict[str, object]:
+    def ttft(self, prompt: list[int], first: list[int], second: list[int]) -> dict[str, float]:
         cache = DynamicCache()
-        rows = [self._forward(torch.tensor(prompts), cache)]
+        cold = self._timed(prompt + first, cache)
+        cache.crop(-len(first))
+        return {"cold": cold, "warm": self._timed(second, cache)}
+
+    def begin(self, prompts: list[list[int]], max_steps: int) -> None:  # noqa: ARG002
+        self._cache = DynamicCache()
+        self._rows = [self._forward(torch.tensor(prompts), self._cache)]
+
+    def go_on(self, steps: int) -> float:
         begun = time.perf_counter()
         for _ in range(steps):
-            rows.append(self._forward(rows[-1], cache))
-        seconds = time.perf_counter() - begun
-        return {"seconds": seconds, "tokens": [int(tokens[0]) for tokens in rows]}
+            self._rows.append(self._forward(self._rows[-1], self._cache))
+        return time.perf_counter() - begun
 
-    def ttft(self, prompt: list[int], first: list[int], second: list[int]) -> dict[str, float]:
-        cold = self.prefill(prompt + first)
-        kept = DynamicCache()
-        self._forward(torch.tensor([prompt]), kept)
-        cache = copy.deepcopy(kept)
+    def end(self) -> list[int]:
+        return [int(tokens[0]) for tokens in self._rows]
+
+    def _timed(self, prompt: list[int], cache: DynamicCache) -> float:
         begun = time.perf_counter()
-        self._forward(torch.tensor([second]), cache)
-        return {"cold": cold, "warm": time.perf_counter() - begun}
+        self._forward(torch.tensor([prompt]), cache)
+        return time.perf_counter() - begun
 
     @torch.inference_mode()
     def _forward(self, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:

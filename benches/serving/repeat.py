@@ -3,7 +3,8 @@
     python benches/serving/repeat.py 1024+0 1024+32 4032+32
 
 KNOWN+NEW: a prompt of KNOWN tokens and NEW more is sent to a server with an empty cache (cold),
-then the same KNOWN tokens with NEW others (warm; with +0 the very same prompt). Medians over
+then the same KNOWN tokens with NEW others (warm; with +0 the very same prompt), then once more
+under the cache salt of somebody else, whom the time must tell nothing (foreign salt). Medians over
 rounds, each with prompts of its own.
 """
 
@@ -15,7 +16,8 @@ import random
 import shlex
 import statistics
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
@@ -31,6 +33,15 @@ from prefixcache.bench.targets import server_target
 from prefixcache.bench.workloads import Prompt
 from prefixcache.config import DEFAULT_MODEL
 
+_COLUMNS = (
+    "cold (ms)",
+    "warm (ms)",
+    "times sooner",
+    "foreign salt (ms)",
+    "cached, own / foreign",
+    "same text",
+)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -40,7 +51,9 @@ class Row:
     new: int
     cold_ms: float
     warm_ms: float
+    foreign_salt_ms: float
     least_cached_tokens: int
+    most_cached_for_foreign_salt: int
     same_text: bool | None
 
     @property
@@ -85,41 +98,56 @@ async def _measure(
         draw = random.Random(0)
         rows = []
         for known, new in pairs:
-            await _pair(target, draw, pool, (known, new, output_len))  # Warms the server up.
-            rounds_of_pairs = [
-                await _pair(target, draw, pool, (known, new, output_len)) for _ in range(rounds)
+            await _visit(target, draw, pool, (known, new, output_len))  # Warms the server up.
+            visits = [
+                await _visit(target, draw, pool, (known, new, output_len)) for _ in range(rounds)
             ]
-            rows.append(_row(known, new, rounds_of_pairs))
+            rows.append(_row(known, new, visits))
         return rows
 
 
-async def _pair(
+@dataclass(frozen=True)
+class Visit:
+    """One fresh prompt, asked for three times in turn."""
+
+    cold: RequestRecord
+    warm: RequestRecord
+    foreign: RequestRecord
+
+
+async def _visit(
     target: HttpTarget, draw: random.Random, pool: list[int], lengths: tuple[int, int, int]
-) -> tuple[RequestRecord, RequestRecord]:
-    """The cold and the warm request of a fresh prompt, one after the other."""
+) -> Visit:
     known, new, output_len = lengths
     await target.reset_cache()
     shared = draw.choices(pool, k=known)
     cold, warm = (Prompt((*shared, *draw.choices(pool, k=new)), output_len) for _ in range(2))
-    return await target.send(cold), await target.send(warm)
+    foreign = replace(warm, cache_salt="somebody else")
+    return Visit(await target.send(cold), await target.send(warm), await target.send(foreign))
 
 
-def _row(known: int, new: int, pairs: list[tuple[RequestRecord, RequestRecord]]) -> Row:
+def _row(known: int, new: int, visits: list[Visit]) -> Row:
     return Row(
         known=known,
         new=new,
-        cold_ms=statistics.median(cold.ttft for cold, _ in pairs) * 1e3,
-        warm_ms=statistics.median(warm.ttft for _, warm in pairs) * 1e3,
-        least_cached_tokens=min(warm.cached_tokens for _, warm in pairs),
-        same_text=None if new else all(cold.output == warm.output for cold, warm in pairs),
+        cold_ms=_median_ms(visit.cold for visit in visits),
+        warm_ms=_median_ms(visit.warm for visit in visits),
+        foreign_salt_ms=_median_ms(visit.foreign for visit in visits),
+        least_cached_tokens=min(visit.warm.cached_tokens for visit in visits),
+        most_cached_for_foreign_salt=max(visit.foreign.cached_tokens for visit in visits),
+        same_text=None if new else all(v.cold.output == v.warm.output for v in visits),
     )
+
+
+def _median_ms(records: Iterable[RequestRecord]) -> float:
+    return statistics.median(record.ttft for record in records) * 1e3
 
 
 def _table(rows: list[Row], rounds: int) -> Table:
     table = Table(
         title=f"TTFT through HTTP, median of {rounds}", title_justify="left", box=MARKDOWN
     )
-    for name in ("prompt", "cold (ms)", "warm (ms)", "times sooner", "cached tokens", "same text"):
+    for name in ("prompt", *_COLUMNS):
         table.add_column(name, justify="left" if name == "prompt" else "right")
     for row in rows:
         table.add_row(
@@ -127,7 +155,8 @@ def _table(rows: list[Row], rounds: int) -> Table:
             f"{row.cold_ms:,.1f}",
             f"{row.warm_ms:,.1f}",
             f"{row.ratio:.1f}",
-            f"{row.least_cached_tokens:,}",
+            f"{row.foreign_salt_ms:,.1f}",
+            f"{row.least_cached_tokens:,} / {row.most_cached_for_foreign_salt:,}",
             {True: "yes", False: "no", None: "-"}[row.same_text],
         )
     return table

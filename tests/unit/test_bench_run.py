@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,8 @@ async def test_an_engine_and_its_server_give_the_same_numbers(
             for target in (in_process, over_http):
                 await target.reset_cache()
                 cold, warm = await target.send(prompt), await target.send(prompt)
+                foreign = await target.send(replace(prompt, cache_salt="somebody else"))
+                assert (foreign.cached_tokens, foreign.output) == (0, cold.output)
                 assert (cold.cached_tokens, warm.cached_tokens) == (0, 32)
                 assert cold.output == warm.output
                 assert (warm.prompt_tokens, warm.output_tokens) == (40, 5)

@@ -18,7 +18,7 @@ import httpx
 
 from prefixcache.bench.workloads import SOURCE_TEXT, LoadConfig, Prompt
 from prefixcache.exceptions import PrefixCacheError
-from prefixcache.request import Request, RequestOutput
+from prefixcache.request import CacheOptions, Request, RequestOutput
 from prefixcache.sampling_params import SamplingParams
 
 
@@ -160,6 +160,7 @@ class EngineTarget:
             request_id=f"bench-{next(self._numbers)}",
             prompt_token_ids=prompt.token_ids,
             params=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=prompt.output_len),
+            cache=CacheOptions(salt=prompt.cache_salt),
             arrival_time=time.monotonic(),
         )
 
@@ -225,7 +226,8 @@ class HttpTarget:
                     yield _event(line)
 
     def _body(self, prompt: Prompt) -> dict[str, Any]:
-        return {
+        salt = {} if prompt.cache_salt is None else {"cache_salt": prompt.cache_salt}
+        return salt | {
             "model": self._model,
             "prompt": prompt.token_ids,
             "max_tokens": prompt.output_len,

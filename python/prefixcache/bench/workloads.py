@@ -91,10 +91,11 @@ class LoadConfig:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids to send, and how many tokens to ask for."""
+    """Token ids to send, how many tokens to ask for, and the salt under which they are cached."""
 
     token_ids: tuple[int, ...]
     output_len: int
+    cache_salt: str | None = None
 
 
 def make_prompts(config: WorkloadConfig, token_pool: Sequence[int]) -> list[Prompt]:

@@ -327,7 +327,7 @@ class PackedLinear:
     """A linear layer, its weight packed for the kernels of the CPU."""
 
     def __new__(
-        cls, inputs: int, outputs: int, dtype: _KernelDType, *, bias: bool = False
+        cls, cpu: Cpu, inputs: int, outputs: int, dtype: _KernelDType, *, bias: bool = False
     ) -> PackedLinear:
         """A layer of zeros; `inputs` is even for bfloat16."""
     def copy_rows(self, start: int, address: int, rows: int) -> None:
@@ -336,7 +336,6 @@ class PackedLinear:
         """Write `count` biases, from output `start` on; ValueError where the layer has none."""
     def forward(
         self,
-        cpu: Cpu,
         x: int,
         rows: int,
         x_stride: int,

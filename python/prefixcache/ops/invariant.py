@@ -55,9 +55,8 @@ class InvariantLinear:
     ) -> None:
         self.in_features = inputs
         self.out_features = outputs
-        self._cpu = cpu
         self._dtype = dtype
-        self._packed = PackedLinear(inputs, outputs, kernel_dtype(dtype), bias=bias)
+        self._packed = PackedLinear(cpu, inputs, outputs, kernel_dtype(dtype), bias=bias)
 
     def copy_rows(self, start: int, weight_OI: Tensor) -> None:
         """Writes output rows `start:start + O` of the weight, converting their type."""
@@ -96,7 +95,6 @@ class InvariantLinear:
             residual_TO = residual_TO.contiguous()
             residual = residual_TO.data_ptr()
         self._packed.forward(
-            self._cpu,
             x_TI.data_ptr(),
             x_TI.shape[0],
             x_TI.stride(0),

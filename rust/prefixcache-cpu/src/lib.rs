@@ -19,7 +19,7 @@ pub mod rows;
 pub mod team;
 pub mod tile;
 
-pub use aligned::AlignedWords;
+pub use aligned::{AlignedWords, WeightMemory};
 pub use bf16::Bf16;
 pub use element::Element;
 pub use form::{Form, Kernel};

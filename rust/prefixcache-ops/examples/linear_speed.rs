@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use prefixcache_cpu::{Bf16, Element, Form, Rows, RowsMut, Team};
+use prefixcache_cpu::{Bf16, Element, Form, Rows, RowsMut, Team, WeightMemory};
 use prefixcache_ops::PackedLinear;
 
 fn main() {
@@ -34,8 +34,9 @@ fn speed<E: Element>(form: Form, team: &Team, outputs: usize, inputs: usize, row
     let weight: Vec<E> = (0..outputs * inputs)
         .map(|i| E::from_f32((i % 97) as f32))
         .collect();
+    let memory = WeightMemory::default();
     let layer = || {
-        let mut layer = PackedLinear::zeroed(inputs, outputs, false);
+        let mut layer = PackedLinear::zeroed(&memory, inputs, outputs, false);
         layer.copy_rows(0, Rows::new(&weight, inputs));
         layer
     };

@@ -12,7 +12,9 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
-use prefixcache_cpu::{AlignedWords, Element, Form, Kernel, Lanes, Rows, RowsMut, Team};
+use prefixcache_cpu::{
+    AlignedWords, Element, Form, Kernel, Lanes, Rows, RowsMut, Team, WeightMemory,
+};
 
 /// Output columns of a panel.
 const PANEL: usize = 64;
@@ -36,18 +38,18 @@ pub struct PackedLinear<E> {
 }
 
 impl<E: Element> PackedLinear<E> {
-    /// A layer of zeros, without a bias or with one.
+    /// A layer of zeros, without a bias or with one, its weight in `memory`.
     ///
     /// # Panics
     /// `inputs` does not fill whole words (bfloat16: it is odd).
-    pub fn zeroed(inputs: usize, outputs: usize, with_bias: bool) -> Self {
+    pub fn zeroed(memory: &WeightMemory, inputs: usize, outputs: usize, with_bias: bool) -> Self {
         assert!(
             inputs.is_multiple_of(E::PER_WORD),
             "inputs must fill whole words"
         );
         let padded = outputs.next_multiple_of(PANEL);
         Self {
-            words: AlignedWords::zeroed(padded * (inputs / E::PER_WORD)),
+            words: memory.zeroed(padded * (inputs / E::PER_WORD)),
             bias: vec![0.0; if with_bias { padded } else { 0 }],
             inputs,
             outputs,

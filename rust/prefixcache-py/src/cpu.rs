@@ -1,16 +1,17 @@
 //! The Python class `Cpu`, and tensors that come as addresses.
 
-use prefixcache_cpu::{Bf16, Element, Form, Rows, RowsMut, Team};
+use prefixcache_cpu::{Bf16, Element, Form, Rows, RowsMut, Team, WeightMemory};
 use pyo3::prelude::*;
 
 use crate::arguments::number;
 use crate::errors::out_of_range;
 
-/// The threads and the instruction set that kernels run with.
+/// The threads and the instruction set that kernels run with, and the memory of their weights.
 #[pyclass(frozen, module = "prefixcache._core")]
 pub struct Cpu {
     pub form: Form,
     pub team: Team,
+    pub weights: WeightMemory,
 }
 
 #[pymethods]
@@ -37,6 +38,7 @@ impl Cpu {
         Ok(Self {
             form,
             team: Team::new(threads),
+            weights: WeightMemory::default(),
         })
     }
 

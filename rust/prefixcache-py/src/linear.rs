@@ -12,6 +12,7 @@ use crate::errors::{in_use, out_of_range};
 /// A linear layer, its weight packed for the kernels of the CPU.
 #[pyclass(frozen, module = "prefixcache._core")]
 pub struct PackedLinear {
+    cpu: Py<Cpu>,
     layer: RwLock<Layer>,
     inputs: usize,
     outputs: usize,
@@ -74,8 +75,8 @@ impl Product {
 impl PackedLinear {
     /// A layer of zeros from `inputs` to `outputs` numbers of type "bfloat16" or "float32".
     #[new]
-    #[pyo3(signature = (inputs, outputs, dtype, *, bias=false))]
-    fn new(inputs: usize, outputs: usize, dtype: &str, bias: bool) -> PyResult<Self> {
+    #[pyo3(signature = (cpu, inputs, outputs, dtype, *, bias=false))]
+    fn new(cpu: Py<Cpu>, inputs: usize, outputs: usize, dtype: &str, bias: bool) -> PyResult<Self> {
         let dtype = DType::parse(dtype)?;
         let per_word = if dtype == DType::Bf16 { 2 } else { 1 };
         if inputs == 0 || !inputs.is_multiple_of(per_word) {
@@ -84,11 +85,13 @@ impl PackedLinear {
                 "must be positive, and even for bfloat16",
             ));
         }
+        let memory = &cpu.get().weights;
         let layer = match dtype {
-            DType::Bf16 => Layer::Bf16(ops::PackedLinear::zeroed(inputs, outputs, bias)),
-            DType::F32 => Layer::F32(ops::PackedLinear::zeroed(inputs, outputs, bias)),
+            DType::Bf16 => Layer::Bf16(ops::PackedLinear::zeroed(memory, inputs, outputs, bias)),
+            DType::F32 => Layer::F32(ops::PackedLinear::zeroed(memory, inputs, outputs, bias)),
         };
         Ok(Self {
+            cpu,
             layer: RwLock::new(layer),
             inputs,
             outputs,
@@ -138,7 +141,7 @@ impl PackedLinear {
     ///
     /// x has a row every `x_stride` numbers; `out` and the residual are dense. They are of the
     /// layer's type, but for a bfloat16 layer with `wide_out`, whose `out` and residual are float32.
-    #[pyo3(signature = (cpu, x, rows, x_stride, out, residual=0, *, wide_out=false))]
+    #[pyo3(signature = (x, rows, x_stride, out, residual=0, *, wide_out=false))]
     #[expect(
         clippy::too_many_arguments,
         reason = "addresses and sizes of three tensors"
@@ -146,7 +149,6 @@ impl PackedLinear {
     fn forward(
         &self,
         py: Python<'_>,
-        cpu: &Cpu,
         x: usize,
         rows: usize,
         x_stride: usize,
@@ -166,7 +168,7 @@ impl PackedLinear {
             residual: (residual != 0).then(|| dense("residual", residual)),
             out: dense("out", out),
         };
-        let layer = self.read()?;
+        let (cpu, layer) = (self.cpu.get(), self.read()?);
         // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
         py.detach(|| unsafe {
             match &*layer {

@@ -81,6 +81,13 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name for clients; may be given several times.")
     ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="PREFIXCACHE_API_KEY",
+            help="Key that clients must send; may be given several times.",
+        ),
+    ] = None,
     revision: RevisionOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -170,6 +177,7 @@ def serve(
             host=host,
             port=port,
             names=tuple(served_model_name or ()),
+            api_keys=tuple(api_key or ()),
             priorities=scheduling_policy == "priority",
             drain_seconds=drain_seconds,
         )

@@ -285,8 +285,13 @@ def _check_positive(name: str, value: float) -> None:
         raise ConfigError(f"{name} must be a positive number, got {value!r}.")
 
 
+def is_fraction(value: object) -> bool:
+    """Whether `value` is a number from 0 to 1; NaN and booleans are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 <= value <= 1.0
+
+
 def _check_fraction(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
+    if not is_fraction(value):
         raise ConfigError(f"{name} must be a number from 0.0 to 1.0, got {value!r}.")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from prefixcache.config import is_fraction
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.sampling_params import SamplingParams
 
@@ -14,7 +15,7 @@ FinishReason = Literal["stop", "length", "abort", "error", "cache_threshold"]
 
 def check_hit_threshold(value: object) -> None:
     """Raises `InvalidRequestError` unless `value` is a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
+    if not is_fraction(value):
         raise InvalidRequestError(
             f"cache_hit_threshold must be a number from 0.0 to 1.0, got {value!r}.",
             param="cache_hit_threshold",

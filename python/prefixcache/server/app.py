@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI
 
 from prefixcache.server.admin import admin_router
+from prefixcache.server.api_key import ApiKeyCheck
 from prefixcache.server.backend import EngineClient, ServedModel
 from prefixcache.server.chat import chat_router
 from prefixcache.server.completions import completions_router
@@ -18,8 +20,13 @@ from prefixcache.server.requests import JobMaker
 from prefixcache.server.tokens import tokens_router
 
 
-def create_app(engine: EngineClient, served: ServedModel) -> FastAPI:
-    """The application that serves `engine`; who made the engine shuts it down."""
+def create_app(
+    engine: EngineClient, served: ServedModel, *, api_keys: Collection[str] = ()
+) -> FastAPI:
+    """The application that serves `engine`; who made the engine shuts it down.
+
+    With `api_keys`, clients must send one of them.
+    """
     release = package_version()
     app = FastAPI(
         title="prefixcache",
@@ -36,6 +43,8 @@ def create_app(engine: EngineClient, served: ServedModel) -> FastAPI:
     app.include_router(admin_router(maker, release))
     app.include_router(control_router(engine))
     install_error_handlers(app)
+    if api_keys:
+        app.add_middleware(ApiKeyCheck, keys=api_keys)
     app.add_middleware(RequestContext)
     return app
 

@@ -33,15 +33,21 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class ServeOptions:
     """Where and as what a model is served.
 
-    `names` replaces the model's own name. `priorities` False refuses requests with a priority.
-    Open answers get `drain_seconds` to end when the server is asked to stop.
+    `names` replaces the model's own name. With `api_keys` clients must send one of them.
+    `priorities` False refuses requests with a priority. Open answers get `drain_seconds` to end
+    when the server is asked to stop. Raises `ConfigError` for an empty key.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()
     priorities: bool = True
     drain_seconds: int = 10
+
+    def __post_init__(self) -> None:
+        if "" in self.api_keys:
+            raise ConfigError("An API key must not be empty: everybody would know it.")
 
 
 def serve(make_config: Callable[[], EngineConfig], options: ServeOptions) -> None:
@@ -62,7 +68,7 @@ def serve(make_config: Callable[[], EngineConfig], options: ServeOptions) -> Non
         served = _served_model(config, built, options)
         engine = AsyncEngine(built.engine)
         try:
-            app = create_app(engine, served)
+            app = create_app(engine, served, api_keys=options.api_keys)
             address = f"http://{_shown_host(options.host)}:{listener.getsockname()[1]}"
             _run(app, listener, options, lambda: _announce(address, served, begun))
         finally:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fake_runner import VOCAB_SIZE, FakeRunner
+from late_runner import LateRunner
 from prefixcache.config import SchedulerConfig
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.kv.cache_manager import CacheManager
@@ -40,6 +41,7 @@ def make_engine(
     eos_token_ids: Sequence[int] = (),
     share_in_flight: bool = False,
     merge_twins: bool = False,
+    ahead: bool = False,
     **parts: Any,
 ) -> tuple[Engine, FakeRunner, CacheManager]:
     cache = CacheManager(num_blocks, block_size, merge_twins=merge_twins)
@@ -48,7 +50,7 @@ def make_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         share_in_flight=share_in_flight,
     )
-    runner = FakeRunner(
+    runner = (LateRunner if ahead else FakeRunner)(
         num_blocks,
         block_size,
         max_tokens=max_num_batched_tokens,

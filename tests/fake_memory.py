@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fake_engine import make_engine
 from fake_runner import FakeRunner, next_token
+from late_runner import LateRunner
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.kv.cache_manager import CacheManager
@@ -74,6 +75,10 @@ class VersionedRunner(FakeRunner):
         assert self.weights is not None
         token = versioned_token(history, writers, self.weights)
         return dataclasses.replace(output, token_id=token)
+
+
+class LateVersionedRunner(VersionedRunner, LateRunner):
+    """Computes late, and so under the weights of that moment."""
 
 
 class FakeWeights:
@@ -150,10 +155,11 @@ def make_versioned_engine(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     max_model_len: int = 128,
+    ahead: bool = False,
     **options: Any,
 ) -> tuple[Engine, VersionedRunner, CacheManager]:
     """An engine whose weights can be replaced and given up."""
-    runner = VersionedRunner(
+    runner = (LateVersionedRunner if ahead else VersionedRunner)(
         num_blocks,
         block_size,
         max_tokens=max_num_batched_tokens,

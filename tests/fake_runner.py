@@ -10,6 +10,7 @@ import asyncio
 import threading
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,6 +33,17 @@ def answer_alone(prompt: Sequence[int], max_tokens: int, eos: Sequence[int] = ()
     return answer
 
 
+@dataclass(frozen=True)
+class KnownOutputs:
+    """What `submit` of a runner gives that computes at once."""
+
+    values: list[SequenceOutput]
+    is_known: bool = True
+
+    def outputs(self) -> list[SequenceOutput]:
+        return self.values
+
+
 class FakeRunner:
     def __init__(
         self, num_blocks: int, block_size: int, *, max_tokens: int, max_seqs: int, max_pages: int
@@ -48,6 +60,9 @@ class FakeRunner:
         self.plans: list[StepPlan] = []
         self.broken_tokens: set[int] = set()
         self.failures: list[Exception] = []
+
+    def submit(self, plan: StepPlan) -> KnownOutputs:
+        return KnownOutputs(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> list[SequenceOutput]:
         self.plans.append(plan)

@@ -32,9 +32,10 @@ class SamplingInput:
 class ScheduledSequence:
     """The part of one sequence that is computed in this step.
 
-    `token_ids` stand at positions `start`, `start + 1`, ... of the sequence. `sampling` is None
-    for a chunk of a prompt that does not reach the prompt's end. `prompt_logprobs`, when set, asks
-    for the log probabilities of the tokens that *follow* each computed position inside the prompt;
+    `token_ids` stand at positions `start`, `start + 1`, ... of the sequence; -1 - i stands for the
+    i-th token that the step before samples, where that is not known yet. `sampling` is None for a
+    chunk of a prompt that does not reach the prompt's end. `prompt_logprobs`, when set, asks for
+    the log probabilities of the tokens that *follow* each computed position inside the prompt;
     `next_prompt_token_ids` are those tokens (shorter by one at the prompt's end).
     """
 
@@ -60,7 +61,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """T: tokens computed in this step."""
-        return sum(sequence.num_tokens for sequence in self.sequences)
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,17 +7,22 @@ as a token that differs from the lone run.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_engine import make_engine
 from fake_runner import answer_alone
+from late_runner import LateRunner, LateStep
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import RequestTooLargeError
 from prefixcache.request import CacheOptions, Request
 from prefixcache.sampling_params import SamplingParams
+from prefixcache.scheduler.scheduler import Scheduler
+from prefixcache.scheduler.state import RequestState
 from prefixcache.step_plan import StepPlan
 
 EOS = 3
@@ -32,6 +37,7 @@ class Setup:
     max_model_len: int
     share_in_flight: bool = True
     merge_twins: bool = True
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,8 @@ class Arrival:
     cache: CacheOptions
     prompt_logprobs: int | None
     abort_at: int | None
+    logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @st.composite
@@ -55,6 +63,7 @@ def setups(draw: st.DrawFn) -> Setup:
         max_model_len=draw(st.sampled_from([16, 40, 64])),
         share_in_flight=draw(st.booleans()),
         merge_twins=draw(st.booleans()),
+        ahead=draw(st.booleans()),
     )
 
 
@@ -80,6 +89,8 @@ arrivals = st.builds(
     ),
     prompt_logprobs=st.sampled_from([None, None, 0]),
     abort_at=st.sampled_from([None, None, None, 5, 9]),
+    logprobs=st.sampled_from([None, None, None, 0]),
+    stop_token_ids=st.sampled_from([(), (), tuple(range(0, 97, 9))]),
 )
 
 
@@ -97,6 +108,7 @@ class Run:
             eos_token_ids=[EOS],
             share_in_flight=setup.share_in_flight,
             merge_twins=setup.merge_twins,
+            ahead=setup.ahead,
         )
         self.tokens: defaultdict[str, list[int]] = defaultdict(list)
         self.ends: dict[str, str] = {}
@@ -121,7 +133,10 @@ class Run:
             request_id=name,
             prompt_token_ids=arrival.prompt,
             params=SamplingParams(
-                max_tokens=arrival.max_tokens, prompt_logprobs=arrival.prompt_logprobs
+                max_tokens=arrival.max_tokens,
+                prompt_logprobs=arrival.prompt_logprobs,
+                logprobs=arrival.logprobs,
+                stop_token_ids=arrival.stop_token_ids,
             ),
             cache=arrival.cache,
             priority=arrival.priority,
@@ -144,10 +159,10 @@ class Run:
         gone = set(ran) - set(self.running()) - set(self.ends)
         assert gone == set(ran[len(ran) - len(gone) :]), "the last in order are preempted"
         new_plans = self.runner.plans[plans_before:]
-        assert len(new_plans) <= unfinished
+        assert len(new_plans) <= (2 if self.setup.ahead else unfinished)
         for plan in new_plans:
             self.check_plan(plan)
-        if not new_plans:
+        if not (new_plans or self.setup.ahead):
             self.decoding = set()
 
     def running(self) -> list[str]:
@@ -161,6 +176,9 @@ class Run:
         kinds = [sequence.request_id in self.decoding for sequence in plan.sequences]
         assert kinds == sorted(kinds, reverse=True), "decodes come first"
         for sequence in plan.sequences:
+            arrival = self.accepted[sequence.request_id]
+            longest = len(arrival.prompt) + arrival.max_tokens - 1
+            assert sequence.start + sequence.num_tokens <= longest, "nobody needs the rest"
             self.computed[sequence.request_id] += sequence.num_tokens
         sampled = [s.request_id for s in plan.sequences if s.sampling is not None]
         self.decoding = set(sampled)
@@ -176,15 +194,16 @@ class Run:
         assert set(self.ends) == set(self.accepted)
         assert self.cache.num_free_blocks == self.cache.num_blocks
         for name, arrival in self.accepted.items():
-            alone = answer_alone(arrival.prompt, arrival.max_tokens, [EOS])
+            ends = [EOS, *arrival.stop_token_ids]
+            alone = answer_alone(arrival.prompt, arrival.max_tokens, ends)
             if self.ends[name] == "abort":
                 assert self.tokens[name] == alone[: len(self.tokens[name])]
             else:
                 assert self.tokens[name] == alone
-                assert self.ends[name] == ("stop" if alone[-1] == EOS else "length")
+                assert self.ends[name] == ("stop" if alone[-1] in ends else "length")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(setup=setups(), work=st.lists(arrivals, min_size=1, max_size=10))
 def test_random_requests_get_their_lone_answers(setup: Setup, work: list[Arrival]) -> None:
     run = Run(setup)
@@ -196,10 +215,18 @@ def test_random_requests_get_their_lone_answers(setup: Setup, work: list[Arrival
 @given(
     lengths=st.lists(st.integers(8, 20), min_size=3, max_size=5),
     budget=st.integers(6, 40),
+    ahead=st.booleans(),
 )
-def test_tiny_pools_preempt_and_still_answer(lengths: list[int], budget: int) -> None:
+def test_tiny_pools_preempt_and_still_answer(lengths: list[int], budget: int, ahead: bool) -> None:
     """Growing answers that together need twice the pool: preemption cannot be avoided."""
-    run = Run(Setup(num_blocks=11, max_num_seqs=5, max_num_batched_tokens=budget, max_model_len=40))
+    setup = Setup(
+        num_blocks=11,
+        max_num_seqs=5,
+        max_num_batched_tokens=budget,
+        max_model_len=40,
+        ahead=ahead,
+    )
+    run = Run(setup)
     work = [Arrival(0, tuple(range(n, n + 16)), 24, 0, CacheOptions(), None, None) for n in lengths]
     run.drive([a for a in work if len(answer_alone(a.prompt, 24, [EOS])) > 8])
     run.check_end()
@@ -225,6 +252,100 @@ def test_waits_and_merges_really_happen() -> None:
     run.check_end()
     assert run.engine._scheduler.num_in_flight_waits == 3
     assert run.cache.num_merged_blocks >= 3
+
+
+def crowd_ahead() -> Run:
+    """Requests that share, stop early, are preempted, aborted, and sampled on the host at times."""
+    run = Run(
+        Setup(
+            num_blocks=13,
+            max_num_seqs=6,
+            max_num_batched_tokens=16,
+            max_model_len=40,
+            ahead=True,
+        )
+    )
+    work = [
+        Arrival(
+            step=2 * i,
+            prompt=(*range(12), 60 + i),
+            max_tokens=20,
+            priority=0,
+            cache=CacheOptions(),
+            prompt_logprobs=None,
+            abort_at=9 if i == 2 else None,
+            logprobs=0 if i == 7 else None,
+            stop_token_ids=tuple(range(0, 97, 9)) if i % 2 else (),
+        )
+        for i in range(8)
+    ]
+    run.drive(work)
+    run.check_end()
+    return run
+
+
+def test_steps_are_really_planned_ahead() -> None:
+    run = crowd_ahead()
+    assert run.runner.num_ahead > len(run.runner.plans) / 2
+    assert preemptions(run.engine) >= 2
+    assert run.engine.stats()["hits"] >= 12
+    assert "stop" in run.ends.values()
+    assert "abort" in run.ends.values()
+
+
+def _publish_pending_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = Scheduler._publish
+    monkeypatch.setattr(
+        Scheduler,
+        "_publish",
+        lambda self, computed: publish(
+            self, [(state, state.num_computed_tokens) for state, _ in computed]
+        ),
+    )
+
+
+def _keep_what_follows_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = property(lambda state: False, lambda state, ended: None)
+    monkeypatch.setattr(RequestState, "has_ended", alive)
+
+
+def _name_the_wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = RequestState.plan
+    monkeypatch.setattr(RequestState, "plan", lambda self, count, row: plan(self, count, 0))
+
+
+def _sample_past_max_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequestState, "is_full", False)
+
+
+def _plan_on_unknown_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if whatever the host samples were known on the device."""
+    submit = LateRunner.submit
+
+    def submit_unknown(runner: LateRunner, plan: StepPlan) -> LateStep:
+        step = submit(runner, plan)
+        step.is_known = False
+        return step
+
+    monkeypatch.setattr(LateRunner, "submit", submit_unknown)
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        _publish_pending_tokens,
+        _keep_what_follows_the_end,
+        _name_the_wrong_row,
+        _sample_past_max_tokens,
+        _plan_on_unknown_tokens,
+    ],
+)
+def test_runs_ahead_notice_what_they_are_for(
+    monkeypatch: pytest.MonkeyPatch, break_it: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    break_it(monkeypatch)
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        crowd_ahead()
 
 
 def preemptions(engine: Engine) -> float:

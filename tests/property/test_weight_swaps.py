@@ -54,8 +54,9 @@ class SteppedHammer:
         events: list[Callable[[], None]] = [self.arrive] * 3 + [self.step] * 12
         events += [self.swap, self.nap, self.update_in_chunks, self.pause, self.forget]
         for _ in range(num_events):
+            weights = self.runner.weights
             self.choose.choice(events)()
-            self.take(self.engine.take_outputs())
+            self.take(self.engine.take_outputs(), weights)
         while self.engine.has_unfinished():
             self.step()
         self.cache.validate()
@@ -70,7 +71,7 @@ class SteppedHammer:
         self.engine.add_request(make_request(name, prompt, max_tokens=length))
 
     def step(self) -> None:
-        self.take(self.engine.step())
+        self.take(self.engine.step(), self.runner.weights)
 
     def swap(self) -> None:
         self.engine.control.update_weights_from_folder(Path(str(self.choose.randrange(4))))
@@ -100,7 +101,8 @@ class SteppedHammer:
     def forget(self) -> None:
         self.engine.control.reset_prefix_cache()
 
-    def take(self, outputs: list[RequestOutput]) -> None:
+    def take(self, outputs: list[RequestOutput], weights: int | None) -> None:
+        """What came of work under `weights`."""
         for output in outputs:
             answer = self.answers[output.request_id]
             if output.restarted:
@@ -108,17 +110,18 @@ class SteppedHammer:
                 answer.clear()
             answer += output.token_ids
             if output.finished:
-                self.check(output.request_id, self.answers.pop(output.request_id))
+                self.check(output.request_id, self.answers.pop(output.request_id), weights)
 
-    def check(self, name: str, answer: list[int]) -> None:
-        assert self.runner.weights is not None
-        assert answer == lone_answer(*self.requests[name], self.runner.weights)
+    def check(self, name: str, answer: list[int], weights: int | None) -> None:
+        assert weights is not None
+        assert answer == lone_answer(*self.requests[name], weights)
         self.num_checked += 1
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_every_answer_is_that_of_the_weights_it_ended_under(seed: int) -> None:
-    hammer = SteppedHammer(seed)
+def test_every_answer_is_that_of_the_weights_it_ended_under(seed: int, ahead: bool) -> None:
+    hammer = SteppedHammer(seed, ahead=ahead)
     hammer.run(400)
     assert hammer.num_checked > 50
     assert hammer.num_restarted > 10
@@ -127,7 +130,7 @@ def test_every_answer_is_that_of_the_weights_it_ended_under(seed: int) -> None:
 def test_for_as_long_as_asked() -> None:
     end, seed = time.monotonic() + SECONDS / 3, 100
     while time.monotonic() < end:
-        SteppedHammer(seed).run(400)
+        SteppedHammer(seed, ahead=seed % 2 == 1).run(400)
         seed += 1
 
 
@@ -158,6 +161,14 @@ def test_the_hammer_notices_what_it_is_for(
     with pytest.raises(AssertionError):  # noqa: PT012 - one of the seeds
         for seed in range(6):
             SteppedHammer(seed).run(400)
+
+
+def test_the_hammer_notices_steps_that_run_on_under_new_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Engine, "drain", lambda self: None)
+    with pytest.raises((AssertionError, RuntimeError)):
+        SteppedHammer(0, ahead=True).run(400)
 
 
 # Real models.

@@ -20,7 +20,7 @@ def state(name: str, serial: int, priority: int = 0, arrival: float = 0.0) -> Re
         priority=priority,
         arrival_time=arrival,
     )
-    return RequestState(request, seed=0, serial=serial)
+    return RequestState(request, seed=0, serial=serial, max_num_tokens=9)
 
 
 def drain(queue: WaitingQueue) -> list[str]:

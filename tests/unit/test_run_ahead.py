@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from fake_engine import make_engine, make_request
+from fake_runner import answer_alone
 from paged_models import CPU, PagedServer
+from prefixcache import LLM
 from prefixcache.attention.flashinfer import FlashInferAttention
 from prefixcache.config import ModelConfig
 from prefixcache.engine.cuda import shares_answers
@@ -26,6 +29,7 @@ from prefixcache.step_plan import StepPlan
 from tape import TapeCapture
 
 TinyCheckpoint = Callable[..., Path]
+PROMPT = [1, 2, 3, 4, 5]
 
 
 def test_tokens_below_zero_are_those_of_the_step_before() -> None:
@@ -88,6 +92,142 @@ def test_two_copies_may_be_under_way() -> None:
     assert (first(), second()) == ([1, 2, 3], [11, 12])
 
 
+def test_a_step_is_submitted_before_the_last_one_is_read() -> None:
+    engine, runner, _ = make_engine(ahead=True)
+    engine.add_request(make_request(max_tokens=3))
+    read = [[o.token_ids for o in engine.step()] for _ in range(4)]
+    assert read == [[], *([(token,)] for token in answer_alone(PROMPT, 3))]
+    assert runner.num_ahead == 2
+    assert not engine.has_unfinished()
+
+
+def test_without_run_ahead_every_step_is_read_at_once() -> None:
+    engine, _, _ = make_engine()
+    engine.add_request(make_request(max_tokens=3))
+    read = [[o.token_ids for o in engine.step()] for _ in range(3)]
+    assert read == [[(token,)] for token in answer_alone(PROMPT, 3)]
+
+
+def test_nothing_is_planned_on_a_step_whose_tokens_the_host_chooses() -> None:
+    engine, runner, _ = make_engine(ahead=True)
+    run_to_end(engine, make_request("a", logprobs=0))
+    assert runner.num_ahead == 0
+
+
+def test_end_tokens_are_banned_while_one_token_is_pending() -> None:
+    eos = answer_alone(PROMPT, 3)[2]
+    engine, _, _ = make_engine(ahead=True, eos_token_ids=[eos])
+    outputs = run_to_end(engine, make_request(max_tokens=9, min_tokens=3))
+    assert [o.token_ids[0] for o in outputs][:3] == [*answer_alone(PROMPT, 2), eos + 1]
+
+
+def test_an_answer_that_ended_gives_no_token_to_one_that_takes_its_id() -> None:
+    engine, _, cache = make_engine(ahead=True)
+    engine.add_request(make_request("a", PROMPT, max_tokens=50))
+    engine.add_request(make_request("b", [9, 8, 7], max_tokens=9))
+    engine.step()
+    engine.step()
+    engine.abort(["a"])
+    outputs = run_to_end(engine, make_request("a", [40, 41], max_tokens=6))
+    tokens = [o.token_ids[0] for o in outputs if o.request_id == "a"]
+    assert tokens == answer_alone([40, 41], 6)
+    cache.validate()
+    assert cache.num_free_blocks == cache.num_blocks
+
+
+def test_pausing_reads_the_step_under_way() -> None:
+    engine, _, _ = make_engine(ahead=True)
+    engine.add_request(make_request())
+    assert engine.step() == []
+    engine.control.pause()
+    (output,) = engine.take_outputs()
+    assert output.token_ids == tuple(answer_alone(PROMPT, 1))
+    assert engine.take_outputs() == []
+    engine.control.resume()
+    rest = [o.token_ids[0] for _ in range(4) for o in engine.step()]
+    assert rest == answer_alone(PROMPT, 4)[1:]
+
+
+def test_requests_are_not_requeued_while_a_step_is_under_way() -> None:
+    engine, _, _ = make_engine(ahead=True)
+    engine.add_request(make_request())
+    engine.step()
+    with pytest.raises(RuntimeError, match="under way"):
+        engine.requeue_all()
+
+
+def test_a_step_that_fails_late_takes_the_one_on_top_with_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, runner, cache = make_engine(ahead=True)
+    engine.add_request(make_request("a"))
+    engine.step()
+    runner.failures = [RuntimeError("the device failed")]
+    engine.add_request(make_request("b", [7, 8, 9]))
+    outputs = engine.step()
+    assert [(o.request_id, o.finish_reason) for o in outputs] == [("a", "error"), ("b", "error")]
+    assert "the device failed" in caplog.text
+    assert cache.num_free_blocks == cache.num_blocks
+    assert tokens_of(run_to_end(engine, make_request("a"))) == answer_alone(PROMPT, 4)
+
+
+def test_a_step_that_fails_at_once_leaves_the_one_before() -> None:
+    engine, runner, cache = make_engine(ahead=True)
+    engine.add_request(make_request("a", max_tokens=1))
+    engine.add_request(make_request("b", [7, 8, 9]))
+    engine.step()
+
+    def refuse(plan: StepPlan) -> None:
+        raise RuntimeError("no memory")
+
+    runner.submit = refuse  # type: ignore[method-assign]
+    outputs = engine.step()
+    del runner.submit
+    assert [(o.request_id, o.finish_reason) for o in outputs] == [
+        ("a", "length"),
+        ("b", None),
+        ("b", "error"),
+    ]
+    assert cache.num_free_blocks == cache.num_blocks
+    assert tokens_of(run_to_end(engine, make_request("a"))) == answer_alone(PROMPT, 4)
+
+
+REQUESTS = [
+    ("The same question asked twice", {}),
+    ("The same question asked once", {"logprobs": 1}),
+    ("Que sera", {"temperature": 0.9, "seed": 3}),
+    ("Que sera, sera", {"repetition_penalty": 1.3}),
+    ("A block of the cache holds", {"min_tokens": 5, "ignore_eos": False}),
+    ("A block of the", {"stop": ("e",)}),
+]
+
+
+@pytest.mark.parametrize("num_blocks", [14, 200])
+def test_real_answers_do_not_depend_on_run_ahead(
+    tiny_checkpoint: TinyCheckpoint, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve = mock.Mock(side_effect=resolve_pending)
+    monkeypatch.setattr("prefixcache.runner.batch.resolve_pending", resolve)
+    prompts = [prompt for prompt, _ in REQUESTS]
+    params = [
+        SamplingParams(**{"max_tokens": 12, "temperature": 0.0, "ignore_eos": True} | options)
+        for _, options in REQUESTS
+    ]
+    answers = []
+    for ahead in (False, True):
+        assert resolve.call_count == 0
+        llm = LLM(
+            str(tiny_checkpoint("qwen3")), dtype="float32", device="cpu", num_blocks=num_blocks
+        )
+        llm._engine._runner.runs_ahead = ahead
+        alone = [llm.generate([prompts[i]], params[i], use_tqdm=False)[0] for i in (0, 2, 5)]
+        crowd = llm.generate(prompts, params, use_tqdm=False)
+        answers.append([o.outputs[0].token_ids for o in (*alone, *crowd)])
+        assert llm.stats()["blocks_in_use"] == 0
+    assert answers[0] == answers[1]
+    assert resolve.call_count > 10
+
+
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_a_failed_step_withdraws_what_was_published_ahead_of_the_device(runs_ahead: bool) -> None:
     engine, runner, _ = make_engine()
@@ -106,6 +246,10 @@ def run_to_end(engine: Engine, request: Request) -> list[RequestOutput]:
     while engine.has_unfinished():
         outputs += engine.step()
     return outputs
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
 
 
 def _manager(*, publish_answers: bool) -> CacheManager:

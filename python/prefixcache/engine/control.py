@@ -44,6 +44,10 @@ LEVELS = (1, 2)
 class InFlightRequests(Protocol):
     """What is done to the requests in flight; `Engine` does it."""
 
+    def drain(self) -> None:
+        """Waits until no step is under way."""
+        ...
+
     def abort_all(self) -> None:
         """Ends them."""
         ...
@@ -124,6 +128,7 @@ class Control:
     def pause(self, mode: InFlightMode = "keep") -> None:
         """Computes nothing until `resume`. Requests that come meanwhile wait."""
         _check_choice("mode", mode, MODES)
+        self._requests.drain()
         self._interrupt(mode)
         self._paused = True
 
@@ -143,6 +148,7 @@ class Control:
         _check_choice("mode", mode, SLEEP_MODES)
         memory = self._require_memory()
         self._raise_if_updating()
+        self._requests.drain()
         if level == 2:
             self._new_weight_version(mode)
             memory.weights.give_up()
@@ -199,6 +205,7 @@ class Control:
         """
         _check_choice("mode", mode, MODES)
         memory = self._require_memory()
+        self._requests.drain()
         try:
             memory.weights.load(folder)
         finally:
@@ -211,6 +218,7 @@ class Control:
         _check_choice("mode", mode, MODES)
         self._require_memory()
         self._raise_if_updating()
+        self._requests.drain()
         self._new_weight_version(mode)
         self._updated = set()
 

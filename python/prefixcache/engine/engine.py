@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +31,19 @@ logger = logging.getLogger(__name__)
 _MAX_FAILED_STEPS = 3
 
 
+class SubmittedStep(Protocol):
+    """What a runner gives for a step: `runner.pending.PendingStep`."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `outputs` need not wait; else the next step may be submitted before."""
+        ...
+
+    def outputs(self) -> list[SequenceOutput]:
+        """One output for each sequence of the plan."""
+        ...
+
+
 class Runner(Protocol):
     """What computes a step: `runner.model_runner.ModelRunner`.
 
@@ -39,11 +54,11 @@ class Runner(Protocol):
 
     @property
     def block_tables(self) -> Sequence[BlockTableBuffers]:
-        """Arrays for the cache to fill before each `execute`."""
+        """Arrays for the cache to fill before each `submit`."""
         ...
 
-    def execute(self, plan: StepPlan) -> list[SequenceOutput]:
-        """One output for each sequence of the plan."""
+    def submit(self, plan: StepPlan) -> SubmittedStep:
+        """Starts the step, and may return before it ends."""
         ...
 
 
@@ -69,6 +84,9 @@ class Engine:
     that fails ends with `finish_reason` "error"; a step that fails ends its requests so, and
     `EngineDeadError` is raised when steps keep failing. What `control` does to requests is told by
     `take_outputs`.
+
+    Where the runner keeps a step's tokens on the device, the next step is submitted before they are
+    read. A token past the end of an answer may be computed then; nobody gets it.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -81,7 +99,9 @@ class Engine:
         self.max_model_len = parts.max_model_len
         self._seeds = random.Random(parts.seed)
         self._answers: dict[str, Answer] = {}
+        self._under_way: deque[tuple[StepPlan, SubmittedStep]] = deque()
         self._failed_steps = 0
+        self._host_time = _HostTime()
         self._cache_usage = 0.0
         self._outbox: list[RequestOutput] = []
         self.control = Control(self, parts.cache, parts.memory)
@@ -172,31 +192,27 @@ class Engine:
         return outputs
 
     def step(self) -> list[RequestOutput]:
-        """Computes one step and returns what it added to each request.
+        """Submits the next step and returns what the last one added to each request.
 
-        Raises `EngineDeadError` when nothing can be served any more.
+        They are the same step, unless the runner lets the host plan ahead. Raises `EngineDeadError`
+        when nothing can be served any more.
         """
-        begun = time.perf_counter()
-        outputs = self._step(begun)
-        self._cache_usage = self._cache.usage
-        return outputs
-
-    def _step(self, begun: float) -> list[RequestOutput]:
+        self._host_time.begin()
         plan = self._scheduler.schedule()
         refused = self._scheduler.take_refused()
         outputs = [self._end(r.request_id, r.finish_reason, error=r.error) for r in refused]
-        if not plan.sequences:
-            return outputs
-        try:
-            results, forward_seconds = self._compute(plan)
-        except Exception as error:  # whatever the model raised, the others can be served
-            logger.exception("A step failed; its %d requests end.", len(plan.sequences))
-            return outputs + self._fail_step(plan, error)
-        self._failed_steps = 0
-        outputs += self._take(plan, results)
-        self.metrics.iteration_tokens.observe(plan.num_tokens)
-        self.metrics.step_overhead.observe(time.perf_counter() - begun - forward_seconds)
+        if plan.sequences:
+            outputs += self._submit(plan)
+        while self._under_way and not (plan.sequences and self._is_ahead()):
+            outputs += self._read_oldest()
+        self._cache_usage = self._cache.usage
         return outputs
+
+    def drain(self) -> None:
+        """Waits until no step is under way."""
+        while self._under_way:
+            self._outbox += self._read_oldest()
+        self._cache_usage = self._cache.usage
 
     def stats(self) -> dict[str, int]:
         """Lifetime counters of the cache, and blocks by state."""
@@ -226,17 +242,46 @@ class Engine:
             is_paused=control.is_paused,
         )
 
-    def _compute(self, plan: StepPlan) -> tuple[list[SequenceOutput], float]:
-        self._cache.fill(plan, self._runner.block_tables)
-        begun = time.perf_counter()
-        results = self._runner.execute(plan)
-        return results, time.perf_counter() - begun
+    def _is_ahead(self) -> bool:
+        """Whether the step under way may stay so until the next one is submitted."""
+        _, newest = self._under_way[-1]
+        alone = len(self._under_way) == 1
+        return alone and not newest.is_known and self._scheduler.has_unfinished()
+
+    def _submit(self, plan: StepPlan) -> list[RequestOutput]:
+        """Starts a step; returns what came of those before and of this one if it fails at once."""
+        try:
+            self._cache.fill(plan, self._runner.block_tables)
+            with self._host_time.paused():
+                self._under_way.append((plan, self._runner.submit(plan)))
+        except Exception as error:  # whatever the model raised, the others can be served
+            logger.exception("A step failed as it was submitted; its requests end.")
+            outputs: list[RequestOutput] = []
+            while self._under_way:
+                outputs += self._read_oldest()
+            return outputs + self._fail_steps(error)
+        return []
+
+    def _read_oldest(self) -> list[RequestOutput]:
+        """What came of a step; when it fails, those submitted after it do too."""
+        plan, step = self._under_way.popleft()
+        try:
+            with self._host_time.paused():
+                results = step.outputs()
+        except Exception as error:
+            logger.exception("A step failed; its requests end.")
+            return self._fail_steps(error)
+        self._failed_steps = 0
+        outputs = self._take(plan, results)
+        self.metrics.iteration_tokens.observe(plan.num_tokens)
+        self.metrics.step_overhead.observe(self._host_time.lap())
+        return outputs
 
     def _take(self, plan: StepPlan, results: list[SequenceOutput]) -> list[RequestOutput]:
-        self._scheduler.complete(plan, results)
+        rows = self._scheduler.complete(plan, results)
         now = time.monotonic()
         outputs: list[RequestOutput] = []
-        for scheduled, result in zip(plan.sequences, results, strict=True):
+        for scheduled, result in rows:
             output = self._output(scheduled, result)
             if output is not None:
                 self._answers[output.request_id].observe(output, now, self.metrics)
@@ -261,13 +306,15 @@ class Engine:
             logger.exception("Request %s failed.", scheduled.request_id)
             return answer.end("error", error=repr(error))
 
-    def _fail_step(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
+    def _fail_steps(self, error: Exception) -> list[RequestOutput]:
+        """Ends the requests of all steps under way."""
         self._failed_steps += 1
         if self._failed_steps >= _MAX_FAILED_STEPS:
             raise EngineDeadError(
                 f"{self._failed_steps} steps failed one after another, the last with {error!r}."
             ) from error
-        failed = self._scheduler.finish([s.request_id for s in plan.sequences])
+        self._under_way.clear()
+        failed = self._scheduler.fail()
         if self._runner.runs_ahead:
             # Steps before it were published in the order of the device's work, which has failed.
             self._cache.reset()
@@ -306,6 +353,31 @@ class Engine:
             num_in_flight_waits=scheduler.num_in_flight_waits,
             num_below_threshold=dict(scheduler.num_below_threshold),
         )
+
+
+class _HostTime:
+    """What steps take beside the runner's own work, in seconds."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Starts from zero."""
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Generator[None, None, None]:
+        """Leaves out what is done meanwhile."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - begun
+
+    def lap(self) -> float:
+        """The time since `begin` or the last lap."""
+        last, self._since = self._since, time.perf_counter()
+        return self._since - last
 
 
 def _check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:

@@ -107,19 +107,19 @@ class ModelRunner:
     ) -> PendingStep:
         """Samples: on the device alone where every sequence is greedy."""
         if logits_RV is None:
-            return PendingStep(lambda: _spread(plan, []))
+            return _known(_spread(plan, []))
         if not all_plain_greedy(inputs):
-            outputs = _spread(plan, sample(logits_RV, inputs))
-            return PendingStep(lambda: outputs)
+            return _known(_spread(plan, sample(logits_RV, inputs)))
         self._sampled_R = greedy_token_ids(logits_RV) if greedy_R is None else greedy_R
         read = self._copies.start(self._sampled_R)
-        return PendingStep(lambda: _spread(plan, greedy_outputs(read())))
+        return PendingStep(
+            lambda: _spread(plan, greedy_outputs(read())), is_known=not self.runs_ahead
+        )
 
     def _finished(
         self, plan: StepPlan, hidden_TE: Tensor, sampled: list[SequenceOutput]
     ) -> PendingStep:
-        outputs = self._with_prompt_logprobs(plan, hidden_TE, _spread(plan, sampled))
-        return PendingStep(lambda: outputs)
+        return _known(self._with_prompt_logprobs(plan, hidden_TE, _spread(plan, sampled)))
 
     def _with_prompt_logprobs(
         self, plan: StepPlan, hidden_TE: Tensor, outputs: list[SequenceOutput]
@@ -142,6 +142,10 @@ class ModelRunner:
             logits_RV = self._model.compute_logits(hidden_RE[start:stop])
             followers = sequence.next_prompt_token_ids[start:stop]
             yield from token_logprobs(logits_RV, followers, sequence.prompt_logprobs or 0)
+
+
+def _known(outputs: list[SequenceOutput]) -> PendingStep:
+    return PendingStep(lambda: outputs, is_known=True)
 
 
 def _spread(plan: StepPlan, sampled: list[SequenceOutput]) -> list[SequenceOutput]:

@@ -11,9 +11,14 @@ from prefixcache.step_plan import SequenceOutput
 
 
 class PendingStep:
-    """A submitted step. Its results are fetched once, when they are needed."""
+    """A submitted step. Its results are fetched once, when they are needed.
 
-    def __init__(self, fetch: Callable[[], list[SequenceOutput]]) -> None:
+    `is_known` tells that `outputs` need not wait. Otherwise the next step may be submitted before,
+    with this one's tokens named by their places.
+    """
+
+    def __init__(self, fetch: Callable[[], list[SequenceOutput]], *, is_known: bool) -> None:
+        self.is_known = is_known
         self._fetch = fetch
 
     def outputs(self) -> list[SequenceOutput]:

@@ -5,6 +5,10 @@ running decode, then chunks of prompts in order, then starts waiting requests, a
 budget. When blocks run out, the newest request of the lowest priority is preempted: its blocks go
 back to the cache, and on resume it hits those that nobody overwrote.
 
+A step may be planned while the one before is under way: its tokens are pending then, and stand in
+the plan by their places. What depends on which tokens they are waits until they are known: blocks
+are published and requests preempted only then.
+
 Nobody starves: the first request in order is never preempted for another one, so it always ends,
 and then another is first.
 """
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +30,7 @@ from prefixcache.scheduler.hit_counter import HitCounter
 from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestState
-from prefixcache.step_plan import SequenceOutput, StepPlan
+from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +55,9 @@ class _Chunk:
 class Scheduler:
     """Plans steps over the requests it was given, and keeps their cache blocks.
 
-    Each step is one `schedule`, then `complete` with what the runner returned, or `finish` of the
-    plan's requests when the step failed. Not thread safe: one loop drives it.
+    Each step is one `schedule`, then `complete` with what the runner returned, or `fail`. One more
+    step may be scheduled before its predecessor is completed, if the runner knows the tokens that
+    this one samples by their places (see `ScheduledSequence`). Not thread safe: one loop drives it.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class Scheduler:
         self._states: dict[str, RequestState] = {}
         self._waiting = WaitingQueue()
         self._running: list[RequestState] = []
+        self._under_way: deque[list[RequestState]] = deque()
         self._refused: list[Refusal] = []
         self._serials = itertools.count()
         self.num_preemptions = 0
@@ -127,7 +134,7 @@ class Scheduler:
         """Raises `RequestTooLargeError` when the request could never be served to its end."""
         prompt = len(request.prompt_token_ids)
         room = self._max_model_len - prompt
-        output = room if request.params.max_tokens is None else request.params.max_tokens
+        output = self._max_num_tokens(request) - prompt
         if room < 1 or output > room:
             raise RequestTooLargeError(
                 f"The model's context length is {self._max_model_len} tokens, but the request "
@@ -147,46 +154,73 @@ class Scheduler:
             raise ValueError(f"request_id {request.request_id!r} is in use.")
         self.check(request)
         self._cache.start(request)
-        serial = next(self._serials)
-        state = RequestState(request, seed=seed, serial=serial, end_token_ids=end_token_ids)
+        state = RequestState(
+            request,
+            seed=seed,
+            serial=next(self._serials),
+            max_num_tokens=self._max_num_tokens(request),
+            end_token_ids=end_token_ids,
+        )
         self._states[request.request_id] = state
         self._waiting.push(state)
 
     def schedule(self) -> StepPlan:
-        """The next step. It is empty only when nothing waits or runs, or all was refused."""
+        """The next step.
+
+        It is empty only when nothing waits or runs, when all was refused, or when nothing can be
+        planned until the step under way is completed.
+        """
         if self._in_flight is not None:
             self._wake(self._in_flight.next_step())
         preempted_before = self.num_preemptions
         chunks = self._with_slots(self._running_chunks())
+        if chunks is None:
+            return StepPlan(())
         if self.num_preemptions == preempted_before:
             self._start_waiting(chunks)
-        return StepPlan(tuple(chunk.state.chunk(chunk.count) for chunk in chunks))
+        return self._plan(chunks)
 
-    def complete(self, plan: StepPlan, outputs: Sequence[SequenceOutput]) -> None:
-        """Takes note that the step's KV is there and which tokens were sampled.
+    def complete(
+        self, plan: StepPlan, outputs: Sequence[SequenceOutput]
+    ) -> list[tuple[ScheduledSequence, SequenceOutput]]:
+        """Takes note that the KV of the oldest step is there and which tokens were sampled.
 
-        A sequence with an error gets no further: what it computed is not to be trusted.
+        Returns the part of requests that have not ended since it was planned. A sequence with an
+        error gets no further: what it computed is not to be trusted.
         """
-        computed: list[RequestState] = []
+        rows: list[tuple[ScheduledSequence, SequenceOutput]] = []
+        computed: list[tuple[RequestState, int]] = []
         sampled: list[RequestState] = []
-        for scheduled, output in zip(plan.sequences, outputs, strict=True):
+        states = self._under_way.popleft()
+        for state, scheduled, output in zip(states, plan.sequences, outputs, strict=True):
+            if state.has_ended:
+                continue
+            rows.append((scheduled, output))
             if output.error is not None:
                 continue
-            state = self._states[scheduled.request_id]
             state.take(scheduled, output)
-            computed.append(state)
+            computed.append((state, scheduled.start + len(scheduled.token_ids)))
             if output.token_id is not None:
                 sampled.append(state)
         self._publish(computed)
         if sampled:
             ids = [state.request_id for state in sampled]
             self._cache.append_tokens(ids, [state.output_token_ids[-1] for state in sampled])
+        return rows
+
+    def fail(self) -> list[str]:
+        """Forgets the steps under way and finishes their requests; returns the ids of these."""
+        states = itertools.chain.from_iterable(self._under_way)
+        ids = dict.fromkeys(state.request_id for state in states if not state.has_ended)
+        self._under_way.clear()
+        return self.finish(ids)
 
     def finish(self, request_ids: Iterable[str]) -> list[str]:
         """Forgets requests and frees their blocks; returns the ids that were known."""
         known = [request_id for request_id in request_ids if request_id in self._states]
         for request_id in known:
             state = self._states.pop(request_id)
+            state.has_ended = True
             if not self._stops_waiting(request_id):
                 self._running.remove(state)
                 self._withdraw(state)
@@ -195,12 +229,17 @@ class Scheduler:
         return known
 
     def requeue_running(self) -> None:
-        """Takes all blocks back; the requests wait for their return with what they generated."""
+        """Takes all blocks back; the requests wait for their return with what they generated.
+
+        Raises `RuntimeError` while a step is under way.
+        """
+        if self._under_way:
+            raise RuntimeError("Requests cannot be requeued while a step is under way.")
         while self._running:
             self._requeue_last()
 
     def restart_all(self) -> list[str]:
-        """Takes all blocks back and lets every answer begin anew; returns ids of those begun."""
+        """`requeue_running`, and every answer begins anew; returns ids of those begun."""
         self.requeue_running()
         begun = [state for state in self._states.values() if state.num_cached_tokens is not None]
         for state in begun:
@@ -216,6 +255,12 @@ class Scheduler:
     def num_cached_tokens(self, request_id: str) -> int:
         """Prompt tokens that came from the cache when the request first started."""
         return self._states[request_id].num_cached_tokens or 0
+
+    def _max_num_tokens(self, request: Request) -> int:
+        """Prompt and longest answer together."""
+        if request.params.max_tokens is None:
+            return self._max_model_len
+        return len(request.prompt_token_ids) + request.params.max_tokens
 
     def _check_blocks(self, num_tokens: int) -> None:
         have = self._cache.num_blocks
@@ -234,7 +279,8 @@ class Scheduler:
         decodes: list[RequestState] = []
         prefills: list[RequestState] = []
         for state in self._running:
-            (decodes if state.decodes else prefills).append(state)
+            if not state.is_full:
+                (decodes if state.decodes else prefills).append(state)
         chunks = [_Chunk(state, 1) for state in decodes[: self._max_num_batched_tokens]]
         budget = self._max_num_batched_tokens - len(chunks)
         for state in prefills:
@@ -244,8 +290,11 @@ class Scheduler:
             budget -= chunks[-1].count
         return chunks
 
-    def _with_slots(self, chunks: list[_Chunk]) -> list[_Chunk]:
-        """The chunks that have slots for their tokens, after as many preemptions as it takes."""
+    def _with_slots(self, chunks: list[_Chunk]) -> list[_Chunk] | None:
+        """The chunks that have slots for their tokens, after as many preemptions as it takes.
+
+        None when it would take one now: the step under way may end requests that hold blocks.
+        """
         short = [chunk for chunk in chunks if chunk.num_missing_slots]
         while short:
             wanted = [(c.state.request_id, self._whole_blocks(c.num_missing_slots)) for c in short]
@@ -253,11 +302,23 @@ class Scheduler:
             for chunk, (_, count) in zip(short[:served], wanted, strict=False):
                 chunk.state.num_slots += count
             short = short[served:]
+            if short and self._under_way:
+                return None
             if short:
                 victim = self._preempt_last()
                 chunks = [chunk for chunk in chunks if chunk.state is not victim]
                 short = [chunk for chunk in short if chunk.state is not victim]
         return chunks
+
+    def _plan(self, chunks: Sequence[_Chunk]) -> StepPlan:
+        sequences: list[ScheduledSequence] = []
+        num_sampled = 0
+        for chunk in chunks:
+            sequences.append(chunk.state.plan(chunk.count, num_sampled))
+            num_sampled += sequences[-1].sampling is not None
+        if chunks:
+            self._under_way.append([chunk.state for chunk in chunks])
+        return StepPlan(tuple(sequences))
 
     def _whole_blocks(self, num_tokens: int) -> int:
         """A block's slots cost nothing more once it is held, so they are taken together."""
@@ -331,19 +392,19 @@ class Scheduler:
         for state in states:
             self._waiting.push(state)
 
-    def _publish(self, states: Iterable[RequestState]) -> None:
-        """Registers blocks that this step filled, now that their KV is really there."""
+    def _publish(self, computed: Iterable[tuple[RequestState, int]]) -> None:
+        """Registers blocks of requests whose KV is there now, up to so many tokens."""
         size = self._cache.block_size
         filled = [
-            state
-            for state in states
-            if state.num_computed_tokens // size > state.num_published_tokens // size
+            (state, upto)
+            for state, upto in computed
+            if upto // size > state.num_published_tokens // size
             and self._publishes
             and state.request.cache.write
         ]
         if filled:
-            upto = [state.num_computed_tokens for state in filled]
-            self._cache.mark_filled([state.request_id for state in filled], upto)
-            for state, count in zip(filled, upto, strict=True):
-                state.num_published_tokens = count
+            ids = [state.request_id for state, _ in filled]
+            self._cache.mark_filled(ids, [upto for _, upto in filled])
+            for state, upto in filled:
+                state.num_published_tokens = upto
                 self._announce(state)

@@ -14,14 +14,18 @@ class RequestState:
 
     `order` sorts requests: lower priority value first, then the earlier arrival. `end_token_ids`
     are the ids that end the answer; they may not be sampled before `min_tokens`. `num_tokens`
-    counts the prompt and what was generated.
+    counts the prompt and what was generated, up to `max_num_tokens`. What a planned step computes
+    and samples counts from its planning on: a token is pending until the step's outputs are known.
     """
 
     __slots__ = (
         "_prompt_length",
+        "_sampled_row",
         "_sampling",
         "end_token_ids",
         "first_wait_step",
+        "has_ended",
+        "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_prompt_logprobs",
@@ -31,19 +35,30 @@ class RequestState:
         "order",
         "output_token_ids",
         "request",
+        "request_id",
     )
 
     def __init__(
-        self, request: Request, *, seed: int, serial: int, end_token_ids: tuple[int, ...] = ()
+        self,
+        request: Request,
+        *,
+        seed: int,
+        serial: int,
+        max_num_tokens: int,
+        end_token_ids: tuple[int, ...] = (),
     ) -> None:
         self.request = request
+        self.request_id = request.request_id
+        self.max_num_tokens = max_num_tokens
+        self.has_ended = False
         self.order = (request.priority, request.arrival_time, serial)
         self.end_token_ids = end_token_ids
         self.output_token_ids: list[int] = []
         self.num_cached_tokens: int | None = None
         self.first_wait_step: int | None = None
         self.num_prompt_logprobs = 0
-        self._prompt_length = self.num_tokens = len(request.prompt_token_ids)
+        self._prompt_length = len(request.prompt_token_ids)
+        self._sampled_row = 0
         self._sampling = SamplingInput(
             params=request.params,
             seed=seed,
@@ -53,19 +68,20 @@ class RequestState:
         self.restart()
 
     @property
-    def request_id(self) -> str:
-        """The request's id."""
-        return self.request.request_id
-
-    @property
     def num_remaining(self) -> int:
-        """Tokens known whose KV is not there."""
+        """Tokens whose KV is not there."""
         return self.num_tokens - self.num_computed_tokens
 
     @property
     def decodes(self) -> bool:
         """Whether all that is left to compute is the answer's last token."""
-        return self.num_remaining == 1 and bool(self.output_token_ids)
+        num_tokens = self.num_tokens
+        return num_tokens - self.num_computed_tokens == 1 and num_tokens > self._prompt_length
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the answer ends with the step that is under way, whatever it samples."""
+        return self.num_tokens >= self.max_num_tokens
 
     @property
     def prompt_logprobs_due(self) -> bool:
@@ -76,23 +92,26 @@ class RequestState:
     def begin_anew(self) -> None:
         """Nothing is computed, and nothing was generated."""
         self.output_token_ids.clear()
-        self.num_tokens = self._prompt_length
         self.num_prompt_logprobs = 0
         self.num_cached_tokens = None
         self.restart()
 
     def restart(self) -> None:
-        """Nothing is computed (any more); the tokens stay."""
+        """Nothing is computed (any more); the tokens that are known stay."""
+        self.num_tokens = self._prompt_length + len(self.output_token_ids)
         self.num_computed_tokens = 0
         self.num_published_tokens = 0
         self.num_slots = 0
 
-    def chunk(self, count: int) -> ScheduledSequence:
-        """The next `count` tokens to compute; samples when they reach the last known token."""
+    def plan(self, count: int, sampled_row: int) -> ScheduledSequence:
+        """The next `count` tokens to compute, which count as computed from here on.
+
+        Where they reach the last token the next one is sampled: the step's `sampled_row`-th.
+        """
         start = self.num_computed_tokens
-        stop = start + count
+        stop = self.num_computed_tokens = start + count
         due = self.prompt_logprobs_due
-        return ScheduledSequence(
+        scheduled = ScheduledSequence(
             request_id=self.request_id,
             token_ids=self._tokens(start, stop),
             start=start,
@@ -102,23 +121,27 @@ class RequestState:
             if due
             else (),
         )
+        if scheduled.sampling is not None:
+            self.num_tokens += 1
+            self._sampled_row = sampled_row
+        return scheduled
 
     def take(self, scheduled: ScheduledSequence, output: SequenceOutput) -> None:
-        """Takes note of a computed chunk and of the token sampled after it."""
-        self.num_computed_tokens += scheduled.num_tokens
+        """Takes what is known of a computed chunk, and the token sampled after it."""
         if output.prompt_logprobs:
             self.num_prompt_logprobs = scheduled.start + len(output.prompt_logprobs)
         if output.token_id is not None:
             self.output_token_ids.append(output.token_id)
-            self.num_tokens += 1
 
     def _sampling_input(self) -> SamplingInput:
-        if len(self.output_token_ids) >= self.request.params.min_tokens:
+        if self.num_tokens - self._prompt_length >= self.request.params.min_tokens:
             return self._sampling
         return dataclasses.replace(self._sampling, banned_token_ids=self.end_token_ids)
 
     def _tokens(self, start: int, stop: int) -> Sequence[int]:
         length = self._prompt_length
+        if start >= length + len(self.output_token_ids):
+            return (-1 - self._sampled_row,)  # pending: named by its place in the step before
         if start >= length:
             return self.output_token_ids[start - length : stop - length]
         prompt = self.request.prompt_token_ids[start:stop]

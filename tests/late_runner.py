@@ -1,0 +1,96 @@
+"""A runner that computes each step as late as a device may."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from fake_runner import FakeRunner
+from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.step_plan import SamplingInput, SequenceOutput, StepPlan
+
+
+class LateRunner(FakeRunner):
+    """Computes a step when its outputs, or those of a later one, are asked for.
+
+    What the host changes until then must not matter, so the block tables are taken along and
+    spoiled. Tokens below zero are those of the step before, unless it said that its are known.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.runs_ahead = True
+        self.num_ahead = 0
+        self._queue: deque[LateStep] = deque()
+        self._sampled: list[int] = []
+
+    def submit(self, plan: StepPlan) -> LateStep:
+        assert len(self._queue) < 2, "at most two steps are under way"
+        self.num_ahead += len(self._queue)
+        step = LateStep(self, plan, copy.deepcopy(self._tables), is_known=not _stays(plan))
+        self._queue.append(step)
+        self._tables.slot_mapping.fill(-(2**40))
+        self._tables.indices.fill(-(2**20))
+        if step.is_known:
+            self.compute_until(step)
+        return step
+
+    def compute_until(self, step: LateStep) -> None:
+        while step.values is None:
+            current = self._queue.popleft()
+            try:
+                current.values = self._compute(current)
+            except Exception:
+                self._queue.clear()  # a device that failed computes nothing more
+                raise
+
+    def _compute(self, step: LateStep) -> list[SequenceOutput]:
+        own, self._tables = self._tables, step.tables
+        try:
+            outputs = self.execute(self._resolved(step.plan))
+        finally:
+            self._tables = own
+        self._sampled = [o.token_id or 0 for o in outputs if o.token_id is not None or o.error]
+        return outputs
+
+    def _resolved(self, plan: StepPlan) -> StepPlan:
+        return StepPlan(
+            tuple(
+                dataclasses.replace(
+                    sequence,
+                    token_ids=[t if t >= 0 else self._sampled[-1 - t] for t in sequence.token_ids],
+                )
+                for sequence in plan.sequences
+            )
+        )
+
+
+@dataclass(eq=False)
+class LateStep:
+    runner: LateRunner
+    plan: StepPlan
+    tables: BlockTableBuffers
+    is_known: bool
+    values: list[SequenceOutput] | None = None
+
+    def outputs(self) -> list[SequenceOutput]:
+        self.runner.compute_until(self)
+        assert self.values is not None
+        return self.values
+
+
+def _stays(plan: StepPlan) -> bool:
+    """Whether all tokens of a step are chosen on the device; those of others need the past."""
+    sampled = [(s, s.sampling) for s in plan.sequences if s.sampling is not None]
+    for sequence, sampling in sampled:
+        known = len(sampling.prompt_token_ids) + len(sampling.output_token_ids)
+        assert _on_device(sampling) or known == sequence.start + sequence.num_tokens
+    prompt_logprobs = any(s.prompt_logprobs is not None for s in plan.sequences)
+    return bool(sampled) and not prompt_logprobs and all(_on_device(s) for _, s in sampled)
+
+
+def _on_device(sampling: SamplingInput) -> bool:
+    return sampling.params.logprobs is None and not sampling.banned_token_ids

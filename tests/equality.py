@@ -21,7 +21,7 @@ import torch
 
 from prefixcache.config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.engine.build import build
-from prefixcache.engine.engine import Engine
+from prefixcache.engine.engine import Engine, SubmittedStep
 from prefixcache.request import (
     CacheOptions,
     FinishReason,
@@ -30,7 +30,7 @@ from prefixcache.request import (
     TokenLogprobs,
 )
 from prefixcache.sampling_params import SamplingParams
-from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
+from prefixcache.step_plan import ScheduledSequence, StepPlan
 from tiny_models import VOCAB_SIZE, make_checkpoint
 
 # Widths for which torch's own linears round differently with the number of rows.
@@ -300,15 +300,15 @@ class Bench:
 
     def _engine(self, schedule: Schedule) -> Engine:
         engine = make_engine(self._folder, self._dtype, self._invariant, schedule)
-        execute = engine._runner.execute
+        submit = engine._runner.submit
 
-        def watched(plan: StepPlan) -> list[SequenceOutput]:
-            outputs = execute(plan)
+        def watched(plan: StepPlan) -> SubmittedStep:
+            step = submit(plan)
             self._chunks += sum(sequence.sampling is None for sequence in plan.sequences)
             self._witness.see(engine, plan)
-            return outputs
+            return step
 
-        engine._runner.execute = watched  # type: ignore[method-assign]
+        engine._runner.submit = watched  # type: ignore[method-assign]
         return engine
 
 

@@ -59,6 +59,8 @@ class Bench:
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule()
         self.cache.validate()
+        if not plan.sequences:
+            return plan
         self.cache.fill(plan, self.runner.block_tables)
         outputs = self.runner.execute(plan)
         self.scheduler.complete(plan, outputs)

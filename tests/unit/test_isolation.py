@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fake_engine import make_engine
+from prefixcache import LLM
 from prefixcache._core import PrefixCache
 from prefixcache._core import Sequence as CoreSequence
 from prefixcache.engine.engine import Engine
 from prefixcache.request import CacheOptions, Request, RequestOutput
+from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.sampling_params import SamplingParams
 
 BLOCK = 4
@@ -207,3 +210,21 @@ def test_a_reader_that_does_not_write_still_keeps_what_it_hits() -> None:
     for name in ("second", "third"):
         steps = serve(tenant.engine, ask(name, PROMPT, write=False))
         assert steps[-1][-1][1].num_cached_tokens == 40
+
+
+@pytest.mark.parametrize("shares_kv", [False, True])
+def test_a_runner_that_cannot_share_kv_turns_the_cache_off_and_says_so(
+    tiny_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    shares_kv: bool,
+) -> None:
+    monkeypatch.setattr(ModelRunner, "shares_kv", shares_kv)
+    llm = LLM(str(tiny_checkpoint()), dtype="float32", device="cpu", num_blocks=60)
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+    first, second = (llm.generate([[*range(5, 45)]], params, use_tqdm=False)[0] for _ in range(2))
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    assert second.num_cached_tokens == (32 if shares_kv else 0)
+    assert llm.prefix_cache_stats().enabled is shares_kv
+    said = [r for r in caplog.records if "cannot share KV" in r.message]
+    assert len(said) == (0 if shares_kv else 1)

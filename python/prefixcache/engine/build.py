@@ -122,7 +122,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
             config.scheduler,
             cache,
             max_model_len=max_model_len,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
+            enable_prefix_caching=_caches_prefixes(config.cache, runner),
         ),
         cache=cache,
         runner=runner,
@@ -155,6 +155,13 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
 
 def _take(given: dict[str, Any], known: Iterable[Field[Any]]) -> dict[str, Any]:
     return {f.name: given.pop(f.name) for f in known if f.name in given}
+
+
+def _caches_prefixes(config: CacheConfig, runner: ModelRunner) -> bool:
+    """Whether the prefix cache is on: if it is wanted, and the runner can do it."""
+    if config.enable_prefix_caching and not runner.shares_kv:
+        logger.warning("The prefix cache is off: this runner cannot share KV between requests.")
+    return config.enable_prefix_caching and runner.shares_kv
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:

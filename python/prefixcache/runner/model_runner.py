@@ -39,8 +39,11 @@ class ModelRunner:
     `max_pages` is the number of pages of the longest sequence. With `graphs`, pure decodes are
     replayed from them. At most two submitted steps may wait for their results. `runs_ahead` tells
     that a step may still be computed when its outputs are known: where nothing is sampled they are
-    known at once, and an error then shows in a later step.
+    known at once, and an error then shows in a later step. `shares_kv` tells that a sequence may
+    read KV that was computed for another one; else the prefix cache stays off.
     """
+
+    shares_kv = True
 
     def __init__(
         self,

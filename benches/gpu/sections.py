@@ -321,6 +321,8 @@ def main() -> None:
     """Runs one section and writes its rows, those before a failure included."""
     names, options_file, result_file = sys.argv[1:]
     options = Options(**json.loads(Path(options_file).read_text()))
+    if options.device == "cpu":
+        torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much to waiting
     if names == "equality" and options.device == "cuda":
         pin_matmul()
     rows: list[Row] = []

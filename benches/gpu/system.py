@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from shapes import Shape
@@ -17,10 +18,12 @@ from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from prefixcache.engine.cuda import make_graphs, trial_blocks
 from prefixcache.engine.engine import Engine, EngineParts
+from prefixcache.engine.memory import ModelMemory
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_groups
-from prefixcache.kv.tensors import allocate_kv
+from prefixcache.kv.tensors import KVMemory
 from prefixcache.models.llama import Builder, LlamaModel
+from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.ops.sets import make_ops
 from prefixcache.request import Request
 from prefixcache.runner.model_runner import ModelRunner
@@ -69,9 +72,7 @@ class NoText:
 
 def random_model(shape: Shape, device: torch.device, max_positions: int) -> LlamaModel:
     """The shape's decoder; the same weights on every call. Linears keep activations in range."""
-    config = ModelConfig.from_hf(shape.hf_config)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = LlamaModel(config, Builder(make_ops(dtype, device, None)), max_positions)
+    model = _empty_model(ModelConfig.from_hf(shape.hf_config), device, max_positions)
     generator = torch.Generator(device).manual_seed(0)
     for name, slot in model.slots.items():
         values = torch.randn(slot.shape, generator=generator, device=device)
@@ -90,16 +91,8 @@ class System:
         self.setup = setup
         self.attention = _attention(model, setup)
         num_blocks = _num_blocks(config, model, self.attention, setup)
-        (group,) = kv_groups(model.config)
-        self.attention.bind(
-            allocate_kv(
-                group,
-                self.attention,
-                num_blocks=num_blocks,
-                block_size=BLOCK_SIZE,
-                dtype=model.dtype,
-                device=model.device,
-            )
+        weights = ReplaceableModel(
+            model, partial(_empty_model, model.config, model.device, setup.max_model_len), None
         )
         cache = CacheManager(num_blocks, BLOCK_SIZE)
         scheduler = Scheduler(
@@ -109,14 +102,21 @@ class System:
             enable_prefix_caching=setup.prefix_caching,
         )
         runner = ModelRunner(
-            model,
+            weights,
             self.attention,
             max_tokens=setup.max_tokens,
             max_seqs=setup.max_seqs,
             max_pages=-(-setup.max_model_len // BLOCK_SIZE),
             device=model.device,
-            graphs=make_graphs(config, model, self.attention, setup.max_model_len),
         )
+        memory = ModelMemory(
+            weights,
+            _kv_memory(model, self.attention, num_blocks),
+            runner,
+            lambda: make_graphs(config, weights.loaded, self.attention, setup.max_model_len),
+        )
+        memory.make_kv()
+        memory.settle()
         self.engine = Engine(
             EngineParts(
                 scheduler=scheduler,
@@ -126,6 +126,7 @@ class System:
                 vocab_size=model.config.vocab_size,
                 eos_token_ids=(),
                 max_model_len=setup.max_model_len,
+                memory=memory,
             )
         )
         self._scheduler = scheduler
@@ -205,6 +206,23 @@ def reference_attention(spec: AttentionSpec, device: torch.device) -> AttentionB
         kernels=flashinfer_reference,
         hopper=False,
         workspace_bytes=16,
+    )
+
+
+def _empty_model(config: ModelConfig, device: torch.device, max_positions: int) -> LlamaModel:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return LlamaModel(config, Builder(make_ops(dtype, device, None)), max_positions)
+
+
+def _kv_memory(model: LlamaModel, attention: AttentionBackend, num_blocks: int) -> KVMemory:
+    (group,) = kv_groups(model.config)
+    return KVMemory(
+        group=group,
+        backend=attention,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        dtype=model.dtype,
+        device=model.device,
     )
 
 

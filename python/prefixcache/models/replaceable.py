@@ -32,11 +32,13 @@ class ReplaceableModel:
     """Stands for a model to those who compute with it, whatever becomes of its weights.
 
     `make` makes the model anew with undefined weights, and `folder` is where those of `model` came
-    from. Weights are usable when every tensor was written (`complete`). Letters of shapes: T tokens
-    in the step, E hidden size, R rows whose logits are wanted, V vocabulary.
+    from, if any. Weights are usable when every tensor was written (`complete`). Letters of shapes:
+    T tokens in the step, E hidden size, R rows whose logits are wanted, V vocabulary.
     """
 
-    def __init__(self, model: LlamaModel, make: Callable[[], LlamaModel], folder: Path) -> None:
+    def __init__(
+        self, model: LlamaModel, make: Callable[[], LlamaModel], folder: Path | None
+    ) -> None:
         self._model: LlamaModel | None = model
         self._make = make
         self._folder: Path | None = folder

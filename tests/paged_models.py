@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from prefixcache.attention.base import AttentionBackend, AttentionSpec, kv_shape_nhd
+from prefixcache.attention.base import AttentionBackend, AttentionSpec
 from prefixcache.attention.cpu import TorchAttention
 from prefixcache.config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
@@ -43,7 +43,7 @@ class PagedServer:
         self.scheduler = Scheduler(config, self.cache, max_model_len=max_model_len)
         spec = model.attention_spec
         self.attention = make_attention(spec)
-        shape = kv_shape_nhd(num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        shape = self.attention.kv_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         layers = range(model.config.num_layers)
         self.kv = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in layers]
         self.attention.bind(self.kv)

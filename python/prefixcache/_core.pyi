@@ -424,7 +424,7 @@ class PagedAttention:
         last_page_len: npt.NDArray[np.int32],
         slot_mapping: npt.NDArray[np.int64],
     ) -> None:
-        """Take and check the block tables of a step over a cache [num_pages, 2, block_size, K, D].
+        """Take and check the block tables of a step over a cache [num_pages, 2, K, block_size, D].
 
         The queries of sequence s, rows `qo_indptr[s]:qo_indptr[s + 1]`, are its last tokens.
         """

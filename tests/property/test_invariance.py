@@ -73,10 +73,9 @@ class Runs:
 
 
 def kv_of(driver: PagedDriver, sequence: int) -> torch.Tensor:
-    """Keys and values of all layers, by position."""
+    """The blocks of all layers, in the order of the sequence."""
     blocks = torch.tensor(driver.tables[sequence])
-    layers = [kv[blocks].transpose(1, 2).flatten(0, 1)[:LENGTH] for kv in driver.kv]
-    return torch.stack(layers)
+    return torch.stack([kv[blocks] for kv in driver.kv])
 
 
 @pytest.fixture(scope="module", params=[(d, t) for d in DTYPES for t in (1, 2)], ids=str)

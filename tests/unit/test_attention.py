@@ -41,8 +41,13 @@ def expected_rows(
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (7, 1)])
 @pytest.mark.parametrize("window", [None, 3, 100])
 @pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("block_size", [BLOCK_SIZE, 16])
 def test_mixed_batch(
-    backend: str, heads: tuple[int, int], window: int | None, softcap: float | None
+    backend: str,
+    heads: tuple[int, int],
+    window: int | None,
+    softcap: float | None,
+    block_size: int,
 ) -> None:
     spec = AttentionSpec(
         num_heads=heads[0],
@@ -53,7 +58,7 @@ def test_mixed_batch(
         softcap=softcap,
     )
     attention = make_attention(backend, spec)
-    kv = torch.full(attention.kv_shape(13, BLOCK_SIZE, heads[1], HEAD_DIM), float("nan"))
+    kv = torch.full(attention.kv_shape(13, block_size, heads[1], HEAD_DIM), float("nan"))
     attention.bind([kv])
     # A decode, a chunk in the middle of a prompt, a whole prompt that fills its last block.
     lengths, computed = [14, 11, 8], [1, 6, 8]
@@ -62,7 +67,7 @@ def test_mixed_batch(
     queries = [random(n, heads[0], HEAD_DIM, seed=20 + i) for i, n in enumerate(computed)]
     for sequence in (0, 1):
         history = lengths[sequence] - computed[sequence]
-        attention.plan(make_batch([(0, history)], [TABLES[sequence]], BLOCK_SIZE))
+        attention.plan(make_batch([(0, history)], [TABLES[sequence]], block_size))
         attention.run(
             0,
             random(history, heads[0], HEAD_DIM, seed=5),
@@ -70,7 +75,7 @@ def test_mixed_batch(
             values[sequence][:history],
         )
     chunks = [(n - new, n) for n, new in zip(lengths, computed, strict=True)]
-    attention.plan(make_batch(chunks, TABLES, BLOCK_SIZE))
+    attention.plan(make_batch(chunks, TABLES, block_size))
     new = range(3)
     out = attention.run(
         0,
@@ -90,8 +95,8 @@ def test_keys_and_values_stand_at_their_slots() -> None:
     attention.plan(make_batch([(0, 6)], TABLES[:1], BLOCK_SIZE))
     k, v = random(6, 1, 16, seed=1), random(6, 1, 16, seed=2)
     attention.run(1, random(6, 2, 16, seed=3), k, v)
-    assert torch.equal(kv[1][9, 0], k[:4])
-    assert torch.equal(kv[1][2, 1, :2], v[4:])
+    assert torch.equal(kv[1][9, 0], k[:4].transpose(0, 1))
+    assert torch.equal(kv[1][2, 1, :, :2], v[4:].transpose(0, 1))
     assert kv[1].count_nonzero() == 2 * k.numel()
     assert kv[0].count_nonzero() == 0
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prefixcache._core import Cpu, PagedAttention
-from prefixcache.attention.base import AttentionBatch, AttentionSpec, kv_shape_nhd
+from prefixcache.attention.base import AttentionBatch, AttentionSpec
 from prefixcache.exceptions import ConfigError
 from prefixcache.ops.invariant import kernel_dtype
 
@@ -36,13 +36,14 @@ class CpuAttention:
     def kv_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> tuple[int, ...]:
-        """[P, 2, B, K, D]."""
-        return kv_shape_nhd(num_blocks, block_size, num_kv_heads, head_dim)
+        """[P, 2, K, B, D], whose last two dimensions the kernel orders as it reads them."""
+        return (num_blocks, 2, num_kv_heads, block_size, head_dim)
 
     def bind(self, kv_layers: Sequence[Tensor]) -> None:
         """Takes the KV tensors, one a layer: contiguous, of one shape, on the CPU."""
         shape = kv_layers[0].shape
-        wanted = kv_shape_nhd(shape[0], shape[2], self._spec.num_kv_heads, self._spec.head_dim)
+        spec = self._spec
+        wanted = self.kv_shape(shape[0], shape[3], spec.num_kv_heads, spec.head_dim)
         for kv_P2BKD in kv_layers:
             dense = kv_P2BKD.is_cpu and kv_P2BKD.is_contiguous()
             if not dense or kv_P2BKD.dtype is not self._dtype or kv_P2BKD.shape != wanted:
@@ -51,7 +52,7 @@ class CpuAttention:
 
     def plan(self, batch: AttentionBatch) -> None:
         """Checks and takes the step's block tables."""
-        num_blocks, _, block_size, _, _ = self._kv_layers[0].shape
+        num_blocks, _, _, block_size, _ = self._kv_layers[0].shape
         self._num_tokens = len(batch.slot_mapping)
         self._kernel.plan(
             num_blocks,

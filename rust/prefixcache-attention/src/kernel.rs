@@ -1,19 +1,19 @@
 //! The kernel: a run of queries of one sequence and one key-value head, tile by tile of the keys.
 
 use std::array::from_fn;
+use std::ops::Range;
 
 use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
 use prefixcache_cpu::{Form, Kernel, Lanes, Rows, RowsMut, Team};
 
 use crate::Attention;
-use crate::paged::{KvElement, TILE, pack_keys};
+use crate::paged::{GROUP, KvElement, TILE, holds_groups, pack_keys};
 use crate::plan::{Plan, Task};
 use crate::state::{Sight, Workspace};
 
 /// Attends from each query to the keys of its sequence up to its own position.
 ///
-/// `queries` and `out` are [T, H * D]; `cache` has a row of K * D numbers for each of P * 2 * B
-/// tokens, as [`crate::append`] fills it.
+/// `queries` and `out` are [T, H * D]; `cache` is [P * 2 * K, B * D], as [`crate::append`] fills it.
 ///
 /// # Panics
 /// The shapes do not fit each other or the plan.
@@ -39,11 +39,11 @@ pub fn attend<E: KvElement>(
     );
     assert_eq!(
         cache.width(),
-        kv_heads * attention.head_dim,
+        plan.block_size() * attention.head_dim,
         "width of the cache"
     );
     assert!(
-        cache.rows() >= plan.num_pages() * 2 * plan.block_size(),
+        cache.rows() >= plan.num_pages() * 2 * kv_heads,
         "rows of the cache"
     );
     let tasks = plan.tasks();
@@ -77,13 +77,17 @@ impl<E: KvElement> Kernel for QueryRun<'_, E> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
         let rows = self.task.queries.len() * self.attention.group();
-        let mut workspace = Workspace::new(rows, self.attention.head_dim);
+        let mut workspace = Workspace::new(
+            rows,
+            self.attention.head_dim,
+            holds_groups(self.plan.block_size()),
+        );
         let end = self.task.start + self.task.queries.len();
         let first = self.attention.first_seen(self.task.start) / TILE * TILE;
         for tile in (first..end).step_by(TILE) {
-            self.pack(lanes, tile, TILE.min(end - tile), &mut workspace);
+            let panels = self.panels(lanes, tile, TILE.min(end - tile), &mut workspace);
             for (row, height) in heights(rows) {
-                self.advance_rows(lanes, tile, row, height, &mut workspace);
+                self.advance_rows(lanes, tile, row, height, &panels, &mut workspace);
             }
         }
         for row in 0..rows {
@@ -93,22 +97,50 @@ impl<E: KvElement> Kernel for QueryRun<'_, E> {
 }
 
 impl<E: KvElement> QueryRun<'_, E> {
-    /// Packs the first `count` keys and values of the tile; zeros stand for the others, and for
-    /// those behind every row's window, whose pages may have been given away.
+    /// The first `count` keys and values of the tile; zeros stand for those behind every row's
+    /// window, whose pages may have been given away.
     #[inline(always)]
-    fn pack<L: Lanes>(&self, lanes: L, tile: usize, count: usize, workspace: &mut Workspace) {
+    fn panels<L: Lanes>(
+        &self,
+        lanes: L,
+        tile: usize,
+        count: usize,
+        workspace: &mut Workspace,
+    ) -> Panels {
+        let first = self.attention.first_seen(self.task.start);
+        let hidden = first.saturating_sub(tile);
+        if !holds_groups(self.plan.block_size()) {
+            self.pack(lanes, tile, hidden..count, workspace);
+            return Panels::packed(workspace, self.attention.head_dim, E::PER_WORD);
+        }
+        let mut panels = Panels::of_zeros(workspace);
+        for group in hidden / GROUP..count.div_ceil(GROUP) {
+            let (key, value) = self.numbers(tile + group * GROUP, GROUP);
+            panels.keys[group] = key.cast();
+            panels.values[group] = value.cast();
+        }
+        panels
+    }
+
+    /// Where the keys and values of `count` positions stand, which lie in one page.
+    #[inline(always)]
+    fn numbers(&self, position: usize, count: usize) -> (*const E, *const E) {
+        let (dims, kv_heads) = (self.attention.head_dim, self.attention.kv_heads);
+        let (page, offset) = self.plan.place(self.task, position);
+        let row = page * 2 * kv_heads + self.kv_head;
+        let part = offset * dims..(offset + count) * dims;
+        let keys = self.cache.row(row)[part.clone()].as_ptr();
+        (keys, self.cache.row(row + kv_heads)[part].as_ptr())
+    }
+
+    /// Packs those keys and values of the tile; zeros stand for the others.
+    #[inline(always)]
+    fn pack<L: Lanes>(&self, lanes: L, tile: usize, seen: Range<usize>, workspace: &mut Workspace) {
         let dims = self.attention.head_dim;
         let mut keys = [std::ptr::null::<E>(); TILE];
         let mut values = [std::ptr::null::<E>(); TILE];
-        let hidden = self
-            .attention
-            .first_seen(self.task.start)
-            .saturating_sub(tile);
-        let columns = self.kv_head * dims..(self.kv_head + 1) * dims;
-        let rows = self.plan.key_rows(self.task, tile + hidden);
-        for (k, row) in (hidden..count).zip(rows) {
-            keys[k] = self.cache.row(row)[columns.clone()].as_ptr();
-            values[k] = self.cache.row(row + self.plan.block_size())[columns.clone()].as_ptr();
+        for k in seen.clone() {
+            (keys[k], values[k]) = self.numbers(tile + k, 1);
         }
         let key_words = workspace.keys.as_mut_slice().as_mut_ptr();
         let value_words = workspace.values.as_mut_slice();
@@ -116,7 +148,7 @@ impl<E: KvElement> QueryRun<'_, E> {
         // `dims * TILE` words.
         unsafe { pack_keys(lanes, &keys, dims / E::PER_WORD, key_words) };
         let lines = value_words.chunks_exact_mut(dims);
-        for (pair, line) in values[..count.next_multiple_of(E::PER_WORD)]
+        for (pair, line) in values[..seen.end.next_multiple_of(E::PER_WORD)]
             .chunks_exact(E::PER_WORD)
             .zip(lines)
         {
@@ -125,7 +157,7 @@ impl<E: KvElement> QueryRun<'_, E> {
         }
     }
 
-    /// Takes `height` rows from `row` through the packed tile.
+    /// Takes `height` rows from `row` through the tile.
     #[inline(always)]
     fn advance_rows<L: Lanes>(
         &self,
@@ -133,6 +165,7 @@ impl<E: KvElement> QueryRun<'_, E> {
         tile: usize,
         row: usize,
         height: usize,
+        panels: &Panels,
         workspace: &mut Workspace,
     ) {
         let seen = self.sight(row + height - 1, tile).to;
@@ -146,6 +179,7 @@ impl<E: KvElement> QueryRun<'_, E> {
                 lanes,
                 row,
                 column: column * L::LANES,
+                panels,
                 workspace,
             };
             run_tile(height, L::WIDTH.min(vectors - column), scores);
@@ -176,6 +210,7 @@ impl<E: KvElement> QueryRun<'_, E> {
                 row,
                 column: column_start,
                 depth,
+                panels,
                 workspace,
             };
             run_tile(height, L::WIDTH.min(vectors - column), sums);
@@ -222,12 +257,50 @@ impl<E: KvElement> QueryRun<'_, E> {
     }
 }
 
+/// Where the packed groups of a tile stand; those that nobody sees may be anywhere.
+struct Panels {
+    keys: [*const u32; TILE / GROUP],
+    values: [*const u32; TILE / GROUP],
+}
+
+impl Panels {
+    /// The groups that were packed into the workspace.
+    #[inline(always)]
+    fn packed(workspace: &Workspace, dims: usize, per_word: usize) -> Self {
+        let words = GROUP * dims / per_word;
+        Self {
+            keys: from_fn(|group| workspace.keys.as_slice()[group * words..].as_ptr()),
+            values: from_fn(|group| workspace.values.as_slice()[group * words..].as_ptr()),
+        }
+    }
+
+    #[inline(always)]
+    fn of_zeros(workspace: &Workspace) -> Self {
+        let zeros = workspace.zeros.as_slice().as_ptr();
+        Self {
+            keys: [zeros; TILE / GROUP],
+            values: [zeros; TILE / GROUP],
+        }
+    }
+
+    /// The first words of the keys from number `key` of the tile on.
+    ///
+    /// # Safety
+    /// The key's group is there.
+    #[inline(always)]
+    unsafe fn key_vector(&self, key: usize) -> *const u32 {
+        // SAFETY: a group starts with a line of 16 words.
+        unsafe { self.keys[key / GROUP].add(key % GROUP) }
+    }
+}
+
 /// Dot products of a few rows with a few vectors of keys from `column`.
 struct Scores<'a, 'b, E, L> {
     run: &'a QueryRun<'b, E>,
     lanes: L,
     row: usize,
     column: usize,
+    panels: &'a Panels,
     workspace: &'a mut Workspace,
 }
 
@@ -239,6 +312,7 @@ impl<E: KvElement, L: Lanes> TileWork for Scores<'_, '_, E, L> {
             lanes,
             row,
             column,
+            panels,
             workspace,
         } = self;
         let dims = run.attention.head_dim;
@@ -247,11 +321,12 @@ impl<E: KvElement, L: Lanes> TileWork for Scores<'_, '_, E, L> {
             run.queries.row(token)[start..start + dims].as_ptr().cast()
         });
         let mut acc = [[lanes.splat(0.0); W]; H];
-        let panel = workspace.keys.as_slice()[column..].as_ptr();
+        // SAFETY: the groups up to `column + W * LANES` hold keys that a row sees.
+        let keys = from_fn(|c| unsafe { panels.key_vector(column + c * L::LANES) });
         let depth = dims / E::PER_WORD;
-        // SAFETY: a head holds `depth` words; the packed keys have `depth` lines of TILE, and
-        // W vectors from `column` stay inside a line.
-        unsafe { dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, panel, TILE, depth) };
+        // SAFETY: a head holds `depth` words; a group of keys has `depth` lines of 16 words, of
+        // which a vector starts inside and ends inside.
+        unsafe { dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, &keys, GROUP, depth) };
         for (r, dots) in acc.iter().enumerate() {
             let line = &mut workspace.scores.as_mut_slice()[r * TILE + column..][..W * L::LANES];
             for (c, &dot) in dots.iter().enumerate() {
@@ -269,6 +344,7 @@ struct Sums<'a, 'b, E, L> {
     row: usize,
     column: usize,
     depth: usize,
+    panels: &'a Panels,
     workspace: &'a mut Workspace,
 }
 
@@ -281,11 +357,11 @@ impl<E: KvElement, L: Lanes> TileWork for Sums<'_, '_, E, L> {
             row,
             column,
             depth,
+            panels,
             workspace,
         } = self;
         let dims = run.attention.head_dim;
         let probabilities = workspace.probabilities.as_slice();
-        let rows = from_fn(|r| probabilities[r * TILE..(r + 1) * TILE].as_ptr());
         let mut acc = [[lanes.splat(0.0); W]; H];
         // Plain loops: closures would be compiled without the form's instructions.
         for (r, sums) in acc.iter_mut().enumerate() {
@@ -297,10 +373,18 @@ impl<E: KvElement, L: Lanes> TileWork for Sums<'_, '_, E, L> {
                 *sum = lanes.mul(before, factor);
             }
         }
-        let panel = workspace.values.as_slice()[column..].as_ptr();
-        // SAFETY: a line of probabilities holds TILE words, at least `depth`; the packed values
-        // have `depth` lines of `dims`, and W vectors from `column` stay inside a line.
-        unsafe { dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, panel, dims, depth) };
+        let lines = GROUP / E::PER_WORD;
+        for (group, first) in (0..depth).step_by(lines).enumerate() {
+            let rows = from_fn(|r| probabilities[r * TILE + first..(r + 1) * TILE].as_ptr());
+            let depth = lines.min(depth - first);
+            // SAFETY: a row of probabilities holds TILE words, at least `first + depth`; the
+            // group's values have `depth` lines of `dims` words, and W vectors from `column`
+            // stay inside a line.
+            unsafe {
+                let values = from_fn(|c| panels.values[group].add(column + c * L::LANES));
+                dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, &values, dims, depth);
+            }
+        }
         for (r, sums) in acc.iter().enumerate() {
             let start = (row + r) * dims + column;
             let line = &mut workspace.sums.as_mut_slice()[start..][..W * L::LANES];

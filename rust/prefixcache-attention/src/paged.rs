@@ -1,13 +1,31 @@
-//! The paged cache: writing tokens to it, and packing a tile of it for the dot products.
+//! The paged cache: where its numbers stand, writing tokens to it, and packing a tile of it.
+//!
+//! A layer's cache is a matrix of P * 2 * K rows: a block's keys of each head, then its values of
+//! each head, B * D numbers a row. Blocks of whole groups of 16 tokens hold each group as the dot
+//! products read it, so that a step reads the cache and copies nothing:
+//!
+//! - keys by word, then by token: the words w of 16 tokens are adjacent;
+//! - values by pairs of tokens (bfloat16) or by token (f32): word d holds number d of each.
+//!
+//! Other blocks hold their tokens one after the other, and are packed tile by tile.
 
 use prefixcache_cpu::{Bf16, Element, Lanes, Rows, RowsMut};
 
 /// Keys of a tile.
 pub(crate) const TILE: usize = 64;
 
+/// Tokens that lie packed together.
+pub(crate) const GROUP: usize = 16;
+
+/// Whether blocks of this size hold packed groups.
+#[inline(always)]
+pub(crate) fn holds_groups(block_size: usize) -> bool {
+    block_size.is_multiple_of(GROUP)
+}
+
 /// Writes each token's keys and values [T, K * D] to its slot, `block * block_size + offset`.
 ///
-/// `cache` has a row of K * D numbers for each of P * 2 * B tokens.
+/// The tokens of a block are written in their order, by one call or by several.
 ///
 /// # Panics
 /// The shapes do not fit, or a slot lies outside the cache.
@@ -18,28 +36,68 @@ pub fn append<E: Element>(
     keys: Rows<'_, E>,
     values: Rows<'_, E>,
 ) {
+    let dims = cache.width() / block_size;
+    let heads = keys.width() / dims;
+    assert_eq!(cache.width(), block_size * dims, "width of the cache");
     assert_eq!(
         (keys.rows(), keys.width()),
-        (slots.len(), cache.width()),
+        (slots.len(), heads * dims),
         "shape of the keys"
     );
     assert_eq!(
         (values.rows(), values.width()),
-        (slots.len(), cache.width()),
+        (slots.len(), heads * dims),
         "shape of the values"
     );
     for (token, &slot) in slots.iter().enumerate() {
         let slot = usize::try_from(slot).expect("slots are not negative");
-        let row = slot / block_size * 2 * block_size + slot % block_size;
-        // SAFETY: this thread alone writes, and each part ends before the next is asked for.
-        unsafe {
-            cache
-                .part(row, 0, cache.width())
-                .copy_from_slice(keys.row(token));
-            cache
-                .part(row + block_size, 0, cache.width())
-                .copy_from_slice(values.row(token));
+        let (block, offset) = (slot / block_size, slot % block_size);
+        let heads_of = |row| keys_and_values(keys.row(row), values.row(row), dims);
+        for (head, (key, value)) in heads_of(token).enumerate() {
+            let row = block * 2 * heads + head;
+            // SAFETY: this thread alone writes, and the parts are different rows.
+            let (key_page, value_page) = unsafe {
+                (
+                    cache.part(row, 0, cache.width()),
+                    cache.part(row + heads, 0, cache.width()),
+                )
+            };
+            if holds_groups(block_size) {
+                write_grouped_key(key_page, offset, key);
+                write_grouped_value(value_page, offset, value);
+            } else {
+                key_page[offset * dims..][..dims].copy_from_slice(key);
+                value_page[offset * dims..][..dims].copy_from_slice(value);
+            }
         }
+    }
+}
+
+fn keys_and_values<'a, E>(
+    keys: &'a [E],
+    values: &'a [E],
+    dims: usize,
+) -> impl Iterator<Item = (&'a [E], &'a [E])> {
+    keys.chunks_exact(dims).zip(values.chunks_exact(dims))
+}
+
+fn write_grouped_key<E: Element>(page: &mut [E], offset: usize, key: &[E]) {
+    let group = &mut page[offset / GROUP * GROUP * key.len()..][..GROUP * key.len()];
+    let lines = group.chunks_exact_mut(GROUP * E::PER_WORD);
+    let place = offset % GROUP * E::PER_WORD;
+    for (line, word) in lines.zip(key.chunks_exact(E::PER_WORD)) {
+        line[place..place + E::PER_WORD].copy_from_slice(word);
+    }
+}
+
+/// Also zeroes what follows in the same words, which may be left from another sequence: a tile
+/// reads whole words.
+fn write_grouped_value<E: Element>(page: &mut [E], offset: usize, value: &[E]) {
+    let line = E::PER_WORD * value.len();
+    let words = page[offset / E::PER_WORD * line..][..line].chunks_exact_mut(E::PER_WORD);
+    for (word, &number) in words.zip(value) {
+        word[offset % E::PER_WORD] = number;
+        word[offset % E::PER_WORD + 1..].fill(E::from_f32(0.0));
     }
 }
 
@@ -87,7 +145,7 @@ unsafe fn load_or_zeros<E: Element, L: Lanes>(lanes: L, row: *const E, at: usize
     }
 }
 
-/// Packs keys for scores: word w of key k stands at `to[w * TILE + k]`.
+/// Packs keys for scores: word w of key k stands at `to[(k / 16 * words + w) * 16 + k % 16]`.
 ///
 /// # Safety
 /// Each row is null or readable for `words` words; `to` is writable for `words * TILE` words.
@@ -98,19 +156,15 @@ pub(crate) unsafe fn pack_keys<E: Element, L: Lanes>(
     words: usize,
     to: *mut u32,
 ) {
-    let (groups, _) = keys.as_chunks::<16>();
+    let (groups, _) = keys.as_chunks::<GROUP>();
     for (number, group) in groups.iter().enumerate() {
         if group.iter().all(|key| key.is_null()) {
             continue; // Out of every row's sight: whatever is there will be masked.
         }
-        // SAFETY: as the caller vouches; 16 columns from `number * 16` stay inside a line.
+        // SAFETY: as the caller vouches; a group takes `words` lines of 16 words.
         unsafe {
-            lanes.transpose(
-                &group.map(|key| key.cast()),
-                words,
-                to.add(number * 16),
-                TILE,
-            );
+            let to = to.add(number * words * GROUP);
+            lanes.transpose(&group.map(|key| key.cast()), words, to, GROUP);
         }
     }
 }

@@ -126,19 +126,14 @@ impl Plan {
         &self.tasks
     }
 
-    /// The rows of the cache, seen as [P * 2 * B] rows, that hold the keys of the task's sequence
-    /// from a position on; each key's value stands `block_size` rows later.
+    /// The page, and the token's number in it, of a position of the task's sequence.
     #[inline(always)]
-    pub(crate) fn key_rows(&self, task: &Task, position: usize) -> impl Iterator<Item = usize> {
+    pub(crate) fn place(&self, task: &Task, position: usize) -> (usize, usize) {
         let pages = &self.pages[self.sequences[task.sequence].pages.clone()];
-        let offset = position % self.block_size;
-        pages[position / self.block_size..]
-            .iter()
-            .flat_map(move |page| {
-                let first = page * 2 * self.block_size;
-                first..first + self.block_size
-            })
-            .skip(offset)
+        (
+            pages[position / self.block_size],
+            position % self.block_size,
+        )
     }
 }
 
@@ -227,8 +222,8 @@ mod tests {
         assert_eq!(starts, [(0, 14), (1, 15)]);
         let task = plan.tasks.iter().find(|t| t.sequence == 0).expect("a task");
         assert_eq!(
-            plan.key_rows(task, 14).take(3).collect::<Vec<_>>(),
-            [142, 143, 32]
+            [14, 15, 16].map(|position| plan.place(task, position)),
+            [(4, 14), (4, 15), (1, 0)]
         );
     }
 

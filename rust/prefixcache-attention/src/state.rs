@@ -4,14 +4,16 @@ use prefixcache_cpu::tile::MAX_HEIGHT;
 use prefixcache_cpu::{AlignedWords, Element, Lanes};
 
 use crate::Attention;
-use crate::paged::TILE;
+use crate::paged::{GROUP, TILE};
 
 /// What a task keeps while it goes through the tiles; all are words of 4 bytes.
 pub(crate) struct Workspace {
-    /// [D / numbers a word, TILE]
+    /// [TILE / 16, D / numbers a word, 16]: keys of a tile whose blocks hold no packed groups.
     pub(crate) keys: AlignedWords,
-    /// [TILE / numbers a word, D]
+    /// [TILE / numbers a word, D]: values of such a tile.
     pub(crate) values: AlignedWords,
+    /// A packed group of zeros, for those behind a window.
+    pub(crate) zeros: AlignedWords,
     /// [MAX_HEIGHT, TILE]: scores, in `f32`.
     pub(crate) scores: AlignedWords,
     /// [MAX_HEIGHT, TILE]: probabilities, in the type of the cache.
@@ -23,10 +25,12 @@ pub(crate) struct Workspace {
 }
 
 impl Workspace {
-    pub(crate) fn new(rows: usize, head_dim: usize) -> Self {
+    pub(crate) fn new(rows: usize, head_dim: usize, grouped: bool) -> Self {
+        let (packed, hidden) = if grouped { (0, GROUP) } else { (TILE, 0) };
         Self {
-            keys: AlignedWords::zeroed(head_dim * TILE),
-            values: AlignedWords::zeroed(head_dim * TILE),
+            keys: AlignedWords::zeroed(head_dim * packed),
+            values: AlignedWords::zeroed(head_dim * packed),
+            zeros: AlignedWords::zeroed(head_dim * hidden),
             scores: AlignedWords::zeroed(MAX_HEIGHT * TILE),
             probabilities: AlignedWords::zeroed(MAX_HEIGHT * TILE),
             sums: AlignedWords::zeroed(rows * head_dim),

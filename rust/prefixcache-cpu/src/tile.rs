@@ -1,6 +1,6 @@
 //! The one dot-product tile that all matrix products are made of.
 //!
-//! A *panel* is a matrix of words laid out so that columns are adjacent: word w of column c stands
+//! A *panel* is a vector of columns laid out so that they are adjacent: word w of its column c stands
 //! at `panel[w * stride + c]`. A row of activations is a sequence of words, two bfloat16 to a
 //! word. Element (row, column) is a chain of additions along the depth, one word after the other:
 //! it does not depend on the tile's height or width, nor on what else the tile holds.
@@ -11,27 +11,26 @@ use crate::lanes::Lanes;
 /// The most rows of a tile.
 pub const MAX_HEIGHT: usize = 6;
 
-/// `acc[r][c] += sum over w of rows[r][w] * panel[w * stride + c]`, in the order of w.
+/// `acc[r][c] += sum over w of rows[r][w] * panels[c][w * stride..]`, in the order of w.
 ///
 /// # Safety
-/// Each row is readable for `depth` words, and `panel` for `W * L::LANES` words at each of `depth`
+/// Each row is readable for `depth` words, and each panel for `L::LANES` words at each of `depth`
 /// multiples of `stride`.
 #[inline(always)]
 pub unsafe fn dot_tile<E: Element, L: Lanes, const H: usize, const W: usize>(
     lanes: L,
     acc: &mut [[L::V; W]; H],
     rows: &[*const u32; H],
-    panel: *const u32,
+    panels: &[*const u32; W],
     stride: usize,
     depth: usize,
 ) {
     for w in 0..depth {
         // SAFETY: w is below `depth`, so the caller vouches for these addresses.
         unsafe {
-            let line = panel.add(w * stride);
             let mut columns = [lanes.splat(0.0); W];
-            for (c, column) in columns.iter_mut().enumerate() {
-                *column = lanes.load(line.add(c * L::LANES).cast());
+            for (column, panel) in columns.iter_mut().zip(panels) {
+                *column = lanes.load(panel.add(w * stride).cast());
             }
             for r in 0..H {
                 let x = lanes.splat_word(rows[r].add(w).read_unaligned());

@@ -245,11 +245,12 @@ impl<E: Element, O: Element, L: Lanes> TileWork for Tile<'_, E, O, L> {
         } = self;
         let depth = task.layer.inputs / E::PER_WORD;
         let rows = std::array::from_fn(|r| task.x.row(row + r).as_ptr().cast());
-        let panel = task.layer.panel(task.panel)[column..].as_ptr();
+        let panel = &task.layer.panel(task.panel)[column..];
+        let panels = std::array::from_fn(|c| panel[c * L::LANES..].as_ptr());
         let mut acc = [[lanes.splat(0.0); W]; H];
         // SAFETY: a row of x holds `depth` words, and a panel `depth` lines of 64 of which
         // `column` starts a group of W * LANES.
-        unsafe { dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, panel, PANEL, depth) };
+        unsafe { dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, &panels, PANEL, depth) };
         for (r, sums) in acc.iter().enumerate() {
             for (c, &sum) in sums.iter().enumerate() {
                 let column = task.panel * PANEL + column + c * L::LANES;

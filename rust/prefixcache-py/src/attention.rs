@@ -124,7 +124,7 @@ impl PagedAttention {
         })
     }
 
-    /// Take the block tables of a step over a cache [num_pages, 2, block_size, K, D].
+    /// Take the block tables of a step over a cache [num_pages, 2, K, block_size, D].
     ///
     /// The queries of sequence s are rows `qo_indptr[s]:qo_indptr[s + 1]`, its last tokens.
     #[expect(clippy::too_many_arguments, reason = "the arrays of a block table")]
@@ -190,7 +190,8 @@ impl PagedAttention {
             self.attention.heads() * dims,
             self.attention.kv_heads() * dims,
         );
-        let cache_rows = step.plan.num_pages() * 2 * step.plan.block_size();
+        let cache_rows = step.plan.num_pages() * 2 * self.attention.kv_heads();
+        let page_width = step.plan.block_size() * dims;
         let of = |name, address, width, stride| Matrix {
             name,
             address,
@@ -199,7 +200,7 @@ impl PagedAttention {
             stride,
         };
         let tensors = Tensors {
-            cache: Matrix::dense("cache", cache, cache_rows, kv_width),
+            cache: Matrix::dense("cache", cache, cache_rows, page_width),
             queries: of("queries", queries, width, query_stride),
             keys: of("keys", keys, kv_width, key_stride),
             values: of("values", values, kv_width, value_stride),

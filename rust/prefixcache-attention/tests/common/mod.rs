@@ -90,7 +90,8 @@ impl<'a, E: KvElement> Layer<'a, E> {
         };
         let group = self.attention.heads() / self.attention.kv_heads();
         let plan = Plan::new(tables, PAGES, self.block_size, group).expect("a sound step");
-        let cache = RowsMut::new(&mut self.cache, kv_width);
+        let page_width = self.block_size * self.attention.head_dim();
+        let cache = RowsMut::new(&mut self.cache, page_width);
         append(
             &cache,
             self.block_size,
@@ -104,7 +105,7 @@ impl<'a, E: KvElement> Layer<'a, E> {
             self.team,
             &self.attention,
             &plan,
-            Rows::new(&self.cache, kv_width),
+            Rows::new(&self.cache, page_width),
             Rows::new(&queries, width),
             &RowsMut::new(&mut out, width),
         );

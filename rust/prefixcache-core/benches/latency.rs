@@ -43,7 +43,7 @@ fn cache(pool: &impl BlockStore, keys: &[BlockKey]) {
 /// evicts. `hot` stays cached, as it is taken again and again.
 fn write_turn(pool: &impl BlockStore, hot: &[BlockKey], turn: usize) {
     let mut blocks = Vec::with_capacity(REQUEST);
-    let _ = pool.commit(hot, 0, &mut blocks);
+    let _ = pool.commit(hot.iter().copied(), 0, &mut blocks);
     pool.release(&blocks).unwrap();
     cache(pool, &keys((turn + 2) * REQUEST, REQUEST));
 }
@@ -150,7 +150,7 @@ fn dead_run<M: Mode>(name: &str) {
     let mut releases = Vec::new();
     for chunk in (0..4).flat_map(|_| all.chunks(REQUEST)) {
         let mut taken = Vec::with_capacity(REQUEST);
-        pool.commit(chunk, 0, &mut taken).unwrap();
+        pool.commit(chunk.iter().copied(), 0, &mut taken).unwrap();
         let before = Instant::now();
         pool.release(&taken).unwrap();
         releases.push(before.elapsed());

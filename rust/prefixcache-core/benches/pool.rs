@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
 use prefixcache_core::plain::PlainPool;
-use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
+use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig};
 
 /// Blocks of one request: a prompt of 32k tokens.
@@ -21,8 +21,9 @@ const SIZES: [usize; 3] = [1 << 14, 1 << 17, 1 << 20];
 /// What is measured: a pool, and how its calls are made.
 trait Subject {
     const NAME: &'static str;
+    type Pool: BlockStore;
     fn new(num_blocks: usize) -> Self;
-    fn with<T>(&self, work: impl FnOnce(&dyn BlockStore) -> T) -> T;
+    fn with<T>(&self, work: impl FnOnce(&Self::Pool) -> T) -> T;
     fn drops(&self) -> u64 {
         0
     }
@@ -30,43 +31,45 @@ trait Subject {
 
 impl Subject for PlainPool {
     const NAME: &'static str = "plain";
+    type Pool = Self;
     fn new(num_blocks: usize) -> Self {
         Self::new(PoolConfig::new(num_blocks)).unwrap()
     }
-    fn with<T>(&self, work: impl FnOnce(&dyn BlockStore) -> T) -> T {
+    fn with<T>(&self, work: impl FnOnce(&Self) -> T) -> T {
         work(self)
     }
 }
 
 impl Subject for Mutex<PlainPool> {
     const NAME: &'static str = "mutex";
+    type Pool = PlainPool;
     fn new(num_blocks: usize) -> Self {
         Self::new(<PlainPool as Subject>::new(num_blocks))
     }
-    fn with<T>(&self, work: impl FnOnce(&dyn BlockStore) -> T) -> T {
-        work(&*self.lock().unwrap())
+    fn with<T>(&self, work: impl FnOnce(&PlainPool) -> T) -> T {
+        work(&self.lock().unwrap())
     }
 }
 
-impl Subject for BlockPool<Shared> {
+trait Named: Mode {
+    const NAME: &'static str;
+}
+
+impl Named for Shared {
     const NAME: &'static str = "shared";
-    fn new(num_blocks: usize) -> Self {
-        Self::new(PoolConfig::new(num_blocks)).unwrap()
-    }
-    fn with<T>(&self, work: impl FnOnce(&dyn BlockStore) -> T) -> T {
-        work(self)
-    }
-    fn drops(&self) -> u64 {
-        self.content_drops()
-    }
 }
 
-impl Subject for BlockPool<SingleWriter> {
+impl Named for SingleWriter {
     const NAME: &'static str = "single_writer";
+}
+
+impl<M: Named> Subject for BlockPool<M> {
+    const NAME: &'static str = M::NAME;
+    type Pool = Self;
     fn new(num_blocks: usize) -> Self {
         Self::new(PoolConfig::new(num_blocks)).unwrap()
     }
-    fn with<T>(&self, work: impl FnOnce(&dyn BlockStore) -> T) -> T {
+    fn with<T>(&self, work: impl FnOnce(&Self) -> T) -> T {
         work(self)
     }
     fn drops(&self) -> u64 {
@@ -106,7 +109,7 @@ fn keys(request: usize) -> Vec<BlockKey> {
         .collect()
 }
 
-fn register_all(pool: &dyn BlockStore, blocks: &[BlockId], keys: &[BlockKey]) {
+fn register_all(pool: &impl BlockStore, blocks: &[BlockId], keys: &[BlockKey]) {
     for (&block, &key) in blocks.iter().zip(keys) {
         let _ = pool.register(block, key, pool.epoch()).unwrap();
     }
@@ -130,11 +133,6 @@ fn full<S: Subject>(num_blocks: usize) -> (S, usize) {
         pool.release(&blocks).unwrap();
     });
     (subject, requests)
-}
-
-/// Runs `work` as often as criterion asks and sums the times that it returns.
-fn timed(mut work: impl FnMut() -> Duration) -> impl FnMut(u64) -> Duration {
-    move |rounds| (0..rounds).map(|_| work()).sum()
 }
 
 fn time<T>(work: impl FnOnce() -> T) -> (Duration, T) {
@@ -161,70 +159,70 @@ fn allocate_and_free<S: Subject>(criterion: &mut Criterion, batch: usize) {
     }
 }
 
-fn evict<S: Subject>(criterion: &mut Criterion, batch: usize) {
-    let mut group = criterion.benchmark_group(format!("evict_{batch}"));
+/// Measures `work`, which returns the time that counts, on full pools of each size. It is told how many
+/// requests they hold.
+fn on_full_pools<S: Subject>(
+    criterion: &mut Criterion,
+    name: &str,
+    batch: usize,
+    mut work: impl FnMut(&S, usize) -> Duration,
+) {
+    let mut group = criterion.benchmark_group(format!("{name}_{batch}"));
     group.throughput(Throughput::Elements(batch as u64));
     for size in SIZES {
-        let (subject, mut fresh) = full::<S>(size);
+        let (subject, requests) = full::<S>(size);
         group.bench_function(BenchmarkId::new(S::NAME, size), |bencher| {
-            bencher.iter_custom(timed(|| {
-                let mut blocks = Vec::with_capacity(batch);
-                let (elapsed, outcome) =
-                    time(|| subject.with(|pool| pool.allocate(batch, &mut blocks)));
-                outcome.unwrap();
-                fresh += 1;
-                subject.with(|pool| {
-                    register_all(pool, &blocks, &keys(fresh));
-                    pool.release(&blocks).unwrap();
-                });
-                elapsed
-            }));
+            bencher.iter_custom(|rounds| (0..rounds).map(|_| work(&subject, requests)).sum());
         });
         assert_eq!(subject.drops(), 0, "content was dropped");
     }
+}
+
+fn evict<S: Subject>(criterion: &mut Criterion, batch: usize) {
+    // More than any pool holds.
+    let mut fresh = 1 << 20;
+    on_full_pools::<S>(criterion, "evict", batch, |subject, _| {
+        let mut blocks = Vec::with_capacity(batch);
+        let (elapsed, outcome) = time(|| subject.with(|pool| pool.allocate(batch, &mut blocks)));
+        outcome.unwrap();
+        fresh += 1;
+        subject.with(|pool| {
+            register_all(pool, &blocks, &keys(fresh));
+            pool.release(&blocks).unwrap();
+        });
+        elapsed
+    });
 }
 
 fn touch_and_release<S: Subject>(criterion: &mut Criterion) {
-    let mut group = criterion.benchmark_group("touch_and_release_2048");
-    group.throughput(Throughput::Elements(REQUEST as u64));
-    for size in SIZES {
-        let (subject, requests) = full::<S>(size);
-        let mut random = Random(2);
-        group.bench_function(BenchmarkId::new(S::NAME, size), |bencher| {
-            bencher.iter_custom(timed(|| {
-                let keys = keys(random.below(requests));
-                let mut blocks = Vec::with_capacity(REQUEST);
-                let (taking, hits) =
-                    time(|| subject.with(|pool| pool.commit(&keys, 0, &mut blocks)));
-                assert_eq!(hits, Ok(REQUEST));
-                blocks.reverse();
-                let (giving, outcome) = time(|| subject.with(|pool| pool.release(&blocks)));
-                outcome.unwrap();
-                taking + giving
-            }));
-        });
-        assert_eq!(subject.drops(), 0, "content was dropped");
-    }
+    let mut random = Random(2);
+    on_full_pools::<S>(
+        criterion,
+        "touch_and_release",
+        REQUEST,
+        |subject, requests| {
+            let keys = keys(random.below(requests));
+            let hits = keys.iter().copied();
+            let mut blocks = Vec::with_capacity(REQUEST);
+            let (taking, hits) = time(|| subject.with(|pool| pool.commit(hits, 0, &mut blocks)));
+            assert_eq!(hits, Ok(REQUEST));
+            blocks.reverse();
+            let (giving, outcome) = time(|| subject.with(|pool| pool.release(&blocks)));
+            outcome.unwrap();
+            taking + giving
+        },
+    );
 }
 
 fn probe<S: Subject>(criterion: &mut Criterion) {
-    let mut group = criterion.benchmark_group("probe_2048");
-    group.throughput(Throughput::Elements(REQUEST as u64));
-    for size in SIZES {
-        let (subject, requests) = full::<S>(size);
-        let mut random = Random(3);
-        group.bench_function(BenchmarkId::new(S::NAME, size), |bencher| {
-            bencher.iter_custom(timed(|| {
-                let keys = keys(random.below(requests));
-                let (elapsed, hits) = time(|| {
-                    subject
-                        .with(|pool| keys.iter().filter(|key| pool.lookup(key).is_some()).count())
-                });
-                assert_eq!(hits, REQUEST);
-                elapsed
-            }));
-        });
-    }
+    let mut random = Random(3);
+    on_full_pools::<S>(criterion, "probe", REQUEST, |subject, requests| {
+        let keys = keys(random.below(requests));
+        let hits = |pool: &S::Pool| keys.iter().filter(|key| pool.lookup(key).is_some()).count();
+        let (elapsed, hits) = time(|| subject.with(hits));
+        assert_eq!(hits, REQUEST);
+        elapsed
+    });
 }
 
 fn build<S: Subject>(criterion: &mut Criterion) {

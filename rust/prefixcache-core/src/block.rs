@@ -33,6 +33,8 @@
 //!   content changes and unique to each registration; the content's stores release and its loads
 //!   acquire, so a reader that saw new content sees `seq` changed.
 
+use std::num::NonZeroU64;
+
 use crate::id::Epoch;
 use crate::store::BlockKey;
 use crate::sync::{AtomicU16, AtomicU32, AtomicU64, Fault, Mode, Ordering, planted};
@@ -473,24 +475,22 @@ impl Block {
         }
     }
 
-    /// Whether the block's words are those of `content`, compared in registers: gathered in memory
-    /// first, they would be read back at another width than written, which stalls.
+    /// Whether the block's words are those of `content`, compared in registers: an iterator over both
+    /// would be kept in memory, and gathering the words there first stalls.
     #[inline]
     fn equals(&self, content: &Content) -> bool {
-        let differing = u64::from(self.group.load(Acquire) ^ content.group);
-        let words = self.hash.iter().zip(content.hash);
-        words.fold(differing, |sum, (word, other)| {
-            sum | (word.load(Acquire) ^ other)
-        }) == 0
+        let differing = |word: usize| self.hash[word].load(Acquire) ^ content.hash[word];
+        let group = u64::from(self.group.load(Acquire) ^ content.group);
+        differing(0) | differing(1) | differing(2) | differing(3) | group == 0
     }
 
     /// The registration that gave the block `content` in `epoch`, if that is what it holds.
     #[inline]
-    pub(crate) fn matches(&self, content: &Content, epoch: Epoch) -> Option<u64> {
-        let seq = self.seq();
-        let same = seq != 0 && self.epoch() == epoch && self.equals(content);
+    pub(crate) fn matches(&self, content: &Content, epoch: Epoch) -> Option<NonZeroU64> {
+        let seq = NonZeroU64::new(self.seq())?;
+        let same = self.epoch() == epoch && self.equals(content);
         // Relaxed: the loads of the content acquire, so this one cannot pass before them.
-        (same && self.seq.load(Relaxed) == seq).then_some(seq)
+        (same && self.seq.load(Relaxed) == seq.get()).then_some(seq)
     }
 }
 

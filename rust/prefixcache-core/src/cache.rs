@@ -6,6 +6,7 @@
 //!
 //! Every method checks all its arguments before it changes anything.
 
+use std::iter;
 use std::sync::Arc;
 
 use crate::error::{Argument, Broken, CacheError, InvalidArgument, Misuse, SequenceFault};
@@ -14,6 +15,9 @@ use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
 use crate::sequence::{BlockHashes, Holding, Sequence};
 use crate::store::{BlockKey, BlockStore, Registration};
 use crate::sync::{AtomicBool, AtomicU64, Ordering};
+
+/// How many blocks before its registration the store is told of a block.
+const EXPECT_AHEAD: usize = 8;
 
 /// A block that was registered while another block already held the same content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -125,7 +129,7 @@ impl<S: BlockStore> PrefixCache<S> {
         if self.keeps_prefixes() {
             return hashes.partition_point(|&hash| self.is_hit(hash));
         }
-        let keys = hashes.iter().flat_map(|&hash| self.keys_of(hash));
+        let keys = self.chain_config.groups.keys(hashes);
         self.store.count_leading(keys) / self.num_groups()
     }
 
@@ -234,13 +238,18 @@ impl<S: BlockStore> PrefixCache<S> {
     /// lacking.
     fn take(&self, hits: &[BlockHash], new_blocks: usize) -> Result<Option<Taken>, Misuse> {
         let groups = self.num_groups();
-        let mut keys = Vec::with_capacity(hits.len() * groups);
-        for &hash in hits {
-            keys.extend(self.keys_of(hash));
-        }
-        let likely_new = self.store.num_free().min(new_blocks * groups);
-        let mut blocks = Vec::with_capacity(keys.len() + likely_new);
-        let Ok(taken) = self.store.commit(&keys, new_blocks * groups, &mut blocks) else {
+        let new = new_blocks * groups;
+        let likely_new = self.store.num_free().min(new);
+        let mut blocks = Vec::with_capacity(hits.len() * groups + likely_new);
+        let outcome = if groups == 1 {
+            // As every key costs: nothing is counted where there is nothing to count.
+            let key = |&hash| BlockKey::new(hash, GroupId::default());
+            self.store.commit(hits.iter().map(key), new, &mut blocks)
+        } else {
+            let keys = self.chain_config.groups.keys(hits);
+            self.store.commit(keys, new, &mut blocks)
+        };
+        let Ok(taken) = outcome else {
             return Ok(None);
         };
         // A hit that only some groups still have is none.
@@ -373,8 +382,12 @@ impl<S: BlockStore> PrefixCache<S> {
             return Ok(());
         };
         let full = upto / self.block_size();
+        let hashes = &sequence.chain.hashes()[..full];
         for index in holding.num_published..full {
-            let hash = sequence.chain.hashes()[index];
+            if let Some(&soon) = hashes.get(index + EXPECT_AHEAD) {
+                self.keys_of(soon).for_each(|key| self.store.expect(&key));
+            }
+            let hash = hashes[index];
             for (table, key) in holding.tables.iter().zip(self.keys_of(hash)) {
                 let outcome = self.store.register(table[index], key, holding.epoch)?;
                 if let Registration::Twin(holder) = outcome {
@@ -403,7 +416,11 @@ impl<S: BlockStore> PrefixCache<S> {
         self.check_owner(sequence, "sequence".into())?;
         let key = self.published_key(sequence, group, index)?;
         let mut taken = Vec::with_capacity(1);
-        let hit = self.store.commit(&[key], 0, &mut taken).unwrap_or(0) == 1;
+        let hit = self
+            .store
+            .commit(iter::once(key), 0, &mut taken)
+            .unwrap_or(0)
+            == 1;
         if !hit || taken[0] != block {
             self.store.release(&taken)?;
             let reason = format!("must be the block that hits for this content, not {block}");

@@ -82,7 +82,8 @@ impl Script {
         let outcome = match what % 16 {
             0..4 => {
                 let epoch = pool.epoch();
-                let outcome = pool.commit(&keys(a, b % 9), usize::from(b / 9) % 9, &mut out);
+                let outcome =
+                    pool.commit(keys(a, b % 9).into_iter(), usize::from(b / 9) % 9, &mut out);
                 taken = outcome.is_ok().then(|| Request {
                     blocks: out.clone(),
                     epoch,

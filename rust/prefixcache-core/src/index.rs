@@ -1,7 +1,7 @@
 //! From content to block: a fixed table with open addressing, whose readers never wait.
 //!
 //! A bucket is one cache line: a word that counts overflows, and seven entries of
-//! `fingerprint:32 | block + 1:32`. An insertion takes the first empty entry from its home bucket on
+//! `block + 1:32 | fingerprint:32`. An insertion takes the first empty entry from its home bucket on
 //! and counts itself in every bucket that it passed. A lookup goes on past a bucket only while that
 //! count is not 0, so a removal just empties the entry and takes the counts back; no tombstone is ever
 //! left. Chains end after [`MAX_CHAIN`] buckets, which bounds a lookup (wait-free); an insertion that
@@ -62,19 +62,19 @@ pub(crate) struct Spot {
 
 impl Spot {
     fn entry(self, block: BlockId) -> u64 {
-        u64::from(self.fingerprint) << 32 | u64::from(block.get() + 1)
+        u64::from(block.get() + 1) << 32 | u64::from(self.fingerprint)
     }
 
     /// The fingerprint of an entry.
     #[inline]
     fn of(entry: u64) -> u32 {
-        (entry >> 32) as u32
+        entry as u32
     }
 
     /// The block of an entry that is not empty.
     #[inline]
     fn block(entry: u64) -> BlockId {
-        BlockId::new((entry as u32).wrapping_sub(1))
+        BlockId::new(((entry >> 32) as u32).wrapping_sub(1))
     }
 }
 
@@ -88,6 +88,13 @@ pub(crate) enum Only {
     This(BlockId),
     /// Two or more may.
     Unclear,
+}
+
+/// The high half of a product on its low half: every bit of both factors counts everywhere.
+#[inline]
+fn fold(one: u64, other: u64) -> u64 {
+    let product = u128::from(one) * u128::from(other);
+    (product >> 64) as u64 ^ product as u64
 }
 
 /// The table. It never grows: it is made for the most blocks that the pool may have.
@@ -106,24 +113,17 @@ impl Index {
 
     /// Where `content` belongs.
     ///
-    /// Hashes are uniform already, but nothing forces a caller to bring good ones, so all bits count.
+    /// Hashes are uniform already, but nothing forces a caller to bring good ones, so all bits count:
+    /// two folded products, as in wyhash (Wang Yi, 2019).
     #[inline]
     pub(crate) fn spot(&self, content: &Content) -> Spot {
-        const ODD: [u64; 6] = [
-            0x9e37_79b9_7f4a_7c15,
-            0xc2b2_ae3d_27d4_eb4f,
-            0x1656_67b1_9e37_79f9,
-            0xd6e8_feb8_6659_fd93,
-            0xff51_afd7_ed55_8ccd,
-            0xc4ce_b9fe_1a85_ec53,
-        ];
-        // Products that do not wait for each other, then two rounds that bring all bits to all places.
         let [a, b, c, d] = content.hash;
-        let low = a.wrapping_mul(ODD[0]) ^ b.wrapping_mul(ODD[1]).rotate_left(32);
-        let high = c.wrapping_mul(ODD[2]) ^ d.wrapping_mul(ODD[3]).rotate_left(32);
-        let sum = low.wrapping_add(high.rotate_left(17)) ^ u64::from(content.group);
-        let mixed = (sum ^ (sum >> 32)).wrapping_mul(ODD[4]);
-        let mixed = (mixed ^ (mixed >> 29)).wrapping_mul(ODD[5]);
+        let head = fold(a ^ 0x9e37_79b9_7f4a_7c15, b ^ 0xc2b2_ae3d_27d4_eb4f);
+        let tail = fold(
+            c ^ 0x1656_67b1_9e37_79f9,
+            d ^ 0xd6e8_feb8_6659_fd93 ^ u64::from(content.group),
+        );
+        let mixed = head ^ tail.rotate_left(32);
         Spot {
             home: (mixed >> 32) as usize & (self.buckets.len() - 1),
             fingerprint: mixed as u32,

@@ -107,7 +107,7 @@ impl BlockStore for PlainPool {
 
     fn commit(
         &self,
-        keys: &[BlockKey],
+        keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
         num_new: usize,
         out: &mut Vec<BlockId>,
     ) -> Result<usize, Exhausted> {
@@ -214,12 +214,12 @@ impl State {
 
     fn commit(
         &mut self,
-        keys: &[BlockKey],
+        keys: impl Iterator<Item = BlockKey>,
         num_new: usize,
         out: &mut Vec<BlockId>,
     ) -> Result<usize, Exhausted> {
         let first = out.len();
-        out.extend(keys.iter().map_while(|key| self.lookup(key)));
+        out.extend(keys.map_while(|key| self.lookup(&key)));
         let hits = out.len() - first;
         let free_hits = out[first..].iter().filter(|&&id| self.is_free(id)).count();
         let needed = num_new.saturating_add(free_hits);

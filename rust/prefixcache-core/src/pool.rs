@@ -46,7 +46,7 @@ mod take;
 #[cfg(all(test, not(any(loom, shuttle))))]
 mod tests;
 
-use crate::block::{Block, Tier};
+use crate::block::{Block, Content, Tier};
 use crate::credits::Credits;
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse};
 use crate::free_stack::{FreeStack, FreshRun};
@@ -196,7 +196,7 @@ impl<M: Mode> BlockStore for BlockPool<M> {
         self.find(key)
     }
 
-    fn count_leading(&self, keys: impl Iterator<Item = BlockKey>) -> usize {
+    fn count_leading(&self, keys: impl Iterator<Item = BlockKey> + Clone) -> usize {
         let mut count = 0;
         self.find_leading(keys, |_| {
             count += 1;
@@ -211,11 +211,15 @@ impl<M: Mode> BlockStore for BlockPool<M> {
 
     fn commit(
         &self,
-        keys: &[BlockKey],
+        keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
         num_new: usize,
         out: &mut Vec<BlockId>,
     ) -> Result<usize, Exhausted> {
         self.take(keys, num_new, out)
+    }
+
+    fn expect(&self, key: &BlockKey) {
+        self.index.prefetch(self.index.spot(&Content::from(key)));
     }
 
     fn register(

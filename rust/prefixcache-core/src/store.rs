@@ -16,6 +16,8 @@
 //! **Retiring.** `resize` below a block's id retires it: it loses its hash at once, a free one
 //! leaves the line at once, a held one when its last holder releases it.
 
+use std::iter;
+
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse};
 use crate::id::{BlockHash, BlockId, Epoch, GroupId, MAX_BLOCKS};
 use crate::stats::StoreStats;
@@ -114,10 +116,7 @@ pub trait BlockStore {
     fn lookup(&self, key: &BlockKey) -> Option<BlockId>;
 
     /// How many of the leading `keys` hit.
-    fn count_leading(&self, keys: impl Iterator<Item = BlockKey>) -> usize
-    where
-        Self: Sized,
-    {
+    fn count_leading(&self, keys: impl Iterator<Item = BlockKey> + Clone) -> usize {
         keys.take_while(|key| self.lookup(key).is_some()).count()
     }
 
@@ -135,7 +134,7 @@ pub trait BlockStore {
     /// new blocks are chosen, so a new block is never one of the hits.
     fn commit(
         &self,
-        keys: &[BlockKey],
+        keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
         num_new: usize,
         out: &mut Vec<BlockId>,
     ) -> Result<usize, Exhausted>;
@@ -143,8 +142,11 @@ pub trait BlockStore {
     /// Takes `count` blocks from the front of the free line, all or none, and appends them to `out`.
     /// A block that is handed out again loses its hash and its pin.
     fn allocate(&self, count: usize, out: &mut Vec<BlockId>) -> Result<(), Exhausted> {
-        self.commit(&[], count, out).map(|_| ())
+        self.commit(iter::empty(), count, out).map(|_| ())
     }
+
+    /// Says that `key` will be registered soon, so that its place may be fetched. Changes nothing.
+    fn expect(&self, _key: &BlockKey) {}
 
     /// Lets a held block be found under `key`, unless the index was cleared since `epoch`, which is
     /// the value of [`BlockStore::epoch`] from before the block was allocated.

@@ -84,7 +84,8 @@ impl<M: Mode> World<M> {
         let expected = self.pool.count_leading(keys.iter().copied());
         let mut blocks = Vec::new();
         let new = contents.len() - expected + 1;
-        let Ok(hits) = self.pool.commit(&keys[..expected], new, &mut blocks) else {
+        let expected = keys[..expected].iter().copied();
+        let Ok(hits) = self.pool.commit(expected, new, &mut blocks) else {
             return;
         };
         for (block, &content) in blocks[..hits].iter().zip(&contents) {

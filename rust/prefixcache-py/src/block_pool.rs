@@ -64,9 +64,8 @@ impl Pool {
     }
 }
 
-fn keys(hashes: &[BlockHash], group: GroupId) -> Vec<BlockKey> {
-    let key = |&hash| BlockKey::new(hash, group);
-    hashes.iter().map(key).collect()
+fn keys(hashes: &[BlockHash], group: GroupId) -> impl ExactSizeIterator<Item = BlockKey> + Clone {
+    hashes.iter().map(move |&hash| BlockKey::new(hash, group))
 }
 
 #[pymethods]
@@ -118,7 +117,7 @@ impl BlockPool {
         let (pool, _writing) = self.pool_to_write()?;
         pool.check_count("num_new", num_new)?;
         let mut blocks = Vec::with_capacity(keys.len() + num_new);
-        match on!(pool, |pool| pool.commit(&keys, num_new, &mut blocks)) {
+        match on!(pool, |pool| pool.commit(keys, num_new, &mut blocks)) {
             Ok(hits) => Ok(Some((hits, ids_of(&blocks)))),
             Err(Exhausted { .. }) => Ok(None),
         }

@@ -1,5 +1,7 @@
 //! What blocks hold: lookups, registrations, and how content is forgotten.
 
+use std::num::NonZeroU64;
+
 use super::BlockPool;
 use crate::block::{Block, Claim, Content, State, Unhold};
 use crate::error::Misuse;
@@ -11,7 +13,7 @@ use crate::sync::{AtomicU32, AtomicU64, Fault, Mode, Ordering, OwnLine, planted,
 use Ordering::Acquire;
 
 /// Keys that are looked up together.
-const BATCH: usize = 8;
+const BATCH: usize = 16;
 
 /// Blocks that are forgotten together.
 const FORGET_BATCH: usize = 32;
@@ -79,13 +81,13 @@ impl Contents {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Found {
     pub(super) id: BlockId,
-    pub(super) seq: u64,
+    pub(super) seq: NonZeroU64,
 }
 
-/// Keys to look up, on their way into the processor's caches.
+/// Places of keys to look up, on their way into the processor's caches.
 #[derive(Default)]
 struct Ahead {
-    keys: [(Spot, Content); BATCH],
+    spots: [Spot; BATCH],
     only: [Only; BATCH],
     count: usize,
 }
@@ -95,10 +97,9 @@ impl Ahead {
     #[inline]
     fn fill(&mut self, index: &Index, keys: &mut impl Iterator<Item = BlockKey>) {
         let mut count = 0;
-        for (place, key) in self.keys.iter_mut().zip(keys) {
-            let content = Content::from(&key);
-            *place = (index.spot(&content), content);
-            index.prefetch(place.0);
+        for (spot, key) in self.spots.iter_mut().zip(keys) {
+            *spot = index.spot(&Content::from(&key));
+            index.prefetch(*spot);
             count += 1;
         }
         self.count = count;
@@ -107,7 +108,7 @@ impl Ahead {
     /// Looks into the buckets and fetches the records of the blocks there.
     #[inline]
     fn look(&mut self, index: &Index, blocks: &[Block]) {
-        for (only, (spot, _)) in self.only.iter_mut().zip(&self.keys[..self.count]) {
+        for (only, spot) in self.only.iter_mut().zip(&self.spots[..self.count]) {
             *only = index.only_candidate(*spot);
             if let Only::This(id) = *only
                 && let Some(block) = blocks.get(id.index())
@@ -117,29 +118,27 @@ impl Ahead {
         }
     }
 
-    fn looked_at(&self) -> impl Iterator<Item = (Only, Spot, &Content)> {
-        let keys = self.keys[..self.count].iter();
-        self.only
-            .iter()
-            .zip(keys)
-            .map(|(only, (spot, content))| (*only, *spot, content))
+    fn looked_at(&self) -> impl Iterator<Item = (Only, Spot)> {
+        let spots = self.spots[..self.count].iter();
+        self.only.iter().copied().zip(spots.copied())
     }
 }
 
 /// What decides whether content hits: read once for a call.
 #[derive(Clone, Copy)]
-struct Now {
+struct Now<'a> {
     epoch: Epoch,
-    limit: usize,
+    /// Those that are not retired.
+    blocks: &'a [Block],
 }
 
 impl<M: Mode> BlockPool<M> {
     // Looking.
 
-    fn now(&self) -> Now {
+    fn now(&self) -> Now<'_> {
         Now {
             epoch: self.contents.epoch(),
-            limit: self.size.num_blocks(),
+            blocks: &self.blocks[..self.size.num_blocks()],
         }
     }
 
@@ -154,20 +153,22 @@ impl<M: Mode> BlockPool<M> {
 
     /// The block, if it holds the content.
     #[inline]
-    fn matching(&self, now: Now, id: BlockId, content: &Content) -> Option<Found> {
-        let block = self
-            .blocks
-            .get(id.index())
-            .filter(|_| id.index() < now.limit)?;
-        block
-            .matches(content, now.epoch)
-            .map(|seq| Found { id, seq })
+    fn matching(now: Now<'_>, id: BlockId, content: &Content) -> Option<Found> {
+        let seq = now.blocks.get(id.index())?.matches(content, now.epoch)?;
+        Some(Found { id, seq })
+    }
+
+    /// [`Self::find_at`] out of the way of the loop that calls it, which has the key in registers.
+    #[cold]
+    #[inline(never)]
+    fn find_among_several(&self, now: Now<'_>, spot: Spot, key: BlockKey) -> Option<Found> {
+        self.find_at(now, spot, &Content::from(&key), None)
     }
 
     /// The first registered block that holds the content of `spot`, not counting `but`.
     fn find_at(
         &self,
-        now: Now,
+        now: Now<'_>,
         spot: Spot,
         content: &Content,
         but: Option<BlockId>,
@@ -175,7 +176,7 @@ impl<M: Mode> BlockPool<M> {
         let mut best: Option<Found> = None;
         self.index.for_each_candidate(spot, |id| {
             if Some(id) != but
-                && let Some(found) = self.matching(now, id, content)
+                && let Some(found) = Self::matching(now, id, content)
                 && best.is_none_or(|best| found.seq < best.seq)
             {
                 best = Some(found);
@@ -191,21 +192,22 @@ impl<M: Mode> BlockPool<M> {
     #[inline]
     pub(super) fn find_leading(
         &self,
-        mut keys: impl Iterator<Item = BlockKey>,
+        mut keys: impl Iterator<Item = BlockKey> + Clone,
         mut visit: impl FnMut(Found) -> bool,
     ) {
         let now = self.now();
+        let mut ahead = keys.clone();
         let (mut one, mut other) = (Ahead::default(), Ahead::default());
         let (mut here, mut next) = (&mut one, &mut other);
-        here.fill(&self.index, &mut keys);
+        here.fill(&self.index, &mut ahead);
         while here.count > 0 {
-            next.fill(&self.index, &mut keys);
-            here.look(&self.index, &self.blocks);
-            for (only, spot, content) in here.looked_at() {
+            next.fill(&self.index, &mut ahead);
+            here.look(&self.index, now.blocks);
+            for ((only, spot), key) in here.looked_at().zip(&mut keys) {
                 let found = match only {
                     Only::Nothing => None,
-                    Only::This(id) => self.matching(now, id, content),
-                    Only::Unclear => self.find_at(now, spot, content, None),
+                    Only::This(id) => Self::matching(now, id, &Content::from(&key)),
+                    Only::Unclear => self.find_among_several(now, spot, key),
                 };
                 if !found.is_some_and(&mut visit) {
                     return;
@@ -220,7 +222,7 @@ impl<M: Mode> BlockPool<M> {
     #[inline]
     pub(super) fn holds(&self, found: Found) -> bool {
         let block = self.block(found.id);
-        block.seq() == found.seq && self.is_current(block) && !self.is_retired(found.id)
+        block.seq() == found.seq.get() && self.is_current(block) && !self.is_retired(found.id)
     }
 
     /// Whether the content that the block's record names is of this epoch.
@@ -352,7 +354,7 @@ impl<M: Mode> BlockPool<M> {
     /// Removes blocks, each of which is the caller's alone, from the index; how many held content of
     /// this epoch.
     pub(super) fn forget_all(&self, ids: &[BlockId]) -> u64 {
-        ids.chunks(BATCH)
+        ids.chunks(FORGET_BATCH)
             .map(|batch| self.forget_batch(batch))
             .sum()
     }

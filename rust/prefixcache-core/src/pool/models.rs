@@ -32,7 +32,7 @@ fn allocate(pool: &Pool) -> Option<BlockId> {
 
 fn touch(pool: &Pool, number: u8) -> Option<BlockId> {
     let mut out = Vec::new();
-    let hits = pool.commit(&[key(number)], 0, &mut out);
+    let hits = pool.commit(std::iter::once(key(number)), 0, &mut out);
     (hits == Ok(1)).then(|| out[0])
 }
 

@@ -57,7 +57,7 @@ impl World {
         let keys: Vec<BlockKey> = contents.iter().map(|&content| key(content)).collect();
         let epoch = self.pool.epoch();
         let mut blocks = Vec::new();
-        let Ok(hits) = self.pool.commit(&keys, 1, &mut blocks) else {
+        let Ok(hits) = self.pool.commit(keys.into_iter(), 1, &mut blocks) else {
             return;
         };
         for (&block, &content) in blocks[..hits].iter().zip(&contents) {

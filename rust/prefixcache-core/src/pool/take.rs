@@ -29,16 +29,17 @@ impl<M: Mode> BlockPool<M> {
     /// Takes the leading `keys` that hit and `num_new` other blocks, or nothing; the number of hits.
     pub(super) fn take(
         &self,
-        keys: &[BlockKey],
+        keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
         num_new: usize,
         out: &mut Vec<BlockId>,
     ) -> Result<usize, Exhausted> {
+        let num_keys = keys.len();
         // With credits for the worst case, which is most of the time, one look at each block is enough.
-        let credits = match self.credits.take::<M>(keys.len().saturating_add(num_new)) {
-            Ok(()) => keys.len(),
-            Err(_) => self.take_exact_credits(keys, num_new)?,
+        let credits = match self.credits.take::<M>(num_keys.saturating_add(num_new)) {
+            Ok(()) => num_keys,
+            Err(_) => self.take_exact_credits(keys.clone(), num_new)?,
         };
-        let hits = if keys.is_empty() {
+        let hits = if num_keys == 0 {
             0
         } else {
             self.touch_leading(keys, credits, out)
@@ -49,9 +50,13 @@ impl<M: Mode> BlockPool<M> {
 
     /// Takes a credit for each new block and each free hit; the number of these.
     #[cold]
-    fn take_exact_credits(&self, keys: &[BlockKey], num_new: usize) -> Result<usize, Exhausted> {
+    fn take_exact_credits(
+        &self,
+        keys: impl Iterator<Item = BlockKey> + Clone,
+        num_new: usize,
+    ) -> Result<usize, Exhausted> {
         let mut free_hits = 0;
-        self.find_leading(keys.iter().copied(), |found| {
+        self.find_leading(keys, |found| {
             free_hits += usize::from(!self.block(found.id).state().is_held());
             true
         });
@@ -63,7 +68,7 @@ impl<M: Mode> BlockPool<M> {
     /// The credits that this does not spend go back.
     fn touch_leading(
         &self,
-        keys: &[BlockKey],
+        keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
         mut credits: usize,
         out: &mut Vec<BlockId>,
     ) -> usize {
@@ -73,7 +78,7 @@ impl<M: Mode> BlockPool<M> {
             pinned: self.pinned.deaths(),
         };
         out.reserve(keys.len());
-        self.find_leading(keys.iter().copied(), |found| {
+        self.find_leading(keys, |found| {
             let touched = self.touch(found, &mut credits, &mut buried);
             if touched {
                 out.push(found.id);
@@ -88,7 +93,7 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// Takes a hold on a block if it still has the content that it was found by; whether it did.
-    #[inline]
+    #[inline(always)]
     fn touch(&self, found: Found, credits: &mut usize, buried: &mut Buried<'_, M>) -> bool {
         loop {
             match self
@@ -106,8 +111,8 @@ impl<M: Mode> BlockPool<M> {
                 Touch::NeedsCredit | Touch::Missed => return false,
             }
         }
-        // Nobody can recycle the block from here on; it may have been before.
-        let holds = self.holds(found) || planted(Fault::SkipRecheck);
+        // Nobody can recycle the block from here on; it may have been before, by another writer.
+        let holds = !M::SHARED || self.holds(found) || planted(Fault::SkipRecheck);
         if !holds {
             self.give_back_one(found.id);
         }

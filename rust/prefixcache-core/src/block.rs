@@ -315,7 +315,12 @@ impl Block {
         if !state.is_at(place) {
             return Step::Lost;
         }
-        self.exchange::<M>(state, State(1 | state.0 & State::HASHED))
+        let held = State(1 | state.0 & State::HASHED);
+        if planted(Fault::BlindDemotion) {
+            self.state.store(held.0, Release);
+            return Step::Done;
+        }
+        self.exchange::<M>(state, held)
     }
 
     /// Gives an idle block, which the caller has unlinked and nobody else can reach, its first hold.

@@ -151,7 +151,11 @@ impl FreshRun {
                 return 0;
             }
             let rest = bounds + ((taken as u64) << 32);
-            if M::exchange(&self.bounds.0, bounds, rest).is_ok() {
+            let blind = planted(Fault::BlindRunStore);
+            if blind {
+                self.bounds.0.store(rest, Relaxed);
+            }
+            if blind || M::exchange(&self.bounds.0, bounds, rest).is_ok() {
                 out.extend((next..next + taken as u32).map(BlockId::new));
                 return taken;
             }
@@ -235,24 +239,33 @@ mod models {
         faults::check_with(Fault::KeepTag, pop_beside_pop_and_push);
     }
 
+    /// One thread takes fresh blocks while another, which shrinks the pool, cuts their run short.
+    fn take_beside_cut() {
+        let run = Arc::new(FreshRun::new(1, 5));
+        let other = {
+            let run = run.clone();
+            thread::spawn(move || run.cut::<Shared>(3, 2))
+        };
+        let mut all = Vec::new();
+        run.take::<Shared>(3, &mut all);
+        all.extend(other.join().unwrap().map(BlockId::new));
+        all.extend(run.walk());
+        all.sort_unstable();
+        assert_eq!(
+            all,
+            [1, 2, 3, 4].map(BlockId::new),
+            "a block was lost or doubled"
+        );
+    }
+
     #[test]
     fn fresh_run_take_vs_cut() {
-        check(|| {
-            let run = Arc::new(FreshRun::new(1, 5));
-            let other = {
-                let run = run.clone();
-                thread::spawn(move || run.cut::<Shared>(3, 2))
-            };
-            let mut all = Vec::new();
-            run.take::<Shared>(3, &mut all);
-            all.extend(other.join().unwrap().map(BlockId::new));
-            all.extend(run.walk());
-            all.sort_unstable();
-            assert_eq!(
-                all,
-                [1, 2, 3, 4].map(BlockId::new),
-                "a block was lost or doubled"
-            );
-        });
+        check(take_beside_cut);
+    }
+
+    #[test]
+    #[should_panic(expected = "lost or doubled")]
+    fn fresh_run_take_vs_cut_fails_with_blind_stores() {
+        faults::check_with(Fault::BlindRunStore, take_beside_cut);
     }
 }

@@ -200,6 +200,16 @@ pub(crate) enum Fault {
     SkipRecheck,
     /// A registration takes the epoch of now instead of the one its KV was computed in.
     EpochOfNow,
+    /// A registration looks for a twin before its own entry stands.
+    LookEarly,
+    /// A release that began before the pool shrank leaves its block in line.
+    SkipRetireLate,
+    /// A release that retires its block does not look whether the pool has grown again.
+    SkipReviveGrown,
+    /// A demotion stores the block's state without looking whether it has changed.
+    BlindDemotion,
+    /// A thread takes fresh blocks without looking whether the run was cut.
+    BlindRunStore,
 }
 
 /// Whether `fault` is planted: never but in a model check that asks for it.

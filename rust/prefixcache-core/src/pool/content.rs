@@ -301,6 +301,8 @@ impl<M: Mode> BlockPool<M> {
         };
         let content = Content::from(key);
         let spot = self.index.spot(&content);
+        let twin = || self.find_at(self.now(), spot, &content, Some(id));
+        let early = planted(Fault::LookEarly).then(twin);
         block.write_content(&content, epoch, self.contents.next_seq::<M>());
         let entered = self.index.insert::<M>(spot, id);
         if entered {
@@ -317,12 +319,9 @@ impl<M: Mode> BlockPool<M> {
             self.forget_held(id);
             return Registration::Stale;
         }
-        match self
-            .find_at(self.now(), spot, &content, Some(id))
-            .map(|found| found.id)
-        {
+        match early.unwrap_or_else(twin) {
             _ if !entered => Registration::Stale,
-            Some(other) => Registration::Twin(other),
+            Some(other) => Registration::Twin(other.id),
             None => Registration::New,
         }
     }

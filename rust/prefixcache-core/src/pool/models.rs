@@ -187,72 +187,104 @@ fn clear_vs_register_fails_with_the_epoch_of_now() {
 }
 
 /// Two threads register the same content: at least one is told of the other.
+fn two_registrations() {
+    let pool = pool(2);
+    let (one, two) = (allocate(&pool).unwrap(), allocate(&pool).unwrap());
+    let other = beside(&pool, move |pool| {
+        pool.register(two, key(1), Epoch::default()).unwrap()
+    });
+    let outcome = pool.register(one, key(1), Epoch::default()).unwrap();
+    let other = other.join().unwrap();
+    assert!(
+        outcome == Registration::Twin(two) || other == Registration::Twin(one),
+        "twins were not told of each other"
+    );
+    check_rest(&pool, &[one, two]);
+}
+
 #[test]
 fn register_vs_register() {
-    check(|| {
-        let pool = pool(2);
-        let (one, two) = (allocate(&pool).unwrap(), allocate(&pool).unwrap());
-        let other = beside(&pool, move |pool| {
-            pool.register(two, key(1), Epoch::default()).unwrap()
-        });
-        let outcome = pool.register(one, key(1), Epoch::default()).unwrap();
-        let other = other.join().unwrap();
-        assert!(outcome == Registration::Twin(two) || other == Registration::Twin(one));
-        check_rest(&pool, &[one, two]);
-    });
+    check(two_registrations);
+}
+
+#[test]
+#[should_panic(expected = "not told of each other")]
+fn register_vs_register_fails_when_both_look_first() {
+    faults::check_with(Fault::LookEarly, two_registrations);
 }
 
 /// The pool shrinks below a block that is being released, and grows again.
+fn shrink_beside_release() {
+    let pool = pool(2);
+    let (_, block) = (allocate(&pool).unwrap(), allocate(&pool).unwrap());
+    let _ = pool.register(block, key(1), Epoch::default());
+    let releasing = beside(&pool, move |pool| pool.release(&[block]).unwrap());
+    let _ = pool.resize(2).unwrap();
+    releasing.join().unwrap();
+    check_rest(&pool, &[BlockId::new(1)]);
+    assert_eq!(pool.lookup(&key(1)), None, "a retired block hit");
+    assert_eq!(pool.resize(3), Ok(0));
+    check_rest(&pool, &[BlockId::new(1)]);
+}
+
 #[test]
 fn resize_vs_release() {
-    check(|| {
-        let pool = pool(2);
-        let (_, block) = (allocate(&pool).unwrap(), allocate(&pool).unwrap());
-        let _ = pool.register(block, key(1), Epoch::default());
-        let releasing = beside(&pool, move |pool| pool.release(&[block]).unwrap());
-        let _ = pool.resize(2).unwrap();
-        releasing.join().unwrap();
-        check_rest(&pool, &[BlockId::new(1)]);
-        assert_eq!(pool.lookup(&key(1)), None, "a retired block hit");
-        assert_eq!(pool.resize(3), Ok(0));
-        check_rest(&pool, &[BlockId::new(1)]);
-    });
+    check(shrink_beside_release);
+}
+
+#[test]
+#[should_panic(expected = "free and not in the pool")]
+fn resize_vs_release_fails_when_releases_do_not_look_again() {
+    faults::check_with(Fault::SkipRetireLate, shrink_beside_release);
 }
 
 /// The pool shrinks and grows while a block is released.
-#[test]
-fn shrink_and_grow_vs_release() {
-    check(|| {
-        let pool = pool(2);
-        let (_, block) = (allocate(&pool).unwrap(), allocate(&pool).unwrap());
-        let releasing = beside(&pool, move |pool| pool.release(&[block]).unwrap());
-        let _ = pool.resize(2).unwrap();
-        let _ = pool.resize(3).unwrap();
-        releasing.join().unwrap();
-        check_rest(&pool, &[BlockId::new(1)]);
-    });
+fn shrink_and_grow_beside_release() {
+    let pool = pool(2);
+    let (_, block) = (allocate(&pool).unwrap(), allocate(&pool).unwrap());
+    let releasing = beside(&pool, move |pool| pool.release(&[block]).unwrap());
+    let _ = pool.resize(2).unwrap();
+    let _ = pool.resize(3).unwrap();
+    releasing.join().unwrap();
+    check_rest(&pool, &[BlockId::new(1)]);
 }
 
-/// The last block of the pinned tier is demoted, touched and evicted at once.
+#[test]
+fn shrink_and_grow_vs_release() {
+    check(shrink_and_grow_beside_release);
+}
+
+#[test]
+#[should_panic(expected = "is lost")]
+fn shrink_and_grow_vs_release_fails_when_nobody_revives() {
+    faults::check_with(Fault::SkipReviveGrown, shrink_and_grow_beside_release);
+}
+
+/// The last block of the pinned tier is demoted, touched and evicted at once. Beside it a blank one is
+/// free, whose credit lets two of the three begin.
+fn demote_beside_touch_and_evict() {
+    let pool = pool(2);
+    let block = held(&pool, 1);
+    assert_eq!(pool.pin(&[block]), Ok(1));
+    pool.release(&[block]).unwrap();
+    let demoting = beside(&pool, |pool| pool.demote(1));
+    let evicting = beside(&pool, |pool| [allocate(pool), allocate(pool)]);
+    let touched = touch(&pool, 1);
+    demoting.join().unwrap();
+    let evicted = evicting.join().unwrap().into_iter().flatten();
+    let held = Vec::from_iter(touched.into_iter().chain(evicted));
+    let twice = touched.is_some_and(|block| held[1..].contains(&block));
+    assert!(!twice, "a block was handed out twice");
+    check_rest(&pool, &held);
+}
+
 #[test]
 fn demote_vs_touch_vs_evict() {
-    check(|| {
-        let pool = pool(1);
-        let block = held(&pool, 1);
-        assert_eq!(pool.pin(&[block]), Ok(1));
-        pool.release(&[block]).unwrap();
-        let demoting = beside(&pool, |pool| pool.demote(1));
-        let evicting = beside(&pool, allocate);
-        let touched = touch(&pool, 1);
-        demoting.join().unwrap();
-        let evicted = evicting.join().unwrap();
-        assert!(
-            touched.is_none() || evicted.is_none(),
-            "a block was handed out twice"
-        );
-        check_rest(
-            &pool,
-            &touched.into_iter().chain(evicted).collect::<Vec<_>>(),
-        );
-    });
+    check(demote_beside_touch_and_evict);
+}
+
+#[test]
+#[should_panic]
+fn demote_vs_touch_vs_evict_fails_with_blind_stores() {
+    faults::check_with(Fault::BlindDemotion, demote_beside_touch_and_evict);
 }

@@ -5,7 +5,7 @@ use crate::block::{Block, State, Step};
 use crate::error::InvalidArgument;
 use crate::free_stack::Chain;
 use crate::id::BlockId;
-use crate::sync::{AtomicBool, AtomicUsize, Mode, Ordering, OwnLine};
+use crate::sync::{AtomicBool, AtomicUsize, Fault, Mode, Ordering, OwnLine, planted};
 
 use Ordering::{Acquire, Release};
 
@@ -169,6 +169,9 @@ impl<M: Mode> BlockPool<M> {
 
     /// Retires released blocks that a shrinking thread took for held ones, as it came in between.
     pub(super) fn retire_late(&self, ids: &[BlockId]) {
+        if planted(Fault::SkipRetireLate) {
+            return;
+        }
         M::fence();
         let floor = self.size.num_blocks();
         let late = |id: &BlockId| {
@@ -198,6 +201,9 @@ impl<M: Mode> BlockPool<M> {
     /// Brings back what this thread retired from `floor` on although the pool had grown meanwhile: the
     /// growing thread may have looked before. A thread that shrinks it again may have, too.
     pub(super) fn revive_grown(&self, floor: usize) {
+        if planted(Fault::SkipReviveGrown) {
+            return;
+        }
         M::fence();
         let ids = (floor..self.size.num_blocks()).map(|index| BlockId::new(index as u32));
         let retired = |id: &BlockId| self.block(*id).transition_to_revived::<M>() == Step::Done;

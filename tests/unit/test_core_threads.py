@@ -151,3 +151,75 @@ def test_a_sequence_serves_one_thread_at_a_time() -> None:
         cache.release([sequence])
     assert cache.num_free_blocks == cache.num_blocks
     cache.validate()
+
+
+@pytest.fixture
+def no_switching() -> Iterator[None]:
+    """A thread keeps the interpreter until it lets go of it by itself."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1_000)
+    yield
+    sys.setswitchinterval(before)
+
+
+def another_runs_during(call: Callable[[], Any], tries: int) -> bool:
+    """Whether a thread that waits for the interpreter gets it within so many calls."""
+    gate = threading.Lock()
+    ran = threading.Event()
+
+    def wait() -> None:
+        with gate:
+            ran.set()
+
+    with gate:
+        other = threading.Thread(target=wait)
+        other.start()
+    during = any(call() or ran.is_set() for _ in range(tries))
+    other.join()
+    return during
+
+
+class Calls:
+    """Calls about `count` blocks; what each needs besides is done a few blocks at a time."""
+
+    FEW, MANY = 32, 16_384
+
+    def __init__(self) -> None:
+        self.pool = BlockPool(2 * self.MANY + 1)
+        self.hashes = [number.to_bytes(32, "little") for number in range(self.MANY)]
+        self.blocks = self.pool.allocate(self.MANY) or []
+        self.register(self.MANY)
+
+    def allocate(self, count: int) -> None:
+        self._release(self.pool.allocate(count) or [])
+
+    def commit(self, count: int) -> None:
+        taken = self.pool.commit(self.hashes[:count])
+        assert taken is not None
+        self._release(taken[1])
+
+    def register(self, count: int) -> None:
+        self.pool.register(self.blocks[:count], self.hashes[:count], self.pool.epoch)
+
+    def release(self, count: int) -> None:
+        parts = [self.pool.allocate(self.FEW) for _ in range(count // self.FEW)]
+        self.pool.release([block for part in parts for block in part or []])
+
+    def pin(self, count: int) -> None:
+        self.pool.pin(self.blocks[:count])
+
+    def unpin(self, count: int) -> None:
+        self.pool.unpin(self.blocks[:count])
+
+    def _release(self, blocks: list[int]) -> None:
+        for start in range(0, len(blocks), self.FEW):
+            self.pool.release(blocks[start : start + self.FEW])
+
+
+@pytest.mark.usefixtures("no_switching")
+@pytest.mark.parametrize("name", ["allocate", "commit", "register", "release", "pin", "unpin"])
+def test_long_calls_of_a_pool_let_other_threads_run(name: str) -> None:
+    calls = Calls()
+    call = getattr(calls, name)
+    assert not another_runs_during(lambda: call(calls.FEW), 20)
+    assert another_runs_during(lambda: call(calls.MANY), 1_000)

@@ -206,6 +206,8 @@ pub(crate) enum Fault {
     SkipRetireLate,
     /// A release that retires its block does not look whether the pool has grown again.
     SkipReviveGrown,
+    /// A resize that grows the pool leaves what the one before could not retire.
+    GrowAlone,
     /// A demotion stores the block's state without looking whether it has changed.
     BlindDemotion,
     /// A thread takes fresh blocks without looking whether the run was cut.

@@ -10,6 +10,7 @@ use pyo3::types::PyDict;
 use crate::arguments::{
     block_ids as as_blocks, group as as_group, hash, hashes as as_hashes, ids_of, number,
 };
+use crate::detach::run;
 use crate::errors::{IntoPyErr, bad_blocks, out_of_range};
 use crate::prefix_cache::{pool_config, store_stats};
 use crate::writer::{Threads, Writer, Writing};
@@ -90,13 +91,15 @@ impl BlockPool {
     }
 
     /// Take `count` blocks from the front of the free order, all or none; None when they are lacking.
-    fn allocate(&self, count: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u32>>> {
+    fn allocate(&self, py: Python<'_>, count: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u32>>> {
         let count = number("count", count)?;
         let (pool, _writing) = self.pool_to_write()?;
         pool.check_count("count", count)?;
-        let mut blocks = Vec::with_capacity(count);
-        let taken = on!(pool, |pool| pool.allocate(count, &mut blocks));
-        Ok(taken.is_ok().then(|| ids_of(&blocks)))
+        Ok(run(py, count, || {
+            let mut blocks = Vec::with_capacity(count);
+            let taken = on!(pool, |pool| pool.allocate(count, &mut blocks));
+            taken.is_ok().then(|| ids_of(&blocks))
+        }))
     }
 
     /// Take the blocks of the leading `hashes` that hit, then `num_new` new ones, all or none.
@@ -108,6 +111,7 @@ impl BlockPool {
     )]
     fn commit(
         &self,
+        py: Python<'_>,
         #[pyo3(from_py_with = as_hashes)] hashes: Vec<BlockHash>,
         num_new: Option<&Bound<'_, PyAny>>,
         group: Option<&Bound<'_, PyAny>>,
@@ -116,11 +120,14 @@ impl BlockPool {
         let keys = keys(&hashes, group_or_first(group)?);
         let (pool, _writing) = self.pool_to_write()?;
         pool.check_count("num_new", num_new)?;
-        let mut blocks = Vec::with_capacity(keys.len() + num_new);
-        match on!(pool, |pool| pool.commit(keys, num_new, &mut blocks)) {
-            Ok(hits) => Ok(Some((hits, ids_of(&blocks)))),
-            Err(Exhausted { .. }) => Ok(None),
-        }
+        let count = keys.len() + num_new;
+        Ok(run(py, count, || {
+            let mut blocks = Vec::with_capacity(count);
+            match on!(pool, |pool| pool.commit(keys, num_new, &mut blocks)) {
+                Ok(hits) => Some((hits, ids_of(&blocks))),
+                Err(Exhausted { .. }) => None,
+            }
+        }))
     }
 
     /// The block that hits for `block_hash`, or None.
@@ -145,6 +152,7 @@ impl BlockPool {
     )]
     fn register(
         &self,
+        py: Python<'_>,
         #[pyo3(from_py_with = as_blocks)] blocks: Vec<BlockId>,
         #[pyo3(from_py_with = as_hashes)] hashes: Vec<BlockHash>,
         epoch: &Bound<'_, PyAny>,
@@ -164,17 +172,26 @@ impl BlockPool {
         let register = |(&block, key)| match on!(pool, |pool| pool.register(block, key, epoch)) {
             Ok(Registration::Twin(holder)) => Ok(Some(holder.get())),
             Ok(Registration::New | Registration::Already | Registration::Stale) => Ok(None),
-            Err(misuse) => Err(bad_blocks(misuse)),
+            Err(misuse) => Err(misuse),
         };
-        blocks.iter().zip(keys).map(register).collect()
+        let all = blocks.iter().zip(keys);
+        run(py, blocks.len(), || {
+            all.map(register).collect::<Result<_, _>>()
+        })
+        .map_err(bad_blocks)
     }
 
     /// Give up one hold of each block; those without a holder join the free blocks in this order.
     ///
     /// At a block that cannot be released it raises: those before it are released, the rest is not.
-    fn release(&self, #[pyo3(from_py_with = as_blocks)] blocks: Vec<BlockId>) -> PyResult<()> {
+    fn release(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = as_blocks)] blocks: Vec<BlockId>,
+    ) -> PyResult<()> {
         let (pool, _writing) = self.pool_to_write()?;
-        on!(pool, |pool| pool.release(&blocks)).map_err(bad_blocks)
+        let count = blocks.len();
+        run(py, count, || on!(pool, |pool| pool.release(&blocks))).map_err(bad_blocks)
     }
 
     /// Counts the clears of the index.
@@ -191,29 +208,40 @@ impl BlockPool {
     }
 
     /// Pin held blocks that have a hash; they are evicted last. Returns how many were not pinned.
-    fn pin(&self, #[pyo3(from_py_with = as_blocks)] blocks: Vec<BlockId>) -> PyResult<usize> {
+    fn pin(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = as_blocks)] blocks: Vec<BlockId>,
+    ) -> PyResult<usize> {
         let (pool, _writing) = self.pool_to_write()?;
-        on!(pool, |pool| pool.pin(&blocks)).map_err(bad_blocks)
+        let count = blocks.len();
+        run(py, count, || on!(pool, |pool| pool.pin(&blocks))).map_err(bad_blocks)
     }
 
     /// Take the pins off held blocks. Returns how many were pinned.
-    fn unpin(&self, #[pyo3(from_py_with = as_blocks)] blocks: Vec<BlockId>) -> PyResult<usize> {
+    fn unpin(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = as_blocks)] blocks: Vec<BlockId>,
+    ) -> PyResult<usize> {
         let (pool, _writing) = self.pool_to_write()?;
-        on!(pool, |pool| pool.unpin(&blocks)).map_err(bad_blocks)
+        let count = blocks.len();
+        run(py, count, || on!(pool, |pool| pool.unpin(&blocks))).map_err(bad_blocks)
     }
 
     /// Move the oldest `count` free pinned blocks to the regular tier. Returns how many there were.
-    fn demote(&self, count: &Bound<'_, PyAny>) -> PyResult<usize> {
+    fn demote(&self, py: Python<'_>, count: &Bound<'_, PyAny>) -> PyResult<usize> {
         let count = number("count", count)?;
         let (pool, _writing) = self.pool_to_write()?;
-        Ok(on!(pool, |pool| pool.demote(count)))
+        Ok(run(py, count, || on!(pool, |pool| pool.demote(count))))
     }
 
     /// Set the number of blocks, the null block counted. Returns how many above it are still held.
-    fn resize(&self, num_blocks: &Bound<'_, PyAny>) -> PyResult<usize> {
+    fn resize(&self, py: Python<'_>, num_blocks: &Bound<'_, PyAny>) -> PyResult<usize> {
         let num_blocks = number("num_blocks", num_blocks)?;
         let (pool, _writing) = self.pool_to_write()?;
-        let busy = on!(pool, |pool| pool.resize(num_blocks));
+        let work = on!(pool, |pool| pool.num_blocks()).max(num_blocks);
+        let busy = run(py, work, || on!(pool, |pool| pool.resize(num_blocks)));
         busy.map_err(IntoPyErr::into_py_err)
     }
 

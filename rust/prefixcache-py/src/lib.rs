@@ -9,6 +9,7 @@ mod attention;
 mod block_hashes;
 mod block_pool;
 mod cpu;
+mod detach;
 mod errors;
 mod exclusive;
 mod linear;

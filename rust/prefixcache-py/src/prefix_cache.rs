@@ -19,14 +19,11 @@ use pyo3::types::PyDict;
 
 use crate::arguments::{group as as_group, ids_of, number, numbers, slice_of, writable};
 use crate::block_hashes::BlockHashes;
+use crate::detach;
 use crate::errors::{IntoPyErr, out_of_range};
 use crate::sequence::{Batch, Sequence};
 use crate::tokens::as_tokens;
 use crate::writer::{Threads, Writer, Writing};
-
-/// Calls about fewer tokens than this stay attached to the interpreter: they are over sooner than
-/// another thread could make use of it.
-const DETACH_TOKENS: usize = 1024;
 
 /// A cache over either form of the pool.
 enum Core {
@@ -82,13 +79,12 @@ impl Core {
     }
 }
 
+/// Tokens that are as long a call as one block is.
+const TOKENS_PER_BLOCK: usize = 16;
+
 /// Runs `work`, detached from the interpreter if it is about many tokens.
 fn run<T: Send>(py: Python<'_>, num_tokens: usize, work: impl FnOnce() -> T + Send) -> T {
-    if num_tokens < DETACH_TOKENS {
-        work()
-    } else {
-        py.detach(work)
-    }
+    detach::run(py, num_tokens / TOKENS_PER_BLOCK, work)
 }
 
 pub fn parse_free_order(name: &str) -> PyResult<FreeOrder> {

@@ -260,6 +260,30 @@ fn shrink_and_grow_vs_release_fails_when_nobody_revives() {
     faults::check_with(Fault::SkipReviveGrown, shrink_and_grow_beside_release);
 }
 
+/// A commit has all credits for a moment, in which the pool shrinks and can retire nothing. When it
+/// grows again, by less, what it left behind is retired.
+fn shrink_beside_commit_then_grow() {
+    let pool = pool(3);
+    let missing = beside(&pool, |pool| {
+        pool.commit([1, 2, 3].map(key).into_iter(), 0, &mut Vec::new())
+    });
+    let _ = pool.resize(2).unwrap();
+    assert_eq!(missing.join().unwrap(), Ok(0));
+    assert_eq!(pool.resize(3), Ok(0));
+    check_rest(&pool, &[]);
+}
+
+#[test]
+fn shrink_vs_commit() {
+    check(shrink_beside_commit_then_grow);
+}
+
+#[test]
+#[should_panic(expected = "left: Ok(1)")]
+fn shrink_vs_commit_fails_when_growing_retires_nothing() {
+    faults::check_with(Fault::GrowAlone, shrink_beside_commit_then_grow);
+}
+
 /// The last block of the pinned tier is demoted, touched and evicted at once. Beside it a blank one is
 /// free, whose credit lets two of the three begin.
 fn demote_beside_touch_and_evict() {

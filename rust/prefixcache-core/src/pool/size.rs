@@ -83,12 +83,21 @@ impl<M: Mode> BlockPool<M> {
         M::fence();
         if num_blocks > before {
             self.grow(before, num_blocks);
-        } else {
+        }
+        // Also after growing: an earlier call may have left free blocks above, as another thread had
+        // their credits, and gave them back.
+        let may_leave = num_blocks > before && planted(Fault::GrowAlone);
+        if self.count_above(num_blocks) > 0 && !may_leave {
             self.shrink(num_blocks);
         }
         // Release: the next resize starts from what this one left.
         self.size.changing.store(false, Release);
-        Ok(self.count_from(num_blocks, |state| !state.is_retired()))
+        Ok(self.count_above(num_blocks))
+    }
+
+    /// How many blocks with this number or a higher one are not retired.
+    fn count_above(&self, num_blocks: usize) -> usize {
+        self.count_from(num_blocks, |state| !state.is_retired())
     }
 
     fn grow(&self, before: usize, num_blocks: usize) {

@@ -41,17 +41,22 @@ def tolerance(dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 5, 33])
-def test_linear_of_parts_written_row_by_row(form: str, dtype: torch.dtype, rows: int) -> None:
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_of_parts_written_row_by_row(
+    form: str, dtype: torch.dtype, rows: int, has_bias: bool
+) -> None:
     weight, bias, x = random(40, 24), random(40, seed=1), random(rows, 24, seed=2).to(dtype)
     residual = random(rows, 40, seed=3).to(dtype)
-    layer = linear(form, bias=True, dtype=dtype)
+    with_residual = residual.double()
+    layer = linear(form, bias=has_bias, dtype=dtype)
     for start, stop in ((16, 40), (0, 7), (7, 16)):
         layer.copy_rows(start, weight[start:stop])
-        layer.copy_bias(start, bias[start:stop])
-    expected = x.double() @ weight.to(dtype).double().T + bias.to(dtype).double()
+        if has_bias:
+            layer.copy_bias(start, bias[start:stop])
+    expected = x.double() @ weight.to(dtype).double().T + has_bias * bias.to(dtype).double()
     near = {"atol": tolerance(dtype), "rtol": tolerance(dtype)}
     torch.testing.assert_close(layer(x).double(), expected, **near)
-    torch.testing.assert_close(layer(x, residual).double(), expected + residual.double(), **near)
+    torch.testing.assert_close(layer(x, residual).double(), expected + with_residual, **near)
     torch.testing.assert_close(layer.wide(x).double(), expected, **near)
     assert layer(x).dtype == dtype
     assert layer.wide(x).dtype == torch.float32

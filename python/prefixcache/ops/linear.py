@@ -30,7 +30,10 @@ class Linear(Protocol):
         ...
 
     def __call__(self, x_TI: Tensor, residual_TO: Tensor | None = None) -> Tensor:
-        """Returns [T, O], the residual added, in the type of `x_TI`."""
+        """Returns [T, O], the residual added, in the type of `x_TI`.
+
+        The residual, of the same type, is used up: the result may take its memory.
+        """
         ...
 
     def wide(self, x_TI: Tensor) -> Tensor:
@@ -57,9 +60,12 @@ class TorchLinear:
         self._bias_O[start : start + bias_O.shape[0]].copy_(bias_O)
 
     def __call__(self, x_TI: Tensor, residual_TO: Tensor | None = None) -> Tensor:
-        """Returns [T, O], the residual added, in the type of `x_TI`."""
-        out_TO = F.linear(x_TI, self._weight_OI, self._bias_O)
-        return out_TO if residual_TO is None else residual_TO + out_TO
+        """Returns [T, O]; the matmul itself adds to the residual, in its place, before rounding."""
+        if residual_TO is None:
+            return F.linear(x_TI, self._weight_OI, self._bias_O)
+        if self._bias_O is not None:
+            residual_TO += self._bias_O
+        return residual_TO.addmm_(x_TI, self._weight_OI.T)
 
     def wide(self, x_TI: Tensor) -> Tensor:
         """Returns [T, O] in float32."""

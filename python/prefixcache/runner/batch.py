@@ -32,9 +32,10 @@ class Batch:
 class StepBuffers:
     """Host tensors for the largest possible step, filled anew in each one.
 
-    Pinned when the device is a GPU, so that copies to it need not wait; `block_tables` waits
-    until they are done. It holds numpy views, one set for each KV cache group, that the cache
-    writes into. `max_pages` is the number of pages of one sequence.
+    Pinned when the device is a GPU, so that copies to it need not wait, those of the attention
+    backend included; `block_tables` waits until the step that was last `launched` from here is
+    computed. It holds numpy views, one set for each KV cache group, that the cache writes into.
+    `max_pages` is the number of pages of one sequence.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class StepBuffers:
         self._kv_indptr = self._host(max_seqs + 1, torch.int32)
         self._kv_indices = self._host(max_seqs * max_pages, torch.int32)
         self._last_page_len = self._host(max_seqs, torch.int32)
-        self._loaded = Fence(device)
+        self._sampled_rows = self._host(max_seqs, torch.int64)
+        self._launched = Fence(device)
         self._block_tables = (
             BlockTableBuffers(
                 indptr=self._kv_indptr.numpy(),
@@ -60,9 +62,13 @@ class StepBuffers:
 
     @property
     def block_tables(self) -> Sequence[BlockTableBuffers]:
-        """Views for the cache to fill; waits until the last step's copies have left them."""
-        self._loaded.wait()
+        """Views for the cache to fill."""
+        self._launched.wait()
         return self._block_tables
+
+    def launched(self) -> None:
+        """To be called when all work of a step is on its way to the device."""
+        self._launched.mark()
 
     def load(self, plan: StepPlan, sampled_R: Tensor) -> Batch:
         """The step's tensors, after the cache has filled `block_tables` for the same plan.
@@ -79,14 +85,13 @@ class StepBuffers:
             for sequence, end in zip(plan.sequences, ends.tolist(), strict=True)
             if sequence.sampling is not None
         ]
-        batch = Batch(
+        self._sampled_rows.numpy()[: len(sampled)] = sampled
+        return Batch(
             token_ids_T=self._tokens_on_device(num_tokens, sampled_R),
             positions_T=self._on_device(self._positions[:num_tokens]),
-            sampled_rows_R=self._on_device(torch.tensor(sampled, dtype=torch.int64)),
+            sampled_rows_R=self._on_device(self._sampled_rows[: len(sampled)]),
             attention=self._attention_batch(plan, num_tokens, num_seqs),
         )
-        self._loaded.mark()
-        return batch
 
     def _tokens_on_device(self, num_tokens: int, sampled_R: Tensor) -> Tensor:
         known = self._token_ids[:num_tokens]

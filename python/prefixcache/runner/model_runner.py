@@ -8,7 +8,10 @@ hidden size, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,10 +62,17 @@ class ModelRunner:
         self._model = model
         self._attention = attention
         self.graphs = graphs
-        self._buffers = StepBuffers(
-            max_tokens=max_tokens, max_seqs=max_seqs, max_pages=max_pages, device=device
-        )
         self.runs_ahead = device.type != "cpu"
+        self._buffers = deque(
+            StepBuffers(
+                max_tokens=max_tokens, max_seqs=max_seqs, max_pages=max_pages, device=device
+            )
+            for _ in range(2 if self.runs_ahead else 1)
+        )
+        # Events, graphs and triton go by the current device, which each thread has of its own.
+        self._on_device = (
+            partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
+        )
         self._copies = TokenCopies(max_seqs, device)
         self._sampled_R = torch.zeros(0, dtype=torch.int64, device=device)
 
@@ -70,9 +80,9 @@ class ModelRunner:
     def block_tables(self) -> Sequence[BlockTableBuffers]:
         """Arrays for the cache to fill before each step, one set a KV cache group.
 
-        Waits until the copies of the step before have left them.
+        Two steps take turns with their arrays: waits until the one before the last is computed.
         """
-        return self._buffers.block_tables
+        return self._buffers[0].block_tables
 
     def execute(self, plan: StepPlan) -> list[SequenceOutput]:
         """Computes the step; one output for each sequence of the plan, in its order."""
@@ -85,7 +95,15 @@ class ModelRunner:
         The plan's tokens below zero are those that the step before sampled. Only results that the
         host computes from logits are waited for: greedy tokens come by an asynchronous copy.
         """
-        batch = self._buffers.load(plan, self._sampled_R)
+        buffers = self._buffers[0]
+        with self._on_device():
+            try:
+                return self._launch(plan, buffers.load(plan, self._sampled_R))
+            finally:
+                buffers.launched()
+                self._buffers.rotate()
+
+    def _launch(self, plan: StepPlan, batch: Batch) -> PendingStep:
         inputs = [s.sampling for s in plan.sequences if s.sampling is not None]
         if self.graphs is not None and self.graphs.fits(batch):
             decoded = self.graphs.run(batch)

@@ -350,6 +350,32 @@ class PackedLinear:
         """
 
 @final
+class DecoderStack:
+    """The layers of a decoder on the CPU, one call a step."""
+
+    def __new__(
+        cls,
+        cpu: Cpu,
+        dtype: _KernelDType,
+        hidden: int,
+        eps: float,
+        layers: list[tuple[int, PackedLinear, int, PackedLinear, int, PackedLinear, PackedLinear]],
+    ) -> DecoderStack:
+        """A stack of layers over a residual stream of `hidden` numbers a token.
+
+        A layer is (input_norm, qkv, qk_norm, out, post_norm, gate_up, down): linears, and the
+        addresses of norms, 0 for no `qk_norm`.
+        """
+    def forward(
+        self, attention: PagedAttention, caches: list[int], cos: int, sin: int, x: int
+    ) -> None:
+        """Take `x`, dense rows of the step that `attention` has planned, through all layers.
+
+        In place. `caches` are the addresses of the layers' keys and values; `cos` and `sin` are
+        dense float32 of half a head a row.
+        """
+
+@final
 class RowOps:
     """Norms, gates and rotary positions, row by row, of tensors of one type."""
 

@@ -110,6 +110,18 @@ def test_logits_and_kv_are_those_of_the_cold_run(runs: Runs, steps: list[Work]) 
     assert runs.differences(steps) == 0
 
 
+@pytest.mark.parametrize("architecture", ["smollm2", "qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_layers_in_one_call_give_the_bits_of_one_by_one(
+    tiny_checkpoint: Checkpoint, architecture: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_checkpoint(architecture, dtype=getattr(torch, dtype), **WIDE)
+    runs = Runs(folder, dtype, 2)
+    assert runs.model._stack is not None
+    monkeypatch.setattr(runs.model, "_stack", None)
+    assert runs.differences(MIXED) == 0
+
+
 pieces = st.lists(
     st.tuples(st.integers(0, 2), st.integers(1, 20) | st.integers(30, LENGTH), st.booleans()),
     max_size=30,

@@ -16,7 +16,7 @@ from torch import Tensor
 from prefixcache._core import Cpu, PagedAttention
 from prefixcache.attention.base import AttentionBatch, AttentionSpec
 from prefixcache.exceptions import ConfigError
-from prefixcache.ops.invariant import kernel_dtype
+from prefixcache.ops.invariant import InvariantStack, kernel_dtype
 
 
 class CpuAttention:
@@ -81,6 +81,14 @@ class CpuAttention:
             out_THD.data_ptr(),
         )
         return out_THD
+
+    def run_stack(
+        self, stack: InvariantStack, x_TE: Tensor, rotation: tuple[Tensor, Tensor]
+    ) -> None:
+        """Takes `x_TE` through all layers of a model in place, as its layers one by one would."""
+        if x_TE.shape[0] != self._num_tokens:
+            raise ValueError(f"x_TE must have {self._num_tokens} rows, as the step that is planned")
+        stack(x_TE, rotation, self._kernel, self._kv_layers)
 
     def _dense_heads(self, x_TND: Tensor, num_heads: int) -> Tensor:
         """The tensor itself if each token's heads follow each other, else a copy."""

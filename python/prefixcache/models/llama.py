@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prefixcache.attention.base import AttentionBackend, AttentionSpec
+from prefixcache.attention.cpu_kernel import CpuAttention
 from prefixcache.config import ModelConfig
 from prefixcache.models.weights import NamedTensor, Slot, copy_into
 from prefixcache.ops.linear import Linear
 from prefixcache.ops.rope import RotaryEmbedding
 from prefixcache.ops.sets import Ops
+from prefixcache.ops.stack import LayerWeights
 
 
 class Builder:
@@ -46,14 +48,14 @@ class Attention:
         self._eps = config.rms_norm_eps
         self._heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self._head_dim = config.head_dim
-        self._qkv = builder.linear(
+        self.qkv = builder.linear(
             config.hidden_size, sum(self._heads) * config.head_dim, bias=config.qkv_bias
         )
-        self._out = builder.linear(
+        self.out = builder.linear(
             config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias
         )
         # One row a head, so that one call normalises the queries and the keys.
-        self._qk_norm = (
+        self.qk_norm = (
             builder.tensor(config.num_heads + config.num_kv_heads, config.head_dim)
             if config.qk_norm
             else None
@@ -70,13 +72,13 @@ class Attention:
     ) -> Tensor:
         """Adds to the residual; `rotation` holds the cosines and sines of the step's positions."""
         num_q, num_k, _ = self._heads
-        qkv = self._qkv(x_TE).view(-1, sum(self._heads), self._head_dim)
+        qkv = self.qkv(x_TE).view(-1, sum(self._heads), self._head_dim)
         qk, v_TKD = qkv[:, : num_q + num_k], qkv[:, num_q + num_k :]
-        if self._qk_norm is not None:
-            qk = self._ops.rms_norm(qk, self._qk_norm, self._eps)
+        if self.qk_norm is not None:
+            qk = self._ops.rms_norm(qk, self.qk_norm, self._eps)
         qk = self._ops.apply_rope(qk, *rotation)
         out_THD = attention.run(self._layer, qk[:, :num_q], qk[:, num_q:], v_TKD)
-        return self._out(out_THD.flatten(1), residual_TE)
+        return self.out(out_THD.flatten(1), residual_TE)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """The checkpoint's names of this block's tensors."""
@@ -84,15 +86,15 @@ class Attention:
         for name, heads in zip("qkv", self._heads, strict=True):
             rows = heads * self._head_dim
             yield from _linear_slots(
-                f"{prefix}.{name}_proj", self._qkv, row, rows, bias=self._qkv_bias
+                f"{prefix}.{name}_proj", self.qkv, row, rows, bias=self._qkv_bias
             )
             row += rows
         yield from _linear_slots(
-            f"{prefix}.o_proj", self._out, 0, self._out.out_features, bias=self._out_bias
+            f"{prefix}.o_proj", self.out, 0, self.out.out_features, bias=self._out_bias
         )
-        if self._qk_norm is not None:
-            yield f"{prefix}.q_norm.weight", _head_slot(self._qk_norm[: self._heads[0]])
-            yield f"{prefix}.k_norm.weight", _head_slot(self._qk_norm[self._heads[0] :])
+        if self.qk_norm is not None:
+            yield f"{prefix}.q_norm.weight", _head_slot(self.qk_norm[: self._heads[0]])
+            yield f"{prefix}.k_norm.weight", _head_slot(self.qk_norm[self._heads[0] :])
 
 
 class MLP:
@@ -103,21 +105,21 @@ class MLP:
         self._ops = builder.ops
         self._size = size
         self._bias = config.mlp_bias
-        self._gate_up = builder.linear(config.hidden_size, 2 * size, bias=config.mlp_bias)
-        self._down = builder.linear(size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up = builder.linear(config.hidden_size, 2 * size, bias=config.mlp_bias)
+        self.down = builder.linear(size, config.hidden_size, bias=config.mlp_bias)
 
     def __call__(self, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
         """Adds to the residual, [T, E]."""
-        return self._down(self._ops.silu_and_mul(self._gate_up(x_TE)), residual_TE)
+        return self.down(self._ops.silu_and_mul(self.gate_up(x_TE)), residual_TE)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """The checkpoint's names of this block's tensors."""
         for part, name in enumerate(("gate_proj", "up_proj")):
             yield from _linear_slots(
-                f"{prefix}.{name}", self._gate_up, part * self._size, self._size, bias=self._bias
+                f"{prefix}.{name}", self.gate_up, part * self._size, self._size, bias=self._bias
             )
         yield from _linear_slots(
-            f"{prefix}.down_proj", self._down, 0, self._down.out_features, bias=self._bias
+            f"{prefix}.down_proj", self.down, 0, self.down.out_features, bias=self._bias
         )
 
 
@@ -140,6 +142,19 @@ class DecoderLayer:
         x_TE = self._attention(normed_TE, x_TE, rotation, attention)
         return self._mlp(self._ops.rms_norm(x_TE, self._post_norm_E, self._eps), x_TE)
 
+    @property
+    def weights(self) -> LayerWeights:
+        """What this layer is made of."""
+        return LayerWeights(
+            input_norm_E=self._input_norm_E,
+            qkv=self._attention.qkv,
+            qk_norm_HKD=self._attention.qk_norm,
+            out=self._attention.out,
+            post_norm_E=self._post_norm_E,
+            gate_up=self._mlp.gate_up,
+            down=self._mlp.down,
+        )
+
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """The checkpoint's names of this layer's tensors."""
         yield f"{prefix}.input_layernorm.weight", _tensor_slot(self._input_norm_E)
@@ -161,6 +176,9 @@ class LlamaModel:
         self._ops = builder.ops
         self._embedding_VE = builder.tensor(config.vocab_size, config.hidden_size)
         self._layers = [DecoderLayer(config, i, builder) for i in range(config.num_layers)]
+        self._stack = self._ops.stack(
+            [layer.weights for layer in self._layers], config.rms_norm_eps
+        )
         self._norm_E = builder.tensor(config.hidden_size)
         self._head = builder.linear(
             config.hidden_size,
@@ -188,9 +206,19 @@ class LlamaModel:
         """Hidden states [T, E] after the last norm; `attention` must be planned for the step."""
         rotation = self._rope.at(positions_T)
         x_TE = F.embedding(token_ids_T, self._embedding_VE)
+        x_TE = self._through_layers(x_TE, rotation, attention)
+        return self._ops.rms_norm(x_TE, self._norm_E, self.config.rms_norm_eps)
+
+    def _through_layers(
+        self, x_TE: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionBackend
+    ) -> Tensor:
+        """In one call where ops and attention are both the CPU's kernels, which changes no bit."""
+        if self._stack is not None and isinstance(attention, CpuAttention):
+            attention.run_stack(self._stack, x_TE, rotation)
+            return x_TE
         for layer in self._layers:
             x_TE = layer(x_TE, rotation, attention)
-        return self._ops.rms_norm(x_TE, self._norm_E, self.config.rms_norm_eps)
+        return x_TE
 
     @torch.inference_mode()
     def compute_logits(self, hidden_RE: Tensor) -> Tensor:

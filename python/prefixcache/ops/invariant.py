@@ -25,13 +25,16 @@ against float64 and against themselves, one row alone against many. On whole mod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from prefixcache._core import Cpu, PackedLinear, RowOps
+from prefixcache._core import Cpu, DecoderStack, PackedLinear, PagedAttention, RowOps
 from prefixcache.exceptions import ConfigError
+from prefixcache.ops.linear import Linear
+from prefixcache.ops.stack import LayerWeights
 
 _DTYPES: dict[torch.dtype, Literal["bfloat16", "float32"]] = {
     torch.bfloat16: "bfloat16",
@@ -48,7 +51,10 @@ def kernel_dtype(dtype: torch.dtype) -> Literal["bfloat16", "float32"]:
 
 
 class InvariantLinear:
-    """A linear layer over a packed weight; each output is one chain of additions."""
+    """A linear layer over a packed weight; each output is one chain of additions.
+
+    `packed` is the kernel's own object.
+    """
 
     def __init__(
         self, cpu: Cpu, dtype: torch.dtype, inputs: int, outputs: int, *, bias: bool
@@ -56,19 +62,19 @@ class InvariantLinear:
         self.in_features = inputs
         self.out_features = outputs
         self._dtype = dtype
-        self._packed = PackedLinear(cpu, inputs, outputs, kernel_dtype(dtype), bias=bias)
+        self.packed = PackedLinear(cpu, inputs, outputs, kernel_dtype(dtype), bias=bias)
 
     def copy_rows(self, start: int, weight_OI: Tensor) -> None:
         """Writes output rows `start:start + O` of the weight, converting their type."""
         if weight_OI.shape[1] != self.in_features:
             raise ValueError(f"weight_OI must have {self.in_features} columns")
         dense = weight_OI.to("cpu", self._dtype).contiguous()
-        self._packed.copy_rows(start, dense.data_ptr(), len(dense))
+        self.packed.copy_rows(start, dense.data_ptr(), len(dense))
 
     def copy_bias(self, start: int, bias_O: Tensor) -> None:
         """Writes elements `start:start + O` of the bias."""
         dense = bias_O.to("cpu", self._dtype).contiguous()
-        self._packed.copy_bias(start, dense.data_ptr(), len(dense))
+        self.packed.copy_bias(start, dense.data_ptr(), len(dense))
 
     def __call__(self, x_TI: Tensor, residual_TO: Tensor | None = None) -> Tensor:
         """Returns [T, O] in the type of `x_TI`; the residual is added before rounding."""
@@ -94,7 +100,7 @@ class InvariantLinear:
                 raise ValueError("residual_TO must have the shape and type of the result")
             residual_TO = residual_TO.contiguous()
             residual = residual_TO.data_ptr()
-        self._packed.forward(
+        self.packed.forward(
             x_TI.data_ptr(),
             x_TI.shape[0],
             x_TI.stride(0),
@@ -102,6 +108,70 @@ class InvariantLinear:
             residual,
             wide_out=wide_out,
         )
+
+
+class InvariantStack:
+    """The layers of a decoder in one call: the same kernels in the same order, the same bits.
+
+    Between two kernels there is no Python, which at a few rows takes as long as a small kernel.
+    """
+
+    def __init__(
+        self, cpu: Cpu, dtype: torch.dtype, layers: Sequence[LayerWeights], eps: float
+    ) -> None:
+        self.dtype = dtype
+        self.hidden_size = layers[0].qkv.in_features
+        self._norms = [(w.input_norm_E, w.qk_norm_HKD, w.post_norm_E) for w in layers]
+        self._kernel = DecoderStack(
+            cpu, kernel_dtype(dtype), self.hidden_size, eps, [_addresses(w) for w in layers]
+        )
+
+    def __call__(
+        self,
+        x_TE: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        attention: PagedAttention,
+        kv_layers: Sequence[Tensor],
+    ) -> None:
+        """Takes `x_TE`, dense, through all layers in place; `attention` is planned for its rows.
+
+        `rotation` holds cosines and sines of the rows' positions, [T, 1, D / 2].
+        """
+        wanted = (x_TE.shape[0], 1, rotation[0].shape[2])
+        for angles_T1R in rotation:
+            _check_angles(angles_T1R, wanted)
+        dense = x_TE.is_contiguous() and x_TE.is_cpu and x_TE.dtype is self.dtype
+        if not dense or x_TE.shape[1] != self.hidden_size:
+            raise ValueError(f"x_TE must be dense {self.dtype} [T, {self.hidden_size}]")
+        cos_T1R, sin_T1R = rotation
+        self._kernel.forward(
+            attention,
+            [kv.data_ptr() for kv in kv_layers],
+            cos_T1R.data_ptr(),
+            sin_T1R.data_ptr(),
+            x_TE.data_ptr(),
+        )
+
+
+def _addresses(
+    weights: LayerWeights,
+) -> tuple[int, PackedLinear, int, PackedLinear, int, PackedLinear, PackedLinear]:
+    qk_norm = weights.qk_norm_HKD
+    return (
+        weights.input_norm_E.data_ptr(),
+        _packed(weights.qkv),
+        0 if qk_norm is None else qk_norm.data_ptr(),
+        _packed(weights.out),
+        weights.post_norm_E.data_ptr(),
+        _packed(weights.gate_up),
+        _packed(weights.down),
+    )
+
+
+def _packed(linear: Linear) -> PackedLinear:
+    if not isinstance(linear, InvariantLinear):
+        raise TypeError(f"a stack is made of packed linears, not of {type(linear).__name__}")
+    return linear.packed
 
 
 class InvariantOps:
@@ -158,8 +228,9 @@ class InvariantOps:
     def apply_rope(self, x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
         """Rotates every head, in float32; returns [T, N, D]."""
         self._check(x_TND)
-        _check_angles(x_TND, cos_T1R)
-        _check_angles(x_TND, sin_T1R)
+        wanted = (x_TND.shape[0], 1, x_TND.shape[2] // 2)
+        _check_angles(cos_T1R, wanted)
+        _check_angles(sin_T1R, wanted)
         out_TND = torch.empty_like(x_TND, memory_format=torch.contiguous_format)
         rows = _dense_rows(x_TND)
         self._rows.rotate(
@@ -174,6 +245,10 @@ class InvariantOps:
         )
         return out_TND
 
+    def stack(self, layers: Sequence[LayerWeights], eps: float) -> InvariantStack:
+        """All layers in one call."""
+        return InvariantStack(self._cpu, self.dtype, layers, eps)
+
     def _check(self, *tensors: Tensor) -> None:
         for tensor in tensors:
             if tensor.dtype is not self.dtype or not tensor.is_cpu:
@@ -186,8 +261,7 @@ def _dense_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _check_angles(x_TND: Tensor, angles_T1R: Tensor) -> None:
-    wanted = (x_TND.shape[0], 1, x_TND.shape[2] // 2)
+def _check_angles(angles_T1R: Tensor, wanted: tuple[int, int, int]) -> None:
     if angles_T1R.shape != wanted or angles_T1R.dtype is not torch.float32:
         raise ValueError(f"angles must be float32 {list(wanted)}")
     if not angles_T1R.is_contiguous():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +11,10 @@ from torch import Tensor
 from prefixcache._core import Cpu
 from prefixcache.ops import activation, norm, rope
 from prefixcache.ops.linear import Linear, TorchLinear
+from prefixcache.ops.stack import LayerWeights
+
+if TYPE_CHECKING:
+    from prefixcache.ops.invariant import InvariantStack
 
 
 class Ops(Protocol):
@@ -46,6 +51,10 @@ class Ops(Protocol):
         """Rotates every head; returns [T, N, D]."""
         ...
 
+    def stack(self, layers: Sequence[LayerWeights], eps: float) -> InvariantStack | None:
+        """All layers in one call to the CPU's kernels, or None where there is no such kernel."""
+        ...
+
 
 class TorchOps:
     """Torch's own kernels, and the fused ones where the device has them."""
@@ -75,6 +84,10 @@ class TorchOps:
     def apply_rope(self, x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
         """See `ops/rope.py`."""
         return rope.apply_rope(x_TND, cos_T1R, sin_T1R)
+
+    def stack(self, layers: Sequence[LayerWeights], eps: float) -> None:  # noqa: ARG002
+        """Torch computes op by op."""
+        return
 
 
 def make_ops(dtype: torch.dtype, device: torch.device, cpu: Cpu | None = None) -> Ops:

@@ -1,6 +1,7 @@
 //! Matrices that belong to someone else: rows of equal width at equal distances.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 /// Rows to read.
 #[derive(Clone, Copy)]
@@ -54,6 +55,25 @@ impl<'a, T> Rows<'a, T> {
     #[inline(always)]
     pub fn width(&self) -> usize {
         self.width
+    }
+
+    /// These columns of every row.
+    ///
+    /// # Panics
+    /// There are no such columns.
+    pub fn columns(&self, columns: Range<usize>) -> Self {
+        assert!(columns.start <= columns.end && columns.end <= self.width);
+        let start = if self.rows == 0 {
+            self.start
+        } else {
+            // SAFETY: inside the first row, or at its end.
+            unsafe { self.start.add(columns.start) }
+        };
+        Self {
+            start,
+            width: columns.len(),
+            ..*self
+        }
     }
 
     /// Row `row`.
@@ -120,6 +140,17 @@ impl<'a, T> RowsMut<'a, T> {
     #[inline(always)]
     pub fn width(&self) -> usize {
         self.width
+    }
+
+    /// The rows, to read for a while.
+    pub fn read(&mut self) -> Rows<'_, T> {
+        Rows {
+            start: self.start,
+            rows: self.rows,
+            width: self.width,
+            stride: self.stride,
+            owner: PhantomData,
+        }
     }
 
     /// Columns `from..from + count` of row `row`.

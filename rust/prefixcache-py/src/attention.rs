@@ -7,21 +7,21 @@ use pyo3::prelude::*;
 
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
 use crate::errors::{in_use, out_of_range};
-use crate::exclusive::Exclusive;
+use crate::exclusive::{Exclusive, Using};
 
 /// Attention over paged keys and values, on the CPU.
 #[pyclass(frozen, module = "prefixcache._core")]
 pub struct PagedAttention {
     cpu: Py<Cpu>,
-    dtype: DType,
-    attention: Attention,
-    step: Exclusive<Option<Step>>,
+    pub dtype: DType,
+    pub attention: Attention,
+    step: Exclusive<Option<PlannedStep>>,
 }
 
 /// A planned step: where its tokens stand, and where their keys and values go.
-struct Step {
-    plan: Plan,
-    slots: Vec<i64>,
+pub struct PlannedStep {
+    pub plan: Plan,
+    pub slots: Vec<i64>,
 }
 
 /// The tensors of one layer.
@@ -40,7 +40,7 @@ impl Tensors {
         &self,
         cpu: &Cpu,
         attention: &Attention,
-        step: &Step,
+        step: &PlannedStep,
     ) -> PyResult<()> {
         // SAFETY: the caller's promise. The cache is written first, and then only read.
         unsafe {
@@ -85,6 +85,25 @@ fn checked_slots(slots: &[i64], limit: usize) -> PyResult<Vec<i64>> {
             let reason = format!("must be from 0 to {}, not {slot}", limit.saturating_sub(1));
             Err(out_of_range("slot_mapping", reason))
         }
+    }
+}
+
+impl PagedAttention {
+    /// The planned step, for one call.
+    pub fn planned(&self) -> PyResult<Using<'_, Option<PlannedStep>>> {
+        self.step.try_use().ok_or_else(|| in_use("the attention"))
+    }
+
+    pub fn of_step(planned: &Option<PlannedStep>) -> PyResult<&PlannedStep> {
+        let nothing = || PyRuntimeError::new_err("no step is planned");
+        planned.as_ref().ok_or_else(nothing)
+    }
+
+    /// A layer's keys and values at an address.
+    pub fn cache(&self, step: &PlannedStep, address: usize) -> Matrix {
+        let rows = step.plan.num_pages() * 2 * self.attention.kv_heads();
+        let width = step.plan.block_size() * self.attention.head_dim();
+        Matrix::dense("cache", address, rows, width)
     }
 }
 
@@ -158,7 +177,7 @@ impl PagedAttention {
             numbers("slot_mapping", &slot_mapping)?,
             num_pages * block_size,
         )?;
-        *self.step.try_use().ok_or_else(|| in_use("the attention"))? = Some(Step { plan, slots });
+        *self.planned()? = Some(PlannedStep { plan, slots });
         Ok(())
     }
 
@@ -181,17 +200,13 @@ impl PagedAttention {
         value_stride: usize,
         out: usize,
     ) -> PyResult<()> {
-        let step = self.step.try_use().ok_or_else(|| in_use("the attention"))?;
-        let step = step
-            .as_ref()
-            .ok_or_else(|| PyRuntimeError::new_err("no step is planned"))?;
+        let step = self.planned()?;
+        let step = Self::of_step(&step)?;
         let (rows, dims) = (step.plan.num_queries(), self.attention.head_dim());
         let (width, kv_width) = (
             self.attention.heads() * dims,
             self.attention.kv_heads() * dims,
         );
-        let cache_rows = step.plan.num_pages() * 2 * self.attention.kv_heads();
-        let page_width = step.plan.block_size() * dims;
         let of = |name, address, width, stride| Matrix {
             name,
             address,
@@ -200,7 +215,7 @@ impl PagedAttention {
             stride,
         };
         let tensors = Tensors {
-            cache: Matrix::dense("cache", cache, cache_rows, page_width),
+            cache: self.cache(step, cache),
             queries: of("queries", queries, width, query_stride),
             keys: of("keys", keys, kv_width, key_stride),
             values: of("values", values, kv_width, value_stride),

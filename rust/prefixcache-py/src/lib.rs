@@ -9,6 +9,7 @@ mod attention;
 mod block_hashes;
 mod block_pool;
 mod cpu;
+mod decoder;
 mod detach;
 mod errors;
 mod exclusive;
@@ -32,6 +33,8 @@ mod _core {
     use crate::block_pool::BlockPool;
     #[pymodule_export]
     use crate::cpu::Cpu;
+    #[pymodule_export]
+    use crate::decoder::DecoderStack;
     #[pymodule_export]
     use crate::linear::PackedLinear;
     #[pymodule_export]

@@ -13,18 +13,43 @@ use crate::errors::{in_use, out_of_range};
 #[pyclass(frozen, module = "prefixcache._core")]
 pub struct PackedLinear {
     cpu: Py<Cpu>,
+    pub dtype: DType,
     layer: RwLock<Layer>,
-    inputs: usize,
-    outputs: usize,
+    pub inputs: usize,
+    pub outputs: usize,
 }
 
-enum Layer {
+pub enum Layer {
     Bf16(ops::PackedLinear<Bf16>),
     F32(ops::PackedLinear<f32>),
 }
 
+/// A number type of layers.
+pub trait LayerElement: Element {
+    /// The layer, if it is of this type.
+    fn of(layer: &Layer) -> Option<&ops::PackedLinear<Self>>;
+}
+
+impl LayerElement for Bf16 {
+    fn of(layer: &Layer) -> Option<&ops::PackedLinear<Self>> {
+        match layer {
+            Layer::Bf16(layer) => Some(layer),
+            Layer::F32(_) => None,
+        }
+    }
+}
+
+impl LayerElement for f32 {
+    fn of(layer: &Layer) -> Option<&ops::PackedLinear<Self>> {
+        match layer {
+            Layer::F32(layer) => Some(layer),
+            Layer::Bf16(_) => None,
+        }
+    }
+}
+
 impl PackedLinear {
-    fn read(&self) -> PyResult<RwLockReadGuard<'_, Layer>> {
+    pub fn read(&self) -> PyResult<RwLockReadGuard<'_, Layer>> {
         self.layer.try_read().map_err(|_| in_use("the layer"))
     }
 
@@ -92,6 +117,7 @@ impl PackedLinear {
         };
         Ok(Self {
             cpu,
+            dtype,
             layer: RwLock::new(layer),
             inputs,
             outputs,

@@ -39,13 +39,16 @@ class LateRunner(FakeRunner):
         return step
 
     def compute_until(self, step: LateStep) -> None:
-        while step.values is None:
+        while step.values is None and step.error is None:
             current = self._queue.popleft()
             try:
                 current.values = self._compute(current)
-            except Exception:
-                self._queue.clear()  # a device that failed computes nothing more
-                raise
+            except Exception as error:  # noqa: BLE001 - whoever reads the steps gets it
+                for failed in (current, *self._queue):  # nothing more is computed
+                    failed.error = error
+                self._queue.clear()
+        if step.error is not None:
+            raise step.error
 
     def _compute(self, step: LateStep) -> list[SequenceOutput]:
         own, self._tables = self._tables, step.tables
@@ -75,6 +78,7 @@ class LateStep:
     tables: BlockTableBuffers
     is_known: bool
     values: list[SequenceOutput] | None = None
+    error: Exception | None = None
 
     def outputs(self) -> list[SequenceOutput]:
         self.runner.compute_until(self)

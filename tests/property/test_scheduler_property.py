@@ -38,6 +38,7 @@ class Setup:
     share_in_flight: bool = True
     merge_twins: bool = True
     ahead: bool = False
+    fails_at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def setups(draw: st.DrawFn) -> Setup:
         share_in_flight=draw(st.booleans()),
         merge_twins=draw(st.booleans()),
         ahead=draw(st.booleans()),
+        fails_at=draw(st.sampled_from([(), (), (3,), (6, 7)])),
     )
 
 
@@ -124,6 +126,8 @@ class Run:
                     self.add(str(number), arrival)
                 if arrival.abort_at == step:
                     self.take(self.engine.abort([str(number)]))
+            if step in self.setup.fails_at:
+                self.runner.failures.append(RuntimeError("a planted failure"))
             self.step()
             step += 1
             assert step < 2000, "the loop hangs"
@@ -196,7 +200,7 @@ class Run:
         for name, arrival in self.accepted.items():
             ends = [EOS, *arrival.stop_token_ids]
             alone = answer_alone(arrival.prompt, arrival.max_tokens, ends)
-            if self.ends[name] == "abort":
+            if self.ends[name] == "abort" or (self.ends[name] == "error" and self.setup.fails_at):
                 assert self.tokens[name] == alone[: len(self.tokens[name])]
             else:
                 assert self.tokens[name] == alone
@@ -254,7 +258,7 @@ def test_waits_and_merges_really_happen() -> None:
     assert run.cache.num_merged_blocks >= 3
 
 
-def crowd_ahead() -> Run:
+def crowd_ahead(fails_at: tuple[int, ...] = ()) -> Run:
     """Requests that share, stop early, are preempted, aborted, and sampled on the host at times."""
     run = Run(
         Setup(
@@ -263,6 +267,7 @@ def crowd_ahead() -> Run:
             max_num_batched_tokens=16,
             max_model_len=40,
             ahead=True,
+            fails_at=fails_at,
         )
     )
     work = [
@@ -291,6 +296,12 @@ def test_steps_are_really_planned_ahead() -> None:
     assert run.engine.stats()["hits"] >= 12
     assert "stop" in run.ends.values()
     assert "abort" in run.ends.values()
+
+
+def test_a_crowd_survives_steps_that_fail() -> None:
+    ends = crowd_ahead(fails_at=(6, 7)).ends
+    assert list(ends.values()).count("error") >= 2
+    assert set(ends.values()) > {"error"}
 
 
 def _publish_pending_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,9 +341,22 @@ def _plan_on_unknown_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LateRunner, "submit", submit_unknown)
 
 
+def _remember_failed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail = Scheduler.fail
+
+    def fail_and_remember(scheduler: Scheduler) -> list[str]:
+        under_way = scheduler._under_way.copy()
+        failed = fail(scheduler)
+        scheduler._under_way = under_way
+        return failed
+
+    monkeypatch.setattr(Scheduler, "fail", fail_and_remember)
+
+
 @pytest.mark.parametrize(
     "break_it",
     [
+        _remember_failed_steps,
         _publish_pending_tokens,
         _keep_what_follows_the_end,
         _name_the_wrong_row,
@@ -344,8 +368,9 @@ def test_runs_ahead_notice_what_they_are_for(
     monkeypatch: pytest.MonkeyPatch, break_it: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     break_it(monkeypatch)
-    with pytest.raises((AssertionError, ValueError, KeyError)):
+    with pytest.raises((AssertionError, ValueError, KeyError)):  # noqa: PT012 - one of the two
         crowd_ahead()
+        crowd_ahead(fails_at=(6, 7))
 
 
 def preemptions(engine: Engine) -> float:

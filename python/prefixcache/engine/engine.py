@@ -202,7 +202,7 @@ class Engine:
         refused = self._scheduler.take_refused()
         outputs = [self._end(r.request_id, r.finish_reason, error=r.error) for r in refused]
         if plan.sequences:
-            outputs += self._submit(plan)
+            self._submit(plan)
         while self._under_way and not (plan.sequences and self._is_ahead()):
             outputs += self._read_oldest()
         self._cache_usage = self._cache.usage
@@ -248,19 +248,14 @@ class Engine:
         alone = len(self._under_way) == 1
         return alone and not newest.is_known and self._scheduler.has_unfinished()
 
-    def _submit(self, plan: StepPlan) -> list[RequestOutput]:
-        """Starts a step; returns what came of those before and of this one if it fails at once."""
+    def _submit(self, plan: StepPlan) -> None:
         try:
             self._cache.fill(plan, self._runner.block_tables)
             with self._host_time.paused():
-                self._under_way.append((plan, self._runner.submit(plan)))
-        except Exception as error:  # whatever the model raised, the others can be served
-            logger.exception("A step failed as it was submitted; its requests end.")
-            outputs: list[RequestOutput] = []
-            while self._under_way:
-                outputs += self._read_oldest()
-            return outputs + self._fail_steps(error)
-        return []
+                step = self._runner.submit(plan)
+        except Exception as error:  # noqa: BLE001 - raised again when the steps before are read
+            step = _FailedStep(error)
+        self._under_way.append((plan, step))
 
     def _read_oldest(self) -> list[RequestOutput]:
         """What came of a step; when it fails, those submitted after it do too."""
@@ -268,7 +263,7 @@ class Engine:
         try:
             with self._host_time.paused():
                 results = step.outputs()
-        except Exception as error:
+        except Exception as error:  # whatever the model raised, the others can be served
             logger.exception("A step failed; its requests end.")
             return self._fail_steps(error)
         self._failed_steps = 0
@@ -353,6 +348,19 @@ class Engine:
             num_in_flight_waits=scheduler.num_in_flight_waits,
             num_below_threshold=dict(scheduler.num_below_threshold),
         )
+
+
+class _FailedStep:
+    """A step that failed as it was submitted."""
+
+    is_known = True
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def outputs(self) -> list[SequenceOutput]:
+        """Raises the error."""
+        raise self._error
 
 
 class _HostTime:

@@ -210,6 +210,7 @@ class Engine:
 
     def drain(self) -> None:
         """Waits until no step is under way."""
+        self._host_time.begin()
         while self._under_way:
             self._outbox += self._read_oldest()
         self._cache_usage = self._cache.usage

@@ -33,6 +33,8 @@
 //!   content changes and unique to each registration; the content's stores release and its loads
 //!   acquire, so a reader that saw new content sees `seq` changed.
 
+mod place;
+
 use std::num::NonZeroU64;
 
 use crate::id::Epoch;
@@ -40,63 +42,9 @@ use crate::store::BlockKey;
 use crate::sync::{AtomicU16, AtomicU32, AtomicU64, Fault, Mode, Ordering, planted};
 use crate::zeroed::Zeroable;
 
+pub(crate) use place::{Place, Ticket, Tier};
+
 use Ordering::{Acquire, Relaxed, Release};
-
-/// A place in a ring: the number of slots handed out before it, modulo 2^40.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Ticket(u64);
-
-impl Ticket {
-    const BITS: u32 = 40;
-    const MASK: u64 = (1 << Self::BITS) - 1;
-
-    /// The ticket `number`, of which the low 40 bits count.
-    #[inline]
-    pub(crate) const fn new(number: u64) -> Self {
-        Self(number & Self::MASK)
-    }
-
-    #[inline]
-    pub(crate) const fn get(self) -> u64 {
-        self.0
-    }
-
-    #[inline]
-    pub(crate) const fn plus(self, count: u64) -> Self {
-        Self::new(self.0.wrapping_add(count))
-    }
-
-    #[inline]
-    pub(crate) const fn minus(self, count: u64) -> Self {
-        Self::new(self.0.wrapping_sub(count))
-    }
-
-    /// How many places lie from `earlier` to here; no ring is long enough for this to be ambiguous.
-    #[inline]
-    pub(crate) const fn since(self, earlier: Self) -> u64 {
-        self.0.wrapping_sub(earlier.0) & Self::MASK
-    }
-
-    /// Whether this place comes before `other`: less than half the circle behind it.
-    #[inline]
-    pub(crate) const fn is_before(self, other: Self) -> bool {
-        self.0 != other.0 && other.since(self) < 1 << (Self::BITS - 1)
-    }
-}
-
-/// Which ring a free block stands in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Tier {
-    Regular,
-    Pinned,
-}
-
-/// Where a free block stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
-    pub(crate) tier: Tier,
-    pub(crate) ticket: Ticket,
-}
 
 /// The packed state of a block.
 #[derive(Clone, Copy, PartialEq, Eq)]

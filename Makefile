@@ -14,7 +14,7 @@ LOOM    := RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 SHUTTLE := RUSTFLAGS="--cfg shuttle" CARGO_TARGET_DIR=target/shuttle
 
 .PHONY: setup setup-dev model serve test test-rust test-python lint format clean
-.PHONY: equality loom shuttle stress fuzz bench bench-peers bench-core
+.PHONY: equality loom shuttle stress sanitize fuzz bench bench-peers bench-core
 
 setup: .venv/.built                ## venv, pinned dependencies, release build
 setup-dev: .venv/.built .venv/.dev ## and what the tests need
@@ -63,6 +63,10 @@ shuttle:                           ## long random schedules (PREFIXCACHE_SCHEDUL
 
 stress:                            ## two writers, two probers (STRESS_SECONDS=600 by hand)
 	PREFIXCACHE_STRESS_SECONDS=$(STRESS_SECONDS) cargo test --package prefixcache-core --release --test stress_pool
+
+sanitize:                          ## the stress test under AddressSanitizer
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address" PREFIXCACHE_STRESS_SECONDS=$(STRESS_SECONDS) \
+	  cargo test --package prefixcache-core --release --test stress_pool --target $(shell rustc -vV | sed -n 's/host: //p')
 
 fuzz:                              ## every target for FUZZ_SECONDS
 	command -v cargo-fuzz || cargo install cargo-fuzz

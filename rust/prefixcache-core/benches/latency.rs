@@ -120,25 +120,54 @@ fn fill(pool: &impl BlockStore, num_blocks: usize) {
     }
 }
 
-fn evict_against_cached() {
-    println!("\nEvicting 16 blocks of a pool that is full of as many cached ones");
+/// Blocks of one eviction.
+const EVICTED: usize = 16;
+
+/// How long evictions take out of a pool that is full of `cached` blocks.
+fn evictions(pool: &impl BlockStore, cached: usize) -> Vec<Duration> {
+    cache(pool, &keys(0, cached));
+    let evict = |round| {
+        let mut blocks = Vec::with_capacity(EVICTED);
+        let before = Instant::now();
+        pool.allocate(EVICTED, &mut blocks).unwrap();
+        let elapsed = before.elapsed();
+        for (&block, key) in blocks.iter().zip(keys(cached + EVICTED * round, EVICTED)) {
+            let _ = pool.register(block, key, pool.epoch()).unwrap();
+        }
+        pool.release(&blocks).unwrap();
+        elapsed
+    };
+    (1..2000).map(evict).collect()
+}
+
+/// Calls `report` with the times of the plain pool and the lock-free one at each number of blocks.
+fn evict_against_cached(mut report: impl FnMut(&str, usize, Vec<Duration>)) {
     for cached in [1_000, 10_000, 100_000, 1_000_000] {
-        let pool = BlockPool::<SingleWriter>::new(PoolConfig::new(cached + 1)).unwrap();
-        cache(&pool, &keys(0, cached));
-        let samples = (1..2000).map(|round| {
-            let mut blocks = Vec::with_capacity(16);
-            let before = Instant::now();
-            pool.allocate(16, &mut blocks).unwrap();
-            let elapsed = before.elapsed();
-            for (&block, key) in blocks.iter().zip(keys(cached + 16 * round, 16)) {
-                let _ = pool.register(block, key, pool.epoch()).unwrap();
-            }
-            pool.release(&blocks).unwrap();
-            elapsed
-        });
-        report(&format!("{cached} cached"), samples.collect());
+        let config = PoolConfig::new(cached + 1);
+        let plain = PlainPool::new(config).unwrap();
+        report("plain", cached, evictions(&plain, cached));
+        let pool = BlockPool::<SingleWriter>::new(config).unwrap();
+        report("lock-free", cached, evictions(&pool, cached));
         assert_eq!(pool.content_drops(), 0, "content was dropped");
     }
+}
+
+fn print_evictions() {
+    println!("\nEvicting {EVICTED} blocks of a pool that is full of as many cached ones");
+    evict_against_cached(|pool, cached, samples| {
+        report(&format!("{pool}, {cached} cached"), samples);
+    });
+}
+
+/// One JSON object a line, for `benches/core/evictions.py`.
+fn print_evictions_as_json() {
+    evict_against_cached(|pool, cached, mut samples| {
+        samples.sort_unstable();
+        let [p50, p99] = [0.5, 0.99].map(|part| percentile(&samples, part).as_nanos());
+        println!(
+            r#"{{"pool": "{pool}", "cached": {cached}, "evicted": {EVICTED}, "p50_ns": {p50}, "p99_ns": {p99}}}"#
+        );
+    });
 }
 
 /// One cold block at the head of the line, and all others behind it released again and again.
@@ -163,8 +192,11 @@ fn dead_run<M: Mode>(name: &str) {
 }
 
 fn main() {
+    if std::env::args().any(|argument| argument == "--evictions-as-json") {
+        return print_evictions_as_json();
+    }
     probe_beside_writer();
-    evict_against_cached();
+    print_evictions();
     println!("\nA cold head of the line, with four million releases behind it");
     dead_run::<Shared>("shared");
     dead_run::<SingleWriter>("single writer");

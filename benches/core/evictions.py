@@ -1,0 +1,109 @@
+"""What an eviction costs against the number of cached blocks: a record and a picture.
+
+    python benches/core/evictions.py [--record benches/record/evictions.json]
+                                     [--plot docs/cost-per-eviction.svg]
+
+Runs the eviction part of `cargo bench --package prefixcache-core --bench latency`: 16 blocks are
+taken from a pool that is full of cached ones, 2,000 times, and put back with other content. The
+plain pool, one thread's hash map and linked list, is measured in turn with the lock-free one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from prefixcache.bench.machine import machine_facts
+
+COMMAND = "cargo bench --package prefixcache-core --bench latency -- --evictions-as-json"
+INK, QUIET, RULE = "#1f2933", "#7b8794", "#e4e7eb"
+COLORS = {"lock-free": "#0c6b52", "plain": "#486581"}
+
+Rows = list[dict[str, Any]]
+
+
+def measure() -> Rows:
+    """For each pool and number of cached blocks the times of evicting `evicted` blocks."""
+    bench = subprocess.run(COMMAND.split(), check=True, stdout=subprocess.PIPE, text=True)
+    lines = bench.stdout.splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def write_record(record: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """Writes the picture; the file's ending chooses its format."""
+    layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12)
+    figure = Figure(figsize=(7.2, 3.4), layout=layout)
+    figure.set_facecolor("white")
+    axes = figure.subplots()
+    for pool, color in COLORS.items():
+        draw_pool(axes, pool, [row for row in record["rows"] if row["pool"] == pool], color)
+    dress(axes, record["rows"])
+    machine = record["machine"]
+    footer = f"{machine['cpu']}, {machine['cores']} cores. {record['date'][:10]}"
+    figure.supxlabel(footer, x=0.01, ha="left", fontsize=8.5, color=QUIET)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def draw_pool(axes: Axes, pool: str, rows: Rows, color: str) -> None:
+    cached = [row["cached"] for row in rows]
+    times = [per_block(row) for row in rows]
+    axes.plot(cached, times, color=color, linewidth=2, marker="o", markersize=5)
+    place = {"xytext": (9, 0), "textcoords": "offset points", "va": "center"}
+    axes.annotate(f"{pool}, {times[-1]:.0f} ns", (cached[-1], times[-1]), color=color, **place)
+
+
+def per_block(row: dict[str, Any]) -> float:
+    """The median time of one eviction in nanoseconds."""
+    return row["p50_ns"] / row["evicted"]
+
+
+def dress(axes: Axes, rows: Rows) -> None:
+    sizes = sorted({row["cached"] for row in rows})
+    axes.set_title(
+        f"Evicting one block, ns (median of batches of {rows[0]['evicted']})",
+        loc="left", fontsize=11.5, color=INK, pad=10,
+    )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.set_xlim(sizes[0] * 0.7, sizes[-1] * 6)
+    axes.set_xlabel("cached blocks", color=INK)
+    axes.set_ylim(0, 1.15 * max(per_block(row) for row in rows))
+    axes.minorticks_off()
+    axes.tick_params(length=0, labelcolor=INK)
+    axes.grid(axis="y", color=RULE)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(RULE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--record", type=Path, default=Path("benches/record/evictions.json"))
+    parser.add_argument("--plot", type=Path, default=Path("docs/cost-per-eviction.svg"))
+    arguments = parser.parse_args()
+    record = {
+        "command": COMMAND,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine_facts(),
+        "rows": measure(),
+    }
+    write_record(record, arguments.record)
+    draw(record, arguments.plot)
+    print(f"wrote {arguments.record} and {arguments.plot}")
+
+
+if __name__ == "__main__":
+    main()

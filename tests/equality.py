@@ -318,6 +318,7 @@ def make_engine(folder: Path, dtype: str, invariant: bool, schedule: Schedule) -
         dtype=dtype,  # type: ignore[arg-type]
         device="cpu",
         batch_invariant=invariant,
+        attention="auto" if invariant else "torch",
         cache=CacheConfig(
             num_blocks=schedule.num_blocks * BLOCK // schedule.block_size,
             block_size=schedule.block_size,

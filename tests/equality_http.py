@@ -219,7 +219,9 @@ def parse_options() -> Options:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--no-batch-invariant", action="store_true", help="to see it fail")
     given = parser.parse_args()
-    flags = {"dtype": given.dtype, "batch_invariant": False if given.no_batch_invariant else None}
+    flags: dict[str, object] = {"dtype": given.dtype}
+    if given.no_batch_invariant:
+        flags |= {"batch_invariant": False, "attention": "torch"}
     return Options(given.dialogues, given.requests, given.tokens, given.seed, flags)
 
 

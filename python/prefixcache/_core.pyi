@@ -17,6 +17,7 @@ __all__ = [
     "BlockHashes",
     "BlockPool",
     "Cpu",
+    "DecoderStack",
     "PackedLinear",
     "PagedAttention",
     "PrefixCache",

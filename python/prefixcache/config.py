@@ -246,8 +246,8 @@ class EngineConfig:
 
     `model` is an alias, a folder, a GGUF file or a hub id. `attention` names a backend of
     `attention/registry.py`; "auto" takes the best one for the device. `batch_invariant` None is on
-    for a CPU and off for CUDA, where its cost is not known yet. `enforce_eager` runs without CUDA
-    graphs.
+    for a CPU and off for CUDA, where its cost is not known yet; off, the fastest kernels are taken,
+    whether they keep it or not. `enforce_eager` runs without CUDA graphs.
     """
 
     model: str = DEFAULT_MODEL

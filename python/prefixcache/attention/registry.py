@@ -77,14 +77,16 @@ def make_attention(
     package or device is missing.
     """
     options = options or AttentionOptions()
-    chosen = _best(options) if name == "auto" else name
+    chosen = _best(spec, options) if name == "auto" else name
     factory = _FACTORIES.get(chosen)
     if factory is None:
         raise ConfigError(f"attention must be one of auto, {', '.join(_FACTORIES)}, got {name!r}.")
     return factory(spec, options)
 
 
-def _best(options: AttentionOptions) -> str:
+def _best(spec: AttentionSpec, options: AttentionOptions) -> str:
+    """On a CPU ours; torch's where no promise asks for ours and it cannot compute the heads."""
     if options.device.type == "cuda":
         return "flashinfer"
-    return "cpu" if options.batch_invariant else "torch"
+    can = options.cpu is not None and spec.head_dim % 16 == 0
+    return "cpu" if options.batch_invariant or can else "torch"

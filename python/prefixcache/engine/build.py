@@ -32,6 +32,7 @@ from prefixcache.models.hub import resolve_model
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.registry import choose_dtype, load_model, make_model
 from prefixcache.models.replaceable import ReplaceableModel
+from prefixcache.ops.sets import torch_is_faster
 from prefixcache.runner.decoder import Decoder
 from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.scheduler.scheduler import Scheduler
@@ -208,8 +209,15 @@ def _model_and_pool(
 
 
 def _kernel_threads(config: EngineConfig, device: torch.device) -> Cpu | None:
-    """The threads of the CPU's own kernels, as many as torch has; None where torch's are used."""
-    if device.type != "cpu" or not config.keeps_batch_invariant(device.type):
+    """The threads of the CPU's own kernels, as many as torch has; None where torch's are used.
+
+    Where the batch may change an answer's bits, the faster ones are used, which are most often ours
+    too; `attention="torch"` then asks for torch's throughout.
+    """
+    if device.type != "cpu":
+        return None
+    free = not config.keeps_batch_invariant(device.type)
+    if free and (config.attention == "torch" or torch_is_faster()):
         return None
     return Cpu(torch.get_num_threads())
 

@@ -90,6 +90,11 @@ class TorchOps:
         return
 
 
+def torch_is_faster() -> bool:
+    """Whether torch's kernels beat those of `ops/invariant.py`: on a CPU with AMX, a matrix unit."""
+    return bool(torch.cpu._is_amx_tile_supported())  # noqa: SLF001
+
+
 def make_ops(dtype: torch.dtype, device: torch.device, cpu: Cpu | None = None) -> Ops:
     """The ops for a device; with `cpu`, those whose rows do not depend on the batch.
 

@@ -1,0 +1,43 @@
+"""Which kernels compute on a CPU: the promise asks for ours, without it the fastest are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prefixcache._core import Cpu
+from prefixcache.attention.base import AttentionSpec
+from prefixcache.attention.registry import AttentionOptions, make_attention
+from prefixcache.engine.build import build, config_from_flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "amx", "expected"),
+    [
+        ({}, True, ("cpu", True)),
+        ({"batch_invariant": False}, False, ("cpu", False)),
+        ({"batch_invariant": False}, True, ("torch", False)),
+        ({"batch_invariant": False, "attention": "torch"}, False, ("torch", False)),
+    ],
+)
+def test_the_fastest_that_keep_what_was_promised(
+    tiny_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: dict[str, object],
+    amx: bool,
+    expected: tuple[str, bool],
+) -> None:
+    monkeypatch.setattr("prefixcache.engine.build.torch_is_faster", lambda: amx)
+    config = config_from_flags(model=str(tiny_checkpoint()), num_blocks=32, device="cpu", **flags)
+    built = build(config)
+    assert (built.engine._runner._attention.name, built.batch_invariant) == expected
+    ours = built.engine._runner._model.loaded._stack is not None
+    assert ours == (expected[0] == "cpu")
+
+
+def test_heads_that_our_kernel_cannot_compute_go_to_torch_where_nothing_is_promised() -> None:
+    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=24, scale=1.0)
+    options = AttentionOptions(cpu=Cpu(1), batch_invariant=False)
+    assert make_attention("auto", spec, options).name == "torch"

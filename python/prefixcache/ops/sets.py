@@ -91,8 +91,8 @@ class TorchOps:
 
 
 def torch_is_faster() -> bool:
-    """Whether torch's kernels beat those of `ops/invariant.py`: on a CPU with AMX, a matrix unit."""
-    return bool(torch.cpu._is_amx_tile_supported())  # noqa: SLF001
+    """Whether torch's kernels beat those of `ops/invariant.py`: on a CPU with AMX."""
+    return bool(torch.cpu._is_amx_tile_supported())  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
 def make_ops(dtype: torch.dtype, device: torch.device, cpu: Cpu | None = None) -> Ops:

@@ -175,7 +175,11 @@ def _torch_entries(folder: Path, dtypes: Sequence[str], shared: dict[str, int]) 
         for dtype in dtypes
         for label, module, extra in (
             ("prefixcache", "ours", {}),
-            ("prefixcache, not invariant,", "ours", {"batch_invariant": False}),
+            (
+                "prefixcache, torch's kernels,",
+                "ours",
+                {"batch_invariant": False, "attention": "torch"},
+            ),
             ("transformers", "with_transformers", {}),
         )
     ]

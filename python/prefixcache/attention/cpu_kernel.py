@@ -44,9 +44,9 @@ class CpuAttention:
         shape = kv_layers[0].shape
         spec = self._spec
         wanted = self.kv_shape(shape[0], shape[3], spec.num_kv_heads, spec.head_dim)
-        for kv_P2BKD in kv_layers:
-            dense = kv_P2BKD.is_cpu and kv_P2BKD.is_contiguous()
-            if not dense or kv_P2BKD.dtype is not self._dtype or kv_P2BKD.shape != wanted:
+        for kv_P2KBD in kv_layers:
+            dense = kv_P2KBD.is_cpu and kv_P2KBD.is_contiguous()
+            if not dense or kv_P2KBD.dtype is not self._dtype or kv_P2KBD.shape != wanted:
                 raise ValueError(f"kv_layers must be contiguous {self._dtype} {list(wanted)}")
         self._kv_layers = kv_layers
 

@@ -121,6 +121,7 @@ class InvariantStack:
     ) -> None:
         self.dtype = dtype
         self.hidden_size = layers[0].qkv.in_features
+        # The kernel has their addresses alone.
         self._norms = [(w.input_norm_E, w.qk_norm_HKD, w.post_norm_E) for w in layers]
         self._kernel = DecoderStack(
             cpu, kernel_dtype(dtype), self.hidden_size, eps, [_addresses(w) for w in layers]

@@ -184,15 +184,13 @@ async def test_sharing_in_flight_is_measured_apart(tiny_checkpoint: Callable[...
         model=str(tiny_checkpoint()),
         workload=WORKLOAD,
         repeats=1,
-        busy=True,
         flags=FLAGS,
         variants=SHARING_VARIANTS,
     )
-    report = await run_bench(options, "prefixcache bench --sharing --busy")
+    report = await run_bench(options, "prefixcache bench --sharing")
     off, alone, sharing = (variant.median for variant in report.variants)
     assert (off.cached_tokens, sharing.cached_tokens) == (0, 192)
     assert [off.same_outputs, alone.same_outputs, sharing.same_outputs] == [4] * 3
-    assert all(len(records) == 4 for variant in report.variants for records in variant.runs)
 
 
 async def test_a_running_server_is_measured_as_it_is(tiny_checkpoint: Callable[..., Path]) -> None:

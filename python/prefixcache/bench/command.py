@@ -41,9 +41,6 @@ def bench(
     sharing: Annotated[
         bool, typer.Option("--sharing", help="Also with no request waiting for another's blocks.")
     ] = False,
-    busy: Annotated[
-        bool, typer.Option("--busy", help="Begin while another prompt is being computed.")
-    ] = False,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     block_size: Annotated[int | None, typer.Option(help="Tokens of a cache block.")] = None,
@@ -77,7 +74,6 @@ def bench(
             repeats=repeats,
             http=http,
             base_url=base_url,
-            busy=busy,
             variants=SHARING_VARIANTS if sharing else VARIANTS,
             flags={
                 "dtype": dtype,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -28,18 +27,13 @@ SHARING_VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-_BUSY_SECONDS = 0.05
-"""Long enough for a request to reach its first step, and far shorter than that step."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
     """What to measure.
 
     Engines run in this process; with `http` each variant is a server on loopback; with `base_url`
     the one server that runs there is measured as it is. `flags` go to each engine or server, and
-    each of `variants` adds its own; the first is the baseline. With `busy` each run begins while
-    another prompt is computed, so that those that come meanwhile start together.
+    each of `variants` adds its own; the first is the baseline.
     """
 
     model: str = DEFAULT_MODEL
@@ -48,7 +42,6 @@ class BenchOptions:
     repeats: int = 3
     http: bool = False
     base_url: str | None = None
-    busy: bool = False
     flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: VARIANTS)
 
@@ -87,12 +80,7 @@ def settings(options: BenchOptions) -> dict[str, Any]:
     through = options.base_url or ("HTTP on loopback" if options.http else "the engine in process")
     chosen = {name: value for name, value in options.flags.items() if value is not None}
     return (
-        {
-            "model": options.model,
-            "through": through,
-            "repeats": options.repeats,
-            "busy": options.busy,
-        }
+        {"model": options.model, "through": through, "repeats": options.repeats}
         | asdict(options.workload)
         | {"concurrency": options.load.concurrency, "request_rate": options.load.request_rate}
         | chosen
@@ -114,7 +102,6 @@ def _room(options: BenchOptions) -> dict[str, int]:
     """A pool that holds all requests that run at once, so that nothing is preempted."""
     workload = options.workload
     running = min(options.load.concurrency or workload.num_requests, workload.num_requests)
-    running += options.busy
     block_size = options.flags.get("block_size") or CacheConfig().block_size
     blocks = running * (-(-workload.total_len // block_size) + 1)
     return {
@@ -130,33 +117,17 @@ async def _measure(
     if not pool:
         raise BenchmarkError("The tokenizer gave no tokens to make prompts of.")
     prompts = make_prompts(options.workload, pool)
-    other = _unrelated_prompt(options.workload, pool)
     for target in targets.values():
-        await target.send(other)
+        await target.send(_warm_up_prompt(options.workload, pool))
     runs: dict[str, list[list[RequestRecord]]] = {name: [] for name in targets}
     for repeat in range(options.repeats):
         for name in _in_turn(list(targets), repeat):
             await targets[name].reset_cache()
-            async with _kept_busy(targets[name], other if options.busy else None):
-                records = await drive(
-                    targets[name], prompts, options.load, lambda name=name: on_done(name)
-                )
+            records = await drive(
+                targets[name], prompts, options.load, lambda name=name: on_done(name)
+            )
             runs[name].append(records)
     return runs
-
-
-@asynccontextmanager
-async def _kept_busy(target: Target, prompt: Prompt | None) -> AsyncGenerator[None, None]:
-    """The target is computing `prompt` when the block begins."""
-    if prompt is None:
-        yield
-        return
-    running = asyncio.ensure_future(target.send(prompt))
-    await asyncio.sleep(_BUSY_SECONDS)
-    try:
-        yield
-    finally:
-        await running
 
 
 def _in_turn(names: list[str], repeat: int) -> list[str]:
@@ -164,7 +135,7 @@ def _in_turn(names: list[str], repeat: int) -> list[str]:
     return names[::-1] if repeat % 2 else names
 
 
-def _unrelated_prompt(workload: WorkloadConfig, pool: list[int]) -> Prompt:
+def _warm_up_prompt(workload: WorkloadConfig, pool: list[int]) -> Prompt:
     """As long as the others and of no block of theirs."""
     other = replace(workload, seed=workload.seed + 1, num_requests=1)
     (prompt,) = make_prompts(other, pool)

@@ -62,8 +62,8 @@ def draw_pool(axes: Axes, pool: str, rows: Rows, color: str) -> None:
     cached = [row["cached"] for row in rows]
     times = [per_block(row) for row in rows]
     axes.plot(cached, times, color=color, linewidth=2, marker="o", markersize=5)
-    place = {"xytext": (9, 0), "textcoords": "offset points", "va": "center"}
-    axes.annotate(f"{pool}, {times[-1]:.0f} ns", (cached[-1], times[-1]), color=color, **place)
+    # Named at the small pools, where the lines are apart.
+    axes.annotate(pool, (cached[0], times[0]), (0, 8), textcoords="offset points", color=color)
 
 
 def per_block(row: dict[str, Any]) -> float:
@@ -79,7 +79,7 @@ def dress(axes: Axes, rows: Rows) -> None:
     )  # fmt: skip
     axes.set_xscale("log")
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-    axes.set_xlim(sizes[0] * 0.7, sizes[-1] * 6)
+    axes.set_xlim(sizes[0] * 0.7, sizes[-1] * 1.5)
     axes.set_xlabel("cached blocks", color=INK)
     axes.set_ylim(0, 1.15 * max(per_block(row) for row in rows))
     axes.minorticks_off()

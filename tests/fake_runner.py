@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from prefixcache.engine.engine import Runner, SubmittedStep
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.request import TokenLogprobs
 from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
@@ -109,17 +110,17 @@ class FakeRunner:
 class StepGate:
     """A turnstile before a runner's steps, so that no test depends on how fast a step is."""
 
-    def __init__(self, runner: FakeRunner) -> None:
+    def __init__(self, runner: Runner) -> None:
         self._changed = threading.Condition()
         self._steps_left: int | None = None
         self._is_held = False
-        compute = runner.execute
+        start = runner.submit
 
-        def execute(plan: StepPlan) -> list[SequenceOutput]:
+        def submit(plan: StepPlan) -> SubmittedStep:
             self._pass()
-            return compute(plan)
+            return start(plan)
 
-        runner.execute = execute  # type: ignore[method-assign]
+        runner.submit = submit  # type: ignore[method-assign]
 
     def hold_after(self, steps: int = 0) -> None:
         """Lets that many steps through, and no more until `open`."""

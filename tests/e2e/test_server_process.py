@@ -91,9 +91,12 @@ def test_sigterm_lets_open_answers_end(folder, tmp_path):
         assert server.end() == 0
 
 
-def test_a_second_sigint_ends_at_once(folder, tmp_path):
-    with _serving(folder, tmp_path, "--drain-seconds", "600") as server:
-        with _open_stream(server.address, max_tokens=1500) as response:
+def test_a_second_sigint_ends_at_once(tiny_checkpoint, tmp_path):
+    """The answer would take far longer than the signals do."""
+    folder = tiny_checkpoint(max_position_embeddings=1 << 17)
+    flags = ["--drain-seconds", "600", "--num-blocks", "8000"]
+    with _serving(folder, tmp_path, *flags) as server:
+        with _open_stream(server.address, max_tokens=120_000) as response:
             parts = response.iter_text()
             next(parts)
             begun = time.monotonic()

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from fake_runner import StepGate
 from prefixcache.engine.async_engine import AsyncEngine
 from serving import MODEL, client_of, metric, serve_folder
 
@@ -23,6 +24,7 @@ class Server:
     def __init__(self, client: httpx.AsyncClient, engine: AsyncEngine) -> None:
         self.client = client
         self.engine = engine
+        self.gate = StepGate(engine._engine._runner)
 
     async def post(self, path: str, **options: Any) -> httpx.Response:
         return await self.client.post(path, **options)
@@ -50,11 +52,14 @@ class Server:
 
     async def in_flight(self, **fields: Any) -> asyncio.Task[httpx.Response]:
         """A request that has some tokens when the engine pauses; the engine stays paused."""
-        before = self.engine.metrics.generation_tokens
+        self.gate.hold_after(4)
         task = asyncio.create_task(self.ask(max_tokens=400, **fields))
-        while self.engine.metrics.generation_tokens < before + 3:
+        await self.gate.until_held()
+        pausing = asyncio.create_task(self.post("/pause"))
+        while self.engine._inbox.empty():
             await asyncio.sleep(0.001)
-        assert (await self.post("/pause")).status_code == 200
+        self.gate.open()
+        assert (await pausing).status_code == 200
         assert not task.done()
         return task
 

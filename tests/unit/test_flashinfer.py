@@ -73,7 +73,7 @@ def test_the_steps_mix_decodes_with_chunks_and_hit_the_cache(
     kinds = [{s.num_tokens == 1 for s in plan.sequences} for plan in ours.plans]
     assert {True, False} in kinds, "no step held decodes beside chunks"
     assert ours.scheduler.num_preemptions, "the pool was large enough for all"
-    assert ours.scheduler.num_hit_tokens, "no prompt hit the cache"
+    assert ours.scheduler.hit_counter.hit_tokens, "no prompt hit the cache"
 
 
 @pytest.mark.parametrize("window", [None, 5])

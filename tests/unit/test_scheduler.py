@@ -124,7 +124,7 @@ def test_without_prefix_caching_nothing_is_hit_or_published() -> None:
         bench.add(name, prompt_of(16))
         bench.run()
     assert bench.cache.stats()["hits"] == 0
-    assert bench.scheduler.num_queried_tokens == 0
+    assert bench.scheduler.hit_counter.queried_tokens == 0
 
 
 def test_the_newest_request_is_preempted_and_resumes_on_its_own_blocks() -> None:

@@ -65,7 +65,7 @@ def test_a_waiter_follows_chunk_by_chunk() -> None:
     assert counts(bench.step()) == {"long": 16}
     bench.run()
     assert bench.answers["short"] == answer_alone([*prompt_of(24), 89, 88], 1)
-    assert bench.scheduler.num_hit_tokens == 24
+    assert bench.scheduler.hit_counter.hit_tokens == 24
 
 
 @pytest.mark.parametrize("size", [2, 5])

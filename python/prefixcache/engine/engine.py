@@ -344,8 +344,8 @@ class Engine:
             num_waiting=scheduler.num_waiting,
             cache_usage=self._cache_usage,
             num_preemptions=scheduler.num_preemptions,
-            num_queried_tokens=scheduler.num_queried_tokens,
-            num_hit_tokens=scheduler.num_hit_tokens,
+            num_queried_tokens=scheduler.hit_counter.queried_tokens,
+            num_hit_tokens=scheduler.hit_counter.hit_tokens,
             num_in_flight_waits=scheduler.num_in_flight_waits,
             num_below_threshold=dict(scheduler.num_below_threshold),
         )

@@ -107,16 +107,6 @@ class Scheduler:
         return self._admission.num_below_threshold
 
     @property
-    def num_queried_tokens(self) -> int:
-        """Prompt tokens looked up in the prefix cache."""
-        return self._admission.counter.queried_tokens
-
-    @property
-    def num_hit_tokens(self) -> int:
-        """Prompt tokens found there."""
-        return self._admission.counter.hit_tokens
-
-    @property
     def caches_prefixes(self) -> bool:
         """Whether requests are looked up in the prefix cache at all."""
         return self._admission.enabled

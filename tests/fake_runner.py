@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
+from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.engine import Runner, SubmittedStep
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.request import TokenLogprobs
 from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 
+T = TypeVar("T")
 VOCAB_SIZE = 97
 
 
@@ -132,6 +135,14 @@ class StepGate:
     async def until_held(self) -> None:
         """Waits until a step stands before the closed gate."""
         assert await asyncio.to_thread(self._wait_for_a_held_step)
+
+    async def open_for(self, engine: AsyncEngine, operation: Coroutine[Any, Any, T]) -> T:
+        """Lets the held step go on once `operation` waits for its end."""
+        task = asyncio.create_task(operation)
+        while engine._inbox.empty():
+            await asyncio.sleep(0.001)
+        self.open()
+        return await task
 
     def _set(self, steps: int | None) -> None:
         with self._changed:

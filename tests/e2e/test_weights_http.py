@@ -55,11 +55,8 @@ class Server:
         self.gate.hold_after(4)
         task = asyncio.create_task(self.ask(max_tokens=400, **fields))
         await self.gate.until_held()
-        pausing = asyncio.create_task(self.post("/pause"))
-        while self.engine._inbox.empty():
-            await asyncio.sleep(0.001)
-        self.gate.open()
-        assert (await pausing).status_code == 200
+        paused = await self.gate.open_for(self.engine, self.post("/pause"))
+        assert paused.status_code == 200
         assert not task.done()
         return task
 

@@ -149,10 +149,7 @@ async def test_a_stream_that_is_never_read_starts_nothing(serve: Make) -> None:
 async def test_abort_ends_the_stream(serve: Make) -> None:
     served = serve()
     task = await start_held(served)
-    aborting = asyncio.create_task(served.engine.abort("a"))
-    await until(lambda: not served.engine._inbox.empty())
-    served.gate.open()
-    await aborting
+    await served.gate.open_for(served.engine, served.engine.abort("a"))
     outputs = await task
     assert tokens_of(outputs) == answer_alone(PROMPT, 4)
     assert outputs[-1].finish_reason == "abort"
@@ -216,10 +213,7 @@ async def test_draining_finishes_what_runs_and_refuses_what_comes(serve: Make) -
 async def test_shutdown_aborts_what_runs(serve: Make) -> None:
     served = serve()
     task = await start_held(served)
-    stopping = asyncio.create_task(served.engine.shutdown())
-    await until(lambda: not served.engine._inbox.empty())
-    served.gate.open()
-    await stopping
+    await served.gate.open_for(served.engine, served.engine.shutdown())
     assert (await task)[-1].finish_reason == "abort"
     assert served.cache.num_free_blocks == served.cache.num_blocks
     await served.engine.shutdown()

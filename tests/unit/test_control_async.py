@@ -38,12 +38,7 @@ class Served:
         return task
 
     async def right_after_the_step(self, operation: Coroutine[Any, Any, T]) -> T:
-        """Lets the held step go on when the operation waits for its end."""
-        task = asyncio.create_task(operation)
-        while self.engine._inbox.empty():
-            await asyncio.sleep(0.001)
-        self._gate.open()
-        return await task
+        return await self._gate.open_for(self.engine, operation)
 
     def start(self, name: str, max_tokens: int = 8) -> asyncio.Task[list[RequestOutput]]:
         return asyncio.create_task(self.collect(name, max_tokens))

@@ -2,7 +2,9 @@
 
 Each program computes whole rows (norm, rotation) or elements (gate), always with the same block
 size and the same order of additions for a width, and nothing is tuned at run time: a row's bits
-depend on that row alone. Results round where the plain forms of `norm`, `activation` and `rope` do.
+depend on that row alone. Results round where the plain forms of `norm`, `activation` and `rope` do,
+which is why multiplications and additions are not fused. Triton's compiler evaluates annotations in
+a kernel, where it knows no names but those of `triton.language`.
 Letters of shapes: T tokens, N heads, D head size or row width, F intermediate size, R = D / 2.
 """
 
@@ -79,18 +81,18 @@ def apply_rope(x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
 
 def _launch(kernel: Any, grid: tuple[int, int], *args: Any, **constants: int) -> None:
     """One program for each point of the grid."""
-    kernel[grid](*args, **constants)
+    kernel[grid](*args, **constants, enable_fp_fusion=False)
 
 
 @triton.jit
 def _rms_norm(
-    x_ptr: Any,
-    weight_ptr: Any,
-    out_ptr: Any,
-    token_stride: Any,
-    head_stride: Any,
-    weight_stride: Any,
-    eps: Any,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    token_stride: tl.tensor,
+    head_stride: tl.tensor,
+    weight_stride: tl.tensor,
+    eps: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -100,7 +102,7 @@ def _rms_norm(
     inside = at < WIDTH
     x = tl.load(x_ptr + token * token_stride + head * head_stride + at, mask=inside, other=0.0)
     wide = x.to(tl.float32)
-    squares: Any = tl.sum(wide * wide, axis=0)
+    squares = tl.sum(wide * wide, axis=0)
     normed = (wide / tl.sqrt(squares / WIDTH + eps)).to(x.dtype).to(tl.float32)
     weight = tl.load(weight_ptr + head * weight_stride + at, mask=inside, other=0.0).to(tl.float32)
     row = token * tl.num_programs(1) + head
@@ -109,9 +111,9 @@ def _rms_norm(
 
 @triton.jit
 def _silu_and_mul(
-    gate_up_ptr: Any,
-    out_ptr: Any,
-    token_stride: Any,
+    gate_up_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    token_stride: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -129,12 +131,12 @@ def _silu_and_mul(
 
 @triton.jit
 def _apply_rope(
-    x_ptr: Any,
-    cos_ptr: Any,
-    sin_ptr: Any,
-    out_ptr: Any,
-    token_stride: Any,
-    head_stride: Any,
+    x_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    token_stride: tl.tensor,
+    head_stride: tl.tensor,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:

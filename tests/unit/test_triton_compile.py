@@ -1,0 +1,84 @@
+"""The fused kernels compile for a Hopper device, on any machine: triton's compiler needs no GPU.
+
+The interpreter of `test_triton_kernels` runs a kernel's Python as it stands; the compiler takes
+less of the language. Another release of triton is tried with
+
+    pip install --target FOLDER triton==3.6.0
+    PYTHONPATH=FOLDER pytest tests/unit/test_triton_compile.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from prefixcache.ops import triton_kernels as fused  # noqa: E402
+
+_HOPPER = GPUTarget("cuda", 90, 32)
+
+
+class _NoDevice:
+    """What triton asks its driver before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return _HOPPER
+
+
+def _bf16(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def _heads() -> Tensor:
+    """Queries and keys in the fused projection of a model with 28 and 4 heads of 128."""
+    return _bf16(3, 36, 128)[:, :32]
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "norm": lambda: fused.rms_norm(_bf16(3, 3584), _bf16(3584), 1e-6),
+    "norm of heads": lambda: fused.rms_norm(_heads(), _bf16(32, 128), 1e-6),
+    "gate": lambda: fused.silu_and_mul(_bf16(3, 2 * 18944)),
+    "rotation": lambda: fused.apply_rope(_heads(), torch.empty(3, 1, 64), torch.empty(3, 1, 64)),
+}
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """Kernels that were launched: compiled as for a launch, and not run."""
+    kernels: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> None:
+        kernels.append(run(self, *args, warmup=True, **kwargs))
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(triton.runtime.driver, "_active", _NoDevice())
+    return kernels
+
+
+def test_every_kernel_compiles_and_adds_as_the_plain_ops_do(compiled: list[Any]) -> None:
+    """Fused multiplications and additions would round once where the plain forms round twice."""
+    for call in CALLS.values():
+        call()
+    assert len(compiled) == len(CALLS)
+    for kernel in compiled:
+        assert kernel.asm["cubin"]
+        assert "fma.rn" not in kernel.asm["ptx"]
+    kernels = {name for name, value in vars(fused).items() if isinstance(value, JITFunction)}
+    assert {kernel.name for kernel in compiled} == kernels

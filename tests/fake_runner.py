@@ -64,12 +64,18 @@ class FakeRunner:
         self.plans: list[StepPlan] = []
         self.broken_tokens: set[int] = set()
         self.failures: list[Exception] = []
+        self.lost: Exception | None = None
 
     def submit(self, plan: StepPlan) -> KnownOutputs:
         return KnownOutputs(self.execute(plan))
 
+    def run_empty_step(self) -> None:
+        if self.lost is not None:
+            raise self.lost
+
     def execute(self, plan: StepPlan) -> list[SequenceOutput]:
         self.plans.append(plan)
+        self.run_empty_step()
         if self.failures:
             raise self.failures.pop(0)
         tokens = [token for sequence in plan.sequences for token in sequence.token_ids]

@@ -22,6 +22,16 @@ def check_hit_threshold(value: object) -> None:
         )
 
 
+def _check_salt(value: str) -> None:
+    """Refuses lone surrogates too: block hashes are made of the salt's UTF-8 bytes."""
+    try:
+        value.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise InvalidRequestError(
+            "cache_salt must be text that UTF-8 can hold.", param="cache_salt"
+        ) from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
     """How one request uses the prefix cache.
@@ -30,7 +40,8 @@ class CacheOptions:
     publishes nothing. A request whose share of cached tokens is below `hit_threshold` ends at once
     with `finish_reason` "cache_threshold"; None takes the engine's own threshold.
 
-    Raises `InvalidRequestError` for a threshold that is not a number from 0 to 1.
+    Raises `InvalidRequestError` for a salt that is not text, and for a threshold that is not a
+    number from 0 to 1.
     """
 
     salt: str | None = None
@@ -39,6 +50,8 @@ class CacheOptions:
     hit_threshold: float | None = None
 
     def __post_init__(self) -> None:
+        if self.salt is not None:
+            _check_salt(self.salt)
         if self.hit_threshold is not None:
             check_hit_threshold(self.hit_threshold)
 
@@ -48,7 +61,7 @@ class Request:
     """One sequence to generate: immutable input. `n` choices are `n` requests.
 
     A lower `priority` value is served earlier, as in vLLM. `arrival_time` is in seconds of
-    `time.monotonic`.
+    `time.monotonic`. Raises `InvalidRequestError` for either that has no place in an order.
     """
 
     request_id: str
@@ -57,6 +70,12 @@ class Request:
     cache: CacheOptions = field(default_factory=CacheOptions)
     priority: int = 0
     arrival_time: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("priority", "arrival_time"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or value != value:
+                raise InvalidRequestError(f"{name} must be a number, got {value!r}.", param=name)
 
 
 @dataclass(frozen=True, slots=True)

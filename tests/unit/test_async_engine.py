@@ -104,6 +104,36 @@ async def test_an_id_in_use_fails_its_own_stream_alone(serve: Make) -> None:
     assert tokens_of(await first) == answer_alone(PROMPT, 4)
 
 
+async def test_an_unexpected_error_in_add_fails_its_own_stream_alone(
+    serve: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve()
+    start = served.cache.start
+
+    def start_unless_bad(request: Request) -> None:
+        if request.request_id == "bad":
+            raise UnicodeError("no such salt")
+        start(request)
+
+    monkeypatch.setattr(served.cache, "start", start_unless_bad)
+    with pytest.raises(UnicodeError, match="no such salt"):
+        await asyncio.wait_for(collect(served.engine, make_request("bad")), 10)
+    assert served.engine.dead is None
+    assert tokens_of(await collect(served.engine, make_request("good"))) == answer_alone(PROMPT, 4)
+
+
+async def test_poisoned_requests_do_not_end_an_idle_server(
+    serve: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve()
+    served.runner.failures = [RuntimeError("poisoned") for _ in range(5)]
+    with caplog.at_level(logging.CRITICAL):
+        for _ in range(5):
+            (failed,) = await collect(served.engine, make_request())
+            assert failed.error == "RuntimeError('poisoned')"
+    assert tokens_of(await collect(served.engine, make_request())) == answer_alone(PROMPT, 4)
+
+
 async def test_closing_an_ended_stream_leaves_a_new_request_of_its_id_alone(serve: Make) -> None:
     served = serve()
     first = served.engine.generate(make_request(max_tokens=4))

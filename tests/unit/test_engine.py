@@ -12,7 +12,8 @@ from fake_engine import IdText, make_engine, make_request
 from fake_runner import VOCAB_SIZE, answer_alone, next_token
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError, RequestTooLargeError
-from prefixcache.request import Request, RequestOutput
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.request import CacheOptions, Request, RequestOutput
 from prefixcache.sampling_params import SamplingParams
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -190,13 +191,105 @@ def test_a_failed_step_publishes_nothing() -> None:
     assert run_one(engine)[0].num_cached_tokens == 0
 
 
-def test_steps_that_keep_failing_kill_the_engine() -> None:
+def test_requests_that_fail_every_step_do_not_end_the_engine() -> None:
     engine, runner, _ = make_engine()
-    runner.failures = [RuntimeError("device lost") for _ in range(9)]
-    run_one(engine)
-    run_one(engine)
-    with pytest.raises(EngineDeadError, match=r"3 steps failed.*device lost"):
+    runner.failures = [RuntimeError("poisoned") for _ in range(9)]
+    for _ in range(9):
+        assert run_one(engine)[-1].error == "RuntimeError('poisoned')"
+    assert tokens_of(run_one(engine)) == answer_alone(PROMPT, 4)
+
+
+def test_a_device_that_cannot_compute_an_empty_step_ends_the_engine() -> None:
+    engine, runner, _ = make_engine()
+    runner.lost = RuntimeError("device lost")
+    with pytest.raises(EngineDeadError, match=r"failed with .*device lost.* an empty one"):
         run_one(engine)
+
+
+def leaves_nothing(engine: Engine, cache: CacheManager) -> bool:
+    """Whether the engine knows of no request, and serves one under the id "a"."""
+    return (
+        not engine.has_unfinished()
+        and tokens_of(run_one(engine)) == answer_alone(PROMPT, 4)
+        and cache.num_free_blocks == cache.num_blocks
+    )
+
+
+def test_a_request_without_a_detokenizer_leaves_no_orphan() -> None:
+    def make(params: SamplingParams) -> IdText:
+        if params.max_tokens == 7:
+            raise RuntimeError("no such tokenizer")
+        return IdText(params)
+
+    engine, _, cache = make_engine(make_detokenizer=make)
+    with pytest.raises(RuntimeError, match="no such tokenizer"):
+        engine.add_request(make_request(max_tokens=7))
+    assert leaves_nothing(engine, cache)
+
+
+def test_a_request_that_the_cache_refuses_leaves_no_orphan(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, cache = make_engine()
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "start", lambda request: float(10**400))
+        with pytest.raises(OverflowError):
+            engine.add_request(make_request())
+    assert leaves_nothing(engine, cache)
+
+
+class _NoLastText(IdText):
+    def finish(self) -> str:
+        raise RuntimeError("no such byte")
+
+
+def test_an_aborted_request_whose_text_cannot_end_fails_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, _, cache = make_engine(make_detokenizer=_NoLastText)
+    engine.add_request(make_request())
+    with caplog.at_level(logging.CRITICAL):
+        (ended,) = engine.abort(["a"])
+    assert (ended.finish_reason, ended.error) == ("error", "RuntimeError('no such byte')")
+    assert not engine.has_unfinished()
+    assert cache.num_free_blocks == cache.num_blocks
+
+
+def test_an_answer_that_cannot_begin_anew_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    made: list[SamplingParams] = []
+
+    def make(params: SamplingParams) -> IdText:
+        made.append(params)
+        if len(made) == 3:
+            raise RuntimeError("no such tokenizer")
+        return IdText(params)
+
+    engine, _, cache = make_engine(make_detokenizer=make)
+    engine.add_request(make_request("bad"))
+    engine.add_request(make_request("good"))
+    engine.step()
+    with caplog.at_level(logging.CRITICAL):
+        engine.restart_all()
+    failed, restarted = engine.take_outputs()
+    assert (failed.request_id, failed.error) == ("bad", "RuntimeError('no such tokenizer')")
+    assert (restarted.request_id, restarted.restarted) == ("good", True)
+    assert tokens_of([output for _ in range(4) for output in engine.step()]) == answer_alone(
+        PROMPT, 4
+    )
+    assert cache.num_free_blocks == cache.num_blocks
+
+
+@pytest.mark.parametrize("salt", ["\ud800", "a\udfffb", b"bytes", 7])
+def test_a_salt_that_cannot_be_hashed_names_the_field(salt: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="cache_salt must be text") as caught:
+        CacheOptions(salt=salt)
+    assert caught.value.param == "cache_salt"
+
+
+@pytest.mark.parametrize("field", ["priority", "arrival_time"])
+@pytest.mark.parametrize("value", [float("nan"), "soon", None, [1]])
+def test_what_has_no_place_in_an_order_names_the_field(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{field} must be a number") as caught:
+        Request(request_id="a", prompt_token_ids=[1], params=SamplingParams(), **{field: value})
+    assert caught.value.param == field
 
 
 def test_prompt_logprobs_come_with_the_first_token() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from prefixcache.engine.control import Control, InFlightMode, MemoryTag, SleepMode
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.stats import PrefixCacheStats
-from prefixcache.exceptions import EngineDeadError, EngineHaltedError, InvalidRequestError
+from prefixcache.exceptions import EngineDeadError
 from prefixcache.metrics import Metrics
 from prefixcache.request import Request, RequestOutput
 
@@ -272,7 +272,7 @@ class AsyncEngine:
             return
         try:
             self._engine.add_request(request)
-        except (InvalidRequestError, EngineHaltedError) as error:
+        except Exception as error:  # noqa: BLE001 - the caller gets it, and the others go on
             self._deliver([(stream, error)])
         else:
             self._streams[request.request_id] = stream

@@ -28,8 +28,6 @@ from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 
-_MAX_FAILED_STEPS = 3
-
 
 class SubmittedStep(Protocol):
     """What a runner gives for a step: `runner.pending.PendingStep`."""
@@ -61,6 +59,10 @@ class Runner(Protocol):
         """Starts the step, and may return before it ends."""
         ...
 
+    def run_empty_step(self) -> None:
+        """Computes a step of no request; raises whatever keeps the device from computing."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
@@ -82,8 +84,8 @@ class Engine:
 
     Only `check`, `probe` and `metrics` may be used from a thread other than the loop's. A request
     that fails ends with `finish_reason` "error"; a step that fails ends its requests so, and
-    `EngineDeadError` is raised when steps keep failing. What `control` does to requests is told by
-    `take_outputs`.
+    `EngineDeadError` is raised when the device cannot compute an empty step either. What `control`
+    does to requests is told by `take_outputs`.
 
     Where the runner keeps a step's tokens on the device, the next step is submitted before they are
     read. A token past the end of an answer may be computed then; nobody gets it.
@@ -100,7 +102,6 @@ class Engine:
         self._seeds = random.Random(parts.seed)
         self._answers: dict[str, Answer] = {}
         self._under_way: deque[tuple[StepPlan, SubmittedStep]] = deque()
-        self._failed_steps = 0
         self._host_time = _HostTime()
         self._cache_usage = 0.0
         self._outbox: list[RequestOutput] = []
@@ -148,19 +149,23 @@ class Engine:
         self._cache.adopt_writer()
 
     def add_request(self, request: Request) -> None:
-        """Lets the request wait for its turn. Raises what `check` does."""
+        """Lets the request wait for its turn. Raises what `check` does.
+
+        Whatever it raises, nothing of the request stays behind.
+        """
         self.check(request)
         if request.request_id in self._answers:
             raise InvalidRequestError(
                 f"request_id {request.request_id!r} is in use.", param="request_id"
             )
+        answer = self._new_answer(request)
         seed = request.params.seed
         self._scheduler.add(
             request,
             seed=self._seeds.getrandbits(64) if seed is None else seed,
             end_token_ids=self._end_token_ids(request.params),
         )
-        self._answers[request.request_id] = self._new_answer(request)
+        self._answers[request.request_id] = answer
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Ends requests and frees their blocks; unknown ids are passed over."""
@@ -179,11 +184,9 @@ class Engine:
 
     def restart_all(self) -> None:
         """Takes the blocks of all requests back and lets their answers begin anew."""
-        for request_id in self._scheduler.restart_all():
-            answer = self._answers[request_id]
-            output = answer.restart(self._make_detokenizer(answer.request.params))
-            if output is not None:
-                self._outbox.append(output)
+        begun = self._scheduler.restart_all()
+        outputs = map(self._restart, begun)
+        self._outbox += [output for output in outputs if output is not None]
         self._cache_usage = self._cache.usage
 
     def take_outputs(self) -> list[RequestOutput]:
@@ -267,7 +270,6 @@ class Engine:
         except Exception as error:  # whatever the model raised, the others can be served
             logger.exception("A step failed; its requests end.")
             return self._fail_steps(error)
-        self._failed_steps = 0
         outputs = self._take(plan, results)
         self.metrics.iteration_tokens.observe(plan.num_tokens)
         self.metrics.step_overhead.observe(self._host_time.lap())
@@ -303,24 +305,46 @@ class Engine:
             return answer.end("error", error=repr(error))
 
     def _fail_steps(self, error: Exception) -> list[RequestOutput]:
-        """Ends the requests of all steps under way."""
-        self._failed_steps += 1
-        if self._failed_steps >= _MAX_FAILED_STEPS:
-            raise EngineDeadError(
-                f"{self._failed_steps} steps failed one after another, the last with {error!r}."
-            ) from error
+        """Ends the requests of all steps under way; the device must then compute an empty step.
+
+        Which request the step failed on is not known, so a failure alone says nothing about the
+        device: requests that no step survives may come one after another.
+        """
         self._under_way.clear()
         failed = self._scheduler.fail()
+        self._prove_device_alive(error)
         if self._runner.runs_ahead:
             # Steps before it were published in the order of the device's work, which has failed.
             self._cache.reset()
         return [self._end(request_id, "error", error=repr(error)) for request_id in failed]
 
+    def _prove_device_alive(self, cause: Exception) -> None:
+        try:
+            self._runner.run_empty_step()
+        except Exception as error:
+            raise EngineDeadError(
+                f"A step failed with {cause!r}, and so did an empty one after it: {error!r}."
+            ) from error
+
+    def _restart(self, request_id: str) -> RequestOutput | None:
+        """Lets an answer begin anew; what its caller is told, if anything."""
+        answer = self._answers[request_id]
+        try:
+            return answer.restart(self._make_detokenizer(answer.request.params))
+        except Exception as error:
+            logger.exception("Request %s failed.", request_id)
+            self._scheduler.finish([request_id])
+            return self._end(request_id, "error", error=repr(error))
+
     def _end(
         self, request_id: str, reason: FinishReason, *, error: str | None = None
     ) -> RequestOutput:
         answer = self._answers.pop(request_id)
-        output = answer.end(reason, error=error)
+        try:
+            output = answer.end(reason, error=error)
+        except Exception as failure:
+            logger.exception("Request %s failed.", request_id)
+            output = answer.end("error", error=repr(failure))
         answer.observe(output, time.monotonic(), self.metrics)
         return output
 

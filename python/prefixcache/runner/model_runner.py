@@ -23,6 +23,7 @@ from prefixcache.runner.batch import Batch, StepBuffers
 from prefixcache.runner.cuda_graph import DecodeGraphs
 from prefixcache.runner.decoder import Decoder
 from prefixcache.runner.pending import PendingStep, TokenCopies
+from prefixcache.runner.trial import run_largest_step
 from prefixcache.sampling.logprobs import token_logprobs
 from prefixcache.sampling.sampler import (
     all_plain_greedy,
@@ -61,6 +62,7 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._attention = attention
+        self._device = device
         self.graphs = graphs
         self.runs_ahead = device.type != "cpu"
         self._buffers = deque(
@@ -102,6 +104,22 @@ class ModelRunner:
             finally:
                 buffers.launched()
                 self._buffers.rotate()
+
+    def run_empty_step(self) -> None:
+        """Computes one token of no request, in the null block; waits for it.
+
+        Raises whatever keeps the device from computing.
+        """
+        with self._on_device():
+            run_largest_step(
+                self._model,
+                self._attention,
+                max_tokens=1,
+                max_seqs=1,
+                max_model_len=1,
+                block_size=1,
+                device=self._device,
+            )
 
     def _launch(self, plan: StepPlan, batch: Batch) -> PendingStep:
         inputs = [s.sampling for s in plan.sequences if s.sampling is not None]

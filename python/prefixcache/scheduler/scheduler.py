@@ -143,7 +143,6 @@ class Scheduler:
         if request.request_id in self._states:
             raise ValueError(f"request_id {request.request_id!r} is in use.")
         self.check(request)
-        self._cache.start(request)
         state = RequestState(
             request,
             seed=seed,
@@ -151,6 +150,7 @@ class Scheduler:
             max_num_tokens=self._max_num_tokens(request),
             end_token_ids=end_token_ids,
         )
+        self._cache.start(request)
         self._states[request.request_id] = state
         self._waiting.push(state)
 

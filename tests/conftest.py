@@ -1,4 +1,4 @@
-"""Fixtures every test room uses."""
+"""Fixtures every test room uses. Torch is imported by tests, after `workers` set its threads."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tiny_models import make_checkpoint
-
-# Tiny models gain nothing from threads, and on a busy machine lose much to their waiting.
-torch.set_num_threads(1)
+pytest_plugins = ["repeatable", "workers"]
 
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny_checkpoint("qwen3", dtype=...)`: the folder, made once a session; do not change it."""
+    from tiny_models import make_checkpoint
 
     @cache
     def make(architecture: str = "smollm2", **arguments: Any) -> Path:

@@ -265,7 +265,6 @@ CacheMachine.TestCase.settings = settings(
     max_examples=400,
     stateful_step_count=30,
     deadline=None,
-    derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
 test_cache_follows_the_reference = pytest.mark.timeout(600)(CacheMachine.TestCase)

@@ -25,7 +25,6 @@ DTYPES = ["float32", "bfloat16"]
 LENGTH = 200
 SLOW = settings(
     deadline=None,
-    derandomize=True,
     max_examples=12,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -129,7 +129,7 @@ BAD_VALUES = [
     np.array([3, 2**63], np.uint64),
     array.array("i", [3, -1]),
 ]
-BAD_TYPES = [None, 7, "tokens", [3, "a"], [3, 1.0], [3, None], 1.5, {}, object()]
+BAD_TYPES = [None, 7, "tokens", [3, "a"], [3, 1.0], [3, None], 1.5, {}, ...]
 BAD_TYPES += [np.array([1.0]), np.array([[1]]), np.array(3), np.array([1], np.int8), b"12345678"]
 
 

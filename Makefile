@@ -10,11 +10,18 @@ RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml C
 FUZZ_SECONDS   ?= 20
 STRESS_SECONDS ?= 20
 SCHEDULES      ?= 200
+WORKERS        ?= 2
+LONG_CASES     ?= 2000
 LOOM    := RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 SHUTTLE := RUSTFLAGS="--cfg shuttle" CARGO_TARGET_DIR=target/shuttle
 
-.PHONY: setup setup-dev model serve test test-rust test-python lint format clean
-.PHONY: equality loom shuttle stress sanitize fuzz bench bench-peers bench-core
+# Targets of one line run beside each other, and each prints its output in one piece (GNU make 4).
+PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
+PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadgroup --durations=10
+
+.PHONY: setup setup-dev model serve test test-long test-rust test-python test-wheel format clean
+.PHONY: lint lint-rust lint-python
+.PHONY: equality loom shuttle stress sanitize fuzz bench bench-peers bench-core bench-gpu-dry
 
 setup: .venv/.built                ## venv, pinned dependencies, release build
 setup-dev: .venv/.built .venv/.dev ## and what the tests need
@@ -38,17 +45,30 @@ serve: setup                       ## MODEL=... PORT=... ARGS="..."
 model: setup                       ## the default model, fetched once
 	$(BIN)/prefixcache download
 
-test: setup-dev model lint test-rust test-python
+test: setup-dev model              ## what a change must pass (WORKERS=...)
+	$(PARALLEL) lint-python lint-rust test-rust
+	$(MAKE) --no-print-directory test-python
+
+test-long: setup-dev model         ## the same tests in their long forms
+	PROPTEST_CASES=$(LONG_CASES) $(MAKE) --no-print-directory test-rust
+	PREFIXCACHE_LONG_TESTS=1 $(PYTEST) --timeout=1800
 
 test-rust:
 	cargo test --workspace --quiet
 
 test-python:
-	$(BIN)/pytest --cov --cov-report=term:skip-covered --cov-fail-under=95
+	$(PYTEST) --cov --cov-report=term:skip-covered --cov-fail-under=95
 
-lint:
+test-wheel: setup model            ## the wheel in an empty environment serves an answer
+	$(BIN)/python tests/wheel.py
+
+lint: lint-rust lint-python
+
+lint-rust:
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
+
+lint-python:
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
@@ -69,7 +89,7 @@ sanitize:                          ## the stress test under AddressSanitizer
 	  cargo test --package prefixcache-core --release --test stress_pool --target $(shell rustc -vV | sed -n 's/host: //p')
 
 fuzz:                              ## every target for FUZZ_SECONDS
-	command -v cargo-fuzz || cargo install cargo-fuzz
+	command -v cargo-fuzz || cargo install cargo-fuzz@0.13.2 --locked
 	for target in pool_ops cache_ops hash_chain; do mkdir -p fuzz/target/found/$$target; \
 	  RUSTC_BOOTSTRAP=1 cargo fuzz run $$target fuzz/target/found/$$target fuzz/corpus/$$target -- \
 	  -max_total_time=$(FUZZ_SECONDS) || exit 1; done
@@ -83,6 +103,9 @@ bench-peers: setup                 ## beside transformers; ARGS="--llama-python 
 bench-core: setup                  ## the core's operations from Rust and from Python
 	cargo bench --package prefixcache-core
 	$(BIN)/python benches/core/bench_python.py
+
+bench-gpu-dry: setup-dev           ## what runs on a GPU, with a tiny model on the CPU
+	$(BIN)/python benches/gpu/run.py --dry-run --device cpu
 
 equality: setup-dev model          ## no bit of an answer changes (SCHEDULES=..., ARGS="--dialogues 4")
 	$(BIN)/python tests/equality.py --schedules $(SCHEDULES)

@@ -1,0 +1,99 @@
+"""The wheel alone: built, installed in an empty environment, and asked outside of the tree.
+
+`python tests/wheel.py` keeps nothing. The requirements are those of the wheel's own metadata at the
+pinned versions; the default model must have been fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.request
+import venv
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PINS = ROOT / "requirements" / "runtime.txt"
+QUESTION = {
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "max_tokens": 16,
+    "temperature": 0,
+}
+
+
+def build(folder: Path) -> Path:
+    """The wheel, built with the tools of this environment."""
+    flags = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *flags, str(ROOT)], check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """The scripts of a new environment that holds the wheel and what it asks for."""
+    venv.create(folder, with_pip=True)
+    command = [folder / "bin" / "pip", "install", "--quiet", "--constraint", PINS, wheel]
+    subprocess.run(command, check=True)
+    return folder / "bin"
+
+
+@contextmanager
+def serving(scripts: Path, folder: Path) -> Generator[str, None, None]:
+    """The address of a server that sees nothing of this tree."""
+    command = [scripts / "prefixcache", "serve", "--port", "0"]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PREFIXCACHE_"))}
+    process = subprocess.Popen(command, cwd=folder, env=clean, stdout=subprocess.PIPE, text=True)
+    try:
+        yield _address(process)
+        process.terminate()
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        if found:
+            return found[0]
+    raise SystemExit("the server ended before it was ready")
+
+
+def ask(address: str) -> tuple[str, int]:
+    """The answer, and how many tokens of the question were cached."""
+    request = urllib.request.Request(
+        f"{address}/v1/chat/completions",
+        data=json.dumps(QUESTION).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        reply: dict[str, Any] = json.load(response)
+    cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return reply["choices"][0]["message"]["content"], cached
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        wheel = build(folder)
+        scripts = install(wheel, folder / "environment")
+        print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB", flush=True)
+        with serving(scripts, folder) as address:
+            (first, cold), (second, warm) = ask(address), ask(address)
+    print(f"{first!r}: {cold} tokens cached, then {warm}")
+    assert "Paris" in first
+    assert first == second
+    assert cold == 0 < warm
+
+
+if __name__ == "__main__":
+    main()

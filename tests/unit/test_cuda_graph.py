@@ -58,7 +58,7 @@ def test_no_size_holds_more_than_the_largest() -> None:
         graph_sizes(0)
 
 
-@pytest.mark.parametrize("invariance", ["off", "unified"])
+@pytest.mark.parametrize("invariance", ["off", "split", "unified"])
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 def test_replays_answer_as_plain_steps_do(
     tiny_checkpoint: TinyCheckpoint, architecture: str, invariance: str

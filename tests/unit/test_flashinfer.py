@@ -15,7 +15,12 @@ from paged_models import CPU, PagedServer
 from prefixcache.attention import flashinfer_reference
 from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.flashinfer import FlashInferAttention, load_kernels, make_flashinfer
-from prefixcache.attention.flashinfer_plan import check_supported, needs_tensor_cores, pad_decodes
+from prefixcache.attention.flashinfer_plan import (
+    check_supported,
+    needs_tensor_cores,
+    pad_decodes,
+    planned_tiles_alone,
+)
 from prefixcache.config import ModelConfig
 from prefixcache.exceptions import ConfigError
 from prefixcache.models.llama import LlamaModel
@@ -76,9 +81,14 @@ def test_the_steps_mix_decodes_with_chunks_and_hit_the_cache(
     assert ours.scheduler.hit_counter.hit_tokens, "no prompt hit the cache"
 
 
+@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize("invariance", ["off", "split", "unified"])
 @pytest.mark.parametrize("window", [None, 5])
-def test_a_graphs_step_computes_what_a_plain_one_does(window: int | None) -> None:
+def test_a_graphs_step_computes_what_a_plain_one_does(
+    window: int | None, invariance: str, hopper: bool
+) -> None:
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5, sliding_window=window)
+    make = partial(backend, spec, invariance=invariance, hopper=hopper)
     sequences = [
         SlowSequence(n, 1, tuple(range(5 * i + 1, 5 * i + 6)), True)
         for i, n in enumerate((0, 7, 16))
@@ -88,7 +98,7 @@ def test_a_graphs_step_computes_what_a_plain_one_does(window: int | None) -> Non
     pool = torch.randn(20, 2, 4, 2, 8, generator=generator)
     q = torch.randn(4, 4, 8, generator=generator)
     k, v = torch.randn(2, 4, 2, 8, generator=generator)
-    plain, graph = backend(spec), backend(spec)
+    plain, graph = make(), make()
     pools = pool.clone(), pool.clone()
     plain.bind([pools[0]])
     plain.plan(batch)
@@ -98,6 +108,26 @@ def test_a_graphs_step_computes_what_a_plain_one_does(window: int | None) -> Non
     torch.testing.assert_close(graph.run(0, q, k, v)[:3], plain.run(0, q[:3], k[:3], v[:3]))
     assert torch.equal(pools[0][1:], pools[1][1:]), "a row that was added wrote to a real block"
     assert not torch.equal(pools[0][0], pools[1][0]), "the added row wrote nothing"
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize("invariance", ["split", "unified"])
+def test_a_graph_launches_no_block_whose_tables_nobody_wrote(invariance: str, hopper: bool) -> None:
+    """28 query heads on 4: FlashInfer would launch 66 tiles for one sequence, and 91 for 64."""
+    spec = AttentionSpec(num_heads=28, num_kv_heads=4, head_dim=8, scale=0.5)
+    attention = backend(spec, invariance=invariance, hopper=hopper)
+    attention.bind([torch.zeros(95, 2, 4, 4, 8)])
+    attention.reserve_graphs([1, 64], max_page_indices=95)
+    for size in (1, 64):
+        decodes = [SlowSequence(3, 1, (page,), True) for page in range(1, size + 1)]
+        attention.plan_graph(batch_of(decodes, page_size=4), size)
+        out = attention.run(0, torch.ones(size, 28, 8), *torch.ones(2, size, 4, 8))
+        assert out.isfinite().all()
+
+
+def test_a_plan_of_another_form_is_refused() -> None:
+    with pytest.raises(ConfigError, match="plans FA2 by 16 numbers"):
+        planned_tiles_alone([66, 0, 0, 16, *[0] * 12], num_rows=1, group_size=7)
 
 
 def test_rows_added_after_a_larger_step_keep_nothing_of_it() -> None:

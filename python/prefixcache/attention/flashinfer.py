@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from prefixcache.attention.flashinfer_plan import (
     needs_tensor_cores,
     pad_decodes,
     plan_options,
+    planned_tiles_alone,
     select_sequences,
 )
 from prefixcache.exceptions import ConfigError
@@ -177,38 +178,46 @@ class FlashInferAttention:
         return self._bound
 
 
-class _Kernel(Protocol):
-    wrapper: Any
+class _Kernel:
+    """A planned wrapper. `fixed` are the arguments that are the same in every plan.
 
-    def plan(self, rows: KernelRows, indices: Tensor) -> None: ...
+    `adds_tiles` tells that FlashInfer launches more tiles than it plans (see
+    `planned_tiles_alone`).
+    """
 
-
-class _Decode:
-    """One query row a sequence. `fixed` are the arguments that are the same in every plan."""
-
-    def __init__(self, wrapper: Any, fixed: dict[str, Any]) -> None:
+    def __init__(self, wrapper: Any, fixed: dict[str, Any], *, adds_tiles: bool) -> None:
         self.wrapper = wrapper
         self._fixed = fixed
+        self._adds_tiles = adds_tiles
 
     def plan(self, rows: KernelRows, indices: Tensor) -> None:
-        self.wrapper.plan(rows.kv_indptr, indices[rows.pages], rows.last_page_len, **self._fixed)
+        """Plans for the next runs."""
+        self._plan(rows, indices[rows.pages], self._fixed)
+        if self._adds_tiles:
+            group_size = self._fixed["num_qo_heads"] // self._fixed["num_kv_heads"]
+            self.wrapper._plan_info = planned_tiles_alone(  # noqa: SLF001 (no other way to it)
+                self.wrapper._plan_info,  # noqa: SLF001
+                rows.num_rows,
+                group_size,
+            )
+
+    def _plan(self, rows: KernelRows, indices: Tensor, fixed: dict[str, Any]) -> None:
+        raise NotImplementedError
 
 
-class _Prefill:
+class _Decode(_Kernel):
+    """One query row a sequence."""
+
+    def _plan(self, rows: KernelRows, indices: Tensor, fixed: dict[str, Any]) -> None:
+        self.wrapper.plan(rows.kv_indptr, indices, rows.last_page_len, **fixed)
+
+
+class _Prefill(_Kernel):
     """Any number of query rows a sequence, causal at its last token."""
 
-    def __init__(self, wrapper: Any, fixed: dict[str, Any]) -> None:
-        self.wrapper = wrapper
-        self._fixed = fixed
-
-    def plan(self, rows: KernelRows, indices: Tensor) -> None:
+    def _plan(self, rows: KernelRows, indices: Tensor, fixed: dict[str, Any]) -> None:
         self.wrapper.plan(
-            rows.qo_indptr,
-            rows.kv_indptr,
-            indices[rows.pages],
-            rows.last_page_len,
-            causal=True,
-            **self._fixed,
+            rows.qo_indptr, rows.kv_indptr, indices, rows.last_page_len, causal=True, **fixed
         )
 
 
@@ -307,6 +316,7 @@ class _KernelMaker:
         self._kernels = kernels
         self._spec = spec
         self._prefill_backend = prefill_backend
+        self._splits_keys = split_keys
         self._tensor_cores = needs_tensor_cores(spec) or not split_keys
         self._options = plan_options(spec, dtype) | {"disable_split_kv": not split_keys}
         self._workspace = workspace(workspace_bytes)
@@ -321,7 +331,8 @@ class _KernelMaker:
         )
         wrapper.reset_workspace_buffer(self._workspace, self._prefill_plans)
         sizes = self._sizes(page_size) | {"head_dim_qk": self._spec.head_dim}
-        return _Prefill(wrapper, sizes | self._options)
+        adds_tiles = self._prefill_backend == "fa2" and self._adds_tiles(fixed_rows)
+        return _Prefill(wrapper, sizes | self._options, adds_tiles=adds_tiles)
 
     def decode(self, page_size: int, fixed_rows: _FixedRows | None = None) -> _Decode:
         """A kernel for single rows, over tables of fixed addresses when these are given.
@@ -334,7 +345,11 @@ class _KernelMaker:
         )
         wrapper.reset_workspace_buffer(self._workspace, self._decode_plans)
         sizes = self._sizes(page_size) | {"head_dim": self._spec.head_dim}
-        return _Decode(wrapper, sizes | self._options)
+        return _Decode(wrapper, sizes | self._options, adds_tiles=self._adds_tiles(fixed_rows))
+
+    def _adds_tiles(self, fixed_rows: _FixedRows | None) -> bool:
+        """Whether FA2 does: in graphs, where it masks added tiles only beside split keys."""
+        return fixed_rows is not None and not self._splits_keys
 
     def _sizes(self, page_size: int) -> dict[str, Any]:
         return {

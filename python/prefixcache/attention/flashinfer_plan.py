@@ -5,6 +5,7 @@ Letters of shapes: S sequences, N page indices. Pages of a step are CSR, as in `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,12 @@ from prefixcache.exceptions import ConfigError
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
+
+# What FlashInfer's FA2 planner returns (PrefillPlanInfo::ToVector of its scheduler.cuh): how many
+# entries, and which of them are the tiles to launch and the packed rows of a tile.
+_FA2_PLAN_ENTRIES = 15
+_LAUNCHED_TILES = 0
+_ROWS_OF_TILE = 3
 
 # Query heads a key-value head for which the decode kernel without tensor cores is compiled.
 _PLAIN_DECODE_GROUPS = frozenset({1, 2, 3, 4, 8})
@@ -74,6 +81,24 @@ def pad_decodes(batch: AttentionBatch, size: int) -> KernelRows:
         last_page_len=torch.cat([batch.last_page_len, torch.ones_like(added)]),
         pages=slice(0, int(kv_indptr[-1])),
     )
+
+
+def planned_tiles_alone(plan_info: Sequence[int], num_rows: int, group_size: int) -> list[int]:
+    """A captured FA2 plan of decodes without split keys that launches no more than its tiles.
+
+    FlashInfer 0.6.14 launches up to two blocks a multiprocessor then, and leaves the tables of the
+    added ones as the pinned memory was found: they read any sequence at all (its issue 4002).
+    `group_size` is the number of query heads a key-value head; their rows are packed into tiles.
+
+    Raises `ConfigError` when the plan is not of the form that is known here.
+    """
+    if len(plan_info) != _FA2_PLAN_ENTRIES:
+        raise ConfigError(
+            f"This release of FlashInfer plans FA2 by {len(plan_info)} numbers, and by "
+            f"{_FA2_PLAN_ENTRIES} in 0.6.14. Run: pip install 'prefixcache[cuda]'"
+        )
+    tiles = num_rows * -(-group_size // plan_info[_ROWS_OF_TILE])
+    return [tiles, *plan_info[_LAUNCHED_TILES + 1 :]]
 
 
 def needs_tensor_cores(spec: AttentionSpec) -> bool:

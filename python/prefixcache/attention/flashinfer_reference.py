@@ -9,14 +9,25 @@ rows, H query heads, K key-value heads, D head size, P pages, B tokens a page, L
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+# Of an H200: FA2 launches two blocks on each.
+_NUM_MULTIPROCESSORS = 132
+# What memory that nobody wrote may hold.
+_GARBAGE = 2**30
+
 
 class _Wrapper:
-    """What both wrappers share: the tables `run` reads, in fixed tensors for a graph."""
+    """What both wrappers share: the tables `run` reads, in fixed tensors for a graph.
+
+    FA2 launches blocks by tiles of query rows. `_plan_info` and the sequence of each tile are as
+    its planner leaves them; without a mask (which comes with split keys alone) a block that was
+    added to a graph's grid reads an entry that the planner did not write.
+    """
 
     def __init__(self, workspace: Tensor, kv_layout: str) -> None:
         _check(kv_layout == "NHD", f"kv_layout {kv_layout}")
@@ -25,6 +36,8 @@ class _Wrapper:
         self._fixed: dict[str, Tensor] | None = None
         self._tables: dict[str, Tensor] = {}
         self._options: dict[str, Any] = {}
+        self._plan_info: Sequence[int] = ()
+        self._tile_sequences: Sequence[int] = ()
 
     def reset_workspace_buffer(self, float_workspace: Tensor, int_workspace: Tensor) -> None:
         """Takes shared workspaces, which this module has no use for."""
@@ -46,6 +59,31 @@ class _Wrapper:
             fixed[: len(table)].copy_(table)
         self._tables = self._fixed
 
+    def _plan_fa2(self, qo_indptr: Tensor, group: int, *, splits_keys: bool, kv_heads: int) -> None:
+        """`PrefillPlan` of FlashInfer's scheduler.cuh, as far as it decides what is launched."""
+        lengths = (qo_indptr.diff() * group).tolist()
+        longest = sum(lengths) // len(lengths)
+        if self._fixed is not None:
+            longest = (int(qo_indptr[-1]) - len(lengths) + 1) * group
+        rows = next((size for size in (16, 64) if longest <= size), 128)
+        owners = [s for s, length in enumerate(lengths) for _ in range(-(-length // rows))]
+        launched = len(owners)
+        if self._fixed is not None:
+            most = -(-int(qo_indptr[-1]) * group // rows) + len(lengths) - 1
+            launched = max(2 * _NUM_MULTIPROCESSORS // kv_heads, most)
+        self._plan_info = [launched, 0, 0, rows, *[0] * 10, int(splits_keys)]
+        self._tile_sequences = [*owners, *[_GARBAGE] * (launched - len(owners))]
+
+    def _launched_sequences(self, count: int) -> Sequence[int]:
+        """Those whose rows are computed: all, but for FA2 those of the launched tiles."""
+        if not self._plan_info:
+            return range(count)
+        launched = self._tile_sequences[: self._plan_info[0]]
+        if self._plan_info[-1]:
+            launched = [s for s in launched if s != _GARBAGE]  # by the mask
+        _check(max(launched) < count, f"a block reads the tables of sequence {max(launched)}")
+        return sorted(set(launched))
+
     def _attend(self, q_THD: Tensor, kv: Tensor, out: Tensor, qo_indptr: Tensor) -> Tensor:
         """Every sequence by itself; tables are read here, as a kernel does."""
         _check(q_THD.dtype == self._options["q_data_type"], "q_data_type")
@@ -55,7 +93,10 @@ class _Wrapper:
         _check(out.is_contiguous() and out.shape == q_THD.shape, "out")
         rows, pages = qo_indptr.tolist(), self._tables["kv_indptr"].tolist()
         _check(rows[-1] == len(q_THD), f"{len(q_THD)} query rows, {rows[-1]} planned")
-        for s, last in enumerate(self._tables["last_page_len"].tolist()):
+        last_page_len = self._tables["last_page_len"].tolist()
+        out.fill_(math.nan)
+        for s in self._launched_sequences(len(last_page_len)):
+            last = last_page_len[s]
             _check(0 < last <= kv.shape[2], f"last_page_len {last}")
             table = self._tables["indices"][pages[s] : pages[s + 1]]
             keys_LKD, values_LKD = _gather(kv, table, last)
@@ -107,7 +148,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None,
         fixed_split_size: int | None = None,  # noqa: ARG002 (order of additions is not modelled)
-        disable_split_kv: bool = False,  # noqa: ARG002
+        disable_split_kv: bool = False,
     ) -> None:
         """Takes one step's tables, on the CPU but for the page indices."""
         _check(num_qo_heads % num_kv_heads == 0, "num_qo_heads must divide by num_kv_heads")
@@ -120,6 +161,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             "page_size": page_size,
             "causal": causal,
         }
+        if self.backend == "fa2":
+            group = num_qo_heads // num_kv_heads
+            self._plan_fa2(
+                qo_indptr, group, splits_keys=not disable_split_kv, kv_heads=num_kv_heads
+            )
         self._store(
             qo_indptr=qo_indptr,
             kv_indptr=paged_kv_indptr,
@@ -174,7 +220,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None,
         fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,  # noqa: ARG002 (order of additions is not modelled)
+        disable_split_kv: bool = False,
     ) -> None:
         """Takes one step's tables, on the CPU but for the page indices."""
         group, rest = divmod(num_qo_heads, num_kv_heads)
@@ -190,6 +236,9 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             "page_size": page_size,
             "causal": True,
         }
+        if self._use_tensor_cores:
+            one_each = torch.arange(len(last_page_len) + 1)
+            self._plan_fa2(one_each, group, splits_keys=not disable_split_kv, kv_heads=num_kv_heads)
         self._store(kv_indptr=indptr, indices=indices, last_page_len=last_page_len)
 
     def run(self, q: Tensor, paged_kv_cache: Tensor, *, out: Tensor | None = None) -> Tensor:

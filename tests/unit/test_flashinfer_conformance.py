@@ -1,0 +1,106 @@
+"""Our calls through FlashInfer's own Python, where the package is; only its CUDA modules are not.
+
+Without a GPU it need not be installed: unpack the wheels of flashinfer-python, apache-tvm-ffi and
+nvidia-ml-py into a folder and put that behind ours in PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flashinfer")
+
+from native_flashinfer import replace_native_modules
+from prefixcache.attention import flashinfer_reference
+from prefixcache.attention.base import AttentionSpec
+from prefixcache.attention.flashinfer import FlashInferAttention
+from reference.paged_attention import SlowSequence, batch_of
+
+PAGE = 16
+SPECS = {
+    "group 7": AttentionSpec(num_heads=28, num_kv_heads=4, head_dim=128, scale=0.09),
+    "group 2": AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, scale=0.09),
+    "window": AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1, sliding_window=37),
+    "soft cap": AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1, softcap=20.0),
+}
+
+
+@pytest.fixture(params=SPECS, name="spec")
+def spec_of(request: pytest.FixtureRequest) -> AttentionSpec:
+    return SPECS[request.param]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    return replace_native_modules(monkeypatch), flashinfer_reference
+
+
+def _backend(spec: AttentionSpec, kernels: Any, invariance: str, hopper: bool = True):
+    return FlashInferAttention(
+        spec,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        kernels=kernels,
+        invariance=invariance,
+        hopper=hopper,
+        workspace_bytes=1 << 20,
+    )
+
+
+def _step(lengths: tuple[tuple[int, int], ...]) -> list[SlowSequence]:
+    counts = [-(-(start + count) // PAGE) for start, count in lengths]
+    first = [1 + sum(counts[:i]) for i in range(len(counts))]
+    return [
+        SlowSequence(start, count, tuple(range(at, at + pages)), count == 1)
+        for (start, count), at, pages in zip(lengths, first, counts, strict=True)
+    ]
+
+
+def _inputs(spec: AttentionSpec, rows: int, num_pages: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = (
+        (num_pages, 2, PAGE, spec.num_kv_heads, spec.head_dim),
+        (rows, spec.num_heads, spec.head_dim),
+        (rows, spec.num_kv_heads, spec.head_dim),
+        (rows, spec.num_kv_heads, spec.head_dim),
+    )
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize("invariance", ["off", "split", "unified"])
+def test_a_step_computes_what_the_reference_does(spec, kernels, invariance, hopper) -> None:
+    lengths = ((70, 1), (33, 1), (15, 1), (0, 130), (50, 77), (16, 1))
+    batch = batch_of(_step(lengths), PAGE)
+    pool, q, k, v = _inputs(spec, sum(count for _, count in lengths), 40)
+    results = []
+    for kernel in kernels:
+        attention, own = _backend(spec, kernel, invariance, hopper), pool.clone()
+        attention.bind([own])
+        attention.plan(batch)
+        results.append((attention.run(0, q, k, v), own))
+    (ours, our_pool), (plain, plain_pool) = results
+    assert torch.equal(ours, plain)
+    assert torch.equal(our_pool, plain_pool)
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize("invariance", ["off", "split", "unified"])
+def test_graphs_of_several_sizes_compute_what_the_reference_does(
+    spec, kernels, invariance, hopper
+) -> None:
+    lengths = ((70, 1), (33, 1), (15, 1))
+    batch = batch_of(_step(lengths), PAGE)
+    for size in (3, 4, 80):
+        pool, q, k, v = _inputs(spec, size, 40)
+        results = []
+        for kernel in kernels:
+            attention, own = _backend(spec, kernel, invariance, hopper), pool.clone()
+            attention.bind([own])
+            attention.reserve_graphs([size], max_page_indices=100)
+            attention.plan_graph(batch, size)
+            results.append(attention.run(0, q, k, v)[:3])
+        assert torch.equal(*results)

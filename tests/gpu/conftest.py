@@ -1,4 +1,8 @@
-"""Everything here needs a CUDA device; without one each test is skipped and counted."""
+"""Everything here needs a CUDA device; without one each test is skipped and counted.
+
+Tests marked `jit` use shapes without a prebuilt kernel, which take minutes to compile: they come
+last, and `-m "not jit"` leaves them out.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from checkpoints import tiny_checkpoint  # noqa: F401 (a fixture: the parent's conftest is not read)
 
 HERE = Path(__file__).parent
 
@@ -17,6 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(skip)
+    items.sort(key=lambda item: item.get_closest_marker("jit") is not None)
 
 
 @pytest.fixture

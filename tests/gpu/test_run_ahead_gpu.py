@@ -23,7 +23,7 @@ def test_answers_do_not_depend_on_run_ahead(
     resolve = mock.Mock(side_effect=resolve_pending)
     monkeypatch.setattr("prefixcache.runner.batch.resolve_pending", resolve)
     llm = LLM(
-        str(tiny_checkpoint("qwen3", head_dim=64)),
+        str(tiny_checkpoint("qwen3", head_dim=128)),
         dtype="bfloat16",
         device="cuda",
         num_blocks=500,

@@ -208,6 +208,12 @@ pub(crate) enum Fault {
     SkipReviveGrown,
     /// A resize that grows the pool leaves what the one before could not retire.
     GrowAlone,
+    /// A commit takes a credit for each key, hit or miss, for as long as it looks.
+    CreditsForMisses,
+    /// A commit that fails half way keeps the hits that it has taken.
+    KeepHitsOfFailure,
+    /// A demotion takes credits for all blocks that it may move, whether they are there or not.
+    GreedyDemotion,
     /// A demotion stores the block's state without looking whether it has changed.
     BlindDemotion,
     /// A thread takes fresh blocks without looking whether the run was cut.

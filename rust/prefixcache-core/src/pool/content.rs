@@ -221,12 +221,12 @@ impl<M: Mode> BlockPool<M> {
         }
     }
 
-    /// Whether a block that the caller holds has the content by which it was found, in this epoch and
-    /// in the pool. As a registration's number is used once, it stands for hash, group and generation.
+    /// Whether a block that the caller holds has the content of `key`, in this epoch and in the pool.
     #[inline]
-    pub(super) fn holds(&self, found: Found) -> bool {
-        let block = self.block(found.id);
-        block.seq() == found.seq.get() && self.is_current(block) && !self.is_retired(found.id)
+    pub(super) fn holds(&self, id: BlockId, key: &BlockKey) -> bool {
+        let content = Content::from(key);
+        let found = self.block(id).matches(&content, self.contents.epoch());
+        found.is_some() && !self.is_retired(id)
     }
 
     /// Whether the content that the block's record names is of this epoch.
@@ -334,7 +334,7 @@ impl<M: Mode> BlockPool<M> {
         match self.block(id).transition_to_unclaimed::<M>(hashed) {
             Unhold::StillHeld | Unhold::NotHeld => {}
             // Whoever asked for this has released the block meanwhile.
-            Unhold::Last(_) => self.give_back_one(id),
+            Unhold::Last(_) => self.give_back_all(&[id]),
         }
     }
 

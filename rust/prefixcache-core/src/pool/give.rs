@@ -65,10 +65,10 @@ impl<M: Mode> BlockPool<M> {
         outcome
     }
 
-    /// Gives up the caller's hold of one block.
+    /// Gives up the holds of blocks that this call itself took.
     #[cold]
-    pub(super) fn give_back_one(&self, id: BlockId) {
-        let outcome = self.give_back(&[id]);
+    pub(super) fn give_back_all(&self, ids: &[BlockId]) {
+        let outcome = self.give_back(ids);
         debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");
     }
 
@@ -231,7 +231,25 @@ impl<M: Mode> BlockPool<M> {
 
     /// Moves the oldest `count` blocks of the pinned tier to the end of the regular one; how many.
     pub(super) fn demote_oldest(&self, count: usize) -> usize {
-        // A block that is between the tiers cannot be found, so a credit is held for it.
+        let at_once = if planted(Fault::GreedyDemotion) {
+            count
+        } else {
+            1
+        };
+        let mut moved = 0;
+        while moved < count {
+            let more = self.demote_next(at_once);
+            if more == 0 {
+                break;
+            }
+            moved += more;
+        }
+        moved
+    }
+
+    /// A block between the tiers cannot be found by others, so a credit is held for it meanwhile. For
+    /// one block at a time: an allocation beside this may count on all others.
+    fn demote_next(&self, count: usize) -> usize {
         let credits = self.credits.take_some::<M>(count);
         let mut ids = Vec::new();
         let take = |block: &Block, place| block.transition_to_demoted::<M>(place);

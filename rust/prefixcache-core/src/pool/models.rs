@@ -186,6 +186,56 @@ fn clear_vs_register_fails_with_the_epoch_of_now() {
     faults::check_with(Fault::EpochOfNow, clear_beside_register);
 }
 
+/// A commit of one hit, misses and a new block needs two blocks, an allocation beside it the third.
+fn commit_beside_allocate() {
+    let pool = pool(3);
+    let hit = held(&pool, 1);
+    pool.release(&[hit]).unwrap();
+    let allocating = beside(&pool, allocate);
+    let mut out = Vec::new();
+    let hits = pool.commit([1, 2, 3].map(key).into_iter(), 1, &mut out);
+    out.extend(allocating.join().unwrap());
+    assert_eq!((hits, out.len()), (Ok(1), 3), "what fits was not served");
+    check_rest(&pool, &out);
+}
+
+#[test]
+fn commit_vs_allocate() {
+    check(commit_beside_allocate);
+}
+
+#[test]
+#[should_panic(expected = "what fits was not served")]
+fn commit_vs_allocate_fails_with_credits_for_misses() {
+    faults::check_with(Fault::CreditsForMisses, commit_beside_allocate);
+}
+
+/// A hit is held when the commit counts what it needs, and free when it takes it: it gets all or
+/// nothing. Another hit comes first, which a commit that fails has to give back.
+fn commit_beside_release() {
+    let pool = pool(2);
+    let [kept, released] = [1, 2].map(|number| held(&pool, number));
+    let releasing = beside(&pool, move |pool| pool.release(&[released]).unwrap());
+    let mut out = Vec::new();
+    let outcome = pool.commit([1, 2].map(key).into_iter(), 0, &mut out);
+    releasing.join().unwrap();
+    assert_eq!(out.len(), outcome.unwrap_or(0));
+    pool.release(&out).unwrap();
+    pool.release(&[kept]).unwrap();
+    check_rest(&pool, &[]);
+}
+
+#[test]
+fn commit_vs_release() {
+    check(commit_beside_release);
+}
+
+#[test]
+#[should_panic(expected = "blocks were lost or doubled")]
+fn commit_vs_release_fails_when_a_failed_commit_keeps_its_hits() {
+    faults::check_with(Fault::KeepHitsOfFailure, commit_beside_release);
+}
+
 /// Two threads register the same content: at least one is told of the other.
 fn two_registrations() {
     let pool = pool(2);
@@ -260,28 +310,56 @@ fn shrink_and_grow_vs_release_fails_when_nobody_revives() {
     faults::check_with(Fault::SkipReviveGrown, shrink_and_grow_beside_release);
 }
 
-/// A commit has all credits for a moment, in which the pool shrinks and can retire nothing. When it
-/// grows again, by less, what it left behind is retired.
-fn shrink_beside_commit_then_grow() {
+/// An allocation has all credits for a moment, in which the pool shrinks and can retire nothing. When
+/// it grows again, by less, what it left behind is retired.
+fn shrink_beside_allocate_then_grow() {
     let pool = pool(3);
-    let missing = beside(&pool, |pool| {
-        pool.commit([1, 2, 3].map(key).into_iter(), 0, &mut Vec::new())
+    let allocating = beside(&pool, |pool| {
+        let mut out = Vec::new();
+        if pool.allocate(3, &mut out).is_ok() {
+            pool.release(&out).unwrap();
+        }
     });
     let _ = pool.resize(2).unwrap();
-    assert_eq!(missing.join().unwrap(), Ok(0));
+    allocating.join().unwrap();
     assert_eq!(pool.resize(3), Ok(0));
     check_rest(&pool, &[]);
 }
 
 #[test]
-fn shrink_vs_commit() {
-    check(shrink_beside_commit_then_grow);
+fn shrink_vs_allocate() {
+    check(shrink_beside_allocate_then_grow);
 }
 
 #[test]
 #[should_panic(expected = "left: Ok(1)")]
-fn shrink_vs_commit_fails_when_growing_retires_nothing() {
-    faults::check_with(Fault::GrowAlone, shrink_beside_commit_then_grow);
+fn shrink_vs_allocate_fails_when_growing_retires_nothing() {
+    faults::check_with(Fault::GrowAlone, shrink_beside_allocate_then_grow);
+}
+
+/// Of three free blocks one is being demoted: an allocation beside it may count on the other two.
+fn demote_beside_allocate() {
+    let pool = pool(3);
+    let block = held(&pool, 1);
+    assert_eq!(pool.pin(&[block]), Ok(1));
+    pool.release(&[block]).unwrap();
+    let demoting = beside(&pool, |pool| pool.demote(3));
+    let mut out = Vec::new();
+    let outcome = pool.allocate(2, &mut out);
+    assert_eq!(outcome, Ok(()), "what fits was not served");
+    demoting.join().unwrap();
+    check_rest(&pool, &out);
+}
+
+#[test]
+fn demote_vs_allocate() {
+    check(demote_beside_allocate);
+}
+
+#[test]
+#[should_panic(expected = "what fits was not served")]
+fn demote_vs_allocate_fails_with_credits_for_more_than_it_moves() {
+    faults::check_with(Fault::GreedyDemotion, demote_beside_allocate);
 }
 
 /// The last block of the pinned tier is demoted, touched and evicted at once. Beside it a blank one is

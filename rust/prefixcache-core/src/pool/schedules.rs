@@ -1,5 +1,8 @@
 //! Random schedules of longer lives than a model check can exhaust: three threads that hit, allocate,
 //! register, pin, demote, clear, resize and release on a pool of few blocks and short rings.
+//!
+//! A thread reserves what its request may need before it asks the pool, and waits for its turn with
+//! another request when all is reserved. So each request fits, and must be served.
 
 use std::sync::Arc;
 
@@ -11,8 +14,12 @@ use crate::id::{BlockHash, BlockId, GroupId};
 use crate::store::{BlockKey, BlockStore, FreeOrder, PoolConfig};
 use crate::sync::{AtomicU64, Fault, Ordering, faults};
 
-const BLOCKS: usize = 7;
-const CONTENTS: u64 = 6;
+const BLOCKS: usize = 10;
+const SHRUNK: usize = 7;
+const CONTENTS: u64 = 9;
+
+/// Two hits or new blocks, and one more.
+const PER_REQUEST: u64 = 3;
 const REQUESTS: usize = 6;
 
 /// Schedules for each test, or PREFIXCACHE_SCHEDULES of them.
@@ -32,6 +39,8 @@ fn key(content: u64) -> BlockKey {
 struct World {
     pool: BlockPool<Shared>,
     memory: Vec<AtomicU64>,
+    /// Blocks that requests may need.
+    reserved: AtomicU64,
 }
 
 impl World {
@@ -43,7 +52,12 @@ impl World {
         };
         let pool = BlockPool::with_ring_capacity(config, ring).unwrap();
         let memory = (0..BLOCKS).map(|_| AtomicU64::new(0)).collect();
-        Arc::new(Self { pool, memory })
+        let reserved = AtomicU64::new(0);
+        Arc::new(Self {
+            pool,
+            memory,
+            reserved,
+        })
     }
 
     fn check(&self, block: BlockId, content: u64) {
@@ -51,15 +65,23 @@ impl World {
         assert_eq!(held, content, "block {block} holds something else");
     }
 
+    /// Makes a request if it fits.
     fn request(&self) {
+        let before = self.reserved.fetch_add(PER_REQUEST, Ordering::SeqCst);
+        if before + PER_REQUEST < SHRUNK as u64 {
+            self.make_request();
+        }
+        self.reserved.fetch_sub(PER_REQUEST, Ordering::SeqCst);
+    }
+
+    fn make_request(&self) {
         let first = thread_rng().gen_range(0..CONTENTS);
         let contents: Vec<u64> = (first..CONTENTS.min(first + 2)).collect();
         let keys: Vec<BlockKey> = contents.iter().map(|&content| key(content)).collect();
         let epoch = self.pool.epoch();
         let mut blocks = Vec::new();
-        let Ok(hits) = self.pool.commit(keys.into_iter(), 1, &mut blocks) else {
-            return;
-        };
+        let hits = self.pool.commit(keys.into_iter(), 1, &mut blocks);
+        let hits = hits.expect("what fits is served");
         for (&block, &content) in blocks[..hits].iter().zip(&contents) {
             self.check(block, content);
         }
@@ -85,7 +107,7 @@ impl World {
             4 => drop(self.pool.unpin(blocks).unwrap()),
             5..7 => drop(self.pool.demote(1)),
             // Refused while another thread resizes.
-            7 => drop(self.pool.resize(BLOCKS - 3)),
+            7 => drop(self.pool.resize(SHRUNK)),
             8..10 => drop(self.pool.resize(BLOCKS)),
             _ => {}
         }

@@ -1,7 +1,6 @@
 //! Taking blocks: hits with their content, and blocks from the front of the line.
 
 use super::BlockPool;
-use super::content::Found;
 use crate::block::{Place, Tier, Touch};
 use crate::error::Exhausted;
 use crate::id::BlockId;
@@ -27,79 +26,109 @@ impl<M: Mode> Buried<'_, M> {
 
 impl<M: Mode> BlockPool<M> {
     /// Takes the leading `keys` that hit and `num_new` other blocks, or nothing; the number of hits.
+    ///
+    /// A credit that this thread holds is a block that no other thread may count on, so it takes one
+    /// for each block that it will take out of the free line, and none for a hit that is held already
+    /// or for a miss. All in one exchange: of two calls that fit only one at a time, one succeeds.
     pub(super) fn take(
         &self,
         keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
         num_new: usize,
         out: &mut Vec<BlockId>,
     ) -> Result<usize, Exhausted> {
+        let first = out.len();
         let num_keys = keys.len();
-        // With credits for the worst case, which is most of the time, one look at each block is enough.
-        let credits = match self.credits.take::<M>(num_keys.saturating_add(num_new)) {
-            Ok(()) => num_keys,
-            Err(_) => self.take_exact_credits(keys.clone(), num_new)?,
-        };
-        let hits = if num_keys == 0 {
+        let free_hits = if num_keys == 0 {
             0
         } else {
-            self.touch_leading(keys, credits, out)
+            out.reserve(num_keys);
+            self.find_hits(keys.clone(), out)
         };
+        let credits = if planted(Fault::CreditsForMisses) {
+            num_keys
+        } else {
+            free_hits
+        };
+        let taken = self
+            .credits
+            .take::<M>(credits.saturating_add(num_new))
+            .and_then(|()| self.hold_hits(keys, credits, num_new, &out[first..]));
+        out.truncate(first + taken.unwrap_or(0));
+        let hits = taken?;
         self.hand_out(num_new, out);
         Ok(hits)
     }
 
-    /// Takes a credit for each new block and each free hit; the number of these.
-    #[cold]
-    fn take_exact_credits(
+    /// Appends the blocks of the leading `keys` that hit to `out`; how many of them are free.
+    #[inline]
+    fn find_hits(
         &self,
         keys: impl Iterator<Item = BlockKey> + Clone,
-        num_new: usize,
-    ) -> Result<usize, Exhausted> {
-        let mut free_hits = 0;
-        self.find_leading(keys, |found| {
-            free_hits += usize::from(!self.block(found.id).state().is_held());
-            true
-        });
-        self.credits.take::<M>(free_hits.saturating_add(num_new))?;
-        Ok(free_hits)
-    }
-
-    /// Takes a hold on the blocks of the leading `keys` that hit and appends them to `out`; how many.
-    /// The credits that this does not spend go back.
-    fn touch_leading(
-        &self,
-        keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
-        mut credits: usize,
         out: &mut Vec<BlockId>,
     ) -> usize {
-        let first = out.len();
+        let mut free = 0;
+        self.find_leading(keys, |found| {
+            free += usize::from(!self.block(found.id).state().is_held());
+            out.push(found.id);
+            true
+        });
+        free
+    }
+
+    /// Takes a hold on the leading `found` blocks that still hold the content of `keys`; how many. The
+    /// credits that this does not spend go back. Where another thread released one of the blocks since
+    /// it was found, that one needs a credit too: without one, all is given back, and so are the
+    /// credits for the `num_new` blocks to come.
+    fn hold_hits(
+        &self,
+        keys: impl Iterator<Item = BlockKey>,
+        mut credits: usize,
+        num_new: usize,
+        found: &[BlockId],
+    ) -> Result<usize, Exhausted> {
         let mut buried = Buried {
             regular: self.regular.deaths(),
             pinned: self.pinned.deaths(),
         };
-        out.reserve(keys.len());
-        self.find_leading(keys, |found| {
-            let touched = self.touch(found, &mut credits, &mut buried);
-            if touched {
-                out.push(found.id);
+        let mut hits = 0;
+        let mut outcome = Ok(());
+        for (&id, key) in found.iter().zip(keys) {
+            match self.hold_hit(id, &key, &mut credits, &mut buried) {
+                Ok(true) => hits += 1,
+                Ok(false) => break,
+                Err(exhausted) => {
+                    outcome = Err(exhausted);
+                    break;
+                }
             }
-            touched
-        });
+        }
         drop(buried);
-        let hits = out.len() - first;
+        if let Err(exhausted) = outcome {
+            self.credits.give::<M>(credits + num_new);
+            let kept = if planted(Fault::KeepHitsOfFailure) {
+                hits
+            } else {
+                0
+            };
+            self.give_back_all(&found[kept..hits]);
+            return Err(exhausted);
+        }
         self.credits.give::<M>(credits);
         M::add(&self.counters.touches, hits as u64);
-        hits
+        Ok(hits)
     }
 
-    /// Takes a hold on a block if it still has the content that it was found by; whether it did.
+    /// Takes a hold on a block if it still holds the content of `key`; whether it did.
     #[inline(always)]
-    fn touch(&self, found: Found, credits: &mut usize, buried: &mut Buried<'_, M>) -> bool {
+    fn hold_hit(
+        &self,
+        id: BlockId,
+        key: &BlockKey,
+        credits: &mut usize,
+        buried: &mut Buried<'_, M>,
+    ) -> Result<bool, Exhausted> {
         loop {
-            match self
-                .block(found.id)
-                .transition_to_touched::<M>(*credits > 0)
-            {
+            match self.block(id).transition_to_touched::<M>(*credits > 0) {
                 Touch::Shared => break,
                 Touch::Unqueued(place) => {
                     *credits -= 1;
@@ -107,16 +136,19 @@ impl<M: Mode> BlockPool<M> {
                     break;
                 }
                 // It was held when the credits were counted.
-                Touch::NeedsCredit if self.credits.take::<M>(1).is_ok() => *credits += 1,
-                Touch::NeedsCredit | Touch::Missed => return false,
+                Touch::NeedsCredit => {
+                    self.credits.take::<M>(1)?;
+                    *credits += 1;
+                }
+                Touch::Missed => return Ok(false),
             }
         }
         // Nobody can recycle the block from here on; it may have been before, by another writer.
-        let holds = !M::SHARED || self.holds(found) || planted(Fault::SkipRecheck);
+        let holds = !M::SHARED || self.holds(id, key) || planted(Fault::SkipRecheck);
         if !holds {
-            self.give_back_one(found.id);
+            self.give_back_all(&[id]);
         }
-        holds
+        Ok(holds)
     }
 
     /// Takes `count` blocks from the front of the line. The caller has a credit for each.

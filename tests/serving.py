@@ -30,21 +30,27 @@ MODEL = "tiny"
 
 
 def serve_folder(
-    folder: Path, *, served: Mapping[str, Any] | None = None, **flags: Any
+    folder: Path,
+    *,
+    served: Mapping[str, Any] | None = None,
+    access: Mapping[str, Any] | None = None,
+    **flags: Any,
 ) -> tuple[FastAPI, AsyncEngine]:
     """The application around a real engine; the caller shuts the engine down."""
     options = {"dtype": "float32", "device": "cpu", "num_blocks": 200, "max_num_seqs": 16}
     built = build(config_from_flags(model=str(folder), **options | flags))
     engine = AsyncEngine(built.engine)
     model = {"names": (MODEL,), "tokenizer": built.tokenizer, **(served or {})}
-    return create_app(engine, ServedModel(**model)), engine
+    return create_app(engine, ServedModel(**model), **(access or {})), engine
 
 
 @asynccontextmanager
-async def client_of(app: FastAPI) -> AsyncGenerator[httpx.AsyncClient, None]:
-    """A client that calls the application without a network."""
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+async def client_of(
+    app: FastAPI, address: str = "127.0.0.1"
+) -> AsyncGenerator[httpx.AsyncClient, None]:
+    """A client that calls the application without a network, from `address`."""
+    transport = httpx.ASGITransport(app, client=(address, 5000))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
 
 

@@ -6,9 +6,11 @@ What is heavy is imported by the command that needs it, so that help comes at on
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -86,6 +88,32 @@ def serve(
         typer.Option(
             envvar="PREFIXCACHE_API_KEY",
             help="Key that clients must send; may be given several times.",
+        ),
+    ] = None,
+    admin_api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="PREFIXCACHE_ADMIN_API_KEY",
+            help="Key for control, statistics and metrics; may be given several times.",
+            show_default="this machine alone, and nobody with --api-key",
+        ),
+    ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name that clients may call the server by, as *.example.com; may be given several "
+            "times.",
+            show_default="addresses, localhost, --host and the machine's name",
+        ),
+    ] = None,
+    public_metrics: Annotated[
+        bool, typer.Option("--public-metrics", help="Let everybody read /metrics.")
+    ] = False,
+    allowed_model_dirs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Folder that new weights may come from; may be given several times.",
+            show_default="anywhere",
         ),
     ] = None,
     revision: RevisionOption = None,
@@ -168,8 +196,11 @@ def serve(
     }
     with _errors_shown():
         _set_up_logging(log_level)
+        _check_keys_are_set()
         _check_one_of("--scheduling-policy", scheduling_policy, ("priority", "fcfs"))
         flags["kv_cache_memory"] = parse_size(kv_cache_memory)
+        from prefixcache.server.access import AccessRules
+        from prefixcache.server.model_dirs import ModelDirs
         from prefixcache.server.serve import ServeOptions
         from prefixcache.server.serve import serve as run_server
 
@@ -177,7 +208,13 @@ def serve(
             host=host,
             port=port,
             names=tuple(served_model_name or ()),
-            api_keys=tuple(api_key or ()),
+            rules=AccessRules(
+                api_keys=tuple(api_key or ()),
+                admin_api_keys=tuple(admin_api_key or ()),
+                allowed_hosts=tuple(allowed_hosts or ()),
+                public_metrics=public_metrics,
+            ),
+            model_dirs=ModelDirs(allowed_model_dirs or ()),
             priorities=scheduling_policy == "priority",
             drain_seconds=drain_seconds,
         )
@@ -309,6 +346,13 @@ def _set_up_logging(level: str) -> None:
     _check_one_of("--log-level", level, ("debug", "info", "warning", "error"))
     logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT, datefmt="%H:%M:%S")
     logging.getLogger("prefixcache").setLevel(level.upper())
+
+
+def _check_keys_are_set() -> None:
+    """An empty variable would start an open server for somebody who wanted a closed one."""
+    for name in ("PREFIXCACHE_API_KEY", "PREFIXCACHE_ADMIN_API_KEY"):
+        if not os.environ.get(name, "key").strip():
+            raise ConfigError(f"{name} is set but empty. Give it a key, or unset it.")
 
 
 def _check_one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:

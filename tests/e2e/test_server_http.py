@@ -175,7 +175,7 @@ def _raw_post(address: str, path: str, body: bytes) -> socket.socket:
 def test_a_body_that_ends_early_harms_nobody(address, client):
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
     assert client.models.list().data
 

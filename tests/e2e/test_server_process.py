@@ -132,7 +132,7 @@ def test_a_busy_port_is_told_at_once_and_the_example_works(folder, tmp_path):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_the_command_serves_until_it_is_told_to_stop(tiny_checkpoint, host):
+def test_the_command_serves_until_it_is_told_to_stop(tiny_checkpoint, host, caplog):
     """In this process, which asks itself from another thread and then stops itself."""
     port = _free_port()
     models: list[object] = []
@@ -151,6 +151,7 @@ def test_the_command_serves_until_it_is_told_to_stop(tiny_checkpoint, host):
     shown = "localhost" if host == "0.0.0.0" else host
     assert f"curl http://{shown}:{port}/v1/chat/completions" in result.output
     assert models
+    assert ("WITHOUT A KEY, EVERYBODY" in caplog.text) == (host == "0.0.0.0")
 
 
 def _free_port() -> int:

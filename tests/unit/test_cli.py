@@ -85,6 +85,10 @@ def test_help_imports_nothing_heavy():
         (["serve", "--scheduling-policy", "random"], "--scheduling-policy"),
         (["serve", "--kv-cache-memory", "much"], "kv_cache_memory"),
         (["serve", "--host", "256.0.0.1"], "256.0.0.1"),
+        (["serve", "--api-key", ""], "API key"),
+        (["serve", "--api-key", "a", "--admin-api-key", "a"], "--admin-api-key"),
+        (["serve", "--allowed-hosts", "a:80"], "--allowed-hosts"),
+        (["serve", "--allowed-model-dirs", "./nowhere"], "--allowed-model-dirs"),
         (["serve", "--port", "0", "--block-size", "24"], "block_size"),
         (["serve", "--port", "0", "--dtype", "int4"], "dtype"),
         (["serve", "--port", "0", "--model", "./nowhere"], "nowhere"),
@@ -99,6 +103,14 @@ def test_wrong_flags_are_one_line_and_status_1(arguments, told):
     assert result.stderr.startswith("error: ")
     assert told in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["PREFIXCACHE_API_KEY", "PREFIXCACHE_ADMIN_API_KEY"])
+@pytest.mark.parametrize("value", ["", "  \n"])
+def test_an_empty_key_in_the_environment_starts_no_open_server(name, value):
+    result = CliRunner(env={name: value}).invoke(app, ["serve", "./nowhere", "--port", "0"])
+    assert result.exit_code == 1
+    assert f"{name} is set but empty" in result.stderr
 
 
 def test_a_port_out_of_range_is_a_usage_error():

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI
 
+from prefixcache.server.access import AccessCheck, AccessRules
 from prefixcache.server.admin import admin_router
-from prefixcache.server.api_key import ApiKeyCheck
 from prefixcache.server.backend import EngineClient, ServedModel
 from prefixcache.server.chat import chat_router
 from prefixcache.server.completions import completions_router
 from prefixcache.server.context import RequestContext
 from prefixcache.server.control import control_router
 from prefixcache.server.errors import install_error_handlers
+from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.probe import probe_router
 from prefixcache.server.requests import JobMaker
 from prefixcache.server.tokens import tokens_router
 
 
 def create_app(
-    engine: EngineClient, served: ServedModel, *, api_keys: Collection[str] = ()
+    engine: EngineClient,
+    served: ServedModel,
+    *,
+    rules: AccessRules | None = None,
+    model_dirs: ModelDirs | None = None,
 ) -> FastAPI:
     """The application that serves `engine`; who made the engine shuts it down.
 
-    With `api_keys`, clients must send one of them.
+    `rules` say who may use it, `model_dirs` where new weights may come from.
     """
     release = package_version()
     app = FastAPI(
@@ -41,10 +45,9 @@ def create_app(
     app.include_router(tokens_router(maker))
     app.include_router(probe_router(maker))
     app.include_router(admin_router(maker, release))
-    app.include_router(control_router(engine))
+    app.include_router(control_router(engine, model_dirs or ModelDirs()))
     install_error_handlers(app)
-    if api_keys:
-        app.add_middleware(ApiKeyCheck, keys=api_keys)
+    app.add_middleware(AccessCheck, rules=rules or AccessRules())
     app.add_middleware(RequestContext)
     return app
 

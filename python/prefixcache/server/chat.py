@@ -14,7 +14,7 @@ from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.answers import Choice, streamed_answer, whole_answer
 from prefixcache.server.body import read_fields
-from prefixcache.server.context import new_id
+from prefixcache.server.context import Call, new_call
 from prefixcache.server.logprobs import chat_logprobs, prompt_logprobs
 from prefixcache.server.protocol import ChatFields, ChatRequest
 from prefixcache.server.requests import Job, JobMaker, check_ids, fields_named, sampling_params
@@ -30,7 +30,7 @@ def chat_router(maker: JobMaker) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         fields = await read_fields(request, ChatRequest)
         with fields_named(chat_names(fields)):
-            job = await chat_job(maker, fields, new_id(request, "chatcmpl"))
+            job = await chat_job(maker, fields, new_call(request, "chatcmpl"))
             form = ChatForm(maker.served.tokenizer, fields)
             if fields.stream:
                 return EventStream(streamed_answer(maker.engine, job, form, fields.stream_options))
@@ -68,14 +68,14 @@ def chat_names(fields: ChatRequest) -> dict[str, str]:
     return names
 
 
-async def chat_job(maker: JobMaker, fields: ChatRequest, job_id: str) -> Job:
+async def chat_job(maker: JobMaker, fields: ChatRequest, call: Call) -> Job:
     """The requests of a chat, checked; errors name fields as `chat_names` renames them."""
     maker.check_model(fields.model)
     params = _params(maker, fields)
     special = fields.add_special_tokens is True
     prompt = await chat_prompt(maker, fields, add_special_tokens=special)
     given = fields.max_completion_tokens is not None or fields.max_tokens is not None
-    return maker.job(fields, [prompt], params, job_id=job_id, fit_max_tokens=not given)
+    return maker.job(fields, [prompt], params, call=call, fit_max_tokens=not given)
 
 
 def _params(maker: JobMaker, fields: ChatRequest) -> SamplingParams:

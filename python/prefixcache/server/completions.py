@@ -14,7 +14,7 @@ from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.answers import Choice, streamed_answer, whole_answer
 from prefixcache.server.body import read_fields
-from prefixcache.server.context import new_id
+from prefixcache.server.context import Call, new_call
 from prefixcache.server.logprobs import ScoredToken, completion_logprobs, prompt_logprobs
 from prefixcache.server.protocol import CompletionRequest
 from prefixcache.server.requests import Job, JobMaker, check_ids, parse_prompts, sampling_params
@@ -32,7 +32,7 @@ def completions_router(maker: JobMaker) -> APIRouter:
     async def create_completion(request: Request) -> Response:
         fields = await read_fields(request, CompletionRequest)
         prompts = parse_prompts(fields.prompt)
-        job = await completion_job(maker, fields, prompts, new_id(request, "cmpl"))
+        job = await completion_job(maker, fields, prompts, new_call(request, "cmpl"))
         form = CompletionForm(maker.served.tokenizer, fields, prompts)
         if fields.stream:
             return EventStream(streamed_answer(maker.engine, job, form, fields.stream_options))
@@ -43,7 +43,7 @@ def completions_router(maker: JobMaker) -> APIRouter:
 
 
 async def completion_job(
-    maker: JobMaker, fields: CompletionRequest, prompts: Sequence[str | list[int]], job_id: str
+    maker: JobMaker, fields: CompletionRequest, prompts: Sequence[str | list[int]], call: Call
 ) -> Job:
     """The requests of a completion, checked."""
     maker.check_model(fields.model)
@@ -55,9 +55,7 @@ async def completion_job(
         else prompt
         for prompt in prompts
     ]
-    return maker.job(
-        fields, encoded, params, job_id=job_id, fit_max_tokens=fields.max_tokens is None
-    )
+    return maker.job(fields, encoded, params, call=call, fit_max_tokens=fields.max_tokens is None)
 
 
 def _params(maker: JobMaker, fields: CompletionRequest) -> SamplingParams:

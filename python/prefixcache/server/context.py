@@ -7,6 +7,7 @@ import logging
 import re
 import time
 import uuid
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -14,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prefixcache.exceptions import EngineDeadError
+from prefixcache.server.access import Caller
 from prefixcache.server.errors import error_response
 
 logger = logging.getLogger(__name__)
@@ -22,9 +24,17 @@ _QUIET_PATHS = frozenset({"/health", "/metrics"})
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-def new_id(request: Request, prefix: str) -> str:
-    """The id of an answer, which tells the request's own."""
-    return f"{prefix}-{request.state.request_id}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One HTTP request: the id of its answer, and who asks."""
+
+    id: str
+    caller: Caller
+
+
+def new_call(request: Request, prefix: str) -> Call:
+    """The answer's id tells the request's own."""
+    return Call(id=f"{prefix}-{request.state.request_id}", caller=request.state.caller)
 
 
 class RequestContext:

@@ -16,6 +16,7 @@ from prefixcache.engine.control import InFlightMode, MemoryTag, SleepMode
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.server.backend import EngineClient
 from prefixcache.server.body import Fields, parse_fields, read_body
+from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.protocol import RequestFields, invalid_field
 
 _LISTS = ("tags",)
@@ -75,7 +76,7 @@ class UpdateWeightsRequest(RequestFields):
         return "abort"
 
 
-def control_router(engine: EngineClient) -> APIRouter:
+def control_router(engine: EngineClient, model_dirs: ModelDirs) -> APIRouter:
     """The endpoints, for one engine."""
     router = APIRouter()
     _add_cache(router, engine)
@@ -86,7 +87,8 @@ def control_router(engine: EngineClient) -> APIRouter:
     async def update_weights_from_disk(request: Request) -> dict[str, Any]:
         fields = await read_options(request, UpdateWeightsRequest)
         path, mode = fields.chosen_path(), fields.chosen_mode()
-        version = await engine.update_weights_from_disk(path, mode, revision=fields.revision)
+        with model_dirs.checked(path) as found:
+            version = await engine.update_weights_from_disk(found, mode, revision=fields.revision)
         message = f"The weights are those of {path}."
         return {"success": True, "message": message, "weight_version": version}
 

@@ -15,7 +15,9 @@ from prefixcache.config import GenerationDefaults
 from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError
 from prefixcache.request import CacheOptions, Request
 from prefixcache.sampling_params import SamplingParams
+from prefixcache.server.access import Caller
 from prefixcache.server.backend import EngineClient, ServedModel
+from prefixcache.server.context import Call
 from prefixcache.server.defaults import usual_values
 from prefixcache.server.errors import model_not_found
 from prefixcache.server.protocol import SamplingFields
@@ -94,7 +96,7 @@ class JobMaker:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         *,
-        job_id: str,
+        call: Call,
         fit_max_tokens: bool,
     ) -> Job:
         """All requests of one HTTP request.
@@ -111,12 +113,12 @@ class JobMaker:
                 param="n" if params.n > 1 else "prompt",
             )
         return Job(
-            id=job_id,
+            id=call.id,
             model=self.check_model(fields.model),
             created=int(time.time()),
             prompts=tuple(prompts),
             params=params,
-            requests=tuple(self._requests(fields, prompts, params, job_id, fit_max_tokens)),
+            requests=tuple(self._requests(fields, prompts, params, call, fit_max_tokens)),
         )
 
     def _requests(
@@ -124,17 +126,17 @@ class JobMaker:
         fields: SamplingFields,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
-        job_id: str,
+        call: Call,
         fit_max_tokens: bool,
     ) -> Iterator[Request]:
         limit = self.engine.max_model_len if fit_max_tokens else None
-        shared = _shared_options(fields)
+        shared = _shared_options(fields, call.caller)
         unique = uuid.uuid4().hex[:8]  # clients may send one request id twice
         for prompt_index, prompt in enumerate(prompts):
             fitted = _fitted(params, prompt, limit)
             for choice in range(params.n):
                 yield Request(
-                    request_id=f"{job_id}-{unique}-{prompt_index * params.n + choice}",
+                    request_id=f"{call.id}-{unique}-{prompt_index * params.n + choice}",
                     prompt_token_ids=prompt,
                     params=fitted.for_choice(choice),
                     **shared,
@@ -222,10 +224,10 @@ def _bad_prompt(what: str) -> InvalidRequestError:
     return InvalidRequestError(f"prompt must be {what}.", param="prompt")
 
 
-def _shared_options(fields: SamplingFields) -> dict[str, Any]:
+def _shared_options(fields: SamplingFields, caller: Caller) -> dict[str, Any]:
     return {
         "cache": CacheOptions(
-            salt=fields.cache_salt,
+            salt=caller.own_salt(fields.cache_salt),
             read=fields.cache_read is not False,
             write=fields.cache_write is not False,
             hit_threshold=fields.cache_hit_threshold,

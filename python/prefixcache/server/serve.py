@@ -11,13 +11,15 @@ import socket
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
 
 from prefixcache.exceptions import ConfigError
+from prefixcache.server.access import AccessRules, is_host_name, is_loopback
+from prefixcache.server.model_dirs import ModelDirs
 
 if TYPE_CHECKING:
     from prefixcache.config import EngineConfig
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_EVERY_ADDRESS = ("", "0.0.0.0", "::")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -33,21 +36,23 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class ServeOptions:
     """Where and as what a model is served.
 
-    `names` replaces the model's own name. With `api_keys` clients must send one of them.
-    `priorities` False refuses requests with a priority. Open answers get `drain_seconds` to end
-    when the server is asked to stop. Raises `ConfigError` for an empty key.
+    `names` replaces the model's own name, `rules` say who may use the server, and `model_dirs`
+    where new weights may come from. `priorities` False refuses requests with a priority. Open
+    answers get `drain_seconds` to end when the server is asked to stop.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     names: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = ()
+    rules: AccessRules = field(default_factory=AccessRules)
+    model_dirs: ModelDirs = field(default_factory=ModelDirs)
     priorities: bool = True
     drain_seconds: int = 10
 
-    def __post_init__(self) -> None:
-        if "" in self.api_keys:
-            raise ConfigError("An API key must not be empty: everybody would know it.")
+    def known_hosts(self) -> tuple[str, ...]:
+        """Names of this server: given ones, the one it listens on, and the machine's."""
+        own = (self.host, socket.gethostname())
+        return (*self.rules.allowed_hosts, *(name for name in own if is_host_name(name)))
 
 
 def serve(make_config: Callable[[], EngineConfig], options: ServeOptions) -> None:
@@ -58,6 +63,7 @@ def serve(make_config: Callable[[], EngineConfig], options: ServeOptions) -> Non
     """
     begun = time.perf_counter()
     with _bound_socket(options.host, options.port) as listener:
+        _warn_if_open(options, listener)
         from prefixcache.engine.async_engine import AsyncEngine
         from prefixcache.engine.build import build
         from prefixcache.models.hub import resolve_model
@@ -68,7 +74,8 @@ def serve(make_config: Callable[[], EngineConfig], options: ServeOptions) -> Non
         served = _served_model(config, built, options)
         engine = AsyncEngine(built.engine)
         try:
-            app = create_app(engine, served, api_keys=options.api_keys)
+            rules = replace(options.rules, allowed_hosts=options.known_hosts())
+            app = create_app(engine, served, rules=rules, model_dirs=options.model_dirs)
             address = f"http://{_shown_host(options.host)}:{listener.getsockname()[1]}"
             _run(app, listener, options, lambda: _announce(address, served, begun))
         finally:
@@ -93,6 +100,19 @@ def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
     return ConfigError(f"Cannot listen on {host}:{port}: {reason}. --port takes another port.")
 
 
+def _warn_if_open(options: ServeOptions, listener: socket.socket) -> None:
+    """Who listens to the network without a key should know it."""
+    if options.rules.api_keys or is_loopback(listener.getsockname()[0]):
+        return
+    logger.warning(
+        "WITHOUT A KEY, EVERYBODY WHO REACHES %s MAY USE THIS SERVER: set --api-key (or "
+        "PREFIXCACHE_API_KEY), or leave --host out to listen on this machine alone. "
+        "It answers to addresses and these names, others need --allowed-hosts: %s.",
+        "THIS MACHINE" if options.host in _EVERY_ADDRESS else options.host,
+        ", ".join(("localhost", *options.known_hosts())),
+    )
+
+
 def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOptions) -> ServedModel:
     from prefixcache.server.backend import ServedModel
 
@@ -114,6 +134,8 @@ def _run(
         app,
         log_config=None,
         access_log=False,
+        proxy_headers=False,  # who connects is who connects; see `access`
+        ws="none",
         server_header=False,
         lifespan="off",
         timeout_graceful_shutdown=options.drain_seconds,
@@ -157,7 +179,7 @@ class _Server(uvicorn.Server):
 
 
 def _shown_host(host: str) -> str:
-    if host in ("", "0.0.0.0", "::"):
+    if host in _EVERY_ADDRESS:
         return "localhost"
     return f"[{host}]" if ":" in host else host
 

@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import torch
 
+from fake_engine import RandomChunks
 from prefixcache.config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine, SubmittedStep
@@ -111,6 +113,7 @@ class Schedule:
     num_blocks: int = 200
     block_size: int = BLOCK
     max_num_batched_tokens: int = 64
+    random_chunks: bool = False
     max_num_seqs: int = 8
     enable_prefix_caching: bool = True
     share_in_flight: bool = True
@@ -130,6 +133,7 @@ def random_schedule(seed: int) -> Schedule:
         num_blocks=choose.choice([12, 14, 18] if crowded else [26, 48, 200]),
         block_size=choose.choice([16, 16, 16, 8, 32]),
         max_num_batched_tokens=choose.choice([8, 17, 50, 64, 256, 1024]),
+        random_chunks=choose.random() < 0.5,
         max_num_seqs=choose.choice([4, 8] if crowded else [2, 4, 8]),
         enable_prefix_caching=choose.random() < 0.9,
         share_in_flight=choose.random() < 0.6,
@@ -327,12 +331,14 @@ def make_engine(folder: Path, dtype: str, invariant: bool, schedule: Schedule) -
         ),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=schedule.max_num_batched_tokens,
+            max_step_ms=1 if schedule.random_chunks else 0,
             max_num_seqs=schedule.max_num_seqs,
             max_model_len=schedule.max_prompt + MAX_ANSWER,
             share_in_flight=schedule.share_in_flight,
         ),
     )
-    return build(config, folder).engine
+    with mock.patch("prefixcache.engine.build.StepTimeModel", RandomChunks):
+        return build(config, folder).engine
 
 
 def run(engine: Engine, requests: Sequence[Request], schedule: Schedule) -> dict[str, Answer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,10 @@ from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.request import Request
 from prefixcache.sampling_params import SamplingParams
+from prefixcache.scheduler.budget import StepTimes
 from prefixcache.scheduler.scheduler import Scheduler
+from prefixcache.scheduler.step_time import Load
+from prefixcache.step_plan import StepPlan
 
 
 class IdText:
@@ -31,6 +35,20 @@ class IdText:
         return ""
 
 
+class RandomChunks:
+    """In the place of a `StepTimeModel`: chunks of any length."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    def observe(self, plan: StepPlan, seconds: float) -> None: ...
+
+    def most_tokens(
+        self, load: Load, start: int, wanted: int, seconds: float, *, stays_near: bool
+    ) -> int:
+        return self._random.randint(0, wanted)
+
+
 def make_engine(
     *,
     num_blocks: int = 65,
@@ -42,6 +60,8 @@ def make_engine(
     share_in_flight: bool = False,
     merge_twins: bool = False,
     ahead: bool = False,
+    step_times: StepTimes | None = None,
+    max_step_ms: float = 0,
     **parts: Any,
 ) -> tuple[Engine, FakeRunner, CacheManager]:
     cache = CacheManager(num_blocks, block_size, merge_twins=merge_twins)
@@ -58,7 +78,13 @@ def make_engine(
         max_pages=-(-max_model_len // block_size),
     )
     all_parts: dict[str, Any] = {
-        "scheduler": Scheduler(config, cache, max_model_len=max_model_len),
+        "scheduler": Scheduler(
+            config,
+            cache,
+            max_model_len=max_model_len,
+            step_times=step_times,
+            max_step_ms=max_step_ms,
+        ),
         "cache": cache,
         "runner": runner,
         "make_detokenizer": IdText,

@@ -125,6 +125,13 @@ def serve(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of a step.")
     ] = None,
+    max_step_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Most milliseconds of a step while answers are under way; 0 sets no limit.",
+            show_default="250 on a CPU, 0 on CUDA",
+        ),
+    ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a cache block.")] = None,
     num_blocks: Annotated[
         int | None,
@@ -183,6 +190,7 @@ def serve(
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
+        "max_step_ms": max_step_ms,
         "block_size": block_size,
         "num_blocks": num_blocks,
         "enable_prefix_caching": enable_prefix_caching,

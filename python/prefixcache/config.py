@@ -22,6 +22,7 @@ Device = Literal["auto", "cpu", "cuda"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 MAX_BLOCK_SIZE = 256
+_CPU_STEP_MS = 250
 
 _ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -210,22 +211,35 @@ class SchedulerConfig:
     A request whose share of cached tokens is below `global_cache_hit_threshold` ends at once (0:
     none does) unless it brings a threshold of its own. With `share_in_flight` a request waits, at
     most `max_wait_steps` steps, for blocks that another one is computing.
+
+    While answers are under way, chunks of prompts are so short that a step takes `max_step_ms`
+    milliseconds at most, as far as earlier steps tell (0: no limit). None is 250 on a CPU and no
+    limit on CUDA.
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    max_step_ms: float | None = None
     max_model_len: int | None = None
     global_cache_hit_threshold: float = 0.0
     share_in_flight: bool = True
-    max_wait_steps: int = 256
+    max_wait_steps: int = 4096
 
     def __post_init__(self) -> None:
         _check_at_least("max_num_seqs", self.max_num_seqs, 1)
         _check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs)
         if self.max_model_len is not None:
             _check_at_least("max_model_len", self.max_model_len, 1)
+        if self.max_step_ms:
+            _check_positive("max_step_ms", self.max_step_ms)
         _check_fraction("global_cache_hit_threshold", self.global_cache_hit_threshold)
         _check_at_least("max_wait_steps", self.max_wait_steps, 1)
+
+    def step_limit(self, device_type: str) -> float:
+        """`max_step_ms` on that type of device, 0 for no limit."""
+        if self.max_step_ms is not None:
+            return self.max_step_ms
+        return _CPU_STEP_MS if device_type == "cpu" else 0
 
     def context_length(self, model: ModelConfig) -> int:
         """Most tokens of a sequence. Raises `ConfigError` when more is asked than the model has."""

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_engine import make_engine
+from fake_engine import RandomChunks, make_engine
 from fake_runner import answer_alone
 from late_runner import LateRunner, LateStep
 from prefixcache.engine.engine import Engine
@@ -39,6 +39,7 @@ class Setup:
     merge_twins: bool = True
     ahead: bool = False
     fails_at: tuple[int, ...] = ()
+    chunk_seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def setups(draw: st.DrawFn) -> Setup:
         merge_twins=draw(st.booleans()),
         ahead=draw(st.booleans()),
         fails_at=draw(st.sampled_from([(), (), (3,), (6, 7)])),
+        chunk_seed=draw(st.none() | st.integers(0, 99)),
     )
 
 
@@ -111,6 +113,7 @@ class Run:
             share_in_flight=setup.share_in_flight,
             merge_twins=setup.merge_twins,
             ahead=setup.ahead,
+            step_times=None if setup.chunk_seed is None else RandomChunks(setup.chunk_seed),
         )
         self.tokens: defaultdict[str, list[int]] = defaultdict(list)
         self.ends: dict[str, str] = {}
@@ -220,8 +223,11 @@ def test_random_requests_get_their_lone_answers(setup: Setup, work: list[Arrival
     lengths=st.lists(st.integers(8, 20), min_size=3, max_size=5),
     budget=st.integers(6, 40),
     ahead=st.booleans(),
+    chunk_seed=st.none() | st.integers(0, 99),
 )
-def test_tiny_pools_preempt_and_still_answer(lengths: list[int], budget: int, ahead: bool) -> None:
+def test_tiny_pools_preempt_and_still_answer(
+    lengths: list[int], budget: int, ahead: bool, chunk_seed: int | None
+) -> None:
     """Growing answers that together need twice the pool: preemption cannot be avoided."""
     setup = Setup(
         num_blocks=11,
@@ -229,6 +235,7 @@ def test_tiny_pools_preempt_and_still_answer(lengths: list[int], budget: int, ah
         max_num_batched_tokens=budget,
         max_model_len=40,
         ahead=ahead,
+        chunk_seed=chunk_seed,
     )
     run = Run(setup)
     work = [Arrival(0, tuple(range(n, n + 16)), 24, 0, CacheOptions(), None, None) for n in lengths]

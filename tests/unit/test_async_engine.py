@@ -195,6 +195,17 @@ async def test_commands_run_between_steps(serve: Make) -> None:
     assert (await served.engine.stats())["hits"] == 0
 
 
+async def test_looking_does_not_wait_for_a_step(serve: Make) -> None:
+    served = serve()
+    task = await start_held(served)
+    stats = await asyncio.wait_for(served.engine.prefix_cache_stats(), 10)
+    assert (stats.queries, stats.blocks_in_use) == (1, 2)
+    assert (await asyncio.wait_for(served.engine.stats(), 10))["blocks_in_use"] == 2
+    assert not await asyncio.wait_for(served.engine.is_paused(), 10)
+    assert not await asyncio.wait_for(served.engine.is_sleeping(), 10)
+    assert not task.done()
+
+
 async def test_an_idle_engine_takes_no_steps_and_no_time(serve: Make) -> None:
     served = serve()
     await collect(served.engine, make_request())

@@ -114,8 +114,9 @@ class AsyncEngine:
         await self._control(lambda control: control.resume())
 
     async def is_paused(self) -> bool:
-        """Whether `pause` holds the requests back."""
-        return await self._control(lambda control: control.is_paused)
+        """Whether `pause` holds the requests back. Does not wait for a step."""
+        self._raise_if_dead()
+        return self._engine.control.is_paused
 
     async def sleep(self, level: int = 1, mode: SleepMode = "recompute") -> None:
         """Gives back the KV cache's memory, at level 2 that of the weights too.
@@ -133,8 +134,9 @@ class AsyncEngine:
         await self._control(lambda control: control.wake_up(tags))
 
     async def is_sleeping(self) -> bool:
-        """Whether weights or KV cache are given up."""
-        return await self._control(lambda control: control.is_sleeping)
+        """Whether weights or KV cache are given up. Does not wait for a step."""
+        self._raise_if_dead()
+        return self._engine.control.is_sleeping
 
     async def update_weights_from_disk(
         self, model_path: str, mode: InFlightMode = "recompute", *, revision: str | None = None
@@ -172,12 +174,14 @@ class AsyncEngine:
         return await self._control(lambda c: c.load_state_dict(state_dict, mode, strict=strict))
 
     async def prefix_cache_stats(self) -> PrefixCacheStats:
-        """The prefix cache in numbers, between two steps."""
-        return await self._call(self._engine.prefix_cache_stats)
+        """The prefix cache in numbers, read beside the loop: it does not wait for a step."""
+        self._raise_if_dead()
+        return self._engine.prefix_cache_stats()
 
     async def stats(self) -> dict[str, int]:
-        """Lifetime counters of the cache, and blocks by state."""
-        return await self._call(self._engine.stats)
+        """Lifetime counters of the cache, and blocks by state, read beside the loop."""
+        self._raise_if_dead()
+        return self._engine.stats()
 
     async def shutdown(self, *, drain: bool = False) -> None:
         """Ends the loop: after all requests with `drain`, else they are aborted. Idempotent."""

@@ -36,6 +36,7 @@ from prefixcache.ops.sets import torch_is_faster
 from prefixcache.runner.decoder import Decoder
 from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.scheduler.scheduler import Scheduler
+from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.tokenization.detokenizer import IncrementalDetokenizer
 from prefixcache.tokenization.tokenizer import Tokenizer
 
@@ -118,12 +119,15 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         publish_answers=shares_answers(attention),
         merge_twins=config.cache.merge_duplicate_blocks and batch_invariant,
     )
+    max_step_ms = config.scheduler.step_limit(device.type)
     parts = EngineParts(
         scheduler=Scheduler(
             config.scheduler,
             cache,
             max_model_len=max_model_len,
             enable_prefix_caching=_caches_prefixes(config.cache, runner),
+            step_times=StepTimeModel() if max_step_ms else None,
+            max_step_ms=max_step_ms,
         ),
         cache=cache,
         runner=runner,

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -64,9 +64,18 @@ class Runner(Protocol):
         ...
 
 
+class _StepUnderWay(NamedTuple):
+    plan: StepPlan
+    step: SubmittedStep
+    since: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What an engine is put together from; `engine.build` makes it from an `EngineConfig`."""
+    """What an engine is put together from; `engine.build` makes it from an `EngineConfig`.
+
+    `clock` tells seconds, by which the scheduler learns how long steps take.
+    """
 
     scheduler: Scheduler
     cache: CacheManager
@@ -77,15 +86,16 @@ class EngineParts:
     max_model_len: int
     seed: int = 0
     memory: Memory | None = None
+    clock: Callable[[], float] = time.perf_counter
 
 
 class Engine:
     """Serves requests step by step, while `control` does not hold it back.
 
-    Only `check`, `probe` and `metrics` may be used from a thread other than the loop's. A request
-    that fails ends with `finish_reason` "error"; a step that fails ends its requests so, and
-    `EngineDeadError` is raised when the device cannot compute an empty step either. What `control`
-    does to requests is told by `take_outputs`.
+    Only `check`, `probe`, `stats`, `prefix_cache_stats` and `metrics` may be used from a thread
+    other than the loop's. A request that fails ends with `finish_reason` "error"; a step that fails
+    ends its requests so, and `EngineDeadError` is raised when the device cannot compute an empty
+    step either. What `control` does to requests is told by `take_outputs`.
 
     Where the runner keeps a step's tokens on the device, the next step is submitted before they are
     read. A token past the end of an answer may be computed then; nobody gets it.
@@ -101,7 +111,9 @@ class Engine:
         self.max_model_len = parts.max_model_len
         self._seeds = random.Random(parts.seed)
         self._answers: dict[str, Answer] = {}
-        self._under_way: deque[tuple[StepPlan, SubmittedStep]] = deque()
+        self._under_way: deque[_StepUnderWay] = deque()
+        self._clock = parts.clock
+        self._last_read = self._clock()
         self._host_time = _HostTime()
         self._cache_usage = 0.0
         self._outbox: list[RequestOutput] = []
@@ -219,11 +231,11 @@ class Engine:
         self._cache_usage = self._cache.usage
 
     def stats(self) -> dict[str, int]:
-        """Lifetime counters of the cache, and blocks by state."""
+        """Lifetime counters of the cache, and blocks by state. From any thread."""
         return self._cache.stats()
 
     def prefix_cache_stats(self) -> PrefixCacheStats:
-        """The prefix cache in numbers."""
+        """The prefix cache in numbers. From any thread; beside a step, numbers of its middle."""
         scheduler, control, core = self._scheduler, self.control, self._cache.stats()
         counter = scheduler.hit_counter
         return PrefixCacheStats(
@@ -248,32 +260,39 @@ class Engine:
 
     def _is_ahead(self) -> bool:
         """Whether the step under way may stay so until the next one is submitted."""
-        _, newest = self._under_way[-1]
+        newest = self._under_way[-1]
         alone = len(self._under_way) == 1
-        return alone and not newest.is_known and self._scheduler.has_unfinished()
+        return alone and not newest.step.is_known and self._scheduler.has_unfinished()
 
     def _submit(self, plan: StepPlan) -> None:
+        since = self._clock()
         try:
             self._cache.fill(plan, self._runner.block_tables)
             with self._host_time.paused():
                 step = self._runner.submit(plan)
         except Exception as error:  # noqa: BLE001 - raised again when the steps before are read
             step = _FailedStep(error)
-        self._under_way.append((plan, step))
+        self._under_way.append(_StepUnderWay(plan, step, since))
 
     def _read_oldest(self) -> list[RequestOutput]:
         """What came of a step; when it fails, those submitted after it do too."""
-        plan, step = self._under_way.popleft()
+        plan, step, since = self._under_way.popleft()
         try:
             with self._host_time.paused():
                 results = step.outputs()
         except Exception as error:  # whatever the model raised, the others can be served
             logger.exception("A step failed; its requests end.")
             return self._fail_steps(error)
+        self._observe_time(plan, since)
         outputs = self._take(plan, results)
         self.metrics.iteration_tokens.observe(plan.num_tokens)
         self.metrics.step_overhead.observe(self._host_time.lap())
         return outputs
+
+    def _observe_time(self, plan: StepPlan, since: float) -> None:
+        """A step submitted ahead begins when the one before it ends."""
+        begun, self._last_read = max(since, self._last_read), self._clock()
+        self._scheduler.observe_time(plan, self._last_read - begun)
 
     def _take(self, plan: StepPlan, results: list[SequenceOutput]) -> list[RequestOutput]:
         rows = self._scheduler.complete(plan, results)

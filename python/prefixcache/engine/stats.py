@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCacheStats:
-    """The cache between two steps.
+    """The cache now. Read while a step runs, one number may be older than another by that step.
 
     Counted over the engine's lifetime, whatever becomes of weights and cache: `queries` and `hits`
     are requests looked up and those with a hit, `queried_tokens` and `hit_tokens` their tokens,

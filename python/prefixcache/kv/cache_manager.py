@@ -17,7 +17,7 @@ from prefixcache.step_plan import StepPlan
 class CacheManager:
     """One core sequence per request: its tokens, block hashes and block tables.
 
-    One thread makes all calls but `probe`, the first to change something or the last to
+    One thread makes all calls but `probe` and `stats`, the first to change something or the last to
     `adopt_writer`; attributes may be read from any. The `num_blocks` given counts the null block,
     the attribute those that requests can hold. Errors of the core pass through: `ValueError` names
     an argument, `RuntimeError` tells of misuse. Without `publish_answers` only blocks of prompts
@@ -64,7 +64,7 @@ class CacheManager:
         return 1.0 - self.num_free_blocks / self.num_blocks
 
     def stats(self) -> dict[str, int]:
-        """Lifetime counters of the core, and blocks by state."""
+        """Lifetime counters of the core, and blocks by state. From any thread."""
         return self._cache.stats()
 
     def validate(self) -> None:

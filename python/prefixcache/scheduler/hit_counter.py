@@ -48,5 +48,5 @@ class HitCounter:
         self._recent_hit += hit
         if len(self._recent) > self._window:
             oldest_queried, oldest_hit = self._recent.popleft()
-            self._recent_queried -= oldest_queried
             self._recent_hit -= oldest_hit
+            self._recent_queried -= oldest_queried

@@ -26,6 +26,7 @@ from prefixcache.exceptions import RequestTooLargeError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.request import FinishReason, Request
 from prefixcache.scheduler.admission import Admission, Verdict
+from prefixcache.scheduler.budget import StepBudget, StepTimes
 from prefixcache.scheduler.hit_counter import HitCounter
 from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.scheduler.queue import WaitingQueue
@@ -58,6 +59,9 @@ class Scheduler:
     Each step is one `schedule`, then `complete` with what the runner returned, or `fail`. One more
     step may be scheduled before its predecessor is completed, if the runner knows the tokens that
     this one samples by their places (see `ScheduledSequence`). Not thread safe: one loop drives it.
+
+    With `step_times`, which learns how long steps take, chunks of prompts are kept so short that a
+    step ends within `max_step_ms` milliseconds while answers wait for their next token.
     """
 
     def __init__(
@@ -67,8 +71,12 @@ class Scheduler:
         *,
         max_model_len: int,
         enable_prefix_caching: bool = True,
+        step_times: StepTimes | None = None,
+        max_step_ms: float = 0,
     ) -> None:
         self._cache = cache
+        self._step_times = step_times
+        self._max_step_seconds = max_step_ms / 1000
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._max_model_len = max_model_len
@@ -163,11 +171,12 @@ class Scheduler:
         if self._in_flight is not None:
             self._wake(self._in_flight.next_step())
         preempted_before = self.num_preemptions
-        chunks = self._with_slots(self._running_chunks())
+        running, budget = self._running_chunks()
+        chunks = self._with_slots(running)
         if chunks is None:
             return StepPlan(())
         if self.num_preemptions == preempted_before:
-            self._start_waiting(chunks)
+            self._start_waiting(chunks, budget)
         return self._plan(chunks)
 
     def complete(
@@ -237,6 +246,11 @@ class Scheduler:
             self._cache.start(state.request)
         return [state.request_id for state in begun]
 
+    def observe_time(self, plan: StepPlan, seconds: float) -> None:
+        """Learns how long a completed step took."""
+        if self._step_times is not None:
+            self._step_times.observe(plan, seconds)
+
     def take_refused(self) -> list[Refusal]:
         """Requests that `schedule` gave up on since the last call."""
         refused, self._refused = self._refused, []
@@ -264,21 +278,28 @@ class Scheduler:
                 code="context_length_exceeded",
             )
 
-    def _running_chunks(self) -> list[_Chunk]:
-        """Decodes first, then prompts in order, as far as the budget goes."""
+    def _running_chunks(self) -> tuple[list[_Chunk], StepBudget]:
+        """Decodes first, then prompts in order, as far as the budget goes; and what is left."""
         decodes: list[RequestState] = []
         prefills: list[RequestState] = []
         for state in self._running:
             if not state.is_full:
                 (decodes if state.decodes else prefills).append(state)
         chunks = [_Chunk(state, 1) for state in decodes[: self._max_num_batched_tokens]]
-        budget = self._max_num_batched_tokens - len(chunks)
+        budget = self._budget(chunks)
         for state in prefills:
-            if not budget:
+            if budget.is_spent:
                 break
-            chunks.append(_Chunk(state, min(state.num_remaining, budget)))
-            budget -= chunks[-1].count
-        return chunks
+            count = budget.take_chunk(state.num_computed_tokens, state.num_remaining)
+            chunks.append(_Chunk(state, count))
+        return chunks, budget
+
+    def _budget(self, decodes: Sequence[_Chunk]) -> StepBudget:
+        """What the step may compute beside these decodes."""
+        budget = StepBudget(self._max_num_batched_tokens, self._max_step_seconds, self._step_times)
+        for chunk in decodes:
+            budget.add_decode(chunk.state.num_computed_tokens)
+        return budget
 
     def _with_slots(self, chunks: list[_Chunk]) -> list[_Chunk] | None:
         """The chunks that have slots for their tokens, after as many preemptions as it takes.
@@ -327,9 +348,8 @@ class Scheduler:
         self._waiting.push(state)
         return state
 
-    def _start_waiting(self, chunks: list[_Chunk]) -> None:
-        budget = self._max_num_batched_tokens - sum(chunk.count for chunk in chunks)
-        while budget and len(self._running) < self._max_num_seqs:
+    def _start_waiting(self, chunks: list[_Chunk], budget: StepBudget) -> None:
+        while not budget.is_spent and len(self._running) < self._max_num_seqs:
             state = self._waiting.head()
             if state is None:
                 return
@@ -342,9 +362,8 @@ class Scheduler:
                 continue
             bisect.insort(self._running, state, key=lambda running: running.order)
             self._announce(state)
-            chunk = _Chunk(state, min(state.num_remaining, budget))
-            budget -= chunk.count
-            chunks.append(chunk)
+            count = budget.take_chunk(state.num_computed_tokens, state.num_remaining)
+            chunks.append(_Chunk(state, count))
 
     def _put_aside(self, state: RequestState, verdict: Verdict) -> None:
         """Ends a request that may not start; one that waits for blocks is woken by their owner."""

@@ -1,0 +1,80 @@
+"""What one step may compute: a number of tokens, and on some devices a time."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from prefixcache.scheduler.step_time import Load
+from prefixcache.step_plan import StepPlan
+
+MIN_CHUNK = 8
+"""Tokens of prompts in a step whose decodes alone take all its time: no prompt stands still."""
+
+TIMES_LONGER_ALONE = 8
+"""How much longer a step may take while no answer waits: short chunks make a prompt slower."""
+
+
+class StepTimes(Protocol):
+    """What is needed of `StepTimeModel`; see there."""
+
+    def most_tokens(
+        self, load: Load, start: int, wanted: int, seconds: float, *, stays_near: bool
+    ) -> int:
+        """How many of `wanted` tokens may join a step of `load`."""
+        ...
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Learns that the step took so long."""
+        ...
+
+
+class StepBudget:
+    """Tokens that a step may still take, and time: `max_seconds`, if `times` knows what they cost.
+
+    While no answer waits for its next token the step may take several times as long.
+    """
+
+    def __init__(self, max_tokens: int, max_seconds: float, times: StepTimes | None) -> None:
+        self._tokens_left = max_tokens
+        self._max_seconds = max_seconds
+        self._times = times
+        self._load = Load()
+        self._has_decodes = False
+        self._has_chunk = False
+        self._is_out_of_time = False
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether no token of a prompt may be added."""
+        return not self._tokens_left or self._is_out_of_time
+
+    def add_decode(self, start: int) -> None:
+        """Takes one token, whatever its time: running answers go on in every step."""
+        self._has_decodes = True
+        self._take(start, 1)
+
+    def take_chunk(self, start: int, wanted: int) -> int:
+        """Takes the next tokens of a prompt, at least one; returns how many of those `wanted`.
+
+        Must not be spent.
+        """
+        wanted = min(wanted, self._tokens_left)
+        count = self._within_time(start, wanted)
+        self._is_out_of_time = count < wanted
+        self._has_chunk = True
+        self._take(start, count)
+        return count
+
+    def _within_time(self, start: int, wanted: int) -> int:
+        if self._times is None:
+            return wanted
+        least = min(wanted, 1 if self._has_chunk else MIN_CHUNK)
+        seconds = self._max_seconds * (1 if self._has_decodes else TIMES_LONGER_ALONE)
+        most = self._times.most_tokens(
+            self._load, start, wanted, seconds, stays_near=self._has_decodes
+        )
+        return max(least, most)
+
+    def _take(self, start: int, count: int) -> None:
+        self._load = self._load.plus(start, count)
+        self._tokens_left -= count

@@ -1,0 +1,157 @@
+"""How long a step will take, learned from the steps before it.
+
+A step costs a fixed time, a time for each token (the linears), and a time for each pair of a token
+and a position that it attends to, so that the same chunk takes longer deeper in a prompt.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache.step_plan import StepPlan
+
+_REMEMBERED_STEPS = 16
+_AGEING = 0.8
+"""Weight of a remembered step beside the next younger one of its kind."""
+_TYPICAL_TOKENS = 16
+_SHORTEST = 1e-6
+"""Seconds of the shortest step: a clock may tell none at all."""
+
+
+class Load(NamedTuple):
+    """What a step computes: tokens, and pairs of a token and a position it attends to."""
+
+    tokens: int = 0
+    pairs: int = 0
+
+    def plus(self, start: int, count: int) -> Load:
+        """With `count` more tokens of one sequence, at positions from `start` on."""
+        pairs = count * start + count * (count + 1) // 2
+        return Load(self.tokens + count, self.pairs + pairs)
+
+
+class _Sample(NamedTuple):
+    load: Load
+    seconds: float
+
+
+class StepTimeModel:
+    """Seconds of a step by its load: least squares over the last steps, and how far they stray.
+
+    Steps with chunks of prompts are remembered apart from pure decodes, thousands of which lie
+    between two prompts.
+    """
+
+    def __init__(self) -> None:
+        self._decodes: deque[_Sample] = deque(maxlen=_REMEMBERED_STEPS)
+        self._prefills: deque[_Sample] = deque(maxlen=_REMEMBERED_STEPS)
+        self._fitted: _Fit | None = None
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Learns that the step took so long."""
+        load = Load()
+        for sequence in plan.sequences:
+            load = load.plus(sequence.start, sequence.num_tokens)
+        is_decode = load.tokens == len(plan.sequences)
+        samples = self._decodes if is_decode else self._prefills
+        samples.append(_Sample(load, max(seconds, _SHORTEST)))
+        self._fitted = None
+
+    def most_tokens(
+        self, load: Load, start: int, wanted: int, seconds: float, *, stays_near: bool
+    ) -> int:
+        """How many of `wanted` tokens from `start` on may join a step of `load`.
+
+        So many that the step ends within `seconds`. With `stays_near` it is also not far from all
+        that were measured: what nobody measured may take any time.
+        """
+        fit = self._fit()
+        fewest, most = 0, wanted
+        while fewest < most:  # load and time grow with the tokens
+            middle = (fewest + most + 1) // 2
+            together = load.plus(start, middle)
+            is_near = fit.covers(together) or not stays_near
+            if is_near and fit.longest(together) <= seconds:
+                fewest = middle
+            else:
+                most = middle - 1
+        return fewest
+
+    def _fit(self) -> _Fit:
+        if self._fitted is None:
+            self._fitted = _Fit.to(self._decodes, self._prefills)
+        return self._fitted
+
+
+class _Fit(NamedTuple):
+    """Seconds for a step, a token and a pair; how far steps stray, as a share of their time."""
+
+    per_step: float
+    per_token: float
+    per_pair: float
+    spread: float
+    known: Load
+
+    @classmethod
+    def to(cls, decodes: Sequence[_Sample], prefills: Sequence[_Sample]) -> _Fit:
+        """The fit to what was measured, each kind from the oldest to the youngest."""
+        samples = [*decodes, *prefills]
+        if not samples:
+            return cls(0.0, 0.0, 0.0, 0.0, Load())
+        loads = np.array([(1.0, *sample.load) for sample in samples])
+        seconds = np.array([sample.seconds for sample in samples])
+        # Errors count as shares of a step of that load, not of the time it happened to take: that
+        # would trust the fastest steps most.
+        weights = np.array([*_weights(len(decodes)), *_weights(len(prefills))])
+        weights /= _TYPICAL_TOKENS + loads[:, 1]
+        costs = _nonnegative_least_squares(loads * weights[:, None], seconds * weights)
+        chunks = slice(len(decodes), None)
+        return cls(
+            *costs.tolist(),
+            spread=_spread(loads[chunks] @ costs, seconds[chunks]),
+            known=Load(*map(int, loads[:, 1:].max(axis=0))),
+        )
+
+    def longest(self, load: Load) -> float:
+        """Seconds that few steps of this load exceed, as far as is known."""
+        mean = self.per_step + self.per_token * load.tokens + self.per_pair * load.pairs
+        return mean * (1 + self.spread)
+
+    def covers(self, load: Load) -> bool:
+        """Whether the load is near one that was measured."""
+        # The second chunk of a prompt has three times the pairs of the first one.
+        return load.tokens <= 2 * self.known.tokens and load.pairs <= 4 * self.known.pairs
+
+
+def _weights(count: int) -> list[float]:
+    """Of so many samples, from the oldest to the youngest."""
+    return [_AGEING**age for age in reversed(range(count))]
+
+
+def _spread(expected: npt.NDArray[np.float64], measured: npt.NDArray[np.float64]) -> float:
+    """How far steps stray from what was expected of them, as a share of that; 1 at most."""
+    if not len(expected):
+        return 0.0
+    strays = measured / np.maximum(expected, _SHORTEST) - 1
+    return min(float(np.sqrt(np.mean(strays**2))), 1.0)
+
+
+def _nonnegative_least_squares(
+    table: npt.NDArray[np.float64], wanted: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """The `x` of least |table @ x - wanted|, where columns that would get less than 0 get 0."""
+    found = np.zeros(table.shape[1])
+    used = np.flatnonzero(table.any(axis=0))
+    while len(used):
+        lengths = np.linalg.norm(table[:, used], axis=0)
+        scaled = np.linalg.lstsq(table[:, used] / lengths, wanted, rcond=1e-3)[0]
+        if (scaled >= 0).all():
+            found[used] = scaled / lengths
+            break
+        used = np.delete(used, scaled.argmin())
+    return found

@@ -153,7 +153,7 @@ async def connection(
 ) -> AsyncGenerator[Connection, None]:
     """A server started for this, on loopback, ended afterwards."""
     async with (
-        run_server({"model": DEFAULT_MODEL, **flags}) as address,
+        run_server({"model": DEFAULT_MODEL, "scheduling_policy": "priority", **flags}) as address,
         httpx.AsyncClient(base_url=address, timeout=None) as client,
     ):
         yield Connection(client, progress, title)

@@ -173,8 +173,11 @@ def serve(
     attention: Annotated[str, typer.Option(help="Attention backend.")] = "auto",
     enforce_eager: Annotated[bool, typer.Option(help="Run without CUDA graphs.")] = False,
     scheduling_policy: Annotated[
-        str, typer.Option(help="priority, or fcfs, which refuses requests with a priority.")
-    ] = "priority",
+        str,
+        typer.Option(
+            help="fcfs serves in order of arrival; priority lets clients choose who is first."
+        ),
+    ] = "fcfs",
     drain_seconds: Annotated[
         int, typer.Option(help="Time for open answers to end when the server stops.", min=0)
     ] = 10,
@@ -205,7 +208,7 @@ def serve(
     with _errors_shown():
         _set_up_logging(log_level)
         _check_keys_are_set()
-        _check_one_of("--scheduling-policy", scheduling_policy, ("priority", "fcfs"))
+        _check_one_of("--scheduling-policy", scheduling_policy, ("fcfs", "priority"))
         flags["kv_cache_memory"] = parse_size(kv_cache_memory)
         from prefixcache.server.access import AccessRules
         from prefixcache.server.model_dirs import ModelDirs

@@ -377,12 +377,24 @@ async def test_the_models_own_defaults_apply_when_a_value_is_left_out(tiny_check
     engine.close()
 
 
-async def test_fcfs_refuses_priorities(tiny_checkpoint):
-    app, engine = serve_folder(tiny_checkpoint(), served={"priorities": False})
+@pytest.mark.parametrize(
+    ("served", "allowed", "refused"),
+    [
+        ({}, [0, None], [1, -1, -(10**300)]),
+        ({"priorities": True}, [0, -(2**31) + 1, 2**31 - 1], [2**31, -(2**31), -(10**300)]),
+    ],
+)
+async def test_priorities_count_where_the_operator_says_so(
+    tiny_checkpoint, served, allowed, refused
+):
+    app, engine = serve_folder(tiny_checkpoint(), served=served)
     async with client_of(app) as client:
-        body = {"prompt": "x", "max_tokens": 1, "priority": 1}
-        response = await client.post("/v1/completions", json=body)
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == "priority"
-        assert (await client.post("/v1/completions", json=body | {"priority": 0})).is_success
+        for priority in (*allowed, *refused):
+            body = {"prompt": "x", "max_tokens": 1, "priority": priority}
+            response = await client.post("/v1/completions", json=body)
+            if priority in allowed:
+                assert response.is_success
+            else:
+                assert response.status_code == 400
+                assert response.json()["error"]["param"] == "priority"
     engine.close()

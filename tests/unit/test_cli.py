@@ -113,6 +113,14 @@ def test_an_empty_key_in_the_environment_starts_no_open_server(name, value):
     assert f"{name} is set but empty" in result.stderr
 
 
+def test_clients_set_no_priorities_unless_the_operator_says_so(monkeypatch):
+    options = []
+    monkeypatch.setattr("prefixcache.server.serve.serve", lambda _, given: options.append(given))
+    for arguments in ([], ["--scheduling-policy", "priority"]):
+        assert _run("serve", *arguments).exit_code == 0
+    assert [given.priorities for given in options] == [False, True]
+
+
 def test_a_port_out_of_range_is_a_usage_error():
     assert _run("serve", "--port", "65536").exit_code == 2
 

@@ -85,7 +85,7 @@ class ServedModel:
     """The model as clients see it: any of `names` asks for it, the first is shown.
 
     `batch_invariant` says whether an answer's bits are the same in every batch; None where that
-    is not known. `priorities` False refuses requests with a priority.
+    is not known. `priorities` lets clients choose who is served first.
     """
 
     names: tuple[str, ...]
@@ -94,4 +94,4 @@ class ServedModel:
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     created: int = 0
     batch_invariant: bool | None = None
-    priorities: bool = True
+    priorities: bool = False

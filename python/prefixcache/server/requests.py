@@ -24,6 +24,7 @@ from prefixcache.server.protocol import SamplingFields
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 MAX_SEQUENCES = 4096
+MAX_PRIORITY = 2**31 - 1
 _LONG_TEXT = 10_000
 
 _PASSED_ON = (
@@ -103,10 +104,7 @@ class JobMaker:
 
         `fit_max_tokens` shortens `params.max_tokens`, when it is a default, to what fits.
         """
-        if fields.priority and not self.served.priorities:
-            raise InvalidRequestError(
-                "priority needs a server with --scheduling-policy priority.", param="priority"
-            )
+        self._check_priority(fields.priority or 0)
         if len(prompts) * params.n > MAX_SEQUENCES:
             raise InvalidRequestError(
                 f"{len(prompts)} prompts with n={params.n} are more than {MAX_SEQUENCES} answers.",
@@ -120,6 +118,16 @@ class JobMaker:
             params=params,
             requests=tuple(self._requests(fields, prompts, params, call, fit_max_tokens)),
         )
+
+    def _check_priority(self, priority: int) -> None:
+        if priority and not self.served.priorities:
+            raise InvalidRequestError(
+                "priority needs a server with --scheduling-policy priority.", param="priority"
+            )
+        if abs(priority) > MAX_PRIORITY:
+            raise InvalidRequestError(
+                f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}.", param="priority"
+            )
 
     def _requests(
         self,

@@ -37,7 +37,7 @@ class ServeOptions:
     """Where and as what a model is served.
 
     `names` replaces the model's own name, `rules` say who may use the server, and `model_dirs`
-    where new weights may come from. `priorities` False refuses requests with a priority. Open
+    where new weights may come from. `priorities` lets clients choose who is served first. Open
     answers get `drain_seconds` to end when the server is asked to stop.
     """
 
@@ -46,7 +46,7 @@ class ServeOptions:
     names: tuple[str, ...] = ()
     rules: AccessRules = field(default_factory=AccessRules)
     model_dirs: ModelDirs = field(default_factory=ModelDirs)
-    priorities: bool = True
+    priorities: bool = False
     drain_seconds: int = 10
 
     def known_hosts(self) -> tuple[str, ...]:

@@ -16,10 +16,13 @@ Message = dict[str, Any]
 _FILE = Path(__file__).parent / "data" / "taubench_airline.jsonl.gz"
 
 
-def read_dialogues() -> list[list[Message]]:
-    """The messages of every chat."""
+def read_dialogues(system_chars: int | None = None) -> list[list[Message]]:
+    """The messages of every chat, with so much of the policy."""
     with gzip.open(_FILE, "rt", encoding="utf-8") as lines:
-        return [json.loads(line)["messages"] for line in lines]
+        chats = [json.loads(line)["messages"] for line in lines]
+    for chat in chats:
+        chat[0]["content"] = chat[0]["content"][:system_chars]
+    return chats
 
 
 def requests_of(chat: list[Message]) -> list[list[Message]]:

@@ -48,12 +48,13 @@ class Options:
     dialogues: int = 40
     requests: int | None = None
     tokens: int = 8
+    system_chars: int | None = None
     seed: int = 0
     flags: dict[str, Any] = field(default_factory=dict)
 
     def bodies(self) -> list[Body]:
         """The requests, greedy and seeded, of all dialogues turn by turn."""
-        chats = read_dialogues()[: self.dialogues]
+        chats = read_dialogues(self.system_chars)[: self.dialogues]
         messages = [request for chat in chats for request in requests_of(chat)]
         return [self._body(i, m) for i, m in enumerate(messages[: self.requests])]
 
@@ -222,7 +223,7 @@ def parse_options() -> Options:
     flags: dict[str, object] = {"dtype": given.dtype}
     if given.no_batch_invariant:
         flags |= {"batch_invariant": False, "attention": "torch"}
-    return Options(given.dialogues, given.requests, given.tokens, given.seed, flags)
+    return Options(given.dialogues, given.requests, given.tokens, seed=given.seed, flags=flags)
 
 
 def main() -> None:

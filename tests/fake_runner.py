@@ -122,11 +122,13 @@ class StepGate:
     def __init__(self, runner: Runner) -> None:
         self._changed = threading.Condition()
         self._steps_left: int | None = None
+        self.num_steps = 0
         self._is_held = False
         start = runner.submit
 
         def submit(plan: StepPlan) -> SubmittedStep:
             self._pass()
+            self.num_steps += 1
             return start(plan)
 
         runner.submit = submit  # type: ignore[method-assign]

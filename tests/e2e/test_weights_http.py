@@ -34,6 +34,9 @@ class Server:
         assert response.status_code == 200
         return response.json()
 
+    async def page(self) -> str:
+        return (await self.client.get("/metrics")).text
+
     async def ask(self, max_tokens: int = 8, **fields: Any) -> httpx.Response:
         body = {
             "model": MODEL,
@@ -192,8 +195,11 @@ async def test_paused_requests_wait(server: Server) -> None:
     await server.post("/pause")
     assert await server.get("/is_paused") == {"is_paused": True}
     task = asyncio.create_task(server.ask())
-    await asyncio.sleep(0.05)
-    assert not task.done()
+    while not (metric(await server.page(), "num_requests_waiting") or task.done()):
+        await asyncio.sleep(0)
+    for _ in range(3):  # each is answered by a turn of the loop, which could run a step
+        await server.get("/is_paused")
+    assert server.gate.num_steps == 0
     assert (await server.resumed(task)).status_code == 200
     assert await server.get("/is_paused") == {"is_paused": False}
 

@@ -54,7 +54,8 @@ fn speed<E: KvElement>(form: Form, team: &Team, name: &str, start: usize, count:
                 cache,
                 queries,
                 &RowsMut::new(&mut out, 576),
-            );
+            )
+            .expect("memory");
             begun.elapsed().as_secs_f64()
         })
         .fold(f64::MAX, f64::min);

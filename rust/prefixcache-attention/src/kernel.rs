@@ -4,7 +4,7 @@ use std::array::from_fn;
 use std::ops::Range;
 
 use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
-use prefixcache_cpu::{Form, Kernel, Lanes, Rows, RowsMut, Team};
+use prefixcache_cpu::{Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team};
 
 use crate::Attention;
 use crate::paged::{GROUP, KvElement, TILE, holds_groups, pack_keys};
@@ -14,6 +14,9 @@ use crate::state::{Sight, Workspace};
 /// Attends from each query to the keys of its sequence up to its own position.
 ///
 /// `queries` and `out` are [T, H * D]; `cache` is [P * 2 * K, B * D], as [`crate::append`] fills it.
+///
+/// # Errors
+/// There is no memory for the sums of a task; some rows of `out` are not written then.
 ///
 /// # Panics
 /// The shapes do not fit each other or the plan.
@@ -25,7 +28,7 @@ pub fn attend<E: KvElement>(
     cache: Rows<'_, E>,
     queries: Rows<'_, E>,
     out: &RowsMut<'_, E>,
-) {
+) -> Result<(), OutOfMemory> {
     let (width, kv_heads) = (attention.heads * attention.head_dim, attention.kv_heads);
     assert_eq!(
         (queries.rows(), queries.width()),
@@ -47,7 +50,7 @@ pub fn attend<E: KvElement>(
         "rows of the cache"
     );
     let tasks = plan.tasks();
-    team.run(tasks.len() * kv_heads, |number| {
+    team.try_run(tasks.len() * kv_heads, |number| {
         let (task, kv_head) = (&tasks[number / kv_heads], number % kv_heads);
         form.run(QueryRun {
             attention,
@@ -57,8 +60,8 @@ pub fn attend<E: KvElement>(
             out,
             task,
             kv_head,
-        });
-    });
+        })
+    })
 }
 
 struct QueryRun<'a, E> {
@@ -72,16 +75,16 @@ struct QueryRun<'a, E> {
 }
 
 impl<E: KvElement> Kernel for QueryRun<'_, E> {
-    type Output = ();
+    type Output = Result<(), OutOfMemory>;
 
     #[inline(always)]
-    fn run<L: Lanes>(self, lanes: L) {
+    fn run<L: Lanes>(self, lanes: L) -> Self::Output {
         let rows = self.task.queries.len() * self.attention.group();
         let mut workspace = Workspace::new(
             rows,
             self.attention.head_dim,
             holds_groups(self.plan.block_size()),
-        );
+        )?;
         let end = self.task.start + self.task.queries.len();
         let first = self.attention.first_seen(self.task.start) / TILE * TILE;
         for tile in (first..end).step_by(TILE) {
@@ -93,6 +96,7 @@ impl<E: KvElement> Kernel for QueryRun<'_, E> {
         for row in 0..rows {
             self.finish(lanes, row, &workspace);
         }
+        Ok(())
     }
 }
 

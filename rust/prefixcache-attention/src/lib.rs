@@ -37,12 +37,18 @@ pub struct Attention {
     pub softcap: Option<f32>,
 }
 
+/// The most query heads.
+const MAX_HEADS: usize = 1 << 16;
+
 /// The heads of a model do not fit the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ShapeError {
     /// Query heads are shared out evenly among the key-value heads.
     #[error("num_heads ({0}) must be a positive multiple of num_kv_heads ({1})")]
     Heads(usize, usize),
+    /// More heads than any model has, so that no product of sizes can overflow.
+    #[error("num_heads ({0}) must be at most {MAX_HEADS}")]
+    TooManyHeads(usize),
     /// A head fills whole vectors.
     #[error("head_dim ({0}) must be a multiple of 16, from 16 to 512")]
     HeadDim(usize),
@@ -58,6 +64,9 @@ impl Attention {
     ) -> Result<Self, ShapeError> {
         if heads == 0 || kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
             return Err(ShapeError::Heads(heads, kv_heads));
+        }
+        if heads > MAX_HEADS {
+            return Err(ShapeError::TooManyHeads(heads));
         }
         if !head_dim.is_multiple_of(16) || !(16..=512).contains(&head_dim) {
             return Err(ShapeError::HeadDim(head_dim));

@@ -37,6 +37,9 @@ pub enum PlanError {
     /// A last page that is empty or overfull.
     #[error("last_page_len holds {0}; a page holds 1 to {1} tokens")]
     LastPage(i32, usize),
+    /// A sequence with more tokens than can be counted.
+    #[error("sequence {0} has more tokens in its pages than can be counted")]
+    TooLong(usize),
     /// A sequence with more queries than tokens.
     #[error("sequence {0} has more queries than tokens in its pages")]
     Queries(usize),
@@ -99,7 +102,7 @@ impl Plan {
                 .iter()
                 .map(|&page| checked_page(page, num_pages))
                 .collect::<Result<_, _>>()?,
-            tasks: tasks(&sequences, (TASK_ROWS / group).max(1)),
+            tasks: tasks(&sequences, (TASK_ROWS / group.max(1)).max(1)),
             sequences,
             num_queries: queries[count],
             num_pages,
@@ -164,10 +167,13 @@ fn sequence(
         .ok()
         .filter(|last| (1..=block_size).contains(last));
     let last = last.ok_or(PlanError::LastPage(last_page_len, block_size))?;
-    let tokens = pages
-        .len()
-        .checked_sub(1)
-        .map_or(0, |full| full * block_size + last);
+    let tokens = match pages.len().checked_sub(1) {
+        None => 0,
+        Some(full) => full
+            .checked_mul(block_size)
+            .and_then(|full| full.checked_add(last))
+            .ok_or(PlanError::TooLong(s))?,
+    };
     let start = tokens
         .checked_sub(queries.len())
         .ok_or(PlanError::Queries(s))?;
@@ -185,7 +191,7 @@ fn tasks(sequences: &[Sequence], length: usize) -> Vec<Task> {
     for (number, sequence) in sequences.iter().enumerate() {
         for first in sequence.queries.clone().step_by(length) {
             let queries = first..(first + length).min(sequence.queries.end);
-            let start = sequence.start + first - sequence.queries.start;
+            let start = sequence.start + (first - sequence.queries.start);
             tasks.push(Task {
                 sequence: number,
                 queries,
@@ -194,7 +200,8 @@ fn tasks(sequences: &[Sequence], length: usize) -> Vec<Task> {
         }
     }
     tasks.sort_by_key(|task| {
-        std::cmp::Reverse((task.start + task.queries.len()) * task.queries.len())
+        let keys = task.start + task.queries.len();
+        std::cmp::Reverse(keys.saturating_mul(task.queries.len()))
     });
     tasks
 }
@@ -254,6 +261,18 @@ mod tests {
             change(&mut tables);
             assert_eq!(plan(tables).expect_err("a lie"), error);
         }
+    }
+
+    #[test]
+    fn more_tokens_than_can_be_counted_are_refused() {
+        let mut tables = GOOD;
+        tables.kv_indptr = &[0, 1, 3];
+        tables.last_page_len = &[16, 16];
+        for block_size in [usize::MAX - 15, usize::MAX] {
+            let plan = Plan::new(tables, 5, block_size, 3);
+            assert_eq!(plan.expect_err("too long"), PlanError::TooLong(1));
+        }
+        assert!(Plan::new(tables, 5, usize::MAX - 16, 3).is_ok());
     }
 
     #[test]

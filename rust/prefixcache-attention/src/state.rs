@@ -1,5 +1,6 @@
 //! The running softmax of a row, and the buffers of a task.
 
+use prefixcache_cpu::memory::{OutOfMemory, filled};
 use prefixcache_cpu::tile::MAX_HEIGHT;
 use prefixcache_cpu::{AlignedWords, Element, Lanes};
 
@@ -25,22 +26,22 @@ pub(crate) struct Workspace {
 }
 
 impl Workspace {
-    pub(crate) fn new(rows: usize, head_dim: usize, grouped: bool) -> Self {
+    pub(crate) fn new(rows: usize, head_dim: usize, grouped: bool) -> Result<Self, OutOfMemory> {
         let (packed, hidden) = if grouped { (0, GROUP) } else { (TILE, 0) };
-        Self {
-            keys: AlignedWords::zeroed(head_dim * packed),
-            values: AlignedWords::zeroed(head_dim * packed),
-            zeros: AlignedWords::zeroed(head_dim * hidden),
-            scores: AlignedWords::zeroed(MAX_HEIGHT * TILE),
-            probabilities: AlignedWords::zeroed(MAX_HEIGHT * TILE),
-            sums: AlignedWords::zeroed(rows * head_dim),
-            softmax: vec![Softmax::default(); rows],
-        }
+        Ok(Self {
+            keys: AlignedWords::zeroed(head_dim * packed)?,
+            values: AlignedWords::zeroed(head_dim * packed)?,
+            zeros: AlignedWords::zeroed(head_dim * hidden)?,
+            scores: AlignedWords::zeroed(MAX_HEIGHT * TILE)?,
+            probabilities: AlignedWords::zeroed(MAX_HEIGHT * TILE)?,
+            sums: AlignedWords::zeroed(rows.checked_mul(head_dim).ok_or(OutOfMemory)?)?,
+            softmax: filled(Softmax::default(), rows, 1)?,
+        })
     }
 }
 
 /// The running softmax of one row; each number in all lanes of a vector.
-#[derive(Clone)]
+#[derive(Clone, Copy)]
 pub(crate) struct Softmax {
     highest: [f32; 16],
     /// The factor for what was summed before the last tile.

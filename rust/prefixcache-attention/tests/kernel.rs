@@ -171,4 +171,5 @@ fn shapes_that_do_not_fit_are_refused() {
     assert!(Attention::new(4, 3, 64, 1.0).is_err());
     assert!(Attention::new(0, 1, 64, 1.0).is_err());
     assert!(Attention::new(4, 2, 72, 1.0).is_err());
+    assert!(Attention::new(1 << 60, 1, 64, 1.0).is_err());
 }

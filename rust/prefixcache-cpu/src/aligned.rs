@@ -3,9 +3,11 @@
 //! A decode step reads every weight once, and with pages of 4 KiB the processor spends as long on
 //! finding them as on reading them. Weights are smaller than a large page, so they share some.
 
-use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc, dealloc};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use crate::memory::OutOfMemory;
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
@@ -31,10 +33,10 @@ unsafe impl Sync for AlignedWords {}
 
 impl AlignedWords {
     /// `len` zero words, in memory of their own.
-    pub fn zeroed(len: usize) -> Self {
-        let chunk = Arc::new(Chunk::new(bytes_of(len), LINE));
+    pub fn zeroed(len: usize) -> Result<Self, OutOfMemory> {
+        let chunk = Arc::new(Chunk::new(bytes_of(len)?, LINE)?);
         // SAFETY: the chunk is new and has the bytes.
-        unsafe { Self::carve(chunk, 0, len) }
+        Ok(unsafe { Self::carve(chunk, 0, len) })
     }
 
     /// Zeroes `len` words of the chunk, from the byte `at` on, and takes them.
@@ -77,22 +79,25 @@ pub struct WeightMemory {
 
 impl WeightMemory {
     /// `len` zero words.
-    pub fn zeroed(&self, len: usize) -> AlignedWords {
-        let bytes = bytes_of(len);
+    pub fn zeroed(&self, len: usize) -> Result<AlignedWords, OutOfMemory> {
+        let bytes = bytes_of(len)?;
         let mut filling = self.filling.lock().unwrap_or_else(PoisonError::into_inner);
         let (chunk, at) = match filling.0.upgrade() {
             Some(chunk) if bytes <= chunk.layout.size() - filling.1 => (chunk, filling.1),
-            _ => (Arc::new(Chunk::large(bytes)), 0),
+            _ => (Arc::new(Chunk::large(bytes)?), 0),
         };
         *filling = (Arc::downgrade(&chunk), at + bytes);
         // SAFETY: the chunk has `bytes` from `at` on, which are whole lines and handed out once.
-        unsafe { AlignedWords::carve(chunk, at, len) }
+        Ok(unsafe { AlignedWords::carve(chunk, at, len) })
     }
 }
 
 /// Bytes of `len` words, in whole lines.
-fn bytes_of(len: usize) -> usize {
-    (len * size_of::<u32>()).next_multiple_of(LINE)
+fn bytes_of(len: usize) -> Result<usize, OutOfMemory> {
+    let bytes = len.checked_mul(size_of::<u32>());
+    bytes
+        .and_then(|bytes| bytes.checked_next_multiple_of(LINE))
+        .ok_or(OutOfMemory)
 }
 
 /// Memory from the system, not written yet.
@@ -107,17 +112,17 @@ unsafe impl Send for Chunk {}
 unsafe impl Sync for Chunk {}
 
 impl Chunk {
-    fn new(bytes: usize, align: usize) -> Self {
-        let layout = Layout::from_size_align(bytes.max(LINE), align).expect("memory has an end");
+    fn new(bytes: usize, align: usize) -> Result<Self, OutOfMemory> {
+        let layout = Layout::from_size_align(bytes.max(LINE), align).map_err(|_| OutOfMemory)?;
         // SAFETY: the size is not 0.
-        let start = NonNull::new(unsafe { alloc(layout) });
-        let start = start.unwrap_or_else(|| handle_alloc_error(layout));
-        Self { start, layout }
+        let start = NonNull::new(unsafe { alloc(layout) }).ok_or(OutOfMemory)?;
+        Ok(Self { start, layout })
     }
 
     /// At least `bytes`, in large pages.
-    fn large(bytes: usize) -> Self {
-        let chunk = Self::new(bytes.max(CHUNK).next_multiple_of(LARGE_PAGE), LARGE_PAGE);
+    fn large(bytes: usize) -> Result<Self, OutOfMemory> {
+        let bytes = bytes.max(CHUNK).checked_next_multiple_of(LARGE_PAGE);
+        let chunk = Self::new(bytes.ok_or(OutOfMemory)?, LARGE_PAGE)?;
         // SAFETY: the range is this chunk's, and the advice changes nothing of what it holds.
         #[cfg(target_os = "linux")]
         unsafe {
@@ -125,7 +130,7 @@ impl Chunk {
             let start = chunk.start.as_ptr().cast();
             libc::madvise(start, chunk.layout.size(), libc::MADV_HUGEPAGE);
         }
-        chunk
+        Ok(chunk)
     }
 }
 
@@ -145,6 +150,7 @@ mod tests {
         let memory = WeightMemory::default();
         for len in [0, 1, 17, 64, 5_000] {
             for words in [AlignedWords::zeroed(len), memory.zeroed(len)] {
+                let words = words.expect("memory");
                 assert_eq!(words.as_slice().as_ptr().align_offset(LINE), 0);
                 assert_eq!(words.as_slice(), vec![0; len]);
             }
@@ -155,7 +161,10 @@ mod tests {
     fn neighbours_keep_their_own_words() {
         let memory = WeightMemory::default();
         let sizes = [3, CHUNK / 8, 0, CHUNK / 8, 40, CHUNK / 2, 17];
-        let mut all: Vec<_> = sizes.iter().map(|&len| memory.zeroed(len)).collect();
+        let mut all: Vec<_> = sizes
+            .iter()
+            .map(|&len| memory.zeroed(len).expect("memory"))
+            .collect();
         for (value, words) in (1..).zip(&mut all) {
             words.as_mut_slice().fill(value);
         }
@@ -167,11 +176,25 @@ mod tests {
     #[test]
     fn a_chunk_goes_with_its_last_words() {
         let memory = WeightMemory::default();
-        let (first, second) = (memory.zeroed(9), memory.zeroed(9));
+        let words = || memory.zeroed(9).expect("memory");
+        let (first, second) = (words(), words());
         let chunk = || memory.filling.lock().expect("no panic").0.upgrade();
         drop(first);
         assert!(chunk().is_some());
         drop(second);
         assert!(chunk().is_none());
+    }
+
+    #[test]
+    fn more_than_there_is_is_refused() {
+        let memory = WeightMemory::default();
+        let kept = memory.zeroed(9).expect("memory");
+        // The bytes of 2^62 words wrap around to 0; those of 2^46 do not fit the address space.
+        for len in [1 << 46, 1 << 60, 1 << 61, 1 << 62, usize::MAX] {
+            assert!(AlignedWords::zeroed(len).is_err());
+            assert!(memory.zeroed(len).is_err());
+        }
+        assert_eq!(kept.as_slice(), [0; 9]);
+        assert_eq!(memory.zeroed(9).expect("memory").as_slice(), [0; 9]);
     }
 }

@@ -14,7 +14,7 @@
 use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle, Thread};
 
 /// Turns of the wait loop before a member sleeps: about 100 microseconds.
@@ -117,6 +117,25 @@ impl Team {
             !self.shared.panicked.swap(false, Ordering::Relaxed),
             "a task of the team panicked"
         );
+    }
+
+    /// As [`Team::run`], for tasks that can fail; the error of one that did. All are run.
+    ///
+    /// # Panics
+    /// A task panicked.
+    pub fn try_run<E: Send + Sync>(
+        &self,
+        tasks: usize,
+        task: impl Fn(usize) -> Result<(), E> + Sync,
+    ) -> Result<(), E> {
+        let failure = OnceLock::new();
+        self.run(tasks, |number| {
+            if let Err(error) = task(number) {
+                // Not the first one: the caller is told of one.
+                let _ = failure.set(error);
+            }
+        });
+        failure.into_inner().map_or(Ok(()), Err)
     }
 
     fn start(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
@@ -310,6 +329,16 @@ mod tests {
             }
         });
         assert_eq!(sum.into_inner(), 3 * 200 * 21);
+    }
+
+    #[test]
+    fn a_failure_reaches_the_caller() {
+        let team = Team::new(2);
+        for bad in 0..8 {
+            let odd = |number| if number == bad { Err(number) } else { Ok(()) };
+            assert_eq!(team.try_run(8, odd), Err(bad));
+        }
+        assert_eq!(team.try_run(8, |_| Ok::<_, usize>(())), Ok(()));
     }
 
     #[test]

@@ -8,6 +8,7 @@
 //! key-value heads, D head size.
 
 use prefixcache_attention::{Attention, KvElement, Plan, append, attend};
+use prefixcache_cpu::memory::{OutOfMemory, filled};
 use prefixcache_cpu::{Form, Rows, RowsMut, Team};
 use prefixcache_ops::PackedLinear;
 use prefixcache_ops::rowwise::{Gate, gated, rms_norm, rotate};
@@ -57,9 +58,9 @@ struct Buffer<E> {
 }
 
 impl<E: KvElement> Buffer<E> {
-    fn new(rows: usize, width: usize) -> Self {
-        let numbers = vec![E::from_f32(0.0); rows * width];
-        Self { numbers, width }
+    fn new(rows: usize, width: usize) -> Result<Self, OutOfMemory> {
+        let numbers = filled(E::from_f32(0.0), rows, width)?;
+        Ok(Self { numbers, width })
     }
 
     fn read(&self) -> Rows<'_, E> {
@@ -85,25 +86,35 @@ pub struct Scratch<E> {
 
 impl<E: KvElement> Scratch<E> {
     /// Room for `rows` tokens in layers shaped as this one.
-    pub fn new(rows: usize, attention: &Attention, layer: &DecoderLayer<'_, E>) -> Self {
+    ///
+    /// # Errors
+    /// There is no memory for it.
+    pub fn new(
+        rows: usize,
+        attention: &Attention,
+        layer: &DecoderLayer<'_, E>,
+    ) -> Result<Self, OutOfMemory> {
         let buffer = |width| Buffer::new(rows, width);
         let turned = (attention.heads() + attention.kv_heads()) * attention.head_dim();
-        Self {
-            normed: buffer(layer.qkv.inputs()),
-            qkv: buffer(layer.qkv.outputs()),
-            qk: buffer(if layer.qk_norm.is_some() { turned } else { 0 }),
-            turned: buffer(turned),
-            attended: buffer(layer.out.inputs()),
-            residual: buffer(layer.out.outputs()),
-            gate_up: buffer(layer.gate_up.outputs()),
-            opened: buffer(layer.down.inputs()),
-        }
+        Ok(Self {
+            normed: buffer(layer.qkv.inputs())?,
+            qkv: buffer(layer.qkv.outputs())?,
+            qk: buffer(if layer.qk_norm.is_some() { turned } else { 0 })?,
+            turned: buffer(turned)?,
+            attended: buffer(layer.out.inputs())?,
+            residual: buffer(layer.out.outputs())?,
+            gate_up: buffer(layer.gate_up.outputs())?,
+            opened: buffer(layer.down.inputs())?,
+        })
     }
 }
 
 impl Step<'_> {
     /// Takes the residual stream `x` [T, E] through a layer, in place; writes the tokens' keys and
     /// values to `cache` [P * 2 * K, B * D].
+    ///
+    /// # Errors
+    /// There is no memory for the attention's sums; `x` is as it was, the cache is written.
     ///
     /// # Panics
     /// The shapes do not fit each other, the plan or the scratch.
@@ -113,8 +124,8 @@ impl Step<'_> {
         cache: &mut RowsMut<'_, E>,
         x: &mut RowsMut<'_, E>,
         scratch: &mut Scratch<E>,
-    ) {
-        self.attend(layer, cache, x.read(), scratch);
+    ) -> Result<(), OutOfMemory> {
+        self.attend(layer, cache, x.read(), scratch)?;
         let Scratch {
             normed,
             residual,
@@ -127,6 +138,7 @@ impl Step<'_> {
         let (form, team) = (self.form, self.team);
         gated(form, team, Gate::Silu, gate_up.read(), &opened.write());
         self.linear(layer.down, opened.read(), Some(residual.read()), x);
+        Ok(())
     }
 
     /// Leaves x with attention added in the scratch's residual.
@@ -136,7 +148,7 @@ impl Step<'_> {
         cache: &mut RowsMut<'_, E>,
         x: Rows<'_, E>,
         scratch: &mut Scratch<E>,
-    ) {
+    ) -> Result<(), OutOfMemory> {
         let queries = self.attention.heads() * self.attention.head_dim();
         self.norm(x, layer.input_norm, &scratch.normed.write());
         self.linear(layer.qkv, scratch.normed.read(), None, &scratch.qkv.write());
@@ -154,9 +166,10 @@ impl Step<'_> {
             cache.read(),
             turned.columns(0..queries),
             &scratch.attended.write(),
-        );
+        )?;
         let residual = scratch.residual.write();
         self.linear(layer.out, scratch.attended.read(), Some(x), &residual);
+        Ok(())
     }
 
     /// Normalises the queries and keys, where the model does, and turns them by their positions.

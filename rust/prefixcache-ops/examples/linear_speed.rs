@@ -36,7 +36,7 @@ fn speed<E: Element>(form: Form, team: &Team, outputs: usize, inputs: usize, row
         .collect();
     let memory = WeightMemory::default();
     let layer = || {
-        let mut layer = PackedLinear::zeroed(&memory, inputs, outputs, false);
+        let mut layer = PackedLinear::zeroed(&memory, inputs, outputs, false).expect("memory");
         layer.copy_rows(0, Rows::new(&weight, inputs));
         layer
     };

@@ -11,6 +11,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use prefixcache_cpu::memory::{OutOfMemory, filled};
 use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
 use prefixcache_cpu::{
     AlignedWords, Element, Form, Kernel, Lanes, Rows, RowsMut, Team, WeightMemory,
@@ -40,21 +41,30 @@ pub struct PackedLinear<E> {
 impl<E: Element> PackedLinear<E> {
     /// A layer of zeros, without a bias or with one, its weight in `memory`.
     ///
+    /// # Errors
+    /// There is no memory for the weight.
+    ///
     /// # Panics
     /// `inputs` does not fill whole words (bfloat16: it is odd).
-    pub fn zeroed(memory: &WeightMemory, inputs: usize, outputs: usize, with_bias: bool) -> Self {
+    pub fn zeroed(
+        memory: &WeightMemory,
+        inputs: usize,
+        outputs: usize,
+        with_bias: bool,
+    ) -> Result<Self, OutOfMemory> {
         assert!(
             inputs.is_multiple_of(E::PER_WORD),
             "inputs must fill whole words"
         );
-        let padded = outputs.next_multiple_of(PANEL);
-        Self {
-            words: memory.zeroed(padded * (inputs / E::PER_WORD)),
-            bias: vec![0.0; if with_bias { padded } else { 0 }],
+        let padded = outputs.checked_next_multiple_of(PANEL).ok_or(OutOfMemory)?;
+        let words = padded.checked_mul(inputs / E::PER_WORD);
+        Ok(Self {
+            words: memory.zeroed(words.ok_or(OutOfMemory)?)?,
+            bias: filled(0.0, usize::from(with_bias), padded)?,
             inputs,
             outputs,
             element: PhantomData,
-        }
+        })
     }
 
     /// Packs rows of the weight, the first of which belongs to output `first`.
@@ -63,7 +73,7 @@ impl<E: Element> PackedLinear<E> {
     /// They are not rows of `inputs` numbers, or there are no such outputs.
     pub fn copy_rows(&mut self, first: usize, weight: Rows<'_, E>) {
         assert_eq!(weight.width(), self.inputs, "width of the weight");
-        assert!(first + weight.rows() <= self.outputs, "outputs");
+        assert!(self.has_outputs(first, weight.rows()), "outputs");
         let words = self.inputs / E::PER_WORD * PANEL;
         for row in 0..weight.rows() {
             let output = first + row;
@@ -79,12 +89,18 @@ impl<E: Element> PackedLinear<E> {
     /// The layer has no bias, or there are no such outputs.
     pub fn copy_bias(&mut self, first: usize, bias: &[E]) {
         assert!(
-            self.has_bias() && first + bias.len() <= self.outputs,
+            self.has_bias() && self.has_outputs(first, bias.len()),
             "outputs with a bias"
         );
         for (to, from) in self.bias[first..].iter_mut().zip(bias) {
             *to = from.to_f32();
         }
+    }
+
+    fn has_outputs(&self, first: usize, count: usize) -> bool {
+        first
+            .checked_add(count)
+            .is_some_and(|end| end <= self.outputs)
     }
 
     /// Whether a bias is added.

@@ -114,7 +114,10 @@ pub fn rotate<E: Element>(
 }
 
 fn in_chunks(team: &Team, rows: usize, width: usize, work: impl Fn(Range<usize>) + Sync) {
-    let chunk = (TASK_NUMBERS / width.max(1)).max(1);
+    if width == 0 {
+        return;
+    }
+    let chunk = (TASK_NUMBERS / width).max(1);
     team.run(rows.div_ceil(chunk), |task| {
         work(task * chunk..((task + 1) * chunk).min(rows));
     });

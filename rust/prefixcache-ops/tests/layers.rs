@@ -65,7 +65,8 @@ fn check_linear<E: Element + PartialEq + std::fmt::Debug>(
     );
     let (bias, residual) = (noise::<E>(3, outputs), noise::<E>(4, rows * outputs));
     let team = Team::new(threads);
-    let mut layer = PackedLinear::zeroed(&WeightMemory::default(), inputs, outputs, with_bias);
+    let mut layer =
+        PackedLinear::zeroed(&WeightMemory::default(), inputs, outputs, with_bias).expect("memory");
     let half = outputs / 2;
     layer.copy_rows(half, Rows::new(&weight[half * inputs..], inputs));
     layer.copy_rows(0, Rows::new(&weight[..half * inputs], inputs));
@@ -255,7 +256,7 @@ fn many_rows_are_cut_into_tasks_without_a_trace() {
 #[test]
 fn logits_leave_a_bf16_layer_in_f32() {
     let (weight, x) = (noise::<Bf16>(1, 64 * 100), noise::<Bf16>(2, 64));
-    let mut layer = PackedLinear::zeroed(&WeightMemory::default(), 64, 100, false);
+    let mut layer = PackedLinear::zeroed(&WeightMemory::default(), 64, 100, false).expect("memory");
     layer.copy_rows(0, Rows::new(&weight, 64));
     let mut out = vec![0.0_f32; 100];
     let out_rows = RowsMut::new(&mut out, 100);

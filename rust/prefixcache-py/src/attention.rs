@@ -1,12 +1,12 @@
 //! The Python class `PagedAttention`.
 
-use numpy::{PyReadonlyArray1, PyUntypedArrayMethods};
+use numpy::PyReadonlyArray1;
 use prefixcache_attention::{Attention, BlockTables, KvElement, Plan, append, attend};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
-use crate::errors::{in_use, out_of_range};
+use crate::errors::{IntoPyErr, in_use, out_of_range};
 use crate::exclusive::{Exclusive, Using};
 
 /// Attention over paged keys and values, on the CPU.
@@ -62,9 +62,9 @@ impl Tensors {
                 cache,
                 queries,
                 &self.out.rows_mut()?,
-            );
+            )
         }
-        Ok(())
+        .map_err(IntoPyErr::into_py_err)
     }
 }
 
@@ -88,6 +88,16 @@ fn checked_slots(slots: &[i64], limit: usize) -> PyResult<Vec<i64>> {
     }
 }
 
+fn check_num_queries(qo_indptr: &[i32], num_slots: usize) -> PyResult<()> {
+    match qo_indptr.last() {
+        Some(&queries) if usize::try_from(queries) != Ok(num_slots) => {
+            let reason = format!("must have {queries} slots, one a query, not {num_slots}");
+            Err(out_of_range("slot_mapping", reason))
+        }
+        _ => Ok(()),
+    }
+}
+
 impl PagedAttention {
     /// The planned step, for one call.
     pub fn planned(&self) -> PyResult<Using<'_, Option<PlannedStep>>> {
@@ -97,6 +107,18 @@ impl PagedAttention {
     pub fn of_step(planned: &Option<PlannedStep>) -> PyResult<&PlannedStep> {
         let nothing = || PyRuntimeError::new_err("no step is planned");
         planned.as_ref().ok_or_else(nothing)
+    }
+
+    /// Slots of a cache of so many pages, whose keys and values must fit into memory.
+    fn num_slots(&self, num_pages: usize, block_size: usize) -> PyResult<usize> {
+        let dims = self.attention.kv_heads() * self.attention.head_dim();
+        let slots = num_pages.checked_mul(block_size);
+        let bytes = slots.and_then(|slots| slots.checked_mul(2 * dims * size_of::<f32>()));
+        let fits = bytes.is_some_and(|bytes| isize::try_from(bytes).is_ok());
+        slots.filter(|_| fits).ok_or_else(|| {
+            let reason = format!("times block_size ({block_size}) is more than memory has");
+            out_of_range("num_pages", reason)
+        })
     }
 
     /// A layer's keys and values at an address.
@@ -160,23 +182,19 @@ impl PagedAttention {
         if block_size == 0 {
             return Err(out_of_range("block_size", "must be positive"));
         }
+        let num_slots = self.num_slots(num_pages, block_size)?;
         let tables = BlockTables {
             qo_indptr: numbers("qo_indptr", &qo_indptr)?,
             kv_indptr: numbers("kv_indptr", &kv_indptr)?,
             kv_indices: numbers("kv_indices", &kv_indices)?,
             last_page_len: numbers("last_page_len", &last_page_len)?,
         };
+        let slots = checked_slots(numbers("slot_mapping", &slot_mapping)?, num_slots)?;
+        // Before the plan, which takes memory for each query.
+        check_num_queries(tables.qo_indptr, slots.len())?;
         let group = self.attention.heads() / self.attention.kv_heads();
         let plan = Plan::new(tables, num_pages, block_size, group)
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
-        if slot_mapping.len() != plan.num_queries() {
-            let reason = format!("must have {} slots, one a query", plan.num_queries());
-            return Err(out_of_range("slot_mapping", reason));
-        }
-        let slots = checked_slots(
-            numbers("slot_mapping", &slot_mapping)?,
-            num_pages * block_size,
-        )?;
         *self.planned()? = Some(PlannedStep { plan, slots });
         Ok(())
     }

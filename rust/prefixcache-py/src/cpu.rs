@@ -120,23 +120,38 @@ impl Matrix {
         }
     }
 
-    fn checked<E: Element>(&self) -> PyResult<*mut E> {
-        let empty = self.rows * self.width == 0;
-        if !empty && (self.address == 0 || !self.address.is_multiple_of(align_of::<E>())) {
-            return Err(out_of_range(
-                self.name,
-                "must be the address of its numbers",
-            ));
+    /// Where the matrix starts, and its stride: rows that can lie in memory and do not overlap.
+    fn checked<E: Element>(&self) -> PyResult<(*mut E, usize)> {
+        if self.rows == 0 || self.width == 0 {
+            return Ok((std::ptr::NonNull::dangling().as_ptr(), 0));
+        }
+        let wrong = |reason: &str| Err(out_of_range(self.name, reason));
+        if self.address == 0 || !self.address.is_multiple_of(align_of::<E>()) {
+            return wrong("must be the address of its numbers");
         }
         if self.rows > 1 && self.stride < self.width {
-            return Err(out_of_range(self.name, "must not have rows that overlap"));
+            return wrong("must not have rows that overlap");
         }
-        let start: *mut E = std::ptr::with_exposed_provenance_mut(self.address);
-        Ok(if empty {
-            std::ptr::NonNull::dangling().as_ptr()
-        } else {
-            start
-        })
+        if !self.ends_in_memory::<E>() {
+            return wrong("must not have more numbers than memory has");
+        }
+        let start = std::ptr::with_exposed_provenance_mut(self.address);
+        Ok((start, self.stride))
+    }
+
+    fn ends_in_memory<E>(&self) -> bool {
+        let numbers = (self.rows - 1)
+            .checked_mul(self.stride)
+            .and_then(|before_last| before_last.checked_add(self.width));
+        let bytes = numbers.and_then(|numbers| numbers.checked_mul(size_of::<E>()));
+        // The address space of a process ends in its middle: no object is larger than `isize` counts.
+        let end = bytes.and_then(|bytes| self.address.checked_add(bytes));
+        end.is_some_and(|end| isize::try_from(end).is_ok())
+    }
+
+    /// Numbers of the matrix, as far as they can be counted.
+    pub fn numbers(&self) -> usize {
+        self.rows.saturating_mul(self.width)
     }
 
     /// The matrix, to read.
@@ -144,9 +159,9 @@ impl Matrix {
     /// # Safety
     /// Numbers of this type stand there while `'a` lasts, and nobody writes to them.
     pub unsafe fn rows<'a, E: Element>(&self) -> PyResult<Rows<'a, E>> {
-        let start = self.checked::<E>()?;
+        let (start, stride) = self.checked::<E>()?;
         // SAFETY: the caller's promise.
-        Ok(unsafe { Rows::from_raw(start, self.rows, self.width, self.stride) })
+        Ok(unsafe { Rows::from_raw(start, self.rows, self.width, stride) })
     }
 
     /// The matrix, to write.
@@ -154,9 +169,9 @@ impl Matrix {
     /// # Safety
     /// Numbers of this type stand there while `'a` lasts, and nobody else uses them.
     pub unsafe fn rows_mut<'a, E: Element>(&self) -> PyResult<RowsMut<'a, E>> {
-        let start = self.checked::<E>()?;
+        let (start, stride) = self.checked::<E>()?;
         // SAFETY: the caller's promise; rows do not overlap.
-        Ok(unsafe { RowsMut::from_raw(start, self.rows, self.width, self.stride) })
+        Ok(unsafe { RowsMut::from_raw(start, self.rows, self.width, stride) })
     }
 }
 

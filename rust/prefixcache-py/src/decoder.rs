@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 
 use crate::attention::{PagedAttention, PlannedStep};
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
-use crate::errors::out_of_range;
+use crate::errors::{IntoPyErr, out_of_range};
 use crate::linear::{Layer, LayerElement, PackedLinear};
 
 /// The layers of a decoder on the CPU, one call a step.
@@ -106,14 +106,20 @@ impl DecoderStack {
             cos,
             sin,
         };
-        let mut scratch = None;
+        let mut scratch: Option<Scratch<E>> = None;
         for ((weights, linears), cache) in self.layers.iter().zip(linears).zip(&tensors.caches) {
             // SAFETY: the caller's promise.
             let layer = unsafe { self.layer::<E>(attention, weights, linears)? };
-            let scratch = scratch.get_or_insert_with(|| Scratch::new(x.rows(), attention, &layer));
+            let scratch = match &mut scratch {
+                Some(scratch) => scratch,
+                none => none.insert(
+                    Scratch::new(x.rows(), attention, &layer).map_err(IntoPyErr::into_py_err)?,
+                ),
+            };
             // SAFETY: the caller's promise; each layer has a cache of its own.
             let mut cache = unsafe { cache.rows_mut::<E>()? };
-            step.forward(&layer, &mut cache, &mut x, scratch);
+            step.forward(&layer, &mut cache, &mut x, scratch)
+                .map_err(IntoPyErr::into_py_err)?;
         }
         Ok(())
     }

@@ -1,9 +1,10 @@
 //! The core's errors as Python exceptions: ValueError for an argument out of its range, RuntimeError
-//! for misuse and for a broken invariant.
+//! for misuse and for a broken invariant, MemoryError where there is not enough.
 
 use prefixcache_core::error::{Argument, Broken, CacheError, InvalidArgument, Misuse};
+use prefixcache_cpu::OutOfMemory;
 use pyo3::PyErr;
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
 
 /// An error of the core that knows its Python exception.
 pub trait IntoPyErr {
@@ -28,6 +29,12 @@ impl IntoPyErr for CacheError {
 impl IntoPyErr for Broken {
     fn into_py_err(self) -> PyErr {
         PyRuntimeError::new_err(self.to_string())
+    }
+}
+
+impl IntoPyErr for OutOfMemory {
+    fn into_py_err(self) -> PyErr {
+        PyMemoryError::new_err(format!("the call {self}"))
     }
 }
 

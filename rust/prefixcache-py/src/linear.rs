@@ -2,12 +2,12 @@
 
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use prefixcache_cpu::{Bf16, Element};
+use prefixcache_cpu::{Bf16, Element, OutOfMemory, WeightMemory};
 use prefixcache_ops as ops;
 use pyo3::prelude::*;
 
 use crate::cpu::{Cpu, DType, Matrix};
-use crate::errors::{in_use, out_of_range};
+use crate::errors::{IntoPyErr, in_use, out_of_range};
 
 /// A linear layer, its weight packed for the kernels of the CPU.
 #[pyclass(frozen, module = "prefixcache._core")]
@@ -22,6 +22,20 @@ pub struct PackedLinear {
 pub enum Layer {
     Bf16(ops::PackedLinear<Bf16>),
     F32(ops::PackedLinear<f32>),
+}
+
+impl Layer {
+    fn zeroed(
+        dtype: DType,
+        memory: &WeightMemory,
+        (inputs, outputs): (usize, usize),
+        bias: bool,
+    ) -> Result<Self, OutOfMemory> {
+        match dtype {
+            DType::Bf16 => ops::PackedLinear::zeroed(memory, inputs, outputs, bias).map(Self::Bf16),
+            DType::F32 => ops::PackedLinear::zeroed(memory, inputs, outputs, bias).map(Self::F32),
+        }
+    }
 }
 
 /// A number type of layers.
@@ -110,11 +124,11 @@ impl PackedLinear {
                 "must be positive, and even for bfloat16",
             ));
         }
-        let memory = &cpu.get().weights;
-        let layer = match dtype {
-            DType::Bf16 => Layer::Bf16(ops::PackedLinear::zeroed(memory, inputs, outputs, bias)),
-            DType::F32 => Layer::F32(ops::PackedLinear::zeroed(memory, inputs, outputs, bias)),
-        };
+        if outputs == 0 {
+            return Err(out_of_range("outputs", "must be positive"));
+        }
+        let layer = Layer::zeroed(dtype, &cpu.get().weights, (inputs, outputs), bias)
+            .map_err(IntoPyErr::into_py_err)?;
         Ok(Self {
             cpu,
             dtype,

@@ -35,6 +35,11 @@ fn check_divides(name: &'static str, part: usize, whole: usize) -> PyResult<()> 
     ))
 }
 
+fn doubled(name: &'static str, half: usize) -> PyResult<usize> {
+    let twice = half.checked_mul(2);
+    twice.ok_or_else(|| out_of_range(name, format!("must be below 2**63, not {half}")))
+}
+
 /// # Safety
 /// The addresses are those of numbers of type E.
 unsafe fn rms_norm<E: Element>(
@@ -119,7 +124,7 @@ impl RowOps {
         let out = Matrix::dense("out", out, rows, width);
         let cpu = self.cpu.get();
         // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
-        run(py, rows * width, || unsafe {
+        run(py, out.numbers(), || unsafe {
             with_dtype!(self.dtype, E => rms_norm::<E>(cpu, x, weight, group, eps, out))
         })
     }
@@ -153,13 +158,13 @@ impl RowOps {
             name: "x",
             address: x,
             rows,
-            width: 2 * width,
+            width: doubled("width", width)?,
             stride: x_stride,
         };
         let out = Matrix::dense("out", out, rows, width);
         let cpu = self.cpu.get();
         // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
-        run(py, rows * width, || unsafe {
+        run(py, out.numbers(), || unsafe {
             with_dtype!(self.dtype, E => gated::<E>(cpu, gate, x, out))
         })
     }
@@ -183,7 +188,7 @@ impl RowOps {
         x_stride: usize,
         out: usize,
     ) -> PyResult<()> {
-        check_divides("half", 2 * half, width)?;
+        check_divides("half", doubled("half", half)?, width)?;
         let cos = Matrix::dense("cos", cos, rows, half);
         let sin = Matrix::dense("sin", sin, rows, half);
         let x = Matrix {
@@ -196,7 +201,7 @@ impl RowOps {
         let out = Matrix::dense("out", out, rows, width);
         let cpu = self.cpu.get();
         // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
-        run(py, rows * width, || unsafe {
+        run(py, out.numbers(), || unsafe {
             with_dtype!(self.dtype, E => rotate::<E>(cpu, cos, sin, x, out))
         })
     }

@@ -108,7 +108,8 @@ impl<'a, E: KvElement> Layer<'a, E> {
             Rows::new(&self.cache, page_width),
             Rows::new(&queries, width),
             &RowsMut::new(&mut out, width),
-        );
+        )
+        .expect("memory");
         out
     }
 

@@ -1,0 +1,140 @@
+"""Sizes and addresses that the kernels refuse: a Python error, never a crash of the process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefixcache._core import Cpu, DecoderStack, PackedLinear, PagedAttention, RowOps
+
+CPU = Cpu(2)
+
+
+def zeros(*shape: int) -> tuple[np.ndarray[Any, Any], int]:
+    array = np.zeros(shape, np.float32)
+    return array, array.ctypes.data
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [
+        (4, 2**60),  # 2**64 bytes, which count as none where a product wraps around
+        (4, 2**46),  # more than an address can name
+        (2**60, 4),
+        (2**62, 2**62),
+        (2**64 - 2, 2**64 - 1),
+        (2, 2**64 - 1),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_larger_than_memory(inputs: int, outputs: int, dtype: Any, bias: bool) -> None:
+    with pytest.raises(MemoryError, match="more memory than there is"):
+        PackedLinear(CPU, inputs, outputs, dtype, bias=bias)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "name"), [(0, 4, "inputs"), (3, 4, "inputs"), (4, 0, "outputs")]
+)
+def test_sizes_of_a_layer(inputs: int, outputs: int, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be positive"):
+        PackedLinear(CPU, inputs, outputs, "bfloat16")
+
+
+def test_rows_that_a_layer_does_not_have() -> None:
+    layer, (_, weight) = PackedLinear(CPU, 4, 8, "float32"), zeros(8, 4)
+    for start, count in [(0, 9), (8, 1), (2**64 - 1, 1), (1, 2**64 - 1), (2**63, 2**63)]:
+        with pytest.raises(ValueError, match="start must leave room"):
+            layer.copy_rows(start, weight, count)
+        with pytest.raises(ValueError, match="start must leave room"):
+            layer.copy_bias(start, weight, count)
+    with pytest.raises(ValueError, match="the layer has none"):
+        layer.copy_bias(0, weight, 8)
+
+
+@pytest.mark.parametrize(
+    ("rows", "stride"), [(2**60, 4), (2**62, 4), (2**63, 4), (2, 2**61), (3, 2**63)]
+)
+def test_matrices_larger_than_memory(rows: int, stride: int) -> None:
+    layer, (_, address) = PackedLinear(CPU, 4, 4, "float32"), zeros(4, 4)
+    for offset in (0, 2**63 - 64):
+        with pytest.raises(ValueError, match="x must not have more numbers than memory has"):
+            layer.forward(address + offset, rows, stride, address)
+    ops = RowOps(CPU, "float32")
+    with pytest.raises(ValueError, match="x must not have more numbers"):
+        ops.rms_norm(address, rows, 4, stride, address, 4, 4, 1e-5, address)
+    with pytest.raises(ValueError, match="x must not have more numbers"):
+        ops.gated("silu", address, rows, 2, stride, address)
+    with pytest.raises(ValueError, match="must not have more numbers"):
+        ops.rotate(address, address, 2, address, rows, 4, stride, address)
+
+
+def test_widths_that_cannot_be_doubled() -> None:
+    ops, (_, address) = RowOps(CPU, "float32"), zeros(4)
+    with pytest.raises(ValueError, match="width"):
+        ops.gated("silu", address, 1, 2**63, 0, address)
+    with pytest.raises(ValueError, match="half"):
+        ops.rotate(address, address, 2**63, address, 1, 4, 4, address)
+
+
+def test_rows_of_nothing_take_no_time() -> None:
+    RowOps(CPU, "float32").gated("silu", 0, 2**62, 0, 0, 0)
+
+
+def test_addresses_that_are_none() -> None:
+    layer, (_, address) = PackedLinear(CPU, 4, 4, "float32"), zeros(4, 4)
+    for bad in (0, address + 2):
+        with pytest.raises(ValueError, match="x must be the address of its numbers"):
+            layer.forward(bad, 1, 4, address)
+    with pytest.raises(ValueError, match="x must not have rows that overlap"):
+        layer.forward(address, 2, 3, address)
+
+
+ARRAYS = {
+    "qo_indptr": np.array([0, 1], np.int32),
+    "kv_indptr": np.array([0, 2], np.int32),
+    "kv_indices": np.array([0, 0], np.int32),
+    "last_page_len": np.array([1], np.int32),
+    "slot_mapping": np.array([0], np.int64),
+}
+
+
+def attention() -> PagedAttention:
+    return PagedAttention(CPU, "float32", 2, 1, 16, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "block_size"), [(4, 2**60), (2**60, 16), (1, 2**63), (2**64 - 1, 2**64 - 1)]
+)
+def test_a_cache_larger_than_memory(num_pages: int, block_size: int) -> None:
+    with pytest.raises(ValueError, match="num_pages times block_size"):
+        attention().plan(num_pages, block_size, **ARRAYS)
+
+
+def test_a_step_is_checked_before_memory_is_taken_for_its_queries() -> None:
+    tables = ARRAYS | {"qo_indptr": np.array([0, 2**31 - 1], np.int32)}
+    with pytest.raises(ValueError, match="slot_mapping must have 2147483647 slots"):
+        attention().plan(4, 2**40, **tables)
+
+
+def test_slots_outside_the_cache() -> None:
+    for slot in (-1, 64, 2**62):
+        tables = ARRAYS | {"slot_mapping": np.array([slot])}
+        with pytest.raises(ValueError, match="slot_mapping must be from 0 to 63"):
+            attention().plan(4, 16, **tables)
+
+
+@pytest.mark.parametrize("heads", [2**16 + 1, 2**60, 2**64 - 1])
+def test_more_heads_than_any_model(heads: int) -> None:
+    with pytest.raises(ValueError, match="num_heads"):
+        PagedAttention(CPU, "float32", heads, 1, 16, 1.0)
+
+
+def test_a_stream_wider_than_memory() -> None:
+    planned, (_, address) = attention(), zeros(1, 16)
+    planned.plan(4, 16, **ARRAYS)
+    stack = DecoderStack(CPU, "float32", 2**62, 1e-5, [])
+    with pytest.raises(ValueError, match="x must not have more numbers"):
+        stack.forward(planned, [], address, address, address)

@@ -112,6 +112,15 @@ def test_every_kind_of_tokens(tokens: Any) -> None:
     assert grown.block_hashes() == expected
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32, np.uint64])
+def test_tokens_that_are_not_aligned(dtype: type) -> None:
+    aligned = np.array(TOKENS, dtype)
+    tokens = np.frombuffer(b"-" + aligned.tobytes(), dtype, offset=1)
+    assert not tokens.flags.aligned
+    hashes = PrefixCache(4, 1).new_sequence(tokens).block_hashes()
+    assert hashes == PrefixCache(4, 1).new_sequence(aligned).block_hashes()
+
+
 @pytest.mark.parametrize("empty", [[], (), np.array([]), np.array([], np.int32)])
 def test_no_tokens(empty: Any) -> None:
     cache = PrefixCache(4)
@@ -398,10 +407,13 @@ def test_buffers(cache: PrefixCache, which: int) -> None:
     size = len(good[which])
     read_only = np.zeros(size, good[which].dtype)
     read_only.flags.writeable = False
+    bytes_ = np.zeros(size * good[which].itemsize + 1, np.uint8)
+    misaligned = bytes_[1:].view(good[which].dtype)
     for bad in (
         good[which][: size - 1],
         np.zeros(2 * size, good[which].dtype)[::2],
         read_only,
+        misaligned,
     ):
         arrays = [*good[:which], bad, *good[which + 1 :]]
         with pytest.raises(ValueError, match=NAMES[which]):
@@ -418,6 +430,52 @@ def test_the_same_buffer_twice(cache: PrefixCache) -> None:
     indptr, _, last, mapping = buffers()
     with pytest.raises(ValueError, match="indices cannot be written to"):
         cache.fill_block_tables([committed(cache)], [0], [1], 0, indptr, indptr, last, mapping)
+
+
+class Resizes(list[Sequence]):
+    """Sequences that resize an array when they are read."""
+
+    def __init__(self, sequences: list[Sequence], array: np.ndarray[Any, Any], size: int) -> None:
+        super().__init__(sequences)
+        self._resize = lambda: array.resize(size, refcheck=False)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        self._resize()
+        return super().__iter__()
+
+
+class Batch:
+    """Some other iterable."""
+
+    def __init__(self, sequences: Resizes) -> None:
+        self._sequences = sequences
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_buffers_that_are_resized_while_the_batch_is_read(cache: PrefixCache, which: int) -> None:
+    """What counts is the memory that they have after the caller's code has run."""
+    sequences, expected, arrays = [committed(cache)], buffers(), buffers()
+    assert cache.fill_block_tables(sequences, [0], [10], 0, *expected) == 3
+    size = len(arrays[which])
+    gone: Any = Batch(Resizes(sequences, arrays[which], 0))
+    with pytest.raises(ValueError, match=f"{NAMES[which]} must have room"):
+        cache.fill_block_tables(gone, [0], [10], 0, *arrays)
+    grown: Any = Batch(Resizes(sequences, arrays[which], size))
+    assert cache.fill_block_tables(grown, [0], [10], 0, *arrays) == 3
+    for filled, right in zip(arrays, expected, strict=True):
+        np.testing.assert_array_equal(filled, right)
+
+
+def test_an_error_while_a_list_is_read_is_the_callers_own(cache: PrefixCache) -> None:
+    def broken() -> Iterator[Sequence]:
+        yield committed(cache)
+        raise LookupError("mine")
+
+    with pytest.raises(LookupError, match="mine"):
+        cache.release(broken())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

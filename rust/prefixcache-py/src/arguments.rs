@@ -36,14 +36,14 @@ pub fn items<'py>(name: &'static str, value: &Bound<'py, PyAny>) -> PyResult<Bou
     if let Ok(list) = value.cast::<PyList>() {
         return Ok(list.clone());
     }
-    let items = value.try_iter().and_then(|items| {
-        let list = PyList::empty(value.py());
-        for item in items {
-            list.append(item?)?;
-        }
-        Ok(list)
-    });
-    items.map_err(|_| wrong_type(name.into(), "a list", value))
+    let items = value
+        .try_iter()
+        .map_err(|_| wrong_type(name.into(), "a list", value))?;
+    let list = PyList::empty(value.py());
+    for item in items {
+        list.append(item?)?;
+    }
+    Ok(list)
 }
 
 /// A list of whole numbers from 0.
@@ -108,5 +108,5 @@ pub fn slice_of<'a, T: numpy::Element>(
 ) -> PyResult<&'a mut [T]> {
     array
         .as_slice_mut()
-        .map_err(|_| out_of_range(name, "must be contiguous"))
+        .map_err(|_| out_of_range(name, "must be contiguous and aligned"))
 }

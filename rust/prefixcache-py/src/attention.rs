@@ -74,7 +74,7 @@ fn numbers<'a, T: numpy::Element>(
 ) -> PyResult<&'a [T]> {
     array
         .as_slice()
-        .map_err(|_| out_of_range(name, "must be contiguous"))
+        .map_err(|_| out_of_range(name, "must be contiguous and aligned"))
 }
 
 fn checked_slots(slots: &[i64], limit: usize) -> PyResult<Vec<i64>> {

@@ -397,6 +397,12 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     ) -> PyResult<usize> {
         let starts: Vec<usize> = numbers("starts", starts)?;
         let counts: Vec<usize> = numbers("counts", counts)?;
+        let batch = Batch::new(sequences)?;
+        let batch = batch.use_all()?;
+        let batch: Vec<&core::Sequence> = batch.iter().map(|sequence| &**sequence).collect();
+        let core = self.core()?;
+        // Last: code of the caller, which reading an argument can run, could resize the arrays. None
+        // runs from here on.
         let mut indptr = writable("indptr", indptr)?;
         let mut indices = writable("indices", indices)?;
         let mut last_page_len = writable("last_page_len", last_page_len)?;
@@ -407,10 +413,7 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
             last_page_len: slice_of("last_page_len", &mut last_page_len)?,
             slot_mapping: slice_of("slot_mapping", &mut slot_mapping)?,
         };
-        let batch = Batch::new(sequences)?;
-        let batch = batch.use_all()?;
-        let batch: Vec<&core::Sequence> = batch.iter().map(|sequence| &**sequence).collect();
-        let written = on!(self.core()?, |cache| {
+        let written = on!(core, |cache| {
             cache.fill_block_tables(&batch, &starts, &counts, group, &mut buffers)
         });
         written.map_err(IntoPyErr::into_py_err)

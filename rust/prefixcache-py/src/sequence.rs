@@ -61,8 +61,8 @@ impl Sequence {
     /// The blocks of a group, in the order of the positions; empty while nothing is held.
     #[pyo3(signature = (group=None), text_signature = "($self, group=0)")]
     fn block_table(&self, group: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<u32>> {
-        let sequence = self.use_as("sequence")?;
         let group = group.map_or(Ok(0), |group| number("group", group))?;
+        let sequence = self.use_as("sequence")?;
         if group >= sequence.num_groups() {
             let reason = format!("must be below {}, not {group}", sequence.num_groups());
             return Err(out_of_range("group", reason));

@@ -17,10 +17,7 @@ pub fn as_tokens(value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     if let Some(tokens) = from_array(name, value)? {
         return Ok(tokens);
     }
-    let array = value
-        .py()
-        .import("numpy")?
-        .call_method1("asarray", (value,))?;
+    let array = numpy_array("asarray", value)?;
     from_array(name, &array)?.ok_or_else(|| {
         let found = value.get_type();
         let dtype = array.getattr("dtype").map_or_else(|_| String::new(), |it| it.to_string());
@@ -28,6 +25,12 @@ pub fn as_tokens(value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
             "{name} must be int32, int64 or uint32 token ids in one dimension, not {found} ({dtype})"
         ))
     })
+}
+
+/// `value` as numpy makes an array of it: a copy with "array", the same memory where it can with
+/// "asarray".
+fn numpy_array<'py>(how: &str, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    value.py().import("numpy")?.call_method1(how, (value,))
 }
 
 fn from_list(name: &'static str, list: &Bound<'_, PyList>) -> PyResult<Vec<u32>> {
@@ -62,6 +65,13 @@ where
     T: Element + Copy + TryInto<u32> + std::fmt::Display,
 {
     let array = value.cast::<PyArray1<T>>().ok()?;
+    if !array.is_aligned() {
+        let copy = numpy_array("array", value);
+        return copy.map_or_else(
+            |error| Some(Err(error)),
+            |copy| from_array_of::<T>(name, &copy),
+        );
+    }
     let Ok(array) = array.try_readonly() else {
         return Some(Err(out_of_range(
             name,

@@ -11,7 +11,7 @@ fn main() {
     let threads = std::env::args()
         .nth(1)
         .map_or(1, |n| n.parse().expect("a number of threads"));
-    let team = Team::new(threads);
+    let team = Team::new(threads).expect("threads");
     for form in Form::available() {
         if form.name() == "portable" {
             continue;

@@ -70,7 +70,7 @@ fn cold<E: KvElement>(
     sequences: &[Tokens<E>],
     lengths: &[usize],
 ) -> Vec<Vec<E>> {
-    let team = Team::new(1);
+    let team = Team::new(1).expect("threads");
     (0..lengths.len())
         .map(|number| {
             let mut layer = Layer::new(attention, form, &team, block_size);
@@ -111,7 +111,7 @@ fn check_schedule<E: KvElement + PartialEq>(
         .map(|(&length, seed)| Tokens::<E>::random(seed, length, &attention))
         .collect();
     let want = cold(attention, form, block_size, &sequences, lengths);
-    let team = Team::new(threads);
+    let team = Team::new(threads).expect("threads");
     let mut layer = Layer::new(attention, form, &team, block_size);
     let width = attention.heads() * attention.head_dim();
     for step in steps(lengths, chunks) {

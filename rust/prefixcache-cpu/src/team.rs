@@ -11,8 +11,10 @@
 //! late is not waited for, and returns once the members inside have left (Acquire): all writes of
 //! all tasks are visible to it, and nobody holds the job, which may thus borrow from its stack.
 
+use std::any::Any;
 use std::cell::UnsafeCell;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle, Thread};
@@ -22,6 +24,9 @@ const SPINS_BEFORE_SLEEP: u32 = 4_000;
 
 /// Turns of the caller's wait loop between two offers of the processor to other threads.
 const SPINS_BEFORE_YIELD: u32 = 2_000;
+
+/// The most threads of a team.
+pub const MAX_THREADS: usize = 1024;
 
 /// The caller and `threads - 1` members.
 pub struct Team {
@@ -37,8 +42,11 @@ struct Shared {
     next: AtomicUsize,
     asleep: AtomicUsize,
     stop: AtomicBool,
-    panicked: AtomicBool,
+    /// What the first task to panic in this round panicked with.
+    panic: Mutex<Option<Panic>>,
 }
+
+type Panic = Box<dyn Any + Send>;
 
 /// Bits of the gate: members inside, whether they may come in, and the round's number above.
 const INSIDE: u64 = 0xffff;
@@ -64,8 +72,14 @@ struct Job {
 fn nothing(_: usize) {}
 
 impl Team {
-    /// A team of `threads` threads, of which the caller of [`Team::run`] is one; at least 1.
-    pub fn new(threads: usize) -> Self {
+    /// A team of `threads` threads, from 1 to [`MAX_THREADS`]; the caller of [`Team::run`] is one.
+    ///
+    /// # Errors
+    /// The system has fewer threads to give; those that were started have ended then.
+    pub fn new(threads: usize) -> io::Result<Self> {
+        if !(1..=MAX_THREADS).contains(&threads) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
         let shared = Arc::new(Shared {
             job: UnsafeCell::new(Job {
                 task: &nothing,
@@ -75,21 +89,21 @@ impl Team {
             next: AtomicUsize::new(0),
             asleep: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
-            panicked: AtomicBool::new(false),
+            panic: Mutex::new(None),
         });
-        let members: Vec<_> = (1..threads)
-            .map(|number| spawn(number, shared.clone()))
-            .collect();
-        let sleepers = members
-            .iter()
-            .map(|member| member.thread().clone())
-            .collect();
-        Self {
+        let mut team = Self {
             shared,
-            members,
-            sleepers,
+            members: Vec::new(),
+            sleepers: Vec::new(),
             turn: Mutex::new(()),
+        };
+        // One by one: where a thread cannot be had, the team's drop ends those before it.
+        for number in 1..threads {
+            team.members.push(spawn(number, team.shared.clone())?);
         }
+        let threads = team.members.iter().map(JoinHandle::thread);
+        team.sleepers = threads.cloned().collect();
+        Ok(team)
     }
 
     /// Threads that work on a computation.
@@ -101,22 +115,20 @@ impl Team {
     /// have returned. Callers from several threads take turns.
     ///
     /// # Panics
-    /// A task panicked.
+    /// A task panicked; with what the first to panic panicked with. Some tasks may not be run then.
     pub fn run(&self, tasks: usize, task: impl Fn(usize) + Sync) {
         if tasks <= 1 || self.members.is_empty() {
             return (0..tasks).for_each(task);
         }
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         self.start(tasks, &task);
-        let mine = catch_unwind(AssertUnwindSafe(|| self.shared.take_tasks()));
+        self.shared.take_tasks_and_catch();
         self.finish();
-        if let Err(panic) = mine {
-            std::panic::resume_unwind(panic);
+        let panic = self.shared.take_panic();
+        drop(turn);
+        if let Some(panic) = panic {
+            resume_unwind(panic);
         }
-        assert!(
-            !self.shared.panicked.swap(false, Ordering::Relaxed),
-            "a task of the team panicked"
-        );
     }
 
     /// As [`Team::run`], for tasks that can fail; the error of one that did. All are run.
@@ -182,13 +194,10 @@ impl Drop for Team {
     }
 }
 
-fn spawn(number: usize, shared: Arc<Shared>) -> JoinHandle<()> {
+fn spawn(number: usize, shared: Arc<Shared>) -> io::Result<JoinHandle<()>> {
     let name = format!("prefixcache-cpu-{number}");
     let body = move || shared.work();
-    thread::Builder::new()
-        .name(name)
-        .spawn(body)
-        .expect("the system has threads to give")
+    thread::Builder::new().name(name).spawn(body)
 }
 
 impl Shared {
@@ -210,7 +219,7 @@ impl Shared {
                 return;
             }
             if self.enter(seen) {
-                self.take_tasks_as_member();
+                self.take_tasks_and_catch();
                 // Release: the caller that sees it sees the writes of this member's tasks.
                 self.gate.fetch_sub(1, Ordering::Release);
             }
@@ -254,11 +263,17 @@ impl Shared {
             .is_ok()
     }
 
-    fn take_tasks_as_member(&self) {
-        if catch_unwind(AssertUnwindSafe(|| self.take_tasks())).is_err() {
-            // Relaxed: the leave that follows publishes it.
-            self.panicked.store(true, Ordering::Relaxed);
+    fn take_tasks_and_catch(&self) {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.take_tasks())) {
+            let mut first = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
+            first.get_or_insert(panic);
         }
+    }
+
+    /// What the round's first panic was, which the next round knows nothing of.
+    fn take_panic(&self) -> Option<Panic> {
+        let mut first = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
+        first.take()
     }
 
     fn take_tasks(&self) {
@@ -285,7 +300,7 @@ mod tests {
     #[test]
     fn every_task_runs_once_and_is_seen() {
         for threads in [1, 2, 3] {
-            let team = Team::new(threads);
+            let team = Team::new(threads).expect("threads");
             for tasks in (0..200).chain([5_000]) {
                 let counts: Vec<_> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
                 team.run(tasks, |i| {
@@ -302,7 +317,7 @@ mod tests {
 
     #[test]
     fn a_member_wakes_from_sleep() {
-        let team = Team::new(2);
+        let team = Team::new(2).expect("threads");
         for _ in 0..5 {
             thread::sleep(std::time::Duration::from_millis(3));
             let together = std::sync::Barrier::new(2);
@@ -315,7 +330,7 @@ mod tests {
 
     #[test]
     fn callers_take_turns() {
-        let team = Team::new(2);
+        let team = Team::new(2).expect("threads");
         let sum = AtomicUsize::new(0);
         thread::scope(|scope| {
             for _ in 0..3 {
@@ -333,7 +348,7 @@ mod tests {
 
     #[test]
     fn a_failure_reaches_the_caller() {
-        let team = Team::new(2);
+        let team = Team::new(2).expect("threads");
         for bad in 0..8 {
             let odd = |number| if number == bad { Err(number) } else { Ok(()) };
             assert_eq!(team.try_run(8, odd), Err(bad));
@@ -343,11 +358,41 @@ mod tests {
 
     #[test]
     fn a_panic_reaches_the_caller_and_leaves_the_team_whole() {
-        let team = Team::new(2);
+        let team = Team::new(2).expect("threads");
         for bad in 0..8 {
-            let run = || team.run(8, |i| assert!(i != bad));
-            assert!(catch_unwind(AssertUnwindSafe(run)).is_err());
+            let run = || {
+                team.run(8, |i| {
+                    if i == bad {
+                        std::panic::panic_any(bad);
+                    }
+                });
+            };
+            let panic = catch_unwind(AssertUnwindSafe(run)).expect_err("a panic");
+            assert_eq!(panic.downcast_ref(), Some(&bad));
         }
         team.run(8, |_| ());
+    }
+
+    #[test]
+    fn panics_of_caller_and_member_are_told_once() {
+        let team = Team::new(2).expect("threads");
+        let together = std::sync::Barrier::new(2);
+        let run = || {
+            team.run(2, |_| {
+                together.wait();
+                panic!("each of both");
+            });
+        };
+        assert!(catch_unwind(AssertUnwindSafe(run)).is_err());
+        team.run(2, |_| {
+            together.wait();
+        });
+    }
+
+    #[test]
+    fn a_team_has_a_size() {
+        for threads in [0, MAX_THREADS + 1, usize::MAX] {
+            assert!(Team::new(threads).is_err());
+        }
     }
 }

@@ -9,7 +9,7 @@ fn main() {
     let threads = std::env::args()
         .nth(1)
         .map_or(2, |n| n.parse().expect("a number of threads"));
-    let team = Team::new(threads);
+    let team = Team::new(threads).expect("threads");
     for form in Form::available() {
         for (outputs, inputs) in [
             (960, 576),

@@ -64,7 +64,7 @@ fn check_linear<E: Element + PartialEq + std::fmt::Debug>(
         noise::<E>(2, rows * inputs),
     );
     let (bias, residual) = (noise::<E>(3, outputs), noise::<E>(4, rows * outputs));
-    let team = Team::new(threads);
+    let team = Team::new(threads).expect("threads");
     let mut layer =
         PackedLinear::zeroed(&WeightMemory::default(), inputs, outputs, with_bias).expect("memory");
     let half = outputs / 2;
@@ -111,7 +111,7 @@ fn check_norm<E: Element + PartialEq + std::fmt::Debug>(
     group: usize,
     groups: usize,
 ) {
-    let (team, width) = (Team::new(threads), group * groups);
+    let (team, width) = (Team::new(threads).expect("threads"), group * groups);
     let x = noise::<E>(1, rows * width);
     for weight_width in [group, width] {
         let weight = noise::<E>(2, weight_width);
@@ -145,7 +145,7 @@ fn check_gated<E: Element + PartialEq + std::fmt::Debug>(
         .iter()
         .map(|e| E::from_f32(e.to_f32() * 9.0))
         .collect();
-    let team = Team::new(threads);
+    let team = Team::new(threads).expect("threads");
     let out = alone_and_together(&x, 2 * width, width, |x, out, _| {
         gated(
             form,
@@ -181,7 +181,7 @@ fn check_rotate<E: Element + PartialEq + std::fmt::Debug>(
     let (head, width) = (2 * half, 2 * half * heads);
     let x = noise::<E>(1, rows * width);
     let (cos, sin) = (noise::<f32>(2, rows * half), noise::<f32>(3, rows * half));
-    let team = Team::new(threads);
+    let team = Team::new(threads).expect("threads");
     let out = alone_and_together(&x, width, width, |x, out, first| {
         let angles = first * half..(first + out.len() / width) * half;
         let (cos, sin) = (
@@ -262,7 +262,7 @@ fn logits_leave_a_bf16_layer_in_f32() {
     let out_rows = RowsMut::new(&mut out, 100);
     layer.forward(
         Form::detect(),
-        &Team::new(1),
+        &Team::new(1).expect("threads"),
         Rows::new(&x, 64),
         None,
         &out_rows,

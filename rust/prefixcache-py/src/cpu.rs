@@ -1,6 +1,10 @@
 //! The Python class `Cpu`, and tensors that come as addresses.
 
+use std::io;
+
+use prefixcache_cpu::team::MAX_THREADS;
 use prefixcache_cpu::{Bf16, Element, Form, Rows, RowsMut, Team, WeightMemory};
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 use crate::arguments::number;
@@ -21,11 +25,9 @@ impl Cpu {
     #[pyo3(signature = (threads, instructions=None))]
     fn new(threads: &Bound<'_, PyAny>, instructions: Option<&str>) -> PyResult<Self> {
         let threads: usize = number("threads", threads)?;
-        if !(1..=1024).contains(&threads) {
-            return Err(out_of_range(
-                "threads",
-                format!("must be from 1 to 1024, not {threads}"),
-            ));
+        if !(1..=MAX_THREADS).contains(&threads) {
+            let reason = format!("must be from 1 to {MAX_THREADS}, not {threads}");
+            return Err(out_of_range("threads", reason));
         }
         let form = match instructions {
             None => Form::detect(),
@@ -37,7 +39,7 @@ impl Cpu {
         };
         Ok(Self {
             form,
-            team: Team::new(threads),
+            team: Team::new(threads).map_err(|error| no_threads(threads, &error))?,
             weights: WeightMemory::default(),
         })
     }
@@ -59,6 +61,12 @@ impl Cpu {
     fn available_instructions() -> Vec<&'static str> {
         Form::available().into_iter().map(Form::name).collect()
     }
+}
+
+fn no_threads(threads: usize, error: &io::Error) -> PyErr {
+    PyRuntimeError::new_err(format!(
+        "the system does not give {threads} threads; ask for fewer: {error}"
+    ))
 }
 
 /// The number type of a tensor.

@@ -4,19 +4,20 @@
 //!
 //! ```text
 //!   bits 0..20   holders
-//!   bit  20      HASHED   the record names the block's content, and a lookup may take a hold
-//!   bit  21      PINNED   when free, the block stands in the pinned tier
-//!   bit  22      QUEUED   free, with a place in the ring of its tier
-//!   bit  23      ASIDE    held: one thread is writing or removing the index entry
-//!                         free: retired, not in the pool
+//!   bit  20      HASHED       the record names the block's content, and a lookup may take a hold
+//!   bit  21      PINNED       when free, the block stands in the pinned tier
+//!   bit  22      QUEUED       free, with a place in the ring of its tier
+//!   bit  23      REGISTERING  one thread, which has a hold for it, writes or removes the content
 //!   bits 24..64  ticket of the place, while QUEUED
 //!
-//!              allocated                registering         hashed
-//!   IDLE ────────────────► held ──► held|ASIDE(+1 hold) ──► held|HASHED ◄──┐ touched
-//!    ▲                      │ ▲                                  │         │
-//!    │ idle (front of line) │ │ evicted (HASHED goes)            │ queued  │
-//!    └──────────────────────┘ └──────────── QUEUED[|HASHED] ◄────┴─────────┘
+//!              allocated                claimed                     unclaimed
+//!   IDLE ────────────────► held ──► held|REGISTERING(+1 hold) ──► held|HASHED ◄──┐ touched
+//!    ▲                      │ ▲                                        │         │
+//!    │ idle                 │ │ evicted (HASHED goes)                  │ queued  │
+//!    └──────────────────────┘ └────────────── QUEUED[|HASHED] ◄────────┴─────────┘
 //! ```
+//!
+//! An idle block is on the free stack or, if the pool has shrunk below it, in no line at all.
 //!
 //! Why this is enough:
 //!
@@ -27,8 +28,8 @@
 //! * *A recycled block is never hit.* A touch needs HASHED; an eviction takes HASHED away in the
 //!   exchange that takes the block, before anybody can give it new content.
 //! * *The record is stable while held with HASHED.* `hash`, `group` and `epoch` are written only
-//!   between a registration's first and second exchange, when HASHED is off and ASIDE keeps every
-//!   other registration out. So who holds a block may compare its content at leisure.
+//!   between a registration's first and second exchange, when HASHED is off and REGISTERING keeps
+//!   every other registration out. So who holds a block may compare its content at leisure.
 //! * *Readers that hold nothing* read `seq`, then the content, then `seq` again. `seq` is 0 while the
 //!   content changes and unique to each registration; the content's stores release and its loads
 //!   acquire, so a reader that saw new content sees `seq` changed.
@@ -42,7 +43,7 @@ use crate::store::BlockKey;
 use crate::sync::{AtomicU16, AtomicU32, AtomicU64, Fault, Mode, Ordering, planted};
 use crate::zeroed::Zeroable;
 
-pub(crate) use place::{Place, Ticket, Tier};
+pub(crate) use place::{ByTier, Place, Ticket, Tier};
 
 use Ordering::{Acquire, Relaxed, Release};
 
@@ -50,34 +51,43 @@ use Ordering::{Acquire, Relaxed, Release};
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct State(u64);
 
-impl State {
-    const HOLDERS: u64 = (1 << 20) - 1;
-    const HASHED: u64 = 1 << 20;
-    const PINNED: u64 = 1 << 21;
-    const QUEUED: u64 = 1 << 22;
-    const ASIDE: u64 = 1 << 23;
-    const TICKET_SHIFT: u32 = 24;
+const HOLDERS: u64 = (1 << 20) - 1;
+const HASHED: u64 = 1 << 20;
+const PINNED: u64 = 1 << 21;
+const QUEUED: u64 = 1 << 22;
+const REGISTERING: u64 = 1 << 23;
+const TICKET_SHIFT: u32 = 24;
 
-    /// Neither held nor queued nor retired: on the free stack, or on its way there or from there.
+/// Holders that hits may bring a block to: the last hold that it can count is for a registration.
+const MOST_TOUCHED: u64 = HOLDERS - 1;
+
+impl State {
+    /// Neither held nor queued: on the free stack, on its way there or from there, or retired.
     pub(crate) const IDLE: Self = Self(0);
     /// Held by one, without content.
     pub(crate) const HELD_ONCE: Self = Self(1);
-    const RETIRED: Self = Self(Self::ASIDE);
 
     #[inline]
     fn queued(place: Place, hashed: bool) -> Self {
-        let pinned = if place.tier == Tier::Pinned {
-            Self::PINNED
-        } else {
-            0
-        };
-        let hashed = if hashed { Self::HASHED } else { 0 };
-        Self(Self::QUEUED | pinned | hashed | place.ticket.get() << Self::TICKET_SHIFT)
+        Self(QUEUED | place.ticket.get() << TICKET_SHIFT)
+            .with(PINNED, place.tier == Tier::Pinned)
+            .with(HASHED, hashed)
+    }
+
+    /// The state with a bit set or cleared.
+    #[inline]
+    fn with(self, bit: u64, set: bool) -> Self {
+        Self(if set { self.0 | bit } else { self.0 & !bit })
+    }
+
+    #[inline]
+    fn has(self, bit: u64) -> bool {
+        self.0 & bit != 0
     }
 
     #[inline]
     pub(crate) fn holders(self) -> u64 {
-        self.0 & Self::HOLDERS
+        self.0 & HOLDERS
     }
 
     #[inline]
@@ -87,18 +97,19 @@ impl State {
 
     #[inline]
     pub(crate) fn is_hashed(self) -> bool {
-        self.0 & Self::HASHED != 0
+        self.has(HASHED)
     }
 
+    /// Whether one thread is registering or forgetting the content of the block.
     #[inline]
-    pub(crate) fn is_retired(self) -> bool {
-        self == Self::RETIRED
+    pub(crate) fn is_claimed(self) -> bool {
+        self.has(REGISTERING)
     }
 
     /// The tier that the block is in, or would join at its release.
     #[inline]
     pub(crate) fn tier(self) -> Tier {
-        if self.0 & Self::PINNED != 0 {
+        if self.has(PINNED) {
             Tier::Pinned
         } else {
             Tier::Regular
@@ -108,10 +119,9 @@ impl State {
     /// Where the block stands, when it is queued.
     #[inline]
     pub(crate) fn place(self) -> Option<Place> {
-        let queued = self.0 & Self::QUEUED != 0;
-        queued.then(|| Place {
+        self.has(QUEUED).then(|| Place {
             tier: self.tier(),
-            ticket: Ticket::new(self.0 >> Self::TICKET_SHIFT),
+            ticket: Ticket::new(self.0 >> TICKET_SHIFT),
         })
     }
 
@@ -119,60 +129,45 @@ impl State {
     fn is_at(self, place: Place) -> bool {
         self == Self::queued(place, self.is_hashed())
     }
-
-    /// Whether one thread is registering or forgetting the content of the block, which it holds.
-    #[inline]
-    pub(crate) fn is_claimed(self) -> bool {
-        self.is_held() && self.is_aside()
-    }
-
-    #[inline]
-    pub(crate) fn is_full(self) -> bool {
-        self.holders() == Self::HOLDERS
-    }
-
-    #[inline]
-    fn is_aside(self) -> bool {
-        self.0 & Self::ASIDE != 0
-    }
 }
 
-/// What a touch came to.
+/// What came of asking for a hold on a block with content.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use]
-pub(crate) enum Touch {
-    /// One more hold on a block that others hold.
+pub(crate) enum Hold {
+    /// Others hold the block too.
     Shared,
-    /// The first hold: the block left this place, which the caller must bury.
-    Unqueued(Place),
+    /// The block was free and has left the line. Its slot, at this place, is vacant now: the caller has
+    /// to count it as vacated.
+    TakenFromLine(Place),
     /// The block is free, and the caller has no credit to take it with.
     NeedsCredit,
-    /// The block holds no content, or as many holders as it can count.
+    /// The block holds no content, or cannot count another holder.
     Missed,
 }
 
-/// What giving up one hold came to.
+/// What came of giving up a hold.
 #[must_use]
-pub(crate) enum Unhold {
+pub(crate) enum GiveUp {
     /// Others hold the block still.
     StillHeld,
-    /// The caller has the last hold, and has it still; this is the state that said so.
-    Last(State),
+    /// It is the last one, and the caller still has it; this is the state that said so.
+    LastHolder(State),
     /// Nobody held the block.
     NotHeld,
 }
 
-/// Whether an exchange took place.
+/// Whether a transition from an expected state took place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
-pub(crate) enum Step {
+pub(crate) enum Transition {
     /// It did.
     Done,
-    /// The state was another by then.
-    Lost,
+    /// Another thread had changed the state; nothing happened.
+    Raced,
 }
 
-/// What claiming the index entry of a held block came to.
+/// What came of claiming the content of a held block.
 #[must_use]
 pub(crate) enum Claim {
     /// Nobody else may register or forget the block until the claim is given up. The claim is a hold.
@@ -180,8 +175,8 @@ pub(crate) enum Claim {
         /// Whether the block held content, which the caller must now forget.
         was_hashed: bool,
     },
-    /// The state was another by then.
-    Lost,
+    /// Another thread had changed the state; nothing happened.
+    Raced,
 }
 
 /// One block. The order of the fields keeps what a probe reads in one cache line.
@@ -212,63 +207,75 @@ impl Block {
         State(self.state.load(Acquire))
     }
 
+    /// Puts the state that `decide` returns in the place of the one that it was given, and asks again
+    /// when another thread was faster. Without a new state nothing changes.
     #[inline]
-    fn exchange<M: Mode>(&self, current: State, new: State) -> Step {
-        match M::exchange(&self.state, current.0, new.0) {
-            Ok(()) => Step::Done,
-            Err(_) => Step::Lost,
+    fn update<M: Mode, T>(&self, mut decide: impl FnMut(State) -> (T, Option<State>)) -> T {
+        let mut state = self.state();
+        loop {
+            let (outcome, new) = decide(state);
+            let Some(new) = new else { return outcome };
+            match M::exchange(&self.state, state.0, new.0) {
+                Ok(()) => return outcome,
+                Err(now) => state = State(now),
+            }
         }
+    }
+
+    #[inline]
+    fn exchange<M: Mode>(&self, expected: State, new: State) -> Transition {
+        match M::exchange(&self.state, expected.0, new.0) {
+            Ok(()) => Transition::Done,
+            Err(_) => Transition::Raced,
+        }
+    }
+
+    /// Leaves `place` for the state that `new` makes of the one there.
+    #[inline]
+    fn leave<M: Mode>(&self, place: Place, new: impl Fn(State) -> State) -> Transition {
+        let state = self.state();
+        if !state.is_at(place) {
+            return Transition::Raced;
+        }
+        self.exchange::<M>(state, new(state))
     }
 
     // Taking a hold.
 
     /// Takes a hold on a block with content.
     #[inline]
-    pub(crate) fn transition_to_touched<M: Mode>(&self, has_credit: bool) -> Touch {
-        loop {
-            let state = self.state();
-            let place = state.place();
-            if !state.is_hashed() || state.is_full() {
-                return Touch::Missed;
+    pub(crate) fn transition_to_touched<M: Mode>(&self, has_credit: bool) -> Hold {
+        self.update::<M, _>(|state| {
+            if !state.is_hashed() || state.holders() >= MOST_TOUCHED {
+                return (Hold::Missed, None);
             }
-            if place.is_some() && !has_credit {
-                return Touch::NeedsCredit;
+            match state.place() {
+                None => (Hold::Shared, Some(State(state.0 + 1))),
+                Some(_) if !has_credit => (Hold::NeedsCredit, None),
+                Some(place) => {
+                    let held = State(1 | state.0 & (PINNED | HASHED));
+                    (Hold::TakenFromLine(place), Some(held))
+                }
             }
-            let kept = State(state.0 & (State::PINNED | State::HASHED));
-            let touched = place.map_or(State(state.0 + 1), |_| State(kept.0 + 1));
-            if self.exchange::<M>(state, touched) == Step::Done {
-                return place.map_or(Touch::Shared, Touch::Unqueued);
-            }
-        }
+        })
     }
 
     /// Takes the block from its place for new content; what it held can be hit no more.
     #[inline]
-    pub(crate) fn transition_to_evicted<M: Mode>(&self, place: Place) -> Step {
-        let state = self.state();
-        if !state.is_at(place) {
-            return Step::Lost;
-        }
-        let hashed = if planted(Fault::EvictHashed) {
-            State::HASHED
-        } else {
-            0
-        };
-        self.exchange::<M>(state, State(1 | hashed))
+    pub(crate) fn transition_to_evicted<M: Mode>(&self, place: Place) -> Transition {
+        self.leave::<M>(place, |_| {
+            State::HELD_ONCE.with(HASHED, planted(Fault::EvictHashed))
+        })
     }
 
     /// Takes the block from its place with its content and without its pin.
-    pub(crate) fn transition_to_demoted<M: Mode>(&self, place: Place) -> Step {
-        let state = self.state();
-        if !state.is_at(place) {
-            return Step::Lost;
+    pub(crate) fn transition_to_demoted<M: Mode>(&self, place: Place) -> Transition {
+        let held = |state: State| State::HELD_ONCE.with(HASHED, state.is_hashed());
+        if planted(Fault::BlindDemotion) && self.state().is_at(place) {
+            self.state.store(held(self.state()).0, Release);
+            return Transition::Done;
         }
-        let held = State(1 | state.0 & State::HASHED);
-        if planted(Fault::BlindDemotion) {
-            self.state.store(held.0, Release);
-            return Step::Done;
-        }
-        self.exchange::<M>(state, held)
+        self.leave::<M>(place, held)
     }
 
     /// Gives an idle block, which the caller has unlinked and nobody else can reach, its first hold.
@@ -283,109 +290,96 @@ impl Block {
 
     /// Gives up one hold, unless it is the last: that one stays with the caller.
     #[inline]
-    pub(crate) fn transition_to_one_less_held<M: Mode>(&self) -> Unhold {
-        loop {
-            let state = self.state();
-            match state.holders() {
-                0 => return Unhold::NotHeld,
-                // The only hold is that of a claim, so the caller has none.
-                1 if state.is_aside() => return Unhold::NotHeld,
-                1 => return Unhold::Last(state),
-                _ if planted(Fault::ForgetLastHolder) => {
-                    self.state.fetch_sub(1, Ordering::AcqRel);
-                    return Unhold::StillHeld;
-                }
-                _ => {}
+    pub(crate) fn transition_to_one_less_held<M: Mode>(&self) -> GiveUp {
+        self.update::<M, _>(|state| match state.holders() {
+            0 => (GiveUp::NotHeld, None),
+            // The only hold is that of a claim, so the caller has none.
+            1 if state.is_claimed() => (GiveUp::NotHeld, None),
+            1 => (GiveUp::LastHolder(state), None),
+            _ if planted(Fault::ForgetLastHolder) => {
+                self.state.fetch_sub(1, Ordering::AcqRel);
+                (GiveUp::StillHeld, None)
             }
-            if self.exchange::<M>(state, State(state.0 - 1)) == Step::Done {
-                return Unhold::StillHeld;
-            }
-        }
+            _ => (GiveUp::StillHeld, Some(State(state.0 - 1))),
+        })
     }
 
     /// The last holder lets the block stand in line, from `last` on its state.
     #[inline]
-    pub(crate) fn transition_to_queued<M: Mode>(&self, last: State, place: Place) -> Step {
+    pub(crate) fn transition_to_queued<M: Mode>(&self, last: State, place: Place) -> Transition {
         self.exchange::<M>(last, State::queued(place, last.is_hashed()))
     }
 
     /// The last holder takes content and pin from the block and holds it on.
-    pub(crate) fn transition_to_blank<M: Mode>(&self, last: State) -> Step {
+    pub(crate) fn transition_to_blank<M: Mode>(&self, last: State) -> Transition {
         self.exchange::<M>(last, State::HELD_ONCE)
     }
 
-    /// The last holder of a blank block gives it up, to link it into the free stack.
+    /// The last holder of a blank block gives it up, to link it into the free stack or to retire it.
     #[inline]
-    pub(crate) fn transition_to_idle<M: Mode>(&self) -> Step {
+    pub(crate) fn transition_to_idle<M: Mode>(&self) -> Transition {
         self.exchange::<M>(State::HELD_ONCE, State::IDLE)
     }
 
-    /// Takes a blank block that the caller holds, or an idle one that it has unlinked, out of the pool.
-    pub(crate) fn transition_to_retired<M: Mode>(&self, blank: State) -> Step {
-        debug_assert!(blank == State::HELD_ONCE || blank == State::IDLE);
-        self.exchange::<M>(blank, State::RETIRED)
-    }
-
-    /// Brings a retired block back, for the caller alone.
-    pub(crate) fn transition_to_revived<M: Mode>(&self) -> Step {
-        self.exchange::<M>(State::RETIRED, State::IDLE)
+    /// Takes a queued block out of its line for good; the place that it left.
+    pub(crate) fn transition_to_unqueued<M: Mode>(&self) -> Option<Place> {
+        self.update::<M, _>(|state| (state.place(), state.place().map(|_| State::IDLE)))
     }
 
     // Changing where a block stands or will stand.
 
     /// Moves a queued block to another place of its tier.
-    pub(crate) fn transition_to_moved<M: Mode>(&self, from: Place, to: Place) -> Step {
-        let state = self.state();
-        if !state.is_at(from) {
-            return Step::Lost;
-        }
-        self.exchange::<M>(state, State::queued(to, state.is_hashed()))
+    pub(crate) fn transition_to_moved<M: Mode>(&self, from: Place, to: Place) -> Transition {
+        self.leave::<M>(from, |state| State::queued(to, state.is_hashed()))
     }
 
     /// Sets or takes the pin of a held block with content; whether that changed anything.
     pub(crate) fn transition_to_pinned<M: Mode>(&self, pinned: bool) -> bool {
-        let pin = if pinned { State::PINNED } else { 0 };
-        loop {
-            let state = self.state();
-            let new = State(state.0 & !State::PINNED | pin);
-            if !state.is_held() || !state.is_hashed() || new == state {
-                return false;
-            }
-            if self.exchange::<M>(state, new) == Step::Done {
-                return true;
-            }
-        }
+        self.update::<M, _>(|state| {
+            let new = state.with(PINNED, pinned);
+            let changes = state.is_held() && state.is_hashed() && new != state;
+            (changes, changes.then_some(new))
+        })
     }
 
     // Content.
 
-    /// Claims the index entry of a held block, and takes content and pin from it.
+    /// Claims the content of a held block, and takes it and the pin from the block.
     pub(crate) fn transition_to_claimed<M: Mode>(&self, held: State) -> Claim {
-        if !held.is_held() || held.is_aside() || held.is_full() {
-            return Claim::Lost;
+        if !held.is_held() || held.is_claimed() {
+            return Claim::Raced;
         }
-        match self.exchange::<M>(held, State((held.holders() + 1) | State::ASIDE)) {
-            Step::Done => Claim::Claimed {
+        match self.exchange::<M>(held, State((held.holders() + 1) | REGISTERING)) {
+            Transition::Done => Claim::Claimed {
                 was_hashed: held.is_hashed(),
             },
-            Step::Lost => Claim::Lost,
+            Transition::Raced => Claim::Raced,
         }
     }
 
     /// Gives the claim up, and the hold that came with it unless that is the last one by now.
-    pub(crate) fn transition_to_unclaimed<M: Mode>(&self, hashed: bool) -> Unhold {
-        let hashed = if hashed { State::HASHED } else { 0 };
-        loop {
-            let state = self.state();
-            debug_assert!(state.is_held() && state.is_aside());
-            let holders = state.holders();
-            let new = State((holders.max(2) - 1) | hashed);
-            match self.exchange::<M>(state, new) {
-                Step::Done if holders == 1 => return Unhold::Last(new),
-                Step::Done => return Unhold::StillHeld,
-                Step::Lost => {}
+    pub(crate) fn transition_to_unclaimed<M: Mode>(&self, hashed: bool) -> GiveUp {
+        self.update::<M, _>(|state| {
+            debug_assert!(state.is_held() && state.is_claimed());
+            match state.holders() {
+                1 => {
+                    let last = State::HELD_ONCE.with(HASHED, hashed);
+                    (GiveUp::LastHolder(last), Some(last))
+                }
+                holders => {
+                    let held = State(holders - 1).with(HASHED, hashed);
+                    (GiveUp::StillHeld, Some(held))
+                }
             }
-        }
+        })
+    }
+
+    /// Takes content and pin from a block, which stays held by as many.
+    pub(crate) fn transition_to_contentless<M: Mode>(&self) {
+        self.update::<M, _>(|state| {
+            debug_assert!(!state.is_claimed(), "a registration beside a resize");
+            ((), Some(state.with(HASHED | PINNED, false)))
+        });
     }
 
     /// Writes the content of a claimed block. From the last store on, lookups find it.

@@ -1,14 +1,14 @@
-//! Packs the live slots of a ring rightward, so that its head can move past a cold block.
+//! Packs the occupied slots of a ring rightward, so that its head can move past a cold block.
 //!
-//! A pass runs from the tail of its start down to the head, with two cursors: `source` looks for live
-//! blocks and `target` for dead slots behind them, so that the order in line stays what it was. It is
+//! A pass runs from the tail of its start down to the head, with two cursors: `source` looks for queued
+//! blocks and `target` for vacant slots behind them, so that the order in line stays what it was. It is
 //! done by the threads that release, a few steps at each release, and only once the line is half as
 //! long as the ring. One thread at a time compacts; the others go on without, nobody waits.
 //!
 //! The compactor takes a credit for every block that it moves, for the time in which the block's old
-//! slot is dead and its new one not yet written; with no credit to be had it stops for now.
+//! slot is vacant and its new one not yet written; with no credit to be had it stops for now.
 
-use crate::block::{Block, Step, Ticket};
+use crate::block::{Block, Ticket, Transition};
 use crate::credits::Credits;
 use crate::ring::{Ring, Slot};
 use crate::sync::{AtomicBool, AtomicU64, Fault, Mode, Ordering, planted};
@@ -49,7 +49,7 @@ impl<M: Mode> Ring<M> {
     pub(crate) fn maintain(&self, blocks: &[Block], credits: &Credits, steps: usize) {
         // Relaxed: a pass that another thread has just begun or ended can be seen the next time.
         if self.is_half_full() || self.compactor.0.running.load(Relaxed) {
-            self.skip_dead(blocks, steps);
+            self.skip_vacant(blocks, steps);
             self.compact(blocks, credits, steps);
         }
     }
@@ -116,17 +116,17 @@ impl<M: Mode> Pass<'_, M> {
         compactor.target.store(self.target.get(), Relaxed);
     }
 
-    /// Looks at one slot, or at one segment if it is dead.
+    /// Looks at one slot, or at one segment if it is vacant.
     fn step(&mut self) -> Progress {
         let ring = self.ring;
         if self.source.is_before(ring.head()) {
             return Progress::Finished;
         }
-        if ring.starts_segment(self.source.plus(1)) && ring.segment_is_dead(self.source) {
+        if ring.starts_segment(self.source.plus(1)) && ring.segment_is_vacant(self.source) {
             self.source = ring.segment_start(self.source).minus(1);
             return Progress::Going;
         }
-        if !self.is_live(self.source) {
+        if !self.is_occupied(self.source) {
             self.source = self.source.minus(1);
             return Progress::Going;
         }
@@ -135,30 +135,30 @@ impl<M: Mode> Pass<'_, M> {
             self.target = self.source;
             return Progress::Going;
         }
-        if !ring.is_dead(self.blocks, self.target, ring.slot(self.target)) {
+        if !ring.is_vacant(self.blocks, self.target, ring.slot(self.target)) {
             self.target = self.target.minus(1);
             return Progress::Going;
         }
         self.fill_target()
     }
 
-    fn is_live(&self, ticket: Ticket) -> bool {
+    fn is_occupied(&self, ticket: Ticket) -> bool {
         let slot = self.ring.slot(ticket);
-        slot != Slot::Pending && !self.ring.is_dead(self.blocks, ticket, slot)
+        slot != Slot::Pending && !self.ring.is_vacant(self.blocks, ticket, slot)
     }
 
-    /// Moves the block at `source` to `target`, which is dead and lies behind it.
+    /// Moves the block at `source` to `target`, which is vacant and lies behind it.
     fn fill_target(&mut self) -> Progress {
         if self.credits.take::<M>(1).is_err() {
             return Progress::Stopped;
         }
-        let revived = planted(Fault::MoveUnrevived) || self.ring.revive(self.target);
-        if revived {
+        let reopened = planted(Fault::MoveUnopened) || self.ring.reopen(self.target);
+        if reopened {
             self.move_block();
         }
         self.credits.give::<M>(1);
-        // If not, the head has passed the target, so no live block is left before it.
-        if revived {
+        // If not, the head has passed the target, so no queued block is left before it.
+        if reopened {
             Progress::Going
         } else {
             Progress::Finished
@@ -170,13 +170,13 @@ impl<M: Mode> Pass<'_, M> {
         let ring = self.ring;
         let (from, to) = (ring.place(self.source), ring.place(self.target));
         if let Slot::Names(block) = ring.slot(self.source)
-            && self.blocks[block.index()].transition_to_moved::<M>(from, to) == Step::Done
+            && self.blocks[block.index()].transition_to_moved::<M>(from, to) == Transition::Done
         {
-            ring.fill_revived(self.target, block);
-            ring.deaths().add(self.source);
+            ring.fill_reopened(self.target, block);
+            ring.vacated_slots().add(self.source);
             self.target = self.target.minus(1);
         } else {
-            ring.void_revived(self.target);
+            ring.vacate_reopened(self.target);
         }
         self.source = self.source.minus(1);
     }

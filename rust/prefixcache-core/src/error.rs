@@ -34,9 +34,6 @@ pub enum Misuse {
     /// The block holds the hash of other content.
     #[error("block {0} is registered under another hash")]
     OtherHash(BlockId),
-    /// One more holder than a block can count.
-    #[error("block {0} has too many holders")]
-    TooManyHolders(BlockId),
 }
 
 /// The name of an argument, or of one element of a list.

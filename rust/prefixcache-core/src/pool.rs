@@ -12,9 +12,10 @@
 //!   stalled anywhere keeps no other from finishing. `commit` is all or nothing, as its credits are
 //!   taken first. It is not one atomic point: two threads that allocate at once may interleave their
 //!   blocks.
-//! * `resize` holds all credits for a moment, in which an allocation can fail although blocks are
-//!   free, and one that had its credits already waits for blocks that are being sorted out. A second
-//!   `resize` beside it is refused.
+//! * A call is served when what it needs is free, counting as needed by others what their calls ask for
+//!   while they run, and one block for each `demote`.
+//! * `resize` is refused while another thread is inside a call that changes the pool. Such calls that
+//!   begin beside it wait for its end; lookups do not.
 //! * From one thread the line is exactly that of `PlainPool`. From several,
 //!   each block's history follows the same rules; the line as a whole is only nearly in LRU order.
 //! * A thread killed in the middle of a call can take the blocks of that call with it.
@@ -50,14 +51,15 @@ mod size;
 mod take;
 #[cfg(all(test, not(any(loom, shuttle))))]
 mod tests;
+mod writers;
 
-use crate::block::{Block, Content, Tier};
+use crate::block::{Block, ByTier, Content, Place, Tier};
 use crate::credits::Credits;
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse};
 use crate::free_stack::{FreeStack, FreshRun};
 use crate::id::{BlockId, Epoch};
 use crate::index::Index;
-use crate::ring::Ring;
+use crate::ring::{Ring, VacatedSlots};
 use crate::stats::StoreStats;
 use crate::store::{BlockKey, BlockStore, PoolConfig, Registration};
 use crate::sync::{AtomicU64, Ordering};
@@ -70,7 +72,7 @@ use Ordering::Relaxed;
 /// The shortest ring: with less, a releasing thread that loses its core costs cached content.
 const MIN_RING: usize = 1 << 18;
 
-/// Ring slots for each block: the rest is room for dead slots.
+/// Ring slots for each block: the rest is room for vacant slots.
 const SLOTS_PER_BLOCK: usize = 4;
 
 /// A pool of blocks that any number of threads may use: see the [module](self).
@@ -83,12 +85,22 @@ pub struct BlockPool<M: Mode> {
     pub(crate) index: Index,
     pub(crate) stack: FreeStack,
     pub(crate) fresh: FreshRun,
-    pub(crate) regular: Ring<M>,
-    pub(crate) pinned: Ring<M>,
+    pub(crate) rings: ByTier<Ring<M>>,
     pub(crate) credits: Credits,
     pub(crate) contents: content::Contents,
     pub(crate) size: size::Size,
+    writers: writers::Writers,
     counters: Counters,
+}
+
+/// The slots of each tier that a call's blocks have vacated.
+struct Vacated<'a, M: Mode>(ByTier<VacatedSlots<'a, M>>);
+
+impl<M: Mode> Vacated<'_, M> {
+    #[inline]
+    fn add(&mut self, place: Place) {
+        self.0[place.tier.index()].add(place.ticket);
+    }
 }
 
 /// Lifetime counts.
@@ -142,17 +154,22 @@ impl<M: Mode> BlockPool<M> {
     }
 
     fn allocate_memory(config: PoolConfig, ring_capacity: usize) -> Option<Self> {
+        let rings: Option<Vec<_>> = Tier::ALL
+            .into_iter()
+            .map(|tier| Ring::new(tier, ring_capacity))
+            .collect();
+        let rings = rings?;
         let pool = Self {
             config,
             blocks: Zeroed::new(config.max_blocks)?,
             index: Index::new(config.max_blocks)?,
             stack: FreeStack::default(),
             fresh: FreshRun::new(1, config.num_blocks),
-            regular: Ring::new(Tier::Regular, ring_capacity)?,
-            pinned: Ring::new(Tier::Pinned, ring_capacity)?,
+            rings: rings.try_into().ok()?,
             credits: Credits::default(),
             contents: content::Contents::default(),
             size: size::Size::new(config.num_blocks),
+            writers: writers::Writers::default(),
             counters: Counters::default(),
         };
         pool.credits.give::<M>(config.num_blocks - 1);
@@ -176,10 +193,13 @@ impl<M: Mode> BlockPool<M> {
 
     #[inline]
     fn ring(&self, tier: Tier) -> &Ring<M> {
-        match tier {
-            Tier::Regular => &self.regular,
-            Tier::Pinned => &self.pinned,
-        }
+        &self.rings[tier.index()]
+    }
+
+    /// A count of slots that blocks vacate, to be reported when it is dropped.
+    #[inline]
+    fn vacated_slots(&self) -> Vacated<'_, M> {
+        Vacated(self.rings.each_ref().map(Ring::vacated_slots))
     }
 
     /// Fails unless somebody holds the block.
@@ -220,6 +240,7 @@ impl<M: Mode> BlockStore for BlockPool<M> {
         num_new: usize,
         out: &mut Vec<BlockId>,
     ) -> Result<usize, Exhausted> {
+        let _inside = self.writers.enter::<M>();
         self.take(keys, num_new, out)
     }
 
@@ -233,11 +254,13 @@ impl<M: Mode> BlockStore for BlockPool<M> {
         key: BlockKey,
         epoch: Epoch,
     ) -> Result<Registration, Misuse> {
+        let _inside = self.writers.enter::<M>();
         self.check_held(block)?;
         self.enter(block, key, epoch)
     }
 
     fn release(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
+        let _inside = self.writers.enter::<M>();
         self.give_back(blocks)
     }
 
@@ -250,14 +273,17 @@ impl<M: Mode> BlockStore for BlockPool<M> {
     }
 
     fn pin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
+        let _inside = self.writers.enter::<M>();
         self.set_pins(blocks, true)
     }
 
     fn unpin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
+        let _inside = self.writers.enter::<M>();
         self.set_pins(blocks, false)
     }
 
     fn demote(&self, count: usize) -> usize {
+        let _inside = self.writers.enter::<M>();
         self.demote_oldest(count)
     }
 
@@ -275,14 +301,13 @@ impl<M: Mode> BlockStore for BlockPool<M> {
     }
 
     fn free_order(&self) -> Vec<BlockId> {
-        let rings = [&self.regular, &self.pinned];
-        let queued = rings.into_iter().flat_map(|ring| ring.walk(&self.blocks));
+        let queued = self.rings.iter().flat_map(|ring| ring.walk(&self.blocks));
         let blank = self.stack.walk(&self.blocks).chain(self.fresh.walk());
         blank.chain(queued.map(|(_, block)| block)).collect()
     }
 
     fn cached_blocks(&self) -> Vec<BlockId> {
-        let ids = (1..self.size.most_ever() as u32).map(BlockId::new);
+        let ids = (1..self.num_blocks() as u32).map(BlockId::new);
         ids.filter(|&id| self.is_cached(id)).collect()
     }
 
@@ -295,9 +320,9 @@ impl<M: Mode> BlockStore for BlockPool<M> {
             allocations: self.counters.allocations.load(Relaxed),
             touches: self.counters.touches.load(Relaxed),
             cached: self.contents.cached(),
-            in_use: (num_blocks - 1).saturating_sub(free) + self.count_held_from(num_blocks),
+            in_use: (num_blocks - 1).saturating_sub(free) + self.size.retired_held(),
             free,
-            pinned_free: self.pinned.walk(&self.blocks).count(),
+            pinned_free: self.ring(Tier::Pinned).len(),
         }
     }
 

@@ -2,25 +2,25 @@
 //!
 //! A block that joins the line gets the next ticket, which numbers its slot; the slot names the block
 //! and the block's state names the ticket. A block that leaves from the middle only changes its state:
-//! the slot then names a block that is elsewhere and is *dead*. Nothing is searched or unlinked.
+//! the slot then names a block that is elsewhere and is *vacant*. Nothing is searched or unlinked.
 //!
 //! Rules that make this safe from several threads:
 //!
 //! 1. *State, then slot.* A release publishes the state first. In between the slot is *pending*: its
-//!    word still has the ticket of an earlier lap. The other way round the slot would look dead.
+//!    word still has the ticket of an earlier lap. The other way round the slot would look vacant.
 //! 2. *The head never passes a pending slot*, or its block would be lost. Evictions look beyond it.
-//! 3. *A slot is filled only over a word of an earlier lap.* A block may be touched, and so die,
-//!    while its slot is pending; then the head may pass by the count of rule 4, and the slot belong to
-//!    a later lap when the first writer gets to it.
-//! 4. *Deaths are counted for each segment of slots*, so that a run of dead slots is skipped a segment
-//!    at a time. The count is never reset: a slot dies once a lap, so after the n-th lap it is n times
-//!    the length, and exactly then the segment is dead. Counting lags behind dying, so the count errs
-//!    only on the side of not skipping. Tickets of a lap's segment are handed out only once the head
-//!    has left that segment of the lap before.
-//! 5. *The compactor revives a slot before it moves a block there.* It moves a live block rightward
-//!    into a dead slot: it takes one death back, makes the slot pending, exchanges the block's ticket,
-//!    and fills the slot. A walk goes from left to right, so it finds the block at its old slot, or it
-//!    finds it gone from there; then it also sees (acquire) what came before the move, the pending
+//! 3. *A slot is filled only over a word of an earlier lap.* A block may be touched, and so vacate its
+//!    slot, while that is pending; then the head may pass by the count of rule 4, and the slot belong
+//!    to a later lap when the first writer gets to it.
+//! 4. *Vacated slots are counted for each segment of slots*, so that a run of them is skipped a segment
+//!    at a time. The count is never reset: a slot is vacated once a lap, so after the n-th lap the count
+//!    is n times the segment's length, and exactly then the whole segment is vacant. A slot is counted
+//!    after it was vacated, so the count errs only on the side of not skipping. Tickets of a lap's
+//!    segment are handed out only once the head has left that segment of the lap before.
+//! 5. *The compactor reopens a slot before it moves a block there.* It moves a queued block rightward
+//!    into a vacant slot: it takes one off the count, makes the slot pending, exchanges the block's
+//!    ticket, and fills the slot. A walk goes from left to right, so it finds the block at its old slot,
+//!    or it finds it gone from there; then it also sees (acquire) what came before the move, the pending
 //!    slot and the count, and stops at the slot by rule 2. So no head that moves can pass the block.
 //!
 //! Without the compactor a cold block at the head would hold the ring open while the rest of the pool
@@ -34,7 +34,7 @@ mod walk;
 
 use std::marker::PhantomData;
 
-use crate::block::{Block, Place, Step, Ticket, Tier};
+use crate::block::{Block, Place, Ticket, Tier, Transition};
 use crate::compactor::Compactor;
 use crate::id::BlockId;
 use crate::sync::{AtomicU32, AtomicU64, Fault, Mode, Ordering, OwnLine, planted, prefetch};
@@ -47,7 +47,7 @@ use Ordering::{Acquire, Relaxed};
 const ID_BITS: u32 = 24;
 const ID_MASK: u64 = (1 << ID_BITS) - 1;
 
-/// Slots that share a count of deaths.
+/// Slots that share a count of the vacated ones.
 const SEGMENT: u64 = if cfg!(loom) { 2 } else { 256 };
 
 /// How far ahead of an eviction the records of the blocks to come are fetched.
@@ -59,12 +59,12 @@ pub(crate) enum Slot {
     /// Handed out, and not written yet (or no longer of this lap).
     Pending,
     /// Written without a block.
-    Void,
+    Empty,
     /// Names a block, which may be elsewhere by now.
     Names(BlockId),
 }
 
-/// Tickets handed out to one thread, which must fill or void the slot of each.
+/// Tickets handed out to one thread, which must fill the slot of each or leave it empty.
 #[derive(Debug)]
 pub(crate) struct Reservation {
     next: Ticket,
@@ -90,15 +90,17 @@ impl Reservation {
     }
 }
 
-/// Counts deaths and reports them a segment at a time: neighbours in line often leave together.
+/// Counts vacated slots and reports them a segment at a time: neighbours in line often leave together.
 #[derive(Debug)]
-pub(crate) struct Deaths<'a, M: Mode> {
+pub(crate) struct VacatedSlots<'a, M: Mode> {
     ring: &'a Ring<M>,
     segment: usize,
+    /// Those of the segment that are not reported yet.
     count: u32,
+    total: u64,
 }
 
-impl<M: Mode> Deaths<'_, M> {
+impl<M: Mode> VacatedSlots<'_, M> {
     #[inline]
     pub(crate) fn add(&mut self, ticket: Ticket) {
         let segment = self.ring.segment(ticket);
@@ -112,26 +114,30 @@ impl<M: Mode> Deaths<'_, M> {
     #[inline]
     fn report(&mut self) {
         if self.count > 0 {
-            M::add_short(&self.ring.deaths[self.segment], self.count);
+            M::add_short(&self.ring.vacated[self.segment], self.count);
+            self.total += u64::from(self.count);
             self.count = 0;
         }
     }
 }
 
-impl<M: Mode> Drop for Deaths<'_, M> {
+impl<M: Mode> Drop for VacatedSlots<'_, M> {
     #[inline]
     fn drop(&mut self) {
         self.report();
+        if self.total > 0 {
+            M::add(&self.ring.num_vacated.0, self.total);
+        }
     }
 }
 
 /// The line of one tier.
 pub(crate) struct Ring<M> {
     tier: Tier,
-    /// `ticket:40 | block:24`; the null block voids the slot.
+    /// `ticket:40 | block:24`; the null block stands for none.
     slots: Zeroed<AtomicU64>,
-    /// Deaths in each segment, as far as [`Self::count_mask`] reaches.
-    deaths: Zeroed<AtomicU32>,
+    /// Slots vacated so far in each segment, as far as [`Self::count_mask`] reaches.
+    vacated: Zeroed<AtomicU32>,
     /// The capacity, a power of two, less one.
     mask: u64,
     capacity_bits: u32,
@@ -141,6 +147,8 @@ pub(crate) struct Ring<M> {
     head: OwnLine<AtomicU64>,
     /// The ticket to hand out next.
     tail: OwnLine<AtomicU64>,
+    /// Slots vacated so far in all segments, counted from where the tail began.
+    num_vacated: OwnLine<AtomicU64>,
     pub(crate) compactor: OwnLine<Compactor>,
     mode: PhantomData<M>,
 }
@@ -170,13 +178,14 @@ impl<M: Mode> Ring<M> {
         Some(Self {
             tier,
             slots: Zeroed::new(capacity)?,
-            deaths: Zeroed::new(capacity >> segment_bits)?,
+            vacated: Zeroed::new(capacity >> segment_bits)?,
             mask: capacity as u64 - 1,
             capacity_bits,
             segment_bits,
             count_mask,
             head: OwnLine(AtomicU64::new(start.get())),
             tail: OwnLine(AtomicU64::new(start.get())),
+            num_vacated: OwnLine(AtomicU64::new(start.get())),
             compactor: OwnLine(Compactor::default()),
             mode: PhantomData,
         })
@@ -216,7 +225,7 @@ impl<M: Mode> Ring<M> {
         // Acquire: with the word comes the state that was published before it.
         match Self::unpack(self.word(ticket).load(Acquire)) {
             (found, _) if found != ticket => Slot::Pending,
-            (_, BlockId::NULL) => Slot::Void,
+            (_, BlockId::NULL) => Slot::Empty,
             (_, block) => Slot::Names(block),
         }
     }
@@ -236,6 +245,13 @@ impl<M: Mode> Ring<M> {
         Ticket::new(self.tail.0.load(Acquire))
     }
 
+    /// How many slots are occupied or pending: at rest, how many blocks stand in line.
+    pub(crate) fn len(&self) -> usize {
+        // Acquire, and before the tail: what was vacated was handed out before.
+        let vacated = Ticket::new(self.num_vacated.0.load(Acquire));
+        self.tail().since(vacated) as usize
+    }
+
     // Joining the line.
 
     /// Hands out up to `wanted` tickets, fewer when the ring is full.
@@ -245,7 +261,7 @@ impl<M: Mode> Ring<M> {
             let head = self.head();
             let tail = self.tail();
             // From the start of the head's segment: while a slot there is of one lap and another of the
-            // next, their deaths could not be told apart (rule 4).
+            // next, the vacated ones could not be told apart (rule 4).
             let used = tail.since(self.segment_start(head));
             let room = self.capacity() - used.min(self.capacity());
             let left = room.min(wanted as u64);
@@ -274,23 +290,24 @@ impl<M: Mode> Ring<M> {
     }
 
     /// Gives up the tickets that a reservation has left.
-    pub(crate) fn void_rest(&self, mut reservation: Reservation) {
+    pub(crate) fn leave_empty(&self, mut reservation: Reservation) {
         while let Some(ticket) = reservation.peek() {
             reservation.advance();
             self.fill(ticket, BlockId::NULL);
-            self.deaths().add(ticket);
+            self.vacated_slots().add(ticket);
         }
     }
 
     // Leaving the line.
 
-    /// A count of deaths to report when it is dropped.
+    /// A count of vacated slots, which is reported when it is dropped.
     #[inline]
-    pub(crate) fn deaths(&self) -> Deaths<'_, M> {
-        Deaths {
+    pub(crate) fn vacated_slots(&self) -> VacatedSlots<'_, M> {
+        VacatedSlots {
             ring: self,
             segment: 0,
             count: 0,
+            total: 0,
         }
     }
 
@@ -299,26 +316,26 @@ impl<M: Mode> Ring<M> {
         &self,
         blocks: &[Block],
         max: usize,
-        take: impl Fn(&Block, Place) -> Step,
+        take: impl Fn(&Block, Place) -> Transition,
         out: &mut Vec<BlockId>,
     ) -> usize {
         let mut walk = Walk::new(self);
-        let mut deaths = self.deaths();
+        let mut vacated = self.vacated_slots();
         let mut taken = 0;
         while taken < max
             && let Some((ticket, slot)) = walk.next_slot()
         {
             self.prefetch_block(blocks, ticket.plus(PREFETCH_AHEAD));
             if let Slot::Names(block) = slot
-                && take(&blocks[block.index()], self.place(ticket)) == Step::Done
+                && take(&blocks[block.index()], self.place(ticket)) == Transition::Done
             {
-                deaths.add(ticket);
+                vacated.add(ticket);
                 out.push(block);
                 taken += 1;
             }
             walk.pass(slot);
         }
-        drop(deaths);
+        drop(vacated);
         walk.finish();
         taken
     }
@@ -332,12 +349,12 @@ impl<M: Mode> Ring<M> {
         }
     }
 
-    /// Moves the head over up to `budget` dead slots and segments.
-    pub(crate) fn skip_dead(&self, blocks: &[Block], budget: usize) {
+    /// Moves the head over up to `budget` vacant slots and segments.
+    pub(crate) fn skip_vacant(&self, blocks: &[Block], budget: usize) {
         let mut walk = Walk::new(self);
         for _ in 0..budget {
             match walk.next_slot() {
-                Some((ticket, slot)) if self.is_dead(blocks, ticket, slot) => walk.pass(slot),
+                Some((ticket, slot)) if self.is_vacant(blocks, ticket, slot) => walk.pass(slot),
                 _ => break,
             }
         }
@@ -346,10 +363,10 @@ impl<M: Mode> Ring<M> {
 
     /// Whether the slot, as it was read at `ticket`, names no block that stands there.
     #[inline]
-    pub(crate) fn is_dead(&self, blocks: &[Block], ticket: Ticket, slot: Slot) -> bool {
+    pub(crate) fn is_vacant(&self, blocks: &[Block], ticket: Ticket, slot: Slot) -> bool {
         match slot {
             Slot::Pending => false,
-            Slot::Void => true,
+            Slot::Empty => true,
             Slot::Names(block) => blocks[block.index()].state().place() != Some(self.place(ticket)),
         }
     }
@@ -375,40 +392,44 @@ impl<M: Mode> Ring<M> {
         self.segment_start(ticket).plus(1 << self.segment_bits)
     }
 
-    /// Whether every slot of the segment has died in the lap of `ticket` (rule 4).
+    /// Whether every slot of the segment has been vacated in the lap of `ticket` (rule 4).
     #[inline]
-    pub(crate) fn segment_is_dead(&self, ticket: Ticket) -> bool {
-        // Acquire: the deaths counted here are those of blocks whose states can be seen from now on.
-        self.deaths_missing(ticket, Acquire) == 0
+    pub(crate) fn segment_is_vacant(&self, ticket: Ticket) -> bool {
+        // Acquire: from now on the states with which blocks vacated these slots can be seen.
+        self.still_occupied(ticket, Acquire) == 0
     }
 
-    fn deaths_missing(&self, ticket: Ticket, order: Ordering) -> u32 {
+    fn still_occupied(&self, ticket: Ticket, order: Ordering) -> u32 {
         let laps = ticket.get() >> self.capacity_bits;
         let all = (laps << self.segment_bits) as u32;
-        all.wrapping_sub(self.deaths[self.segment(ticket)].load(order)) & self.count_mask
+        all.wrapping_sub(self.vacated[self.segment(ticket)].load(order)) & self.count_mask
     }
 
     // For the compactor.
 
-    /// Makes a dead slot pending again (rule 5); not if it belongs to a later lap by now.
-    pub(crate) fn revive(&self, ticket: Ticket) -> bool {
+    /// Makes a vacant slot pending again (rule 5); not if it belongs to a later lap by now.
+    pub(crate) fn reopen(&self, ticket: Ticket) -> bool {
         let slot = self.word(ticket);
         // Relaxed: the exchange checks again.
         let word = slot.load(Relaxed);
         if Self::unpack(word).0 != ticket {
             return false;
         }
-        self.count_revival(ticket, 1_u32.wrapping_neg());
-        let revived = M::exchange(slot, word, self.pending(ticket)).is_ok();
-        if !revived {
-            self.count_revival(ticket, 1);
+        self.count_reopened(ticket, 1_u32.wrapping_neg());
+        let reopened = M::exchange(slot, word, self.pending(ticket)).is_ok();
+        if !reopened {
+            self.count_reopened(ticket, 1);
         }
-        revived
+        reopened
     }
 
-    fn count_revival(&self, ticket: Ticket, change: u32) {
-        if !planted(Fault::SkipRevived) {
-            M::add_short(&self.deaths[self.segment(ticket)], change);
+    fn count_reopened(&self, ticket: Ticket, change: u32) {
+        if !planted(Fault::SkipReopened) {
+            M::add_short(&self.vacated[self.segment(ticket)], change);
+            M::add(
+                &self.num_vacated.0,
+                i64::from(change.cast_signed()).cast_unsigned(),
+            );
         }
     }
 
@@ -417,22 +438,22 @@ impl<M: Mode> Ring<M> {
         Self::pack(ticket.minus(self.capacity()), BlockId::NULL)
     }
 
-    /// Fills a revived slot, unless the block has left it and the head has passed it since.
-    pub(crate) fn fill_revived(&self, ticket: Ticket, block: BlockId) {
+    /// Fills a reopened slot, unless the block has left it and the head has passed it since.
+    pub(crate) fn fill_reopened(&self, ticket: Ticket, block: BlockId) {
         let word = self.word(ticket);
         // A lost exchange means a later lap: nothing of this one is left to do.
         let _ = M::exchange(word, self.pending(ticket), Self::pack(ticket, block));
     }
 
-    /// Gives a revived slot up.
-    pub(crate) fn void_revived(&self, ticket: Ticket) {
-        self.fill_revived(ticket, BlockId::NULL);
-        self.count_revival(ticket, 1);
+    /// Gives a reopened slot up.
+    pub(crate) fn vacate_reopened(&self, ticket: Ticket) {
+        self.fill_reopened(ticket, BlockId::NULL);
+        self.count_reopened(ticket, 1);
     }
 
     // Looking.
 
-    /// The live blocks, oldest first. Exact only at rest.
+    /// The blocks in line, oldest first. Exact only at rest.
     pub(crate) fn walk<'a>(
         &'a self,
         blocks: &'a [Block],
@@ -442,34 +463,42 @@ impl<M: Mode> Ring<M> {
         (0..span)
             .map(move |step| head.plus(step))
             .filter_map(move |ticket| match self.slot(ticket) {
-                slot @ Slot::Names(block) if !self.is_dead(blocks, ticket, slot) => {
+                slot @ Slot::Names(block) if !self.is_vacant(blocks, ticket, slot) => {
                     Some((ticket, block))
                 }
                 _ => None,
             })
     }
 
-    /// What is wrong with the counts of deaths, at rest.
-    pub(crate) fn check_deaths(&self, blocks: &[Block]) -> Result<(), String> {
+    /// What is wrong with the counts of vacated slots, at rest.
+    pub(crate) fn check_vacated(&self, blocks: &[Block]) -> Result<(), String> {
         let (head, tail) = (self.head(), self.tail());
         let mut ticket = head;
         while ticket != tail {
             let start = self.segment_start(ticket);
             let steps = (0..1_u64 << self.segment_bits).map(|step| start.plus(step));
-            let alive = steps.filter(|&at| {
+            let occupied = steps.filter(|&at| {
                 let handed_out = at.is_before(tail);
                 let passed = at.is_before(head);
-                !handed_out || !passed && !self.is_dead(blocks, at, self.slot(at))
+                !handed_out || !passed && !self.is_vacant(blocks, at, self.slot(at))
             });
-            let (alive, missing) = (alive.count() as u32, self.deaths_missing(start, Acquire));
-            if alive != missing {
+            let occupied = occupied.count() as u32;
+            let counted = self.still_occupied(start, Acquire);
+            if occupied != counted {
                 return Err(format!(
-                    "{:?} ring: segment at {start:?} has {alive} slots alive and {missing} deaths to come",
+                    "{:?} ring: segment at {start:?} has {occupied} slots occupied and {counted} not counted as vacated",
                     self.tier
                 ));
             }
             let end = self.segment_end(ticket);
             ticket = if end.is_before(tail) { end } else { tail };
+        }
+        let (found, counted) = (self.walk(blocks).count(), self.len());
+        if found != counted {
+            return Err(format!(
+                "{:?} ring: {found} blocks in line, {counted} counted",
+                self.tier
+            ));
         }
         Ok(())
     }

@@ -182,6 +182,8 @@ pub trait BlockStore {
     /// Sets the number of blocks, the null block counted. Growing puts the blocks that are neither
     /// held nor free at the front of the free line, lowest id first. Returns how many blocks above
     /// the new size are still held; they retire at their release.
+    ///
+    /// Refused while another thread is inside a call that changes the pool. Lookups run beside it.
     fn resize(&self, num_blocks: usize) -> Result<usize, InvalidArgument>;
 
     /// Blocks of the pool, the null block counted.

@@ -182,12 +182,12 @@ pub(crate) enum Fault {
     PassPending,
     /// A release publishes the slot before the block's state.
     SlotBeforeState,
-    /// A release writes its slot though its block may have died and the slot been reused.
+    /// A release writes its slot though its block may have left and the slot been reused.
     BlindSlotStore,
     /// The compactor moves a block to a slot before it makes the slot pending.
-    MoveUnrevived,
-    /// The compactor moves a block without telling the skip counter of the slot's segment.
-    SkipRevived,
+    MoveUnopened,
+    /// The compactor moves a block without telling the count of the slot's segment.
+    SkipReopened,
     /// The last two holders both believe that they are not the last.
     ForgetLastHolder,
     /// An eviction leaves the block hittable until its index entry is gone.
@@ -202,12 +202,10 @@ pub(crate) enum Fault {
     EpochOfNow,
     /// A registration looks for a twin before its own entry stands.
     LookEarly,
-    /// A release that began before the pool shrank leaves its block in line.
-    SkipRetireLate,
-    /// A release that retires its block does not look whether the pool has grown again.
-    SkipReviveGrown,
-    /// A resize that grows the pool leaves what the one before could not retire.
-    GrowAlone,
+    /// A writer does not look whether a resize is under way.
+    EnterResize,
+    /// Blocks that a resize takes out of the pool keep their content.
+    KeepRetired,
     /// A commit takes a credit for each key, hit or miss, for as long as it looks.
     CreditsForMisses,
     /// A commit that fails half way keeps the hits that it has taken.
@@ -216,7 +214,7 @@ pub(crate) enum Fault {
     GreedyDemotion,
     /// A demotion stores the block's state without looking whether it has changed.
     BlindDemotion,
-    /// A thread takes fresh blocks without looking whether the run was cut.
+    /// A thread takes fresh blocks without looking whether another has.
     BlindRunStore,
 }
 

@@ -15,14 +15,16 @@ type Check = Result<(), Broken>;
 pub(crate) fn validate<M: Mode>(pool: &BlockPool<M>) -> Check {
     let mut free = vec![false; pool.config.max_blocks];
     let blank = check_blank(pool, &mut free)?;
-    let regular = check_ring(pool, &pool.regular, Tier::Regular, &mut free)?;
-    let pinned = check_ring(pool, &pool.pinned, Tier::Pinned, &mut free)?;
-    let found = blank + regular + pinned;
+    let mut found = blank;
+    for (ring, tier) in pool.rings.iter().zip(Tier::ALL) {
+        found += check_ring(pool, ring, tier, &mut free)?;
+    }
     let available = pool.credits.available();
     ensure(found == available, || {
         format!("{found} blocks are free, {available} credits are left")
     })?;
-    (1..pool.size.most_ever()).try_for_each(|index| check_block(pool, index, free[index]))?;
+    (1..pool.config.max_blocks).try_for_each(|index| check_block(pool, index, free[index]))?;
+    check_retired(pool)?;
     check_contents(pool)
 }
 
@@ -64,7 +66,7 @@ fn check_ring<M: Mode>(
     ensure(span <= ring.capacity(), || {
         format!("{tier:?} ring: {span} slots from head to tail")
     })?;
-    ring.check_deaths(&pool.blocks).map_err(Broken)?;
+    ring.check_vacated(&pool.blocks).map_err(Broken)?;
     let mut before: Option<Ticket> = None;
     let mut count = 0;
     for (ticket, id) in ring.walk(&pool.blocks) {
@@ -87,12 +89,14 @@ fn check_block<M: Mode>(pool: &BlockPool<M>, index: usize, is_free: bool) -> Che
         format!("block {id} is claimed by nobody")
     })?;
     let retired = pool.is_retired(id);
-    let out = !state.is_held() && !is_free;
     ensure(!(state.is_held() && is_free), || {
         format!("block {id} is held and free")
     })?;
-    ensure(out == state.is_retired() && (!out || retired), || {
+    ensure(state.is_held() || is_free || retired, || {
         format!("block {id} is lost")
+    })?;
+    ensure(!retired || state.is_held() || state == State::IDLE, || {
+        format!("block {id} is retired and not idle")
     })?;
     check_content(pool, id, block, state)
 }
@@ -110,9 +114,19 @@ fn check_content<M: Mode>(pool: &BlockPool<M>, id: BlockId, block: &Block, state
     )
 }
 
+/// The count of blocks that are held though the pool has shrunk below them.
+fn check_retired<M: Mode>(pool: &BlockPool<M>) -> Check {
+    let above = &pool.blocks[pool.size.num_blocks()..];
+    let held = above.iter().filter(|block| block.state().is_held()).count();
+    let counted = pool.size.retired_held();
+    ensure(held == counted, || {
+        format!("{held} retired blocks are held, {counted} are counted")
+    })
+}
+
 /// The index and the counts over all content.
 fn check_contents<M: Mode>(pool: &BlockPool<M>) -> Check {
-    let ids = || (1..pool.size.most_ever() as u32).map(BlockId::new);
+    let ids = || (1..pool.config.max_blocks as u32).map(BlockId::new);
     let hashed: Vec<BlockId> = ids()
         .filter(|&id| pool.block(id).state().is_hashed())
         .collect();

@@ -42,11 +42,23 @@ impl Ticket {
     }
 }
 
-/// Which ring a free block stands in.
+/// Which ring a free block stands in; the rings are emptied in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tier {
     Regular,
     Pinned,
+}
+
+/// One of something for each tier, at the tier's [index](Tier::index).
+pub(crate) type ByTier<T> = [T; Tier::ALL.len()];
+
+impl Tier {
+    pub(crate) const ALL: [Self; 2] = [Self::Regular, Self::Pinned];
+
+    #[inline]
+    pub(crate) const fn index(self) -> usize {
+        self as usize
+    }
 }
 
 /// Where a free block stands.

@@ -3,7 +3,7 @@
 use std::num::NonZeroU64;
 
 use super::BlockPool;
-use crate::block::{Block, Claim, Content, State, Unhold};
+use crate::block::{Block, Claim, Content, GiveUp, State};
 use crate::error::Misuse;
 use crate::id::{BlockId, Epoch};
 use crate::index::{Index, Only, Spot};
@@ -285,9 +285,6 @@ impl<M: Mode> BlockPool<M> {
             // Another thread is about to answer for this block.
             return Some(Ok(Registration::Already));
         }
-        if state.is_full() {
-            return Some(Err(Misuse::TooManyHolders(id)));
-        }
         let current = state.is_hashed() && block.epoch() == epoch;
         current.then(|| match block.content() == Content::from(key) {
             true => Ok(Registration::Already),
@@ -316,13 +313,8 @@ impl<M: Mode> BlockPool<M> {
             M::add(&self.counters.drops, 1);
         }
         self.end_claim(id, entered);
-        // A shrinking thread that did not see the content is seen here, and the other way round; and
-        // of two threads that register the same content at least one sees the other.
+        // Of two threads that register the same content at least one sees the other.
         M::fence();
-        if self.is_retired(id) {
-            self.forget_held(id);
-            return Registration::Stale;
-        }
         match early.unwrap_or_else(twin) {
             _ if !entered => Registration::Stale,
             Some(other) => Registration::Twin(other.id),
@@ -332,27 +324,13 @@ impl<M: Mode> BlockPool<M> {
 
     fn end_claim(&self, id: BlockId, hashed: bool) {
         match self.block(id).transition_to_unclaimed::<M>(hashed) {
-            Unhold::StillHeld | Unhold::NotHeld => {}
+            GiveUp::StillHeld | GiveUp::NotHeld => {}
             // Whoever asked for this has released the block meanwhile.
-            Unhold::Last(_) => self.give_back_all(&[id]),
+            GiveUp::LastHolder(_) => self.give_back_all(&[id]),
         }
     }
 
     // Forgetting.
-
-    /// Takes the content from a block that others may hold.
-    pub(super) fn forget_held(&self, id: BlockId) {
-        loop {
-            let state = self.block(id).state();
-            if !state.is_held() || !state.is_hashed() {
-                return;
-            }
-            if let Claim::Claimed { .. } = self.block(id).transition_to_claimed::<M>(state) {
-                self.forget_all(&[id]);
-                return self.end_claim(id, false);
-            }
-        }
-    }
 
     /// Removes blocks, each of which is the caller's alone, from the index; how many held content of
     /// this epoch.

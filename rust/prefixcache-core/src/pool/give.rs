@@ -1,7 +1,7 @@
 //! Giving blocks back, and moving them between the tiers.
 
 use super::BlockPool;
-use crate::block::{Block, State, Step, Ticket, Tier, Unhold};
+use crate::block::{Block, ByTier, GiveUp, State, Ticket, Tier, Transition};
 use crate::error::Misuse;
 use crate::free_stack::Chain;
 use crate::id::BlockId;
@@ -21,8 +21,7 @@ struct Return {
     /// Blank blocks, which go to the front together at the end, in the order in which they came.
     front: Chain,
     in_front: usize,
-    regular: Reservation,
-    pinned: Reservation,
+    tickets: ByTier<Reservation>,
     queued: usize,
     /// Whether blank blocks join the end of the line.
     append: bool,
@@ -33,18 +32,9 @@ impl Return {
         Self {
             front: Chain::EMPTY,
             in_front: 0,
-            regular: Reservation::NONE,
-            pinned: Reservation::NONE,
+            tickets: [const { Reservation::NONE }; _],
             queued: 0,
             append,
-        }
-    }
-
-    #[inline]
-    fn tickets(&mut self, tier: Tier) -> &mut Reservation {
-        match tier {
-            Tier::Regular => &mut self.regular,
-            Tier::Pinned => &mut self.pinned,
         }
     }
 }
@@ -61,7 +51,6 @@ impl<M: Mode> BlockPool<M> {
             .chunks(CHUNK)
             .try_for_each(|chunk| self.give_back_chunk(chunk, &mut batch));
         self.push_front(batch);
-        self.retire_late(ids);
         outcome
     }
 
@@ -84,18 +73,19 @@ impl<M: Mode> BlockPool<M> {
 
     /// Gets tickets for the blocks that will need one by the look of them now.
     fn reserve(&self, chunk: &[BlockId], batch: &mut Return) {
-        let mut wanted = [0, 0];
+        let mut wanted: ByTier<usize> = [0; _];
         for state in chunk
             .iter()
             .filter_map(|id| self.blocks.get(id.index()))
             .map(Block::state)
         {
             if state.holders() == 1 && (state.is_hashed() || batch.append) {
-                wanted[usize::from(state.tier() == Tier::Pinned)] += 1;
+                wanted[state.tier().index()] += 1;
             }
         }
-        batch.regular = self.reserve_in(Tier::Regular, wanted[0]);
-        batch.pinned = self.reserve_in(Tier::Pinned, wanted[1]);
+        for (tier, wanted) in Tier::ALL.into_iter().zip(wanted) {
+            batch.tickets[tier.index()] = self.reserve_in(tier, wanted);
+        }
     }
 
     fn reserve_in(&self, tier: Tier, wanted: usize) -> Reservation {
@@ -108,14 +98,14 @@ impl<M: Mode> BlockPool<M> {
 
     /// Makes up for the tickets that were not needed, and lets the queued blocks be taken.
     fn finish_queued(&self, batch: &mut Return) {
-        for tier in [Tier::Regular, Tier::Pinned] {
-            let rest = std::mem::replace(batch.tickets(tier), Reservation::NONE);
-            self.ring(tier).void_rest(rest);
+        for (ring, tickets) in self.rings.iter().zip(&mut batch.tickets) {
+            ring.leave_empty(std::mem::replace(tickets, Reservation::NONE));
         }
         self.credits.give::<M>(batch.queued);
         let steps = COMPACTION_STEPS * batch.queued;
-        self.regular.maintain(&self.blocks, &self.credits, steps);
-        self.pinned.maintain(&self.blocks, &self.credits, steps);
+        for ring in &self.rings {
+            ring.maintain(&self.blocks, &self.credits, steps);
+        }
         batch.queued = 0;
     }
 
@@ -129,23 +119,24 @@ impl<M: Mode> BlockPool<M> {
     fn unhold(&self, id: BlockId, batch: &mut Return) -> Result<(), Misuse> {
         loop {
             match self.block(id).transition_to_one_less_held::<M>() {
-                Unhold::StillHeld => return Ok(()),
-                Unhold::NotHeld => return Err(Misuse::NotInUse(id)),
-                Unhold::Last(last) if self.let_go(id, last, batch) == Step::Done => return Ok(()),
-                Unhold::Last(_) => {}
+                GiveUp::StillHeld => return Ok(()),
+                GiveUp::NotHeld => return Err(Misuse::NotInUse(id)),
+                GiveUp::LastHolder(last) if self.let_go(id, last, batch) == Transition::Done => {
+                    return Ok(());
+                }
+                GiveUp::LastHolder(_) => {}
             }
         }
     }
 
     /// Gives up the last hold, or brings the block a step nearer to it.
-    fn let_go(&self, id: BlockId, last: State, batch: &mut Return) -> Step {
+    fn let_go(&self, id: BlockId, last: State, batch: &mut Return) -> Transition {
         let block = self.block(id);
-        let retired = self.is_retired(id);
-        if last.is_hashed() && (retired || !self.is_current(block)) {
+        if last.is_hashed() && !self.is_current(block) {
             return self.blank(id, last);
         }
-        if retired {
-            return self.retire_blank(id);
+        if self.is_retired(id) {
+            return self.retire(id);
         }
         if (last.is_hashed() || batch.append)
             && let Some(ticket) = self.ticket(last.tier(), batch)
@@ -157,7 +148,7 @@ impl<M: Mode> BlockPool<M> {
             return self.blank(id, last);
         }
         let step = block.transition_to_idle::<M>();
-        if step == Step::Done {
+        if step == Transition::Done {
             self.append_to_front(id, batch);
         }
         step
@@ -165,18 +156,21 @@ impl<M: Mode> BlockPool<M> {
 
     /// Takes the content from a block of which the caller has the last hold; the hold stays.
     #[cold]
-    fn blank(&self, id: BlockId, last: State) -> Step {
-        if self.block(id).transition_to_blank::<M>(last) == Step::Done {
+    fn blank(&self, id: BlockId, last: State) -> Transition {
+        if self.block(id).transition_to_blank::<M>(last) == Transition::Done {
             self.forget_all(&[id]);
         }
-        Step::Lost
+        Transition::Raced
     }
 
+    /// Gives up the last hold of a block that the pool has shrunk below; it had lost its content then.
     #[cold]
-    fn retire_blank(&self, id: BlockId) -> Step {
-        let step = self.block(id).transition_to_retired::<M>(State::HELD_ONCE);
-        self.revive_grown(id.index());
-        step
+    fn retire(&self, id: BlockId) -> Transition {
+        let outcome = self.block(id).transition_to_idle::<M>();
+        if outcome == Transition::Done {
+            self.size.count_retired_release::<M>();
+        }
+        outcome
     }
 
     fn append_to_front(&self, id: BlockId, batch: &mut Return) {
@@ -186,7 +180,7 @@ impl<M: Mode> BlockPool<M> {
 
     #[inline]
     fn ticket(&self, tier: Tier, batch: &mut Return) -> Option<Ticket> {
-        let tickets = batch.tickets(tier);
+        let tickets = &mut batch.tickets[tier.index()];
         if tickets.peek().is_none() {
             *tickets = self.ring(tier).reserve(1);
         }
@@ -194,7 +188,7 @@ impl<M: Mode> BlockPool<M> {
     }
 
     #[inline]
-    fn queue(&self, id: BlockId, last: State, ticket: Ticket, batch: &mut Return) -> Step {
+    fn queue(&self, id: BlockId, last: State, ticket: Ticket, batch: &mut Return) -> Transition {
         let ring = self.ring(last.tier());
         let early = planted(Fault::SlotBeforeState);
         if early {
@@ -203,11 +197,11 @@ impl<M: Mode> BlockPool<M> {
         let step = self
             .block(id)
             .transition_to_queued::<M>(last, ring.place(ticket));
-        if step == Step::Done {
+        if step == Transition::Done {
             if !early {
                 ring.fill(ticket, id);
             }
-            batch.tickets(last.tier()).advance();
+            batch.tickets[last.tier().index()].advance();
             batch.queued += 1;
         }
         step
@@ -254,7 +248,7 @@ impl<M: Mode> BlockPool<M> {
         let mut ids = Vec::new();
         let take = |block: &Block, place| block.transition_to_demoted::<M>(place);
         let moved = self
-            .pinned
+            .ring(Tier::Pinned)
             .take_oldest(&self.blocks, credits, take, &mut ids);
         self.credits.give::<M>(credits - moved);
         let mut batch = Return::new(true);
@@ -263,7 +257,6 @@ impl<M: Mode> BlockPool<M> {
             debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");
         }
         self.push_front(batch);
-        self.retire_late(&ids);
         moved
     }
 }

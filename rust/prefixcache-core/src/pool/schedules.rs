@@ -106,7 +106,7 @@ impl World {
             1..4 => drop(self.pool.pin(blocks).unwrap()),
             4 => drop(self.pool.unpin(blocks).unwrap()),
             5..7 => drop(self.pool.demote(1)),
-            // Refused while another thread resizes.
+            // Refused beside another writer.
             7 => drop(self.pool.resize(SHRUNK)),
             8..10 => drop(self.pool.resize(BLOCKS)),
             _ => {}

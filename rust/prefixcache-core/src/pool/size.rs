@@ -1,11 +1,13 @@
 //! Growing and shrinking.
+//!
+//! A resize has the pool to itself: no other thread is inside a call that changes it (see
+//! [`Writers`](super::writers::Writers)). Lookups go on beside it.
 
 use super::BlockPool;
-use crate::block::{Block, State, Step};
 use crate::error::InvalidArgument;
 use crate::free_stack::Chain;
 use crate::id::BlockId;
-use crate::sync::{AtomicBool, AtomicUsize, Fault, Mode, Ordering, OwnLine, planted};
+use crate::sync::{AtomicU64, AtomicUsize, Fault, Mode, Ordering, OwnLine, planted};
 
 use Ordering::{Acquire, Release};
 
@@ -13,41 +15,42 @@ use Ordering::{Acquire, Release};
 #[derive(Debug)]
 pub(crate) struct Size {
     num_blocks: OwnLine<AtomicUsize>,
-    /// The most that it ever had: above, no block was ever used.
-    most_ever: AtomicUsize,
-    changing: AtomicBool,
+    /// Retired blocks that somebody holds still.
+    retired_held: AtomicU64,
 }
 
 impl Size {
     pub(super) fn new(num_blocks: usize) -> Self {
         Self {
             num_blocks: OwnLine(AtomicUsize::new(num_blocks)),
-            most_ever: AtomicUsize::new(num_blocks),
-            changing: AtomicBool::new(false),
+            retired_held: AtomicU64::new(0),
         }
     }
 
     #[inline]
     pub(crate) fn num_blocks(&self) -> usize {
-        // Acquire: pairs with the store of `resize_to`.
+        // Acquire: pairs with `set`.
         self.num_blocks.0.load(Acquire)
     }
 
-    pub(crate) fn most_ever(&self) -> usize {
-        // Acquire: pairs with the store of `grow`.
-        self.most_ever.load(Acquire)
+    /// How many blocks that the pool has shrunk below are held still.
+    pub(crate) fn retired_held(&self) -> usize {
+        self.retired_held.load(Acquire) as usize
+    }
+
+    /// Says that the last holder of a retired block has given it up.
+    pub(super) fn count_retired_release<M: Mode>(&self) {
+        M::add(&self.retired_held, 1_u64.wrapping_neg());
+    }
+
+    fn set(&self, num_blocks: usize) {
+        // Release: a lookup that sees the size sees the blocks as they were when it was set.
+        self.num_blocks.0.store(num_blocks, Release);
     }
 }
 
-/// Credits in the hands of a shrinking thread: one for each free block that it may take away.
-struct Budget(usize);
-
-impl Budget {
-    fn spend(&mut self) -> bool {
-        let enough = self.0 > 0;
-        self.0 -= usize::from(enough);
-        enough
-    }
+fn ids(range: std::ops::Range<usize>) -> impl Iterator<Item = BlockId> + Clone {
+    range.map(|index| BlockId::new(index as u32))
 }
 
 impl<M: Mode> BlockPool<M> {
@@ -57,174 +60,95 @@ impl<M: Mode> BlockPool<M> {
         id.index() >= self.size.num_blocks()
     }
 
-    /// How many blocks with this number or a higher one somebody holds.
-    pub(crate) fn count_held_from(&self, num_blocks: usize) -> usize {
-        self.count_from(num_blocks, State::is_held)
-    }
-
-    fn count_from(&self, num_blocks: usize, counts: impl Fn(State) -> bool) -> usize {
-        let above = self.blocks.get(num_blocks..self.size.most_ever());
-        let states = above.unwrap_or_default().iter().map(Block::state);
-        states.filter(|&state| counts(state)).count()
-    }
-
-    /// Sets the number of blocks; how many above it are not retired yet. Those are held, or, beside
-    /// allocations in other threads, were being handed out; the same call again looks again.
+    /// Sets the number of blocks; how many above it are still held. Refused beside another writer.
     pub(super) fn resize_to(&self, num_blocks: usize) -> Result<usize, InvalidArgument> {
-        if !M::try_set(&self.size.changing) {
-            let reason = "is being changed by another call";
+        let Some(_alone) = self.writers.exclude::<M>() else {
+            let reason = "cannot change while another thread is changing the pool: call again";
             return Err(InvalidArgument::new("num_blocks", reason));
-        }
+        };
         let before = self.size.num_blocks();
-        // Release: who sees the size sees what the last resize did to the blocks. Before the blocks
-        // are looked at: a release that has not seen the new size yet is caught by the fence, here or
-        // in `retire_late` and `revive_grown`.
-        self.size.num_blocks.0.store(num_blocks, Release);
-        M::fence();
-        if num_blocks > before {
+        if num_blocks < before {
+            self.shrink(before, num_blocks);
+        } else {
             self.grow(before, num_blocks);
         }
-        // Also after growing: an earlier call may have left free blocks above, as another thread had
-        // their credits, and gave them back.
-        let may_leave = num_blocks > before && planted(Fault::GrowAlone);
-        if self.count_above(num_blocks) > 0 && !may_leave {
-            self.shrink(num_blocks);
-        }
-        // Release: the next resize starts from what this one left.
-        self.size.changing.store(false, Release);
-        Ok(self.count_above(num_blocks))
+        Ok(self.size.retired_held())
     }
 
-    /// How many blocks with this number or a higher one are not retired.
-    fn count_above(&self, num_blocks: usize) -> usize {
-        self.count_from(num_blocks, |state| !state.is_retired())
-    }
-
+    /// Puts the blocks from `before` on that nobody holds in front of the line.
     fn grow(&self, before: usize, num_blocks: usize) {
-        let most_ever = self.size.most_ever();
         let mut chain = Chain::EMPTY;
         let mut grown = 0;
-        for id in (before..num_blocks).map(|index| BlockId::new(index as u32)) {
-            let new = id.index() >= most_ever;
-            if new || self.block(id).transition_to_revived::<M>() == Step::Done {
+        for id in ids(before..num_blocks) {
+            if self.block(id).state().is_held() {
+                self.size.count_retired_release::<M>();
+            } else {
                 chain.append(&self.blocks, id);
                 grown += 1;
             }
         }
-        // Release: the blocks below exist from here on.
-        self.size
-            .most_ever
-            .store(most_ever.max(num_blocks), Release);
+        self.size.set(num_blocks);
         self.stack.push::<M>(&self.blocks, &chain);
         self.credits.give::<M>(grown);
     }
 
-    /// Takes the blocks from `floor` on out of the pool, the held ones when they are released.
-    fn shrink(&self, floor: usize) {
-        let mut budget = Budget(self.credits.take_some::<M>(usize::MAX));
-        self.retire_fresh(floor, &mut budget);
-        self.retire_stacked(floor, &mut budget);
-        for id in (floor..self.size.most_ever()).map(|index| BlockId::new(index as u32)) {
-            self.retire_queued(id, &mut budget);
-            self.forget_held(id);
-        }
-        self.credits.give::<M>(budget.0);
+    /// Takes the blocks from `floor` on out of the pool; the held ones only lose their content.
+    fn shrink(&self, before: usize, floor: usize) {
+        self.size.set(floor);
+        let fresh = self.fresh.cut::<M>(floor);
+        // Nothing but the run knows of the fresh blocks; those around it have a state.
+        let used = ids(floor..fresh.start.min(before)).chain(ids(fresh.end.max(floor)..before));
+        let unqueued = self.unqueue_all(used.clone());
+        let free = fresh.len() + self.unstack_from(floor) + unqueued;
+        let taken = self.credits.take::<M>(free);
+        debug_assert!(taken.is_ok(), "free blocks without credits: {taken:?}");
+        let held: Vec<BlockId> = used
+            .filter(|&id| self.block(id).state().is_held())
+            .collect();
+        M::add(&self.size.retired_held, held.len() as u64);
+        self.forget_held(&held);
     }
 
-    fn retire_fresh(&self, floor: usize, budget: &mut Budget) {
-        let cut = self.fresh.cut::<M>(floor, budget.0);
-        budget.0 -= cut.len();
-        for id in cut.map(BlockId::new) {
-            self.retire(id, State::IDLE);
+    /// Takes the queued ones of `ids` out of their lines and removes their content; how many.
+    fn unqueue_all(&self, ids: impl Iterator<Item = BlockId>) -> usize {
+        let mut vacated = self.vacated_slots();
+        let unqueued: Vec<BlockId> = ids
+            .filter(|&id| {
+                let place = self.block(id).transition_to_unqueued::<M>();
+                place.is_some_and(|place| {
+                    vacated.add(place);
+                    true
+                })
+            })
+            .collect();
+        if !planted(Fault::KeepRetired) {
+            self.forget_all(&unqueued);
         }
+        unqueued.len()
     }
 
-    /// Takes the whole stack down and puts back what stays, in its order.
-    fn retire_stacked(&self, floor: usize, budget: &mut Budget) {
-        let mut ids = Vec::new();
-        self.stack.pop::<M>(&self.blocks, usize::MAX, &mut ids);
+    /// Removes content and pins of held blocks.
+    fn forget_held(&self, ids: &[BlockId]) {
+        for &id in ids {
+            self.block(id).transition_to_contentless::<M>();
+        }
+        self.forget_all(ids);
+    }
+
+    /// Takes the blocks from `floor` on off the stack, and leaves the order of the others; how many.
+    fn unstack_from(&self, floor: usize) -> usize {
+        let mut stacked = Vec::new();
+        self.stack.pop::<M>(&self.blocks, usize::MAX, &mut stacked);
         let mut rest = Chain::EMPTY;
-        for id in ids {
-            if id.index() >= floor && budget.spend() {
-                self.retire(id, State::IDLE);
-            } else {
+        let mut taken = 0;
+        for id in stacked {
+            if id.index() < floor {
                 rest.append(&self.blocks, id);
+            } else {
+                taken += 1;
             }
         }
         self.stack.push::<M>(&self.blocks, &rest);
-    }
-
-    /// Takes a queued block out of its line, and out of the pool.
-    fn retire_queued(&self, id: BlockId, budget: &mut Budget) {
-        let block = self.block(id);
-        while let Some(place) = block.state().place() {
-            if budget.0 == 0 {
-                return;
-            }
-            if block.transition_to_evicted::<M>(place) == Step::Done {
-                budget.0 -= 1;
-                self.ring(place.tier).deaths().add(place.ticket);
-                self.forget_all(&[id]);
-                self.retire(id, State::HELD_ONCE);
-            }
-        }
-    }
-
-    /// Retires a blank block that is this thread's alone.
-    fn retire(&self, id: BlockId, blank: State) {
-        let step = self.block(id).transition_to_retired::<M>(blank);
-        debug_assert_eq!(step, Step::Done, "block {id} was somebody else's too");
-    }
-
-    /// Retires released blocks that a shrinking thread took for held ones, as it came in between.
-    pub(super) fn retire_late(&self, ids: &[BlockId]) {
-        if planted(Fault::SkipRetireLate) {
-            return;
-        }
-        M::fence();
-        let floor = self.size.num_blocks();
-        let late = |id: &BlockId| {
-            let state = self.blocks.get(id.index()).map(Block::state);
-            id.index() >= floor
-                && state.is_some_and(|state| !state.is_held() && !state.is_retired())
-        };
-        if ids.iter().any(late) {
-            self.retire_released(ids, floor);
-        }
-    }
-
-    #[cold]
-    fn retire_released(&self, ids: &[BlockId], floor: usize) {
-        let mut budget = Budget(self.credits.take_some::<M>(ids.len()));
-        self.retire_stacked(floor, &mut budget);
-        for &id in ids
-            .iter()
-            .filter(|id| (floor..self.blocks.len()).contains(&id.index()))
-        {
-            self.retire_queued(id, &mut budget);
-        }
-        self.credits.give::<M>(budget.0);
-        self.revive_grown(floor);
-    }
-
-    /// Brings back what this thread retired from `floor` on although the pool had grown meanwhile: the
-    /// growing thread may have looked before. A thread that shrinks it again may have, too.
-    pub(super) fn revive_grown(&self, floor: usize) {
-        if planted(Fault::SkipReviveGrown) {
-            return;
-        }
-        M::fence();
-        let ids = (floor..self.size.num_blocks()).map(|index| BlockId::new(index as u32));
-        let retired = |id: &BlockId| self.block(*id).transition_to_revived::<M>() == Step::Done;
-        let revived: Vec<BlockId> = ids.filter(retired).collect();
-        let mut chain = Chain::EMPTY;
-        revived
-            .iter()
-            .for_each(|&id| chain.append(&self.blocks, id));
-        self.stack.push::<M>(&self.blocks, &chain);
-        self.credits.give::<M>(revived.len());
-        if !revived.is_empty() {
-            self.retire_late(&revived);
-        }
+        taken
     }
 }

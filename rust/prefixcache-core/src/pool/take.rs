@@ -1,28 +1,11 @@
 //! Taking blocks: hits with their content, and blocks from the front of the line.
 
-use super::BlockPool;
-use crate::block::{Place, Tier, Touch};
+use super::{BlockPool, Vacated};
+use crate::block::{Hold, Tier};
 use crate::error::Exhausted;
 use crate::id::BlockId;
-use crate::ring::Deaths;
 use crate::store::BlockKey;
 use crate::sync::{Fault, Mode, pause, planted};
-
-/// The places that a batch of touches left, counted tier by tier.
-struct Buried<'a, M: Mode> {
-    regular: Deaths<'a, M>,
-    pinned: Deaths<'a, M>,
-}
-
-impl<M: Mode> Buried<'_, M> {
-    #[inline]
-    fn add(&mut self, place: Place) {
-        match place.tier {
-            Tier::Regular => self.regular.add(place.ticket),
-            Tier::Pinned => self.pinned.add(place.ticket),
-        }
-    }
-}
 
 impl<M: Mode> BlockPool<M> {
     /// Takes the leading `keys` that hit and `num_new` other blocks, or nothing; the number of hits.
@@ -86,14 +69,11 @@ impl<M: Mode> BlockPool<M> {
         num_new: usize,
         found: &[BlockId],
     ) -> Result<usize, Exhausted> {
-        let mut buried = Buried {
-            regular: self.regular.deaths(),
-            pinned: self.pinned.deaths(),
-        };
+        let mut vacated = self.vacated_slots();
         let mut hits = 0;
         let mut outcome = Ok(());
         for (&id, key) in found.iter().zip(keys) {
-            match self.hold_hit(id, &key, &mut credits, &mut buried) {
+            match self.hold_hit(id, &key, &mut credits, &mut vacated) {
                 Ok(true) => hits += 1,
                 Ok(false) => break,
                 Err(exhausted) => {
@@ -102,7 +82,7 @@ impl<M: Mode> BlockPool<M> {
                 }
             }
         }
-        drop(buried);
+        drop(vacated);
         if let Err(exhausted) = outcome {
             self.credits.give::<M>(credits + num_new);
             let kept = if planted(Fault::KeepHitsOfFailure) {
@@ -125,22 +105,22 @@ impl<M: Mode> BlockPool<M> {
         id: BlockId,
         key: &BlockKey,
         credits: &mut usize,
-        buried: &mut Buried<'_, M>,
+        vacated: &mut Vacated<'_, M>,
     ) -> Result<bool, Exhausted> {
         loop {
             match self.block(id).transition_to_touched::<M>(*credits > 0) {
-                Touch::Shared => break,
-                Touch::Unqueued(place) => {
+                Hold::Shared => break,
+                Hold::TakenFromLine(place) => {
                     *credits -= 1;
-                    buried.add(place);
+                    vacated.add(place);
                     break;
                 }
                 // It was held when the credits were counted.
-                Touch::NeedsCredit => {
+                Hold::NeedsCredit => {
                     self.credits.take::<M>(1)?;
                     *credits += 1;
                 }
-                Touch::Missed => return Ok(false),
+                Hold::Missed => return Ok(false),
             }
         }
         // Nobody can recycle the block from here on; it may have been before, by another writer.
@@ -157,8 +137,9 @@ impl<M: Mode> BlockPool<M> {
         out.reserve(count);
         while out.len() < end {
             self.take_blank(end, out);
-            self.take_from_ring(Tier::Regular, end, out);
-            self.take_from_ring(Tier::Pinned, end, out);
+            for tier in Tier::ALL {
+                self.take_from_ring(tier, end, out);
+            }
             if out.len() < end {
                 // Credits say that the blocks are there: they moved between two looks.
                 pause();

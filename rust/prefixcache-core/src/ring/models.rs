@@ -4,7 +4,7 @@ use loom::sync::Arc;
 use loom::thread;
 
 use super::*;
-use crate::block::{Content, State, Touch, Unhold};
+use crate::block::{Content, GiveUp, Hold, State};
 use crate::credits::Credits;
 use crate::id::Epoch;
 use crate::sync::{Shared, check, faults};
@@ -28,7 +28,7 @@ impl Line {
             block.write_content(&Content::default(), Epoch::default(), 1);
             assert!(matches!(
                 block.transition_to_unclaimed::<Shared>(true),
-                Unhold::StillHeld
+                GiveUp::StillHeld
             ));
         }
         let ring = Ring::new(Tier::Regular, CAPACITY).unwrap();
@@ -53,9 +53,9 @@ impl Line {
         if early {
             self.ring.fill(ticket, BlockId::new(id));
         }
-        while let Unhold::Last(last) = block.transition_to_one_less_held::<Shared>() {
+        while let GiveUp::LastHolder(last) = block.transition_to_one_less_held::<Shared>() {
             let place = self.ring.place(ticket);
-            if block.transition_to_queued::<Shared>(last, place) == Step::Done {
+            if block.transition_to_queued::<Shared>(last, place) == Transition::Done {
                 if !early {
                     self.ring.fill(ticket, BlockId::new(id));
                 }
@@ -64,13 +64,13 @@ impl Line {
                 break;
             }
         }
-        self.ring.void_rest(tickets);
+        self.ring.leave_empty(tickets);
         true
     }
 
     /// Spends tickets on nothing.
-    fn void(&self, count: usize) {
-        self.ring.void_rest(self.ring.reserve(count));
+    fn skip(&self, count: usize) {
+        self.ring.leave_empty(self.ring.reserve(count));
     }
 
     fn touch(&self, id: u32) -> bool {
@@ -78,12 +78,12 @@ impl Line {
             return false;
         }
         let touch = self.blocks[id as usize].transition_to_touched::<Shared>(true);
-        if let Touch::Unqueued(place) = touch {
-            self.ring.deaths().add(place.ticket);
+        if let Hold::TakenFromLine(place) = touch {
+            self.ring.vacated_slots().add(place.ticket);
         } else {
             self.credits.give::<Shared>(1);
         }
-        touch != Touch::Missed
+        touch != Hold::Missed
     }
 
     fn evict(&self, count: usize) -> Vec<BlockId> {
@@ -95,7 +95,7 @@ impl Line {
         out
     }
 
-    /// At rest: the blocks that are not among `held` are in line, and the deaths are counted.
+    /// At rest: the blocks that are not among `held` are in line, and the vacated slots are counted.
     fn check(&self, held: &[BlockId]) {
         let mut all: Vec<BlockId> = self.ring.walk(&self.blocks).map(|(_, id)| id).collect();
         all.extend(held);
@@ -103,7 +103,7 @@ impl Line {
         let expected: Vec<BlockId> = (1..self.blocks.len() as u32).map(BlockId::new).collect();
         assert_eq!(all, expected, "a block was lost or doubled");
         if !faults::any() {
-            self.ring.check_deaths(&self.blocks).unwrap();
+            self.ring.check_vacated(&self.blocks).unwrap();
         }
     }
 }
@@ -139,11 +139,11 @@ fn release_vs_evict_fails_when_the_slot_comes_before_the_state() {
     faults::check_with(Fault::SlotBeforeState, release_beside_evict);
 }
 
-/// A block dies while its slot is pending; the head passes by the count of deaths, and the slot is
+/// A block leaves while its slot is pending; the head passes by the count of vacated slots, and it is
 /// handed out again in the next lap.
 fn release_beside_touch_and_wrap() {
     let line = Line::new(2);
-    line.void(1);
+    line.skip(1);
     // A credit for the touch, as the one of the release comes only after its slot is written.
     line.credits.give::<Shared>(1);
     let tickets = line.ring.reserve(1);
@@ -154,9 +154,9 @@ fn release_beside_touch_and_wrap() {
     let mut held = Vec::new();
     if line.touch(1) {
         held.push(BlockId::new(1));
-        line.ring.skip_dead(&line.blocks, 2);
+        line.ring.skip_vacant(&line.blocks, 2);
     }
-    line.void(3);
+    line.skip(3);
     if !line.release(2) {
         held.push(BlockId::new(2));
     }
@@ -175,12 +175,12 @@ fn release_vs_touch_vs_wrap_fails_with_blind_stores() {
     faults::check_with(Fault::BlindSlotStore, release_beside_touch_and_wrap);
 }
 
-/// A cold block holds the head, with dead slots behind it: the compactor moves it while one thread
+/// A cold block holds the head, with vacant slots behind it: the compactor moves it while one thread
 /// takes what it finds and another releases into what gets free.
 fn compact_beside_evict_and_release() {
     let line = Line::new(2);
     assert!(line.release(1));
-    line.void(2);
+    line.skip(2);
     // For the compactor, so that the eviction cannot take it away.
     line.credits.give::<Shared>(1);
     let compacting = {
@@ -191,7 +191,7 @@ fn compact_beside_evict_and_release() {
         let line = line.clone();
         thread::spawn(move || line.release(2))
     };
-    line.ring.skip_dead(&line.blocks, 4);
+    line.ring.skip_vacant(&line.blocks, 4);
     let mut held = line.evict(1);
     if !releasing.join().unwrap() {
         held.push(BlockId::new(2));
@@ -207,25 +207,25 @@ fn compact_vs_evict_vs_wrap() {
 
 #[test]
 #[should_panic(expected = "lost or doubled")]
-fn compact_vs_evict_vs_wrap_fails_when_blocks_move_to_dead_slots() {
-    faults::check_with(Fault::MoveUnrevived, compact_beside_evict_and_release);
+fn compact_vs_evict_vs_wrap_fails_when_blocks_move_to_slots_that_are_not_reopened() {
+    faults::check_with(Fault::MoveUnopened, compact_beside_evict_and_release);
 }
 
-/// The compactor revives a slot in a segment that was all dead, while another thread skips by the
+/// The compactor reopens a slot in a segment that was all vacant, while another thread skips by the
 /// counts and takes what it finds.
 fn compact_beside_skip() {
     let line = Line::new(1);
     assert!(line.release(1));
-    line.void(3);
+    line.skip(3);
     line.credits.give::<Shared>(1);
     let compacting = {
         let line = line.clone();
         thread::spawn(move || line.ring.compact(&line.blocks, &line.credits, 8))
     };
     let mut held = Vec::new();
-    line.ring.skip_dead(&line.blocks, 4);
+    line.ring.skip_vacant(&line.blocks, 4);
     held.extend(line.evict(1));
-    line.ring.skip_dead(&line.blocks, 4);
+    line.ring.skip_vacant(&line.blocks, 4);
     compacting.join().unwrap();
     line.check(&held);
 }
@@ -238,5 +238,5 @@ fn skip_counter_vs_compact() {
 #[test]
 #[should_panic(expected = "lost or doubled")]
 fn skip_counter_vs_compact_fails_when_revivals_are_not_counted() {
-    faults::check_with(Fault::SkipRevived, compact_beside_skip);
+    faults::check_with(Fault::SkipReopened, compact_beside_skip);
 }

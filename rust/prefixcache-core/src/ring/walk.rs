@@ -1,4 +1,4 @@
-//! How the head moves: over what is dead, and never over what is pending (rule 2).
+//! How the head moves: over what is vacant, and never over what is pending (rule 2).
 
 use super::{Ring, Slot};
 use crate::block::Ticket;
@@ -10,7 +10,7 @@ pub(super) struct Walk<'a, M: Mode> {
     start: Ticket,
     at: Ticket,
     tail: Ticket,
-    /// Where the head may go: everything before is dead, and was when it was read.
+    /// Where the head may go: everything before is vacant, and was when it was read.
     edge: Ticket,
     /// Whether nothing before `at` holds the head back.
     clear: bool,
@@ -32,11 +32,11 @@ impl<'a, M: Mode> Walk<'a, M> {
         }
     }
 
-    /// The next slot of a segment that is not dead; [`Self::pass`] goes on behind it.
+    /// The next slot of a segment that is not all vacant; [`Self::pass`] goes on behind it.
     #[inline(always)]
     pub(super) fn next_slot(&mut self) -> Option<(Ticket, Slot)> {
         while self.fresh_segment && self.at.is_before(self.tail) {
-            if !self.ring.segment_is_dead(self.at) {
+            if !self.ring.segment_is_vacant(self.at) {
                 self.fresh_segment = false;
                 break;
             }
@@ -48,7 +48,7 @@ impl<'a, M: Mode> Walk<'a, M> {
             .then(|| (self.at, self.ring.slot(self.at)))
     }
 
-    /// Goes on behind a slot that is dead or was just taken, or, where it is pending, looks beyond.
+    /// Goes on behind a slot that is vacant or was just taken from, or, where it is pending, looks beyond.
     #[inline]
     pub(super) fn pass(&mut self, slot: Slot) {
         if slot == Slot::Pending && !planted(Fault::PassPending) {

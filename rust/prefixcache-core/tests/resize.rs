@@ -1,0 +1,74 @@
+//! What a resize promises beside holders, registrations and other writers.
+
+use std::cell::Cell;
+
+use prefixcache_core::id::{BlockHash, BlockId, GroupId};
+use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
+use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig, Registration};
+
+fn key(content: u8) -> BlockKey {
+    BlockKey::new(BlockHash::from_bytes([content; 32]), GroupId::default())
+}
+
+/// A pool of two blocks, the second of which holds content 1.
+fn pool<M: Mode>() -> (BlockPool<M>, BlockId) {
+    let pool = BlockPool::with_ring_capacity(PoolConfig::new(3), 16).unwrap();
+    let mut blocks = Vec::new();
+    pool.allocate(2, &mut blocks).unwrap();
+    let outcome = pool.register(blocks[1], key(1), pool.epoch());
+    assert_eq!(outcome, Ok(Registration::New));
+    (pool, blocks[1])
+}
+
+/// Takes holds on the block by hits until it can count no more; how many.
+fn hold_fully<M: Mode>(pool: &BlockPool<M>) -> usize {
+    let mut held = Vec::new();
+    let mut holders = 0;
+    while pool.commit([key(1)].into_iter(), 0, &mut held) == Ok(1) {
+        held.clear();
+        holders += 1;
+    }
+    holders
+}
+
+#[test]
+fn a_block_that_can_count_no_more_holders_leaves_the_pool() {
+    let (pool, block) = pool::<Shared>();
+    let holders = hold_fully(&pool);
+    assert_eq!(pool.resize(2), Ok(1));
+    assert_eq!(pool.lookup(&key(1)), None);
+    pool.release(&vec![block; holders]).unwrap();
+    assert_eq!(pool.stats().in_use, 2);
+    pool.release(&[block]).unwrap();
+    assert_eq!(pool.stats().in_use, 1);
+    pool.validate().unwrap();
+}
+
+#[test]
+fn a_block_that_can_count_no_more_holders_is_registered_anew() {
+    let (pool, block) = pool::<SingleWriter>();
+    hold_fully(&pool);
+    pool.clear_index();
+    let outcome = pool.register(block, key(2), pool.epoch());
+    assert_eq!(outcome, Ok(Registration::New));
+    assert_eq!(pool.lookup(&key(2)), Some(block));
+    pool.validate().unwrap();
+}
+
+/// The keys of a commit resize the pool, as another thread might while the commit runs.
+#[test]
+fn a_resize_beside_a_writer_is_refused() {
+    let (pool, block) = pool::<Shared>();
+    let refusals = Cell::new(0);
+    let keys = [1].into_iter().map(|content| {
+        let refusal = pool.resize(2).unwrap_err().to_string();
+        assert!(refusal.starts_with("num_blocks cannot change while another thread"));
+        refusals.set(refusals.get() + 1);
+        key(content)
+    });
+    let mut held = Vec::new();
+    assert_eq!(pool.commit(keys, 0, &mut held), Ok(1));
+    assert!(refusals.get() > 0 && held == [block]);
+    assert_eq!(pool.resize(2), Ok(1));
+    pool.validate().unwrap();
+}

@@ -7,10 +7,10 @@ use libfuzzer_sys::fuzz_target;
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{ChainConfig, Scope};
-use prefixcache_core::plain::PlainPool;
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockStore, PoolConfig};
+use prefixcache_oracle::plain::PlainPool;
 
 const BLOCK_SIZE: usize = 4;
 

@@ -7,9 +7,9 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use prefixcache_core::differential::{assert_conserves, assert_same_as_plain, config};
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::store::FreeOrder;
+use prefixcache_oracle::differential::{assert_conserves, assert_same_as_plain, config};
 
 const LONG_RING: usize = 256;
 const SHORT_RING: usize = 8;

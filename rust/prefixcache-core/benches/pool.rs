@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
-use prefixcache_core::plain::PlainPool;
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig};
+use prefixcache_oracle::plain::PlainPool;
 
 /// Blocks of one request: a prompt of 32k tokens.
 const REQUEST: usize = 2048;

@@ -8,16 +8,12 @@ mod block;
 pub mod cache;
 mod compactor;
 mod credits;
-#[cfg(any(test, fuzzing, feature = "oracle"))]
-pub mod differential;
 pub mod error;
 mod free_stack;
 pub mod groups;
 pub mod hash;
 pub mod id;
 mod index;
-#[cfg(any(test, fuzzing, feature = "oracle"))]
-pub mod plain;
 pub mod pool;
 mod ring;
 pub mod sequence;

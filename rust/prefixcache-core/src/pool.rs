@@ -16,8 +16,8 @@
 //!   while they run, and one block for each `demote`.
 //! * `resize` is refused while another thread is inside a call that changes the pool. Such calls that
 //!   begin beside it wait for its end; lookups do not.
-//! * From one thread the line is exactly that of `PlainPool`. From several,
-//!   each block's history follows the same rules; the line as a whole is only nearly in LRU order.
+//! * From one thread the line is exactly that of the oracle, `prefixcache-oracle`. From several, each
+//!   block's history follows the same rules; the line as a whole is only nearly in LRU order.
 //! * A thread killed in the middle of a call can take the blocks of that call with it.
 //!
 //! # What being lock-free buys, and what it costs
@@ -49,8 +49,6 @@ mod models;
 mod schedules;
 mod size;
 mod take;
-#[cfg(all(test, not(any(loom, shuttle))))]
-mod tests;
 mod writers;
 
 use crate::block::{Block, ByTier, Content, Place, Tier};

@@ -1,6 +1,6 @@
 //! The seam between the cache and its block pool.
 //!
-//! The rules below are those of a pool that one thread drives; `PlainPool`
+//! The rules below are those of a pool that one thread drives; the `PlainPool` of `prefixcache-oracle`
 //! is their obvious form. From several threads each block's history follows the same rules.
 //!
 //! **Free order.** Free blocks stand in one line, handed out from its front: blocks without content

@@ -6,10 +6,10 @@ use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{ChainConfig, Scope};
 use prefixcache_core::id::BlockId;
-use prefixcache_core::plain::PlainPool;
 use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockStore, FreeOrder, PoolConfig};
+use prefixcache_oracle::plain::PlainPool;
 use proptest::collection::vec;
 use proptest::prelude::*;
 

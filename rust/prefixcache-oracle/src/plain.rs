@@ -5,10 +5,10 @@
 
 use std::cell::RefCell;
 
-use crate::error::{Broken, Exhausted, InvalidArgument, Misuse};
-use crate::id::{BlockId, Epoch};
-use crate::stats::StoreStats;
-use crate::store::{BlockKey, BlockStore, FreeOrder, PoolConfig, Registration};
+use prefixcache_core::error::{Broken, Exhausted, InvalidArgument, Misuse};
+use prefixcache_core::id::{BlockId, Epoch};
+use prefixcache_core::stats::StoreStats;
+use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, PoolConfig, Registration};
 
 /// A pool for one owner; its methods take `&self` as [`BlockStore`] asks, and it is not `Sync`.
 #[derive(Debug)]

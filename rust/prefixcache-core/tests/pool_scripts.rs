@@ -1,12 +1,10 @@
 //! One thread: the lock-free pool in both modes against the plain one, step by step.
 
+use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
+use prefixcache_core::store::FreeOrder;
+use prefixcache_oracle::differential::{assert_conserves, assert_same_as_plain, config};
 use proptest::collection::vec;
 use proptest::prelude::*;
-
-use super::{BlockPool, Shared, SingleWriter};
-use crate::differential::{assert_conserves, assert_same_as_plain, config};
-use crate::store::FreeOrder;
-use crate::sync::Mode;
 
 const MAX_BLOCKS: usize = 40;
 

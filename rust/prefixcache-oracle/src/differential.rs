@@ -4,11 +4,10 @@
 
 use std::collections::HashMap;
 
-use crate::id::{BlockHash, BlockId, Epoch, GroupId};
 use crate::plain::PlainPool;
-use crate::pool::BlockPool;
-use crate::store::{BlockKey, BlockStore, FreeOrder, PoolConfig};
-use crate::sync::Mode;
+use prefixcache_core::id::{BlockHash, BlockId, Epoch, GroupId};
+use prefixcache_core::pool::{BlockPool, Mode};
+use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, PoolConfig};
 
 /// Keys that a script can name.
 const KEYS: u8 = 48;

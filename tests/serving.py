@@ -34,12 +34,13 @@ def serve_folder(
     *,
     served: Mapping[str, Any] | None = None,
     access: Mapping[str, Any] | None = None,
+    max_queue: int | None = None,
     **flags: Any,
 ) -> tuple[FastAPI, AsyncEngine]:
     """The application around a real engine; the caller shuts the engine down."""
     options = {"dtype": "float32", "device": "cpu", "num_blocks": 200, "max_num_seqs": 16}
     built = build(config_from_flags(model=str(folder), **options | flags))
-    engine = AsyncEngine(built.engine)
+    engine = AsyncEngine(built.engine, max_queue=max_queue)
     model = {"names": (MODEL,), "tokenizer": built.tokenizer, **(served or {})}
     return create_app(engine, ServedModel(**model), **(access or {})), engine
 

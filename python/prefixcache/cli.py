@@ -178,6 +178,14 @@ def serve(
             help="fcfs serves in order of arrival; priority lets clients choose who is first."
         ),
     ] = "fcfs",
+    max_queue: Annotated[
+        int,
+        typer.Option(
+            help="Most requests that wait; more get a 503 with Retry-After. One with many prompts "
+            "counts once for every --max-num-seqs of them. 0 sets no limit.",
+            min=0,
+        ),
+    ] = 512,
     drain_seconds: Annotated[
         int, typer.Option(help="Time for open answers to end when the server stops.", min=0)
     ] = 10,
@@ -227,6 +235,7 @@ def serve(
             ),
             model_dirs=ModelDirs(allowed_model_dirs or ()),
             priorities=scheduling_policy == "priority",
+            max_queue=max_queue,
             drain_seconds=drain_seconds,
         )
         run_server(lambda: _engine_config(flags), options)

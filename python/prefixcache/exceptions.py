@@ -7,6 +7,7 @@ PrefixCacheError
 │   └── UnsupportedModelError
 ├── ModelLoadError           weights are missing, broken or could not be fetched
 ├── OutOfMemoryError         the asked cache does not fit into memory
+├── QueueFullError           too many requests wait; says when to come again
 ├── EngineHaltedError        the engine is asleep or paused; it can be called back
 └── EngineDeadError          the engine stopped; nothing can be served any more
 """
@@ -48,6 +49,16 @@ class ModelLoadError(PrefixCacheError):
 
 class OutOfMemoryError(PrefixCacheError, MemoryError):
     """The asked cache does not fit into memory."""
+
+
+class QueueFullError(PrefixCacheError, RuntimeError):
+    """Too many requests wait already. Come again in `retry_after` seconds."""
+
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class EngineHaltedError(PrefixCacheError, RuntimeError):

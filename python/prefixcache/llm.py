@@ -89,6 +89,7 @@ class LLM:
         self._engine = built.engine
         self._tokenizer = built.tokenizer
         self._numbers = itertools.count()
+        self._calls = itertools.count()
 
     @property
     def max_model_len(self) -> int:
@@ -115,7 +116,10 @@ class LLM:
         params = _for_each(sampling_params or SamplingParams(), len(many), "sampling_params")
         priorities = _for_each(0 if priority is None else priority, len(many), "priority")
         options = _for_each(cache_options or CacheOptions(), len(many), "cache_options")
-        jobs = [self._job(*one) for one in zip(many, params, priorities, options, strict=True)]
+        call = f"call-{next(self._calls)}"  # one job: its prompts start in their order
+        jobs = [
+            self._job(call, *one) for one in zip(many, params, priorities, options, strict=True)
+        ]
         self._run(jobs, show_progress=use_tqdm)
         return [job.result for job in jobs]
 
@@ -242,7 +246,12 @@ class LLM:
         )
 
     def _job(
-        self, prompt: Prompt, params: SamplingParams, priority: int, cache: CacheOptions
+        self,
+        call: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        cache: CacheOptions,
     ) -> _Job:
         text, token_ids = self._encode(prompt)
         number = str(next(self._numbers))
@@ -254,6 +263,7 @@ class LLM:
                 cache=cache,
                 priority=priority,
                 arrival_time=time.monotonic(),
+                job_id=call,
             )
             for choice in range(params.n)
         ]

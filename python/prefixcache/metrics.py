@@ -71,6 +71,7 @@ class Metrics(Collector):
         self._gauges = gauges
         self.prompt_tokens = 0
         self.generation_tokens = 0
+        self.queue_full_refusals = 0
         self.finished: Counter[FinishReason] = Counter()
         self.time_to_first_token = Histogram(_SECONDS)
         self.inter_token_latency = Histogram(_SECONDS)
@@ -94,6 +95,7 @@ class Metrics(Collector):
             ("generation_tokens", "Tokens generated.", self.generation_tokens),
             ("prefix_cache_queries", "Tokens looked up.", gauges.num_queried_tokens),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", gauges.num_hit_tokens),
+            ("queue_full_refusals", "Refused: too many waited.", self.queue_full_refusals),
             ("in_flight_waits", "Waits for another's blocks.", gauges.num_in_flight_waits),
         )
         for name, documentation, value in counters:

@@ -61,7 +61,9 @@ class Request:
     """One sequence to generate: immutable input. `n` choices are `n` requests.
 
     A lower `priority` value is served earlier, as in vLLM. `arrival_time` is in seconds of
-    `time.monotonic`. Raises `InvalidRequestError` for either that has no place in an order.
+    `time.monotonic`. Requests of one `job_id` came together: jobs take turns, and without an id a
+    request is a job of its own. Raises `InvalidRequestError` for a priority or a time that has no
+    place in an order.
     """
 
     request_id: str
@@ -70,12 +72,18 @@ class Request:
     cache: CacheOptions = field(default_factory=CacheOptions)
     priority: int = 0
     arrival_time: float = 0.0
+    job_id: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("priority", "arrival_time"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or value != value:
                 raise InvalidRequestError(f"{name} must be a number, got {value!r}.", param=name)
+
+    @property
+    def job(self) -> str:
+        """The id of the job that the request belongs to."""
+        return self.job_id or self.request_id
 
 
 @dataclass(frozen=True, slots=True)

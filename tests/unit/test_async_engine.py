@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import queue
 import threading
@@ -15,7 +16,7 @@ import pytest
 from fake_engine import make_engine, make_request
 from fake_runner import StepGate, answer_alone
 from prefixcache.engine.async_engine import AsyncEngine
-from prefixcache.exceptions import EngineDeadError, InvalidRequestError
+from prefixcache.exceptions import EngineDeadError, InvalidRequestError, QueueFullError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.request import Request, RequestOutput
 
@@ -25,10 +26,10 @@ PROMPT = [1, 2, 3, 4, 5]
 class Served:
     """An `AsyncEngine`, its parts, and a gate that can hold the runner."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, max_queue: int | None = None, **options: Any) -> None:
         engine, self.runner, self.cache = make_engine(**options)
         self.gate = StepGate(self.runner)
-        self.engine = AsyncEngine(engine)
+        self.engine = AsyncEngine(engine, max_queue=max_queue)
 
 
 Make = Callable[..., Served]
@@ -193,6 +194,70 @@ async def test_commands_run_between_steps(serve: Make) -> None:
     outputs = await collect(served.engine, make_request("b", range(17)))
     assert outputs[0].num_cached_tokens == 0
     assert (await served.engine.stats())["hits"] == 0
+
+
+def ask(name: str, job: str | None = None) -> Request:
+    return dataclasses.replace(make_request(name), job_id=job)
+
+
+async def test_a_full_queue_refuses_and_says_when_to_come_again(serve: Make) -> None:
+    served = serve(max_queue=2, max_num_seqs=1)
+    running = await start_held(served)
+    waiting = [
+        asyncio.create_task(collect(served.engine, ask("b"))),
+        asyncio.create_task(collect(served.engine, ask("c"))),
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFullError, match=r"2 requests wait already.*holds 2") as caught:
+        served.engine.generate(ask("d"))
+    assert 1 <= caught.value.retry_after <= 60
+    metrics = served.engine.metrics.registry
+    assert metrics.get_sample_value("prefixcache:queue_full_refusals_total") == 1
+    served.gate.open()
+    for answer in await asyncio.gather(running, *waiting):
+        assert answer[-1].finish_reason == "length"
+    assert (await collect(served.engine, ask("d")))[-1].finished
+
+
+async def test_a_burst_between_two_steps_is_bounded_too(serve: Make) -> None:
+    served = serve(max_queue=3)
+    running = await start_held(served)
+    streams = [served.engine.generate(ask(f"first {number}")) for number in range(3)]
+    for number in range(7):
+        with pytest.raises(QueueFullError):
+            served.engine.generate(ask(f"later {number}"))
+    del streams
+    served.gate.open()
+    await running
+
+
+async def test_streams_that_nobody_reads_give_their_place_up(serve: Make) -> None:
+    served = serve(max_queue=1)
+    for number in range(5):
+        served.engine.generate(ask(f"dropped {number}"))
+    assert (await collect(served.engine, ask("read")))[-1].finished
+
+
+async def test_requests_of_a_job_that_waits_join_it(serve: Make) -> None:
+    served = serve(max_queue=1, max_num_seqs=1)
+    running = await start_held(served)
+    streams = [served.engine.generate(ask(str(number), "job")) for number in range(5)]
+    with pytest.raises(QueueFullError):
+        served.engine.generate(ask("other"))
+    served.gate.open()
+    for stream in streams:
+        assert [output async for output in stream][-1].finish_reason == "length"
+    await running
+
+
+async def test_a_refused_add_gives_its_place_up(serve: Make) -> None:
+    served = serve(max_queue=1)
+    first = served.engine.generate(make_request("twice", max_tokens=50))
+    await anext(first)
+    with pytest.raises(InvalidRequestError, match="in use"):
+        await collect(served.engine, ask("twice", "another job"))
+    await first.aclose()
+    assert (await collect(served.engine, ask("next")))[-1].finished
 
 
 async def test_looking_does_not_wait_for_a_step(serve: Make) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,10 +15,22 @@ from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestState
 
 
-def state(name: str, serial: int, priority: int = 0, arrival: float = 0.0) -> RequestState:
+class Prompt(list[int]):
+    """Token ids that can be watched."""
+
+    __hash__ = object.__hash__
+
+
+def state(
+    name: str,
+    serial: int,
+    priority: int = 0,
+    arrival: float = 0.0,
+    prompt: Sequence[int] = (1,),
+) -> RequestState:
     request = Request(
         request_id=name,
-        prompt_token_ids=[1],
+        prompt_token_ids=prompt,
         params=SamplingParams(),
         priority=priority,
         arrival_time=arrival,
@@ -70,6 +85,32 @@ def test_a_new_request_with_the_id_of_a_removed_one_is_another_request() -> None
     assert queue.pop() is newcomer
     with pytest.raises(IndexError):
         queue.pop()
+
+
+def test_a_removed_request_leaves_nothing_of_its_prompt() -> None:
+    queue = WaitingQueue()
+    queue.push(state("head", 0))
+    prompts: weakref.WeakSet[Prompt] = weakref.WeakSet()
+    for serial in range(1, 20):
+        prompt = Prompt([serial])
+        prompts.add(prompt)
+        queue.push(state(str(serial), serial, prompt=prompt))
+    del prompt
+    assert len(prompts) == 19
+    for serial in range(1, 20):
+        queue.remove(str(serial))
+    assert not prompts
+    assert drain(queue) == ["head"]
+
+
+def test_removed_requests_do_not_pile_up() -> None:
+    queue = WaitingQueue()
+    queue.push(state("head", 0))
+    for serial in range(1, 5000):
+        queue.push(state("x", serial))
+        queue.remove("x")
+    assert queue.num_entries < 100
+    assert drain(queue) == ["head"]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["push", "pop", "remove"]), st.integers(0, 5))))

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
+import time
+import weakref
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,13 +24,15 @@ from torch import Tensor
 from prefixcache.engine.control import Control, InFlightMode, MemoryTag, SleepMode
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.stats import PrefixCacheStats
-from prefixcache.exceptions import EngineDeadError
+from prefixcache.exceptions import EngineDeadError, QueueFullError
 from prefixcache.metrics import Metrics
 from prefixcache.request import Request, RequestOutput
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_LONGEST_RETRY = 60
+"""Seconds after which a refused client may ask again at the latest."""
 
 
 class _Stream:
@@ -37,9 +42,54 @@ class _Stream:
         self.request_id = request_id
         self.loop = asyncio.get_running_loop()
         self.items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self.begun: float | None = time.monotonic()
 
 
 _Delivery = tuple[_Stream, RequestOutput | Exception]
+
+
+class _QueueBound:
+    """Who may join the queue.
+
+    A job that was let in counts as soon as it is, not when the loop's thread takes it: a burst
+    between two steps is bounded too.
+    """
+
+    def __init__(self, engine: Engine, limit: int | None) -> None:
+        self._engine = engine
+        self._limit = limit
+        self._on_their_way: set[str] = set()
+        self._last_wait = 0.0
+
+    def raise_if_full(self, job: str) -> None:
+        """Raises `QueueFullError` unless the job may join, or has done so before."""
+        if self._limit is None or job in self._on_their_way or self._engine.has_job(job):
+            return
+        length = self._engine.queue_length + len(self._on_their_way)
+        if length >= self._limit:
+            self._engine.metrics.queue_full_refusals += 1
+            raise QueueFullError(
+                f"The server is busy: {length} requests wait already, and the queue holds "
+                f"{self._limit}. Try again later.",
+                retry_after=min(max(math.ceil(self._last_wait), 1), _LONGEST_RETRY),
+            )
+
+    def let_in(self, job: str, outputs: AsyncGenerator[RequestOutput, None]) -> None:
+        """Counts the job until it has arrived, or until a stream that nobody read is dropped."""
+        if self._limit is None:
+            return
+        self._on_their_way.add(job)
+        weakref.finalize(outputs, self.has_arrived, job).atexit = False
+
+    def has_arrived(self, job: str) -> None:
+        """The engine has the job, or nobody ever will."""
+        self._on_their_way.discard(job)
+
+    def observe(self, stream: _Stream) -> None:
+        """Remembers how long the first output of a stream took: others may wait as long."""
+        if stream.begun is not None:
+            self._last_wait = time.monotonic() - stream.begun
+            stream.begun = None
 
 
 class AsyncEngine:
@@ -47,10 +97,14 @@ class AsyncEngine:
 
     Takes the engine over: nobody else may call it afterwards. After `shutdown`, or when the engine
     died, every call raises `EngineDeadError`, and so does every stream that is still open.
+
+    While `max_queue` jobs wait, requests of others are refused (None: never). A job counts once for
+    every `max_num_seqs` of its waiting requests.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, max_queue: int | None = None) -> None:
         self._engine = engine
+        self._queue = _QueueBound(engine, max_queue)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._error: EngineDeadError | None = None
@@ -80,13 +134,16 @@ class AsyncEngine:
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Streams what each step adds to the request; closing the stream aborts the request.
 
-        Raises `InvalidRequestError`, `EngineHaltedError` and `EngineDeadError` at once. The request
-        is handed over when the iteration starts. A stream whose engine dies raises
-        `EngineDeadError`. An output that is `restarted` takes back all before it.
+        Raises `InvalidRequestError`, `QueueFullError`, `EngineHaltedError` and `EngineDeadError` at
+        once. The request is handed over when the iteration starts. A stream whose engine dies
+        raises `EngineDeadError`. An output that is `restarted` takes back all before it.
         """
         self._raise_if_dead()
         self.check(request)
-        return self._outputs(request)
+        self._queue.raise_if_full(request.job)
+        outputs = self._outputs(request)
+        self._queue.let_in(request.job, outputs)
+        return outputs
 
     def probe(self, request: Request) -> int:
         """Tokens of the prompt that are cached now, in full blocks; see `Engine.probe`.
@@ -270,16 +327,16 @@ class AsyncEngine:
         self._deliver_outputs(self._engine.abort(list(self._streams)))
 
     def _add(self, request: Request, stream: _Stream) -> None:
-        if self._error is not None or self._stopping:
-            error = self._error or EngineDeadError("The engine is shutting down.")
-            self._deliver([(stream, error)])
-            return
         try:
+            if self._error is not None or self._stopping:
+                raise self._error or EngineDeadError("The engine is shutting down.")
             self._engine.add_request(request)
         except Exception as error:  # noqa: BLE001 - the caller gets it, and the others go on
             self._deliver([(stream, error)])
         else:
             self._streams[request.request_id] = stream
+        finally:
+            self._queue.has_arrived(request.job)
 
     def _abandon(self, stream: _Stream) -> None:
         """Nobody listens to the stream any more."""
@@ -328,6 +385,7 @@ class AsyncEngine:
             if stream is None:
                 continue
             deliveries.append((stream, output))
+            self._queue.observe(stream)
             if output.finished:
                 del self._streams[output.request_id]
         self._deliver(deliveries)

@@ -128,6 +128,15 @@ class Engine:
         """Whether `step` has something to do, and may do it."""
         return self._scheduler.has_unfinished() and not self.control.is_halted
 
+    @property
+    def queue_length(self) -> int:
+        """Jobs that wait; see `scheduler.jobs`. From any thread."""
+        return self._scheduler.queue_length
+
+    def has_job(self, job: str) -> bool:
+        """Whether a request of the job waits or runs. From any thread."""
+        return self._scheduler.has_job(job)
+
     def check(self, request: Request) -> None:
         """Raises `InvalidRequestError` when the request cannot be served. From any thread.
 

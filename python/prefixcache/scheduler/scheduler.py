@@ -9,6 +9,8 @@ A step may be planned while the one before is under way: its tokens are pending 
 the plan by their places. What depends on which tokens they are waits until they are known: blocks
 are published and requests preempted only then.
 
+Requests start by priority; jobs of the same priority take turns (`jobs.py`).
+
 Nobody starves: the first request in order is never preempted for another one, so it always ends,
 and then another is first.
 """
@@ -29,6 +31,7 @@ from prefixcache.scheduler.admission import Admission, Verdict
 from prefixcache.scheduler.budget import StepBudget, StepTimes
 from prefixcache.scheduler.hit_counter import HitCounter
 from prefixcache.scheduler.in_flight import InFlight
+from prefixcache.scheduler.jobs import Jobs
 from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestState
 from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
@@ -87,6 +90,7 @@ class Scheduler:
             cache, config, self._in_flight, enable_prefix_caching=enable_prefix_caching
         )
         self._states: dict[str, RequestState] = {}
+        self._jobs = Jobs(config.max_num_seqs)
         self._waiting = WaitingQueue()
         self._running: list[RequestState] = []
         self._under_way: deque[list[RequestState]] = deque()
@@ -103,6 +107,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that wait for their start or, preempted, for their return."""
         return len(self._waiting) + (0 if self._in_flight is None else len(self._in_flight))
+
+    @property
+    def queue_length(self) -> int:
+        """Jobs that wait, one of many waiting requests counted several times. From any thread."""
+        return self._jobs.queue_length
 
     @property
     def num_in_flight_waits(self) -> int:
@@ -127,6 +136,10 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._states)
+
+    def has_job(self, job: str) -> bool:
+        """Whether any request of the job waits or runs. From any thread."""
+        return job in self._jobs
 
     def check(self, request: Request) -> None:
         """Raises `RequestTooLargeError` when the request could never be served to its end."""
@@ -159,6 +172,7 @@ class Scheduler:
             end_token_ids=end_token_ids,
         )
         self._cache.start(request)
+        state.turn = self._jobs.add(request)
         self._states[request.request_id] = state
         self._waiting.push(state)
 
@@ -220,7 +234,9 @@ class Scheduler:
         for request_id in known:
             state = self._states.pop(request_id)
             state.has_ended = True
-            if not self._stops_waiting(request_id):
+            waited = self._stops_waiting(request_id)
+            self._jobs.remove(state.request, waited=waited)
+            if not waited:
                 self._running.remove(state)
                 self._withdraw(state)
         if known:
@@ -345,6 +361,7 @@ class Scheduler:
         self._withdraw(state)
         self._cache.release([state.request_id])
         state.restart()
+        self._jobs.put_back(state.request)
         self._waiting.push(state)
         return state
 
@@ -360,6 +377,7 @@ class Scheduler:
             if verdict is not Verdict.STARTED:
                 self._put_aside(state, verdict)
                 continue
+            self._jobs.start(state.request, state.turn)
             bisect.insort(self._running, state, key=lambda running: running.order)
             self._announce(state)
             count = budget.take_chunk(state.num_computed_tokens, state.num_remaining)
@@ -371,6 +389,7 @@ class Scheduler:
             return
         self._refused.append(self._refusal(state, verdict))
         del self._states[state.request_id]
+        self._jobs.remove(state.request, waited=True)
         self._cache.free([state.request_id])
 
     def _refusal(self, state: RequestState, verdict: Verdict) -> Refusal:

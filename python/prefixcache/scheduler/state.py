@@ -12,16 +12,17 @@ from prefixcache.step_plan import SamplingInput, ScheduledSequence, SequenceOutp
 class RequestState:
     """A request in the scheduler: its tokens, and which of them are computed.
 
-    `order` sorts requests: lower priority value first, then the earlier arrival. `end_token_ids`
-    are the ids that end the answer; they may not be sampled before `min_tokens`. `num_tokens`
-    counts the prompt and what was generated, up to `max_num_tokens`. What a planned step computes
-    and samples counts from its planning on: a token is pending until the step's outputs are known.
+    `end_token_ids` are the ids that end the answer; they may not be sampled before `min_tokens`.
+    `num_tokens` counts the prompt and what was generated, up to `max_num_tokens`. What a planned
+    step computes and samples counts from its planning on: a token is pending until the step's
+    outputs are known. `turn` is the round in which its job lets the request start.
     """
 
     __slots__ = (
         "_prompt_length",
         "_sampled_row",
         "_sampling",
+        "_serial",
         "end_token_ids",
         "first_wait_step",
         "has_ended",
@@ -32,10 +33,10 @@ class RequestState:
         "num_published_tokens",
         "num_slots",
         "num_tokens",
-        "order",
         "output_token_ids",
         "request",
         "request_id",
+        "turn",
     )
 
     def __init__(
@@ -51,7 +52,7 @@ class RequestState:
         self.request_id = request.request_id
         self.max_num_tokens = max_num_tokens
         self.has_ended = False
-        self.order = (request.priority, request.arrival_time, serial)
+        self.turn = 0
         self.end_token_ids = end_token_ids
         self.output_token_ids: list[int] = []
         self.num_cached_tokens: int | None = None
@@ -59,6 +60,7 @@ class RequestState:
         self.num_prompt_logprobs = 0
         self._prompt_length = len(request.prompt_token_ids)
         self._sampled_row = 0
+        self._serial = serial
         self._sampling = SamplingInput(
             params=request.params,
             seed=seed,
@@ -66,6 +68,11 @@ class RequestState:
             output_token_ids=self.output_token_ids,
         )
         self.restart()
+
+    @property
+    def order(self) -> tuple[int, int, float, int]:
+        """Sorts requests: lower priority value first, then the earlier turn, then arrival."""
+        return (self.request.priority, self.turn, self.request.arrival_time, self._serial)
 
     @property
     def num_remaining(self) -> int:

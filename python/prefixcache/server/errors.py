@@ -19,12 +19,19 @@ from prefixcache.exceptions import (
     ModelLoadError,
     OutOfMemoryError,
     PrefixCacheError,
+    QueueFullError,
 )
 
 logger = logging.getLogger(__name__)
 
 # Told to clients as 503. What lacks memory or weights here is an engine that could not wake up.
-_UNAVAILABLE = (EngineDeadError, EngineHaltedError, ModelLoadError, OutOfMemoryError)
+_UNAVAILABLE = (
+    EngineDeadError,
+    EngineHaltedError,
+    ModelLoadError,
+    OutOfMemoryError,
+    QueueFullError,
+)
 
 
 class ApiError(PrefixCacheError):
@@ -71,7 +78,10 @@ def error_response(error: Exception, headers: Mapping[str, str] | None = None) -
     status, body = error_body(error)
     if is_unexpected(error):
         logger.error("A request failed.", exc_info=error)
-    return JSONResponse(body, status_code=status, headers=dict(headers or {}))
+    response = JSONResponse(body, status_code=status, headers=dict(headers or {}))
+    if isinstance(error, QueueFullError):
+        response.headers["Retry-After"] = str(error.retry_after)
+    return response
 
 
 def is_unexpected(error: Exception) -> bool:

@@ -139,12 +139,13 @@ class JobMaker:
     ) -> Iterator[Request]:
         limit = self.engine.max_model_len if fit_max_tokens else None
         shared = _shared_options(fields, call.caller)
-        unique = uuid.uuid4().hex[:8]  # clients may send one request id twice
+        job = f"{call.id}-{uuid.uuid4().hex[:8]}"  # clients may send one request id twice
         for prompt_index, prompt in enumerate(prompts):
             fitted = _fitted(params, prompt, limit)
             for choice in range(params.n):
                 yield Request(
-                    request_id=f"{call.id}-{unique}-{prompt_index * params.n + choice}",
+                    request_id=f"{job}-{prompt_index * params.n + choice}",
+                    job_id=job,
                     prompt_token_ids=prompt,
                     params=fitted.for_choice(choice),
                     **shared,

@@ -37,8 +37,9 @@ class ServeOptions:
     """Where and as what a model is served.
 
     `names` replaces the model's own name, `rules` say who may use the server, and `model_dirs`
-    where new weights may come from. `priorities` lets clients choose who is served first. Open
-    answers get `drain_seconds` to end when the server is asked to stop.
+    where new weights may come from. `priorities` lets clients choose who is served first. While
+    `max_queue` requests wait others are refused (0: never). Open answers get `drain_seconds` to end
+    when the server is asked to stop.
     """
 
     host: str = "127.0.0.1"
@@ -47,6 +48,7 @@ class ServeOptions:
     rules: AccessRules = field(default_factory=AccessRules)
     model_dirs: ModelDirs = field(default_factory=ModelDirs)
     priorities: bool = False
+    max_queue: int = 512
     drain_seconds: int = 10
 
     def known_hosts(self) -> tuple[str, ...]:
@@ -72,7 +74,7 @@ def serve(make_config: Callable[[], EngineConfig], options: ServeOptions) -> Non
         config = make_config()
         built = build(config, resolve_model(config.model, config.revision))
         served = _served_model(config, built, options)
-        engine = AsyncEngine(built.engine)
+        engine = AsyncEngine(built.engine, max_queue=options.max_queue or None)
         try:
             rules = replace(options.rules, allowed_hosts=options.known_hosts())
             app = create_app(engine, served, rules=rules, model_dirs=options.model_dirs)

@@ -1,0 +1,73 @@
+"""Requests that came together are a job, and jobs take turns.
+
+The k-th request of a job starts in the k-th round after the job came. Whoever comes with one
+request waits for one or two of every waiting job, not for the thousands that another brought.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from prefixcache.request import Request
+
+
+@dataclass(slots=True)
+class _Job:
+    last_turn: int = 0
+    num_requests: int = 0
+    num_waiting: int = 0
+
+
+class Jobs:
+    """The jobs of the requests that a scheduler has.
+
+    `queue_length` counts the jobs that wait; one with more than `batch_size` waiting requests
+    counts once for every `batch_size` of them.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._jobs: dict[str, _Job] = {}
+        self._rounds: Counter[int] = Counter()
+        self.queue_length = 0
+
+    def __contains__(self, job: str) -> bool:
+        return job in self._jobs
+
+    def add(self, request: Request) -> int:
+        """Lets the request wait; returns its turn, a number that grows with the rounds."""
+        job = self._jobs.setdefault(request.job, _Job())
+        job.last_turn = 1 + max(job.last_turn, self._rounds[request.priority])
+        job.num_requests += 1
+        self._change_waiting(job, 1)
+        return job.last_turn
+
+    def start(self, request: Request, turn: int) -> None:
+        """The request waits no more: its round has begun."""
+        self._rounds[request.priority] = max(self._rounds[request.priority], turn)
+        self._change_waiting(self._jobs[request.job], -1)
+
+    def put_back(self, request: Request) -> None:
+        """A request that has started waits again."""
+        self._change_waiting(self._jobs[request.job], 1)
+
+    def remove(self, request: Request, *, waited: bool) -> None:
+        """The request has ended."""
+        job = self._jobs[request.job]
+        if waited:
+            self._change_waiting(job, -1)
+        job.num_requests -= 1
+        if not job.num_requests:
+            del self._jobs[request.job]
+        if not self._jobs:
+            self._rounds.clear()
+
+    def _change_waiting(self, job: _Job, change: int) -> None:
+        before = self._places(job)
+        job.num_waiting += change
+        self.queue_length += self._places(job) - before
+
+    def _places(self, job: _Job) -> int:
+        """How many a job counts for in the queue."""
+        return -(-job.num_waiting // self._batch_size)

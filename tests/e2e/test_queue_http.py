@@ -1,0 +1,111 @@
+"""What a client sees of the queue: a 503 when it is full, and turns with others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from prefixcache.engine.async_engine import AsyncEngine
+from serving import MODEL, client_of, serve_folder
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+COMPLETION = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async def poll() -> None:
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(poll(), 30)
+
+
+def num_waiting(engine: AsyncEngine) -> float | None:
+    return engine.metrics.registry.get_sample_value("prefixcache:num_requests_waiting")
+
+
+async def answered(responses: Awaitable[list[httpx.Response]]) -> list[int]:
+    return [response.status_code for response in await responses]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
+)
+async def test_a_full_queue_is_a_503_with_retry_after(
+    tiny_checkpoint: Callable[..., Path], path: str, body: dict[str, Any], stream: bool
+) -> None:
+    app, engine = serve_folder(tiny_checkpoint(), max_queue=2)
+    try:
+        async with client_of(app) as client:
+            await engine.pause()
+            waiting = asyncio.gather(
+                *(client.post("/v1/completions", json=COMPLETION) for _ in range(2))
+            )
+            await until(lambda: num_waiting(engine) == 2)
+            refused = await client.post(path, json={**body, "stream": stream})
+            await engine.resume()
+            assert await answered(waiting) == [200, 200]
+            again = await client.post(path, json={**body, "stream": stream})
+    finally:
+        engine.close()
+    assert refused.status_code == 503
+    assert 1 <= int(refused.headers["Retry-After"]) <= 60
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("service_unavailable_error", "queue_full")
+    assert "2 requests wait already" in error["message"]
+    assert again.status_code == 200
+
+
+async def test_a_list_of_prompts_is_let_in_and_counts_by_its_batches(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """20 answers of one request, 8 at a time, take three places of four."""
+    app, engine = serve_folder(tiny_checkpoint(), max_queue=4, max_num_seqs=8)
+    body = {**COMPLETION, "prompt": [[5, 6, n] for n in range(10)], "n": 2, "temperature": 1}
+    try:
+        async with client_of(app) as client:
+            await engine.pause()
+            large = asyncio.create_task(client.post("/v1/completions", json=body))
+            await until(lambda: num_waiting(engine) == 20)
+            small = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
+            await until(lambda: num_waiting(engine) == 21)
+            refused = await client.post("/v1/completions", json=COMPLETION)
+            await engine.resume()
+            answers = await asyncio.gather(large, small)
+    finally:
+        engine.close()
+    assert refused.status_code == 503
+    assert [len(answer.json()["choices"]) for answer in answers] == [20, 1]
+
+
+async def test_one_request_of_many_prompts_takes_turns_with_another(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    app, engine = serve_folder(tiny_checkpoint(), max_num_seqs=2)
+    ends: list[str] = []
+
+    async def ask(client: httpx.AsyncClient, name: str, **fields: Any) -> None:
+        response = await client.post("/v1/completions", json={**COMPLETION, **fields})
+        assert response.status_code == 200
+        ends.append(name)
+
+    try:
+        async with client_of(app) as client:
+            await engine.pause()
+            large = asyncio.create_task(
+                ask(client, "large", prompt=[[5, 6, n] for n in range(60)], max_tokens=8)
+            )
+            await until(lambda: num_waiting(engine) == 60)
+            small = asyncio.create_task(ask(client, "small", max_tokens=1))
+            await until(lambda: num_waiting(engine) == 61)
+            await engine.resume()
+            await asyncio.gather(large, small)
+    finally:
+        engine.close()
+    assert ends == ["small", "large"]

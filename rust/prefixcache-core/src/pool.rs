@@ -243,7 +243,8 @@ impl<M: Mode> BlockStore for BlockPool<M> {
     }
 
     fn expect(&self, key: &BlockKey) {
-        self.index.prefetch(self.index.spot(&Content::from(key)));
+        let spot = self.index.spot(&Content::from(key), self.epoch());
+        self.index.prefetch(spot);
     }
 
     fn register(

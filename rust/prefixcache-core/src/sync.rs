@@ -196,6 +196,10 @@ pub(crate) enum Fault {
     KeepTag,
     /// An insertion counts the buckets that it passed only after its entry stands.
     CountLate,
+    /// A removal empties the entry without looking whether an insertion has taken its place.
+    BlindRemoval,
+    /// An insertion takes the place of an entry and leaves the counts of the buckets that it passed.
+    KeepCounts,
     /// A touch believes the index without looking at the block again.
     SkipRecheck,
     /// A registration takes the epoch of now instead of the one its KV was computed in.

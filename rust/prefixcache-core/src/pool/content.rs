@@ -95,10 +95,10 @@ struct Ahead {
 impl Ahead {
     /// Takes the next keys and fetches their buckets.
     #[inline]
-    fn fill(&mut self, index: &Index, keys: &mut impl Iterator<Item = BlockKey>) {
+    fn fill(&mut self, index: &Index, epoch: Epoch, keys: &mut impl Iterator<Item = BlockKey>) {
         let mut count = 0;
         for (spot, key) in self.spots.iter_mut().zip(keys) {
-            *spot = index.spot(&Content::from(&key));
+            *spot = index.spot(&Content::from(&key), epoch);
             index.prefetch(*spot);
             count += 1;
         }
@@ -145,11 +145,12 @@ impl<M: Mode> BlockPool<M> {
     /// The first registered block that holds `key`.
     #[inline]
     pub(super) fn find(&self, key: &BlockKey) -> Option<BlockId> {
-        let spot = self.index.spot(&Content::from(key));
+        let now = self.now();
+        let spot = self.index.spot(&Content::from(key), now.epoch);
         let found = match self.index.only_candidate(spot) {
             Only::Nothing => None,
-            Only::This(id) => Self::matching(self.now(), id, &Content::from(key)),
-            Only::Unclear => self.find_among_several(self.now(), spot, *key),
+            Only::This(id) => Self::matching(now, id, &Content::from(key)),
+            Only::Unclear => self.find_among_several(now, spot, *key),
         };
         found.map(|found| found.id)
     }
@@ -202,9 +203,9 @@ impl<M: Mode> BlockPool<M> {
         let mut ahead = keys.clone();
         let (mut one, mut other) = (Ahead::default(), Ahead::default());
         let (mut here, mut next) = (&mut one, &mut other);
-        here.fill(&self.index, &mut ahead);
+        here.fill(&self.index, now.epoch, &mut ahead);
         while here.count > 0 {
-            next.fill(&self.index, &mut ahead);
+            next.fill(&self.index, now.epoch, &mut ahead);
             here.look(&self.index, now.blocks);
             for ((only, spot), key) in here.looked_at().zip(&mut keys) {
                 // As in `find`; a function for both costs a twentieth of a long commit.
@@ -301,25 +302,50 @@ impl<M: Mode> BlockPool<M> {
             epoch
         };
         let content = Content::from(key);
-        let spot = self.index.spot(&content);
+        let spot = self.index.spot(&content, epoch);
         let twin = || self.find_at(self.now(), spot, &content, Some(id));
         let early = planted(Fault::LookEarly).then(twin);
         block.write_content(&content, epoch, self.contents.next_seq::<M>());
-        let entered = self.index.insert::<M>(spot, id);
-        if entered {
-            self.contents.count::<M>(epoch, 1);
-        } else {
-            block.erase_content();
-            M::add(&self.counters.drops, 1);
-        }
+        let entered = self.enter_index(id, spot, epoch);
         self.end_claim(id, entered);
-        // Of two threads that register the same content at least one sees the other.
-        M::fence();
         match early.unwrap_or_else(twin) {
             _ if !entered => Registration::Stale,
             Some(other) => Registration::Twin(other.id),
             None => Registration::New,
         }
+    }
+
+    /// Makes the index entry of a claimed block whose content is written, or takes that content back;
+    /// whether the entry stands.
+    fn enter_index(&self, id: BlockId, spot: Spot, epoch: Epoch) -> bool {
+        let room = self
+            .index
+            .insert::<M>(spot, id, |id| self.spot_if_ended(id));
+        if !room {
+            M::add(&self.counters.drops, 1);
+        }
+        // Of two threads that register the same content at least one sees the other.
+        M::fence();
+        // Where the epoch has ended meanwhile, one of the next may have passed the place already.
+        let over = epoch != self.contents.epoch();
+        if room && over {
+            self.index.remove::<M>(spot, id);
+        }
+        let entered = room && !over;
+        if entered {
+            self.contents.count::<M>(epoch, 1);
+        } else {
+            self.block(id).erase_content();
+        }
+        entered
+    }
+
+    /// Where the content that a block's record names belongs, if that content's epoch has ended.
+    fn spot_if_ended(&self, id: BlockId) -> Option<Spot> {
+        let block = self.block(id);
+        let epoch = block.epoch();
+        // The epoch of now is read after the block's, which therefore cannot be a later one.
+        (epoch != self.contents.epoch()).then(|| self.index.spot(&block.content(), epoch))
     }
 
     fn end_claim(&self, id: BlockId, hashed: bool) {
@@ -344,7 +370,7 @@ impl<M: Mode> BlockPool<M> {
         let mut spots = [Spot::default(); FORGET_BATCH];
         for (spot, block) in spots.iter_mut().zip(batch.iter().map(|&id| self.block(id))) {
             if block.seq() != 0 {
-                *spot = self.index.spot(&block.content());
+                *spot = self.index.spot(&block.content(), block.epoch());
                 self.index.prefetch(*spot);
             }
         }
@@ -370,6 +396,7 @@ impl<M: Mode> BlockPool<M> {
             return None;
         }
         block.erase_content();
+        // Content of an ended epoch may have lost its entry to a registration.
         self.index.remove::<M>(spot, id);
         Some(block.epoch())
     }

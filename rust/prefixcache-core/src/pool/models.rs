@@ -236,6 +236,38 @@ fn commit_vs_release_fails_when_a_failed_commit_keeps_its_hits() {
     faults::check_with(Fault::KeepHitsOfFailure, commit_beside_release);
 }
 
+/// The index is full, one of its entries is of an ended epoch, and the block of that one is recycled
+/// while another block is registered, which may take the place of the entry.
+fn recycle_beside_register_after_a_clear() {
+    let pool = pool(3);
+    let old = held(&pool, 1);
+    pool.release(&[old]).unwrap();
+    pool.clear_index();
+    let [one, two] = [2, 3].map(|_| allocate(&pool).unwrap());
+    let put = |block, number| pool.register(block, key(number), pool.epoch()).unwrap();
+    assert_eq!(put(one, 2), Registration::New);
+    let recycling = beside(&pool, allocate);
+    let outcome = put(two, 3);
+    let recycled = recycling.join().unwrap();
+    // One bucket is too small an index to try a place again that was emptied after the first look.
+    let refused = outcome == Registration::Stale && pool.content_drops() == 1;
+    let found = pool.lookup(&key(3)) == Some(two);
+    assert!(found != refused, "content was lost");
+    assert_eq!(pool.lookup(&key(2)), Some(one), "content was lost");
+    check_rest(&pool, &[one, two, recycled.unwrap()]);
+}
+
+#[test]
+fn recycle_vs_register_after_a_clear() {
+    check(recycle_beside_register_after_a_clear);
+}
+
+#[test]
+#[should_panic(expected = "content was lost")]
+fn recycle_vs_register_after_a_clear_fails_with_blind_removals() {
+    faults::check_with(Fault::BlindRemoval, recycle_beside_register_after_a_clear);
+}
+
 /// Two threads register the same content: at least one is told of the other.
 fn two_registrations() {
     let pool = pool(2);

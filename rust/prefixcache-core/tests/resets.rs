@@ -1,0 +1,143 @@
+//! However often the index was cleared, the cache is as good as new: every prompt can be cached, and is
+//! found as quickly as before. PREFIXCACHE_RESETS sets the number of clears (20,000; a million takes
+//! half a minute).
+
+use prefixcache_core::cache::PrefixCache;
+use prefixcache_core::groups::{GroupSpec, Groups};
+use prefixcache_core::hash::{ChainConfig, Scope};
+use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
+use prefixcache_core::sequence::Sequence;
+use prefixcache_core::store::{BlockStore, PoolConfig};
+
+const BLOCK_SIZE: usize = 16;
+
+fn resets() -> usize {
+    let asked = std::env::var("PREFIXCACHE_RESETS").ok();
+    asked.and_then(|asked| asked.parse().ok()).unwrap_or(20_000)
+}
+
+type Cache<M> = PrefixCache<BlockPool<M>>;
+
+fn cache<M: Mode>(num_blocks: usize) -> Cache<M> {
+    let chain = ChainConfig {
+        model: String::new(),
+        revision: String::new(),
+        kv_dtype: String::new(),
+        block_size: BLOCK_SIZE,
+        groups: Groups::new(vec![GroupSpec::FullAttention]).unwrap(),
+    };
+    PrefixCache::new(chain, BlockPool::new(PoolConfig::new(num_blocks)).unwrap()).unwrap()
+}
+
+fn prompt<M: Mode>(cache: &Cache<M>, number: u32, blocks: usize) -> Sequence {
+    let tokens = (0..blocks * BLOCK_SIZE).map(|place| number + place as u32);
+    cache.new_sequence(tokens.collect(), Scope::default(), Vec::new())
+}
+
+/// Takes what hits, computes the rest, and publishes all of it.
+fn serve<M: Mode>(cache: &Cache<M>, sequence: &mut Sequence) {
+    let hits = cache.count_prefix_hits(sequence).unwrap();
+    let rest = sequence.num_tokens() - hits;
+    let plan = cache.commit_prefix_plan(sequence, hits, rest).unwrap();
+    assert_eq!(plan, Some(hits));
+    let all = sequence.num_tokens();
+    cache.mark_blocks_filled(&mut [sequence], &[all]).unwrap();
+}
+
+/// Serves a prompt and finds all of it afterwards.
+fn put<M: Mode>(cache: &Cache<M>, sequence: &mut Sequence) {
+    serve(cache, sequence);
+    cache.release(&mut [sequence]).unwrap();
+    assert_eq!(
+        cache.count_prefix_hits(sequence).unwrap(),
+        sequence.num_tokens(),
+        "a prompt was served and is not cached"
+    );
+}
+
+fn check_good_as_new<M: Mode>(cache: &Cache<M>, hits_by_bisection: bool) {
+    cache.validate().unwrap();
+    assert_eq!(cache.store().content_drops(), 0);
+    assert_eq!(cache.store().evicts_in_order(), hits_by_bisection);
+    // As long as the cache, but for a block.
+    let mut long = prompt(cache, 1 << 20, cache.store().num_blocks() - 1);
+    put(cache, &mut long);
+    cache.validate().unwrap();
+}
+
+fn the_same_prompt_after_every_reset<M: Mode>(num_blocks: usize, by_bisection: bool) {
+    let cache = cache::<M>(num_blocks);
+    let mut same = prompt(&cache, 0, 8);
+    for _ in 0..resets() {
+        assert_eq!(cache.count_prefix_hits(&mut same).unwrap(), 0);
+        put(&cache, &mut same);
+        cache.clear_cache_index();
+    }
+    put(&cache, &mut same);
+    cache.validate().unwrap();
+    check_good_as_new(&cache, by_bisection);
+}
+
+#[test]
+fn the_same_prompt_can_be_cached_after_every_reset() {
+    the_same_prompt_after_every_reset::<SingleWriter>(2048, true);
+    the_same_prompt_after_every_reset::<SingleWriter>(1 << 17, true);
+    the_same_prompt_after_every_reset::<Shared>(2048, false);
+    the_same_prompt_after_every_reset::<Shared>(1 << 17, false);
+}
+
+/// Some prompts of their own and one in a few copies, some of them served across the reset.
+fn mixed_prompts_and_resets<M: Mode>(by_bisection: bool) {
+    let cache = cache::<M>(2048);
+    for round in 0..resets() as u32 / 4 {
+        let mut copies: Vec<Sequence> = (0..3).map(|_| prompt(&cache, 0, 5)).collect();
+        for copy in &mut copies {
+            let plan = cache.commit_prefix_plan(copy, 0, 5 * BLOCK_SIZE);
+            assert_eq!(plan, Ok(Some(0)));
+        }
+        for copy in &mut copies[..2] {
+            cache.mark_blocks_filled(&mut [copy], &[80]).unwrap();
+        }
+        let mut own = prompt(&cache, round % 7 * 1000, 6);
+        put(&cache, &mut own);
+        cache.clear_cache_index();
+        for copy in &mut copies {
+            cache.mark_blocks_filled(&mut [copy], &[80]).unwrap();
+            cache.release(&mut [copy]).unwrap();
+        }
+        put(&cache, &mut own);
+        put(&cache, &mut copies[0]);
+        if round % 512 == 0 {
+            cache.validate().unwrap();
+        }
+    }
+    check_good_as_new(&cache, by_bisection);
+}
+
+#[test]
+fn other_prompts_and_copies_are_cached_after_every_reset() {
+    mixed_prompts_and_resets::<SingleWriter>(true);
+    mixed_prompts_and_resets::<Shared>(false);
+}
+
+/// What was full before a reset makes room for as much after it.
+fn full_pool_and_resets<M: Mode>(by_bisection: bool) {
+    let cache = cache::<M>(1 << 10);
+    for round in 0..resets() as u32 / 256 {
+        for number in 0..8 {
+            put(
+                &cache,
+                &mut prompt(&cache, (round % 3 + number) * 10_000, 120),
+            );
+        }
+        cache.validate().unwrap();
+        cache.clear_cache_index();
+    }
+    check_good_as_new(&cache, by_bisection);
+}
+
+#[test]
+fn a_full_pool_is_cached_anew_after_every_reset() {
+    full_pool_and_resets::<SingleWriter>(true);
+    full_pool_and_resets::<Shared>(false);
+}

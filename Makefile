@@ -10,14 +10,14 @@ RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml C
 FUZZ_SECONDS   ?= 20
 STRESS_SECONDS ?= 20
 SCHEDULES      ?= 200
-WORKERS        ?= 2
+WORKERS        ?= auto
 LONG_CASES     ?= 2000
 LOOM    := RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 SHUTTLE := RUSTFLAGS="--cfg shuttle" CARGO_TARGET_DIR=target/shuttle
 
 # Targets of one line run beside each other, and each prints its output in one piece (GNU make 4).
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
-PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadgroup --durations=10
+PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
 .PHONY: setup setup-dev model serve test test-long test-rust test-python test-wheel format clean
 .PHONY: lint lint-rust lint-python

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from prefixcache._core import PrefixCache
 from reference.cache import ReferenceCache
+from repeatable import bounded
 
 BASES = [[7] * 40, list(range(40))]  # prompts share a prefix of one of these
 SCOPES = [{}] * 6 + [{"cache_salt": ""}, {"lora": ""}]
@@ -262,7 +263,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 CacheMachine.TestCase.settings = settings(
-    max_examples=400,
+    max_examples=bounded(usual=200, long=10_000),
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -24,6 +24,7 @@ from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.state import RequestState
 from prefixcache.step_plan import StepPlan
+from repeatable import bounded
 
 EOS = 3
 BLOCK = 4
@@ -210,7 +211,7 @@ class Run:
                 assert self.ends[name] == ("stop" if alone[-1] in ends else "length")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=bounded(usual=200, long=5_000), deadline=None)
 @given(setup=setups(), work=st.lists(arrivals, min_size=1, max_size=10))
 def test_random_requests_get_their_lone_answers(setup: Setup, work: list[Arrival]) -> None:
     run = Run(setup)
@@ -218,7 +219,7 @@ def test_random_requests_get_their_lone_answers(setup: Setup, work: list[Arrival
     run.check_end()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=bounded(usual=50, long=1_000), deadline=None)
 @given(
     lengths=st.lists(st.integers(8, 20), min_size=3, max_size=5),
     budget=st.integers(6, 40),

@@ -77,11 +77,11 @@ def test_a_pool_has_one_writer_too() -> None:
     assert in_thread(lambda: shared.allocate(1)) == [2]
 
 
-def test_any_thread_writes_to_a_shared_cache() -> None:
+def test_any_thread_writes_to_a_shared_cache(seed: int) -> None:
     cache = PrefixCache(257, BLOCK, threads="shared")
 
-    def work(seed: int) -> None:
-        pick = random.Random(seed)
+    def work(thread: int) -> None:
+        pick = random.Random(seed + thread)
         for _ in range(150):
             publish(cache, [pick.randrange(4)] * pick.randrange(1, 200))
 

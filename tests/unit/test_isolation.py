@@ -81,8 +81,8 @@ def test_hashes_of_old_weights_find_nothing_and_publish_nothing() -> None:
     assert cache.probe(cache.compute_block_hashes(TOKENS)) == 0
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_no_block_is_ever_held_under_two_scopes(seed: int) -> None:
+@pytest.mark.parametrize("turn", range(5))
+def test_no_block_is_ever_held_under_two_scopes(turn: int, seed: int) -> None:
     """Random prompts of few tokens under four scopes, in a pool too small for all."""
     pick = random.Random(seed)
     scopes: list[dict[str, Any]] = [{}, {"cache_salt": ""}, {"cache_salt": "x"}, {"lora": "x"}]

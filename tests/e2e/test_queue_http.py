@@ -1,4 +1,4 @@
-"""What a client sees of the queue: a 503 when it is full, and turns with others."""
+"""What a client sees of the queue: a 503 when it is full; what counts as one in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import httpx
 import pytest
 
 from prefixcache.engine.async_engine import AsyncEngine
-from serving import MODEL, client_of, serve_folder
+from prefixcache.tokenization.tokenizer import Tokenizer
+from serving import MODEL, FakeEngine, client_of, fake_app, says, serve_folder
+from tiny_models import save_tokenizer
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 COMPLETION = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}
@@ -84,28 +86,17 @@ async def test_a_list_of_prompts_is_let_in_and_counts_by_its_batches(
     assert [len(answer.json()["choices"]) for answer in answers] == [20, 1]
 
 
-async def test_one_request_of_many_prompts_takes_turns_with_another(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
-    app, engine = serve_folder(tiny_checkpoint(), max_num_seqs=2)
-    ends: list[str] = []
-
-    async def ask(client: httpx.AsyncClient, name: str, **fields: Any) -> None:
-        response = await client.post("/v1/completions", json={**COMPLETION, **fields})
-        assert response.status_code == 200
-        ends.append(name)
-
-    try:
-        async with client_of(app) as client:
-            await engine.pause()
-            large = asyncio.create_task(
-                ask(client, "large", prompt=[[5, 6, n] for n in range(60)], max_tokens=8)
+async def test_what_came_in_one_body_is_one_job(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    engine = FakeEngine(lambda request: says(request, "x"))
+    app = fake_app(engine, Tokenizer.from_folder(tmp_path))
+    body = {**COMPLETION, "prompt": [[5, 6], [7, 8]], "n": 2, "temperature": 1}
+    async with client_of(app) as client:
+        for _ in range(2):  # the client sends its id twice
+            response = await client.post(
+                "/v1/completions", json=body, headers={"X-Request-Id": "mine"}
             )
-            await until(lambda: num_waiting(engine) == 60)
-            small = asyncio.create_task(ask(client, "small", max_tokens=1))
-            await until(lambda: num_waiting(engine) == 61)
-            await engine.resume()
-            await asyncio.gather(large, small)
-    finally:
-        engine.close()
-    assert ends == ["small", "large"]
+            assert response.status_code == 200
+    jobs = [request.job for request in engine.requests]
+    assert len(set(jobs[:4])) == len(set(jobs[4:])) == 1
+    assert jobs[0] != jobs[4]

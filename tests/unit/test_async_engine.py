@@ -31,6 +31,11 @@ class Served:
         self.gate = StepGate(self.runner)
         self.engine = AsyncEngine(engine, max_queue=max_queue)
 
+    @property
+    def num_waiting(self) -> float | None:
+        registry = self.engine.metrics.registry
+        return registry.get_sample_value("prefixcache:num_requests_waiting")
+
 
 Make = Callable[..., Served]
 
@@ -248,6 +253,24 @@ async def test_requests_of_a_job_that_waits_join_it(serve: Make) -> None:
     for stream in streams:
         assert [output async for output in stream][-1].finish_reason == "length"
     await running
+
+
+async def test_one_job_of_many_requests_takes_turns_with_another(serve: Make) -> None:
+    served = serve(max_num_seqs=2)
+    ended: list[str] = []
+
+    async def run(request: Request) -> None:
+        await collect(served.engine, request)
+        ended.append(request.job)
+
+    await served.engine.pause()
+    large = [asyncio.create_task(run(ask(f"large {n}", "large"))) for n in range(40)]
+    await until(lambda: served.num_waiting == 40)
+    small = asyncio.create_task(run(ask("small")))
+    await until(lambda: served.num_waiting == 41)
+    await served.engine.resume()
+    await asyncio.gather(*large, small)
+    assert ended.index("small") < 4
 
 
 async def test_a_refused_add_gives_its_place_up(serve: Make) -> None:

@@ -327,16 +327,22 @@ class AsyncEngine:
         self._deliver_outputs(self._engine.abort(list(self._streams)))
 
     def _add(self, request: Request, stream: _Stream) -> None:
-        try:
-            if self._error is not None or self._stopping:
-                raise self._error or EngineDeadError("The engine is shutting down.")
-            self._engine.add_request(request)
-        except Exception as error:  # noqa: BLE001 - the caller gets it, and the others go on
-            self._deliver([(stream, error)])
-        else:
+        error = self._try_to_add(request)
+        self._queue.has_arrived(request.job)
+        if error is None:
             self._streams[request.request_id] = stream
-        finally:
-            self._queue.has_arrived(request.job)
+        else:
+            self._deliver([(stream, error)])
+
+    def _try_to_add(self, request: Request) -> Exception | None:
+        """What keeps the request from being served, whatever it is: the others go on."""
+        if self._error is not None or self._stopping:
+            return self._error or EngineDeadError("The engine is shutting down.")
+        try:
+            self._engine.add_request(request)
+        except Exception as error:  # noqa: BLE001 - the caller gets it
+            return error
+        return None
 
     def _abandon(self, stream: _Stream) -> None:
         """Nobody listens to the stream any more."""

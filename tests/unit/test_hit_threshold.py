@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from typing import Any
 
 import pytest
+import torch
 
 from fake_engine import make_engine, make_request
+from fake_memory import NAMES, make_versioned_engine
+from fake_runner import FakeRunner, answer_alone
 from prefixcache.config import SchedulerConfig
+from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import ConfigError, InvalidRequestError
 from prefixcache.request import CacheOptions
 from scheduler_bench import Bench, prompt_of
@@ -91,28 +96,129 @@ def test_a_waiter_is_judged_when_its_wait_ends() -> None:
     assert len(bench.answers["b"]) == 4
 
 
-def test_a_preempted_request_returns_to_its_caller_instead_of_being_recomputed() -> None:
-    bench = Bench(num_blocks=10, max_model_len=36)
-    bench.add("first", prompt_of(8), max_tokens=24)
-    bench.add("second", prompt_of(8, 3), max_tokens=24, cache=CacheOptions(hit_threshold=0.0))
-    bench.step()
-    bench.step()
-    streamed = list(bench.answers["second"])
-    assert streamed
-    bench.run()
-    assert bench.scheduler.num_preemptions > 0
-    assert len(bench.answers["second"]) == 24
+PROMPT = prompt_of(8, 3)
 
+
+def preempted(first_max_tokens: int, threshold: float) -> Bench:
+    """A pool of 36 tokens in which "second", all of whose prompt is cached, makes way for "first".
+
+    "second" has left 16 tokens in full blocks then. "first" recycles most of them where its answer
+    is long.
+    """
     bench = Bench(num_blocks=10, max_model_len=36)
-    bench.add("first", prompt_of(8), max_tokens=24)
-    bench.add("second", prompt_of(8, 3), max_tokens=24)
-    state = bench.scheduler._states["second"]
-    bench.step()
-    object.__setattr__(state.request.cache, "hit_threshold", 1.0)
+    bench.add("warm", PROMPT, max_tokens=1)
     bench.run()
+    bench.add("first", prompt_of(8), max_tokens=first_max_tokens)
+    cache = CacheOptions(hit_threshold=threshold)
+    bench.add("second", PROMPT, max_tokens=24, cache=cache)
+    bench.run()
+    assert bench.scheduler.num_preemptions == 1
+    assert len(bench.answers["first"]) == first_max_tokens
+    return bench
+
+
+@pytest.mark.parametrize("threshold", [0.3, 1.0])
+def test_a_preempted_request_whose_blocks_were_recycled_is_not_recomputed(
+    threshold: float,
+) -> None:
+    bench = preempted(24, threshold)
     assert [r.finish_reason for r in bench.scheduler.take_refused()] == ["cache_threshold"]
-    assert bench.answers["second"][: len(streamed)] == streamed
-    assert 0 < len(bench.answers["second"]) < 24
+    sent = bench.answers["second"]
+    assert len(sent) == 9
+    assert sent == answer_alone(PROMPT, 9)
+    assert bench.cache.num_free_blocks == bench.cache.num_blocks
+
+
+@pytest.mark.parametrize("threshold", [0.3, 1.0])
+def test_a_preempted_request_whose_blocks_are_still_there_goes_on(threshold: float) -> None:
+    bench = preempted(12, threshold)
+    assert not bench.scheduler.take_refused()
+    assert bench.answers["second"] == answer_alone(PROMPT, 24)
+
+
+def test_a_preempted_request_without_a_threshold_is_recomputed() -> None:
+    bench = preempted(24, 0.0)
+    assert not bench.scheduler.take_refused()
+    assert bench.answers["second"] == answer_alone(PROMPT, 24)
+
+
+def test_a_returning_request_needs_no_more_than_its_threshold() -> None:
+    """One of its four blocks is left: a quarter is enough for who asked for a quarter."""
+    bench = preempted(24, 0.25)
+    assert not bench.scheduler.take_refused()
+    assert bench.answers["second"] == answer_alone(PROMPT, 24)
+
+
+def under_way(max_tokens: int = 20, **options: Any) -> tuple[Engine, FakeRunner, list[int]]:
+    """An engine that serves "a", whose prompt was cached and which asks for all of it."""
+    engine, runner, _ = make_versioned_engine(**options)
+    tokens: list[int] = []
+    for threshold, limit in ((0.0, 1), (1.0, max_tokens)):
+        request = dataclasses.replace(
+            make_request("a", PROMPT, max_tokens=limit),
+            cache=CacheOptions(hit_threshold=threshold),
+        )
+        engine.add_request(request)
+        for _ in range(3 if threshold else 1):
+            (output,) = engine.step()
+            tokens += output.token_ids
+    return engine, runner, tokens[1:]
+
+
+def rest(engine: Engine) -> tuple[list[int], str | None]:
+    """What still comes of "a", and how it ends."""
+    tokens: list[int] = []
+    reason = None
+    for _ in range(100):
+        for output in [*engine.take_outputs(), *engine.step()]:
+            tokens += output.token_ids
+            reason = output.finish_reason
+        if not engine.has_unfinished():
+            return tokens, reason
+    raise AssertionError("the loop hangs")
+
+
+def test_after_a_sleep_nothing_is_recomputed_that_asked_not_to_be() -> None:
+    engine, runner, sent = under_way()
+    assert len(sent) == 3
+    engine.control.sleep()
+    engine.control.wake_up()
+    steps = len(runner.plans)
+    assert rest(engine) == ([], "cache_threshold")
+    assert len(runner.plans) == steps
+
+
+def test_after_a_weight_update_nothing_is_recomputed_that_asked_not_to_be() -> None:
+    engine, runner, _ = under_way()
+    steps = len(runner.plans)
+    engine.control.load_state_dict({name: torch.tensor(1) for name in NAMES}, "recompute")
+    (told,) = engine.take_outputs()
+    assert told.restarted, "what was sent is void"
+    assert rest(engine) == ([], "cache_threshold")
+    assert len(runner.plans) == steps
+
+
+def test_a_reset_leaves_a_running_request_alone() -> None:
+    engine, _, sent = under_way()
+    engine.control.reset_prefix_cache()
+    tokens, reason = rest(engine)
+    assert (len(sent + tokens), reason) == (20, "length")
+
+
+def test_after_a_reset_and_a_pause_nothing_is_recomputed_that_asked_not_to_be() -> None:
+    engine, _, _ = under_way()
+    engine.control.reset_prefix_cache()
+    engine.control.pause("recompute")
+    engine.control.resume()
+    assert rest(engine) == ([], "cache_threshold")
+
+
+def test_a_pause_alone_leaves_the_blocks_there() -> None:
+    engine, _, sent = under_way()
+    engine.control.pause("recompute")
+    engine.control.resume()
+    tokens, reason = rest(engine)
+    assert (len(sent + tokens), reason) == (20, "length")
 
 
 def test_the_log_says_ratio_threshold_and_source(caplog: pytest.LogCaptureFixture) -> None:

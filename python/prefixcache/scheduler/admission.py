@@ -81,12 +81,12 @@ class Admission:
         return self._in_flight.must_wait(state, matched)
 
     def _is_below_threshold(self, state: RequestState, matched: int) -> bool:
-        """Compares before the rule that the last token is computed; no tokens make a ratio of 0."""
         own = state.request.cache.hit_threshold
         threshold, source = (self._global_threshold, "global") if own is None else (own, "request")
         if not threshold:
             return False
-        ratio = matched / state.num_tokens if state.num_tokens else 0.0
+        total = self._tokens_to_match(state)
+        ratio = matched / total if total else 0.0
         if ratio >= threshold:
             return False
         self.num_below_threshold[source] += 1
@@ -98,6 +98,16 @@ class Admission:
             threshold,
         )
         return True
+
+    def _tokens_to_match(self, state: RequestState) -> int:
+        """What the threshold is a share of: all tokens of a request that starts.
+
+        Of one that returns, the full blocks that it may have left behind: with all of them there
+        it goes on, whatever the threshold. The KV of its last token was never computed.
+        """
+        if state.num_cached_tokens is None:
+            return state.num_tokens
+        return (state.num_tokens - 1) // self._block_size * self._block_size
 
     def _usable_hits(self, state: RequestState, matched: int) -> int:
         """Hit tokens in whole blocks that leave at least the last token to compute."""

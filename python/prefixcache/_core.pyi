@@ -23,6 +23,9 @@ __all__ = [
     "PrefixCache",
     "RowOps",
     "Sequence",
+    "StopStream",
+    "StopStrings",
+    "parse_json",
 ]
 
 @type_check_only
@@ -467,3 +470,37 @@ class PagedAttention:
         out: int,
     ) -> None:
         """Write the step's keys and values to their slots, then attend; `out` is dense."""
+
+@final
+class StopStrings:
+    """Stop strings as one automaton: looking for a thousand costs what looking for one does."""
+
+    def __new__(cls, stops: _Sequence[str]) -> StopStrings:
+        """ValueError for an empty string."""
+    def stream(self) -> StopStream:
+        """A search in one text; any number may share the automaton."""
+
+@final
+class StopStream:
+    """The search for stop strings in one text that comes in pieces. For one thread at a time."""
+
+    def push(self, text: str) -> tuple[int, int] | None:
+        """The match in `text` that begins first, of several the one listed first.
+
+        Where it begins, in characters from the beginning of `text` (negative when it began in a
+        piece before), and its index among the stop strings.
+        """
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of all pieces that may be the beginning of a stop string."""
+
+def parse_json(text: bytes, *, max_numbers: int, max_others: int) -> Any:
+    """The value of a JSON text in UTF-8, read while the interpreter's other threads run.
+
+    At most `max_numbers` numbers, and `max_others` strings, arrays, objects, constants and keys.
+    Stricter than `json.loads`: no NaN, no infinite number, no lone surrogate, no key twice in one
+    object, 128 levels.
+
+    Raises ValueError with three arguments: the kind ("invalid", "twice", "numbers" or "others"), a
+    message, and the key that came twice or the field under which a limit was passed, or None.
+    """

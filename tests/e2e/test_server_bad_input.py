@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prefixcache.server.body import MAX_BODY_BYTES
+from prefixcache.server import limits
+from prefixcache.server.limits import MAX_BODY_BYTES
 from serving import MODEL, client_of, metric, serve_folder
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -184,7 +185,7 @@ async def test_a_wrong_value_of_a_chat_is_named(client, field, value, told):
         ({"role": "user", "content": 5}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0].type"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
-        ({"role": "user", "content": ["x"]}, "messages[0].content"),
+        ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
         ({"role": "user", "tool_calls": [1]}, "messages[0].tool_calls"),
         ("hi", "messages[0]"),
         ({"role": "user"}, "messages"),
@@ -286,6 +287,47 @@ async def test_a_body_over_the_limit_is_refused_without_being_kept(client):
 )
 async def test_wrong_tokens_are_named(client, path, body, param):
     assert _error(await client.post(path, json=body))["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"stop": ["x"] * 1025}, "stop"),
+        (COMPLETIONS, {"stop": ["x" * 70, *["y" * 70] * 1000]}, "stop"),
+        (CHAT, {"stop": "x" * 70_000}, "stop"),
+        (CHAT, {"stop_token_ids": [5] * 1025}, "stop_token_ids"),
+        (CHAT, {"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias"),
+        (CHAT, {"messages": [GOOD[CHAT]["messages"][0]] * 4097}, "messages"),
+        ("/tokenize", {"messages": [GOOD[CHAT]["messages"][0]] * 4097}, "messages"),
+        (COMPLETIONS, {"cache_salt": "x" * 1025}, "cache_salt"),
+        (COMPLETIONS, {"prompt": [[5]] * 33, "n": 125}, "n"),
+        ("/prefix_cache/probe", {"prompt": [[5]] * 4097}, "prompt"),
+        ("/detokenize", {"tokens": [5] * (2**20 + 1)}, "tokens"),
+        (COMPLETIONS, {"user": [""] * 2**16}, "user"),
+        (CHAT, {"chat_template_kwargs": {str(n): n for n in range(2**16)}}, "chat_template_kwargs"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+async def test_what_is_too_long_is_named_with_its_limit(client, path, fields, param):
+    error = _error(await client.post(path, json=GOOD.get(path, {}) | fields))
+    assert error["param"] == param
+    assert any(number in error["message"] for number in _LIMITS), error["message"]
+
+
+_LIMITS = [str(value) for name, value in vars(limits).items() if name.startswith("MAX_")]
+
+
+async def test_as_much_as_the_limits_allow_is_served(client):
+    body = {
+        "prompt": "hello",
+        "max_tokens": 1,
+        "stop": [f"{number:064}" for number in range(1024)],
+        "stop_token_ids": [5] * 1024,
+        "logit_bias": {str(number): -1 for number in range(383)},
+        "cache_salt": "x" * 1024,
+        "user": [0] * 1_000_000,
+    }
+    assert (await client.post(COMPLETIONS, json=body)).status_code == 200
 
 
 async def test_the_context_length_error_says_both_numbers(client):

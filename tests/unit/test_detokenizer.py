@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from prefixcache.sampling_params import SamplingParams
-from prefixcache.tokenization.detokenizer import IncrementalDetokenizer
+from prefixcache.tokenization.detokenizer import Detokenizers, IncrementalDetokenizer
 from prefixcache.tokenization.tokenizer import Tokenizer
 from tiny_models import EOS, train_tokenizer
 
@@ -148,6 +148,18 @@ def _cut_at_stop(
             stop = stops[order]
             return prefix[: start + len(stop) * include], stop
     return text, None
+
+
+def test_a_thousand_stop_strings_are_looked_for_as_one():
+    stops = tuple(f"stop number {number}!" for number in range(1000))
+    make = Detokenizers(BYTE_LEVEL)
+    streams = [make(SamplingParams(stop=stops)) for _ in range(3)]
+    assert len({id(stream._automaton) for stream in streams}) == 1
+    shown = streams[0].push(BYTE_LEVEL.encode("go on, stop number 99"))
+    assert shown == "go on, "
+    assert streams[0].push(BYTE_LEVEL.encode("9, stop number 42! and on")) == "stop number 999, "
+    assert streams[0].stopped_by == "stop number 42!"
+    assert [stream.stopped_by for stream in streams[1:]] == [None, None]
 
 
 def test_no_part_of_a_stop_string_is_streamed():

@@ -37,7 +37,7 @@ from prefixcache.runner.decoder import Decoder
 from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.step_time import StepTimeModel
-from prefixcache.tokenization.detokenizer import IncrementalDetokenizer
+from prefixcache.tokenization.detokenizer import Detokenizers
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         ),
         cache=cache,
         runner=runner,
-        make_detokenizer=partial(IncrementalDetokenizer, tokenizer),
+        make_detokenizer=Detokenizers(tokenizer),
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids or [*map(int, tokenizer.eos_token_ids)],
         max_model_len=max_model_len,

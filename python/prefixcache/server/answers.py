@@ -11,15 +11,22 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Protocol
 
+from pydantic_core import to_json
+
 from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.server.backend import EngineClient
 from prefixcache.server.errors import ApiError, error_body, is_unexpected
 from prefixcache.server.protocol import StreamOptions
 from prefixcache.server.requests import Job
+from prefixcache.server.workers import Workers
 
 logger = logging.getLogger(__name__)
 
 DONE = "data: [DONE]\n\n"
+
+# Tokens of requests that are checked in one go; a request counts as some beside its prompt.
+_CHECKED_AT_ONCE = 2**14
+_REQUEST_COST = 256
 
 
 @dataclass(slots=True)
@@ -76,20 +83,24 @@ class AnswerForm(Protocol):
         ...
 
 
-async def whole_answer(engine: EngineClient, job: Job, form: AnswerForm) -> dict[str, Any]:
+async def whole_answer(engine: EngineClient, job: Job, form: AnswerForm, workers: Workers) -> bytes:
     """The body of an answer that is not streamed."""
     choices = _new_choices(job)
-    async with aclosing(_merge(_start(engine, job))) as outputs:
+    async with aclosing(_merge(await _start(engine, job))) as outputs:
         async for index, output in outputs:
             choices[index].add(output)
-    return {**form.response(job, choices), "usage": usage(job, choices)}
+
+    def body() -> bytes:
+        return to_json({**form.response(job, choices), "usage": usage(job, choices)})
+
+    return await workers.run(_size(job, choices), body)
 
 
-def streamed_answer(
+async def streamed_answer(
     engine: EngineClient, job: Job, form: AnswerForm, options: StreamOptions | None
 ) -> AsyncGenerator[str, None]:
     """Server-sent events of an answer. What is wrong with the request is raised here, at once."""
-    streams = _start(engine, job)
+    streams = await _start(engine, job)
     return _events(streams, job, form, options or StreamOptions())
 
 
@@ -165,9 +176,23 @@ def _new_choices(job: Job) -> list[Choice]:
     return [Choice(index, length) for index, length in enumerate(lengths)]
 
 
-def _start(engine: EngineClient, job: Job) -> list[AsyncGenerator[RequestOutput, None]]:
-    """All requests are checked before the first one runs."""
-    return [engine.generate(request) for request in job.requests]
+def _size(job: Job, choices: Sequence[Choice]) -> int:
+    """A measure of what writing the answer costs."""
+    most = max(job.params.logprobs or 0, job.params.prompt_logprobs or 0)
+    return sum(choice.num_prompt_tokens + choice.num_tokens for choice in choices) * (1 + most)
+
+
+async def _start(engine: EngineClient, job: Job) -> list[AsyncGenerator[RequestOutput, None]]:
+    """All requests are checked before the first one runs; other clients are served meanwhile."""
+    streams: list[AsyncGenerator[RequestOutput, None]] = []
+    checked = 0
+    for request in job.requests:
+        streams.append(engine.generate(request))
+        checked += len(request.prompt_token_ids) + _REQUEST_COST
+        if checked >= _CHECKED_AT_ONCE:
+            checked = 0
+            await asyncio.sleep(0)
+    return streams
 
 
 async def _merge(

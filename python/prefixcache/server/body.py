@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from asyncio import to_thread
 from http import HTTPStatus
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from prefixcache._core import parse_json
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.server.errors import ApiError
-from prefixcache.server.protocol import RequestFields, invalid_field
+from prefixcache.server.limits import MAX_BODY_BYTES, MAX_NUMBERS, MAX_OTHER_VALUES
+from prefixcache.server.protocol import RequestFields, invalid_field, shortened
 
-MAX_BODY_BYTES = 32 * 2**20
 # What is read and thrown away so that a client that only listens after sending sees the answer.
 _MAX_DRAINED_BYTES = 256 * 2**20
-_LONG_BODY = 2**18
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Fields = TypeVar("Fields", bound=RequestFields)
 
 
-async def read_fields(request: Request, model: type[Fields]) -> Fields:
-    """The body as an instance of `model`. Raises `InvalidRequestError` naming the wrong field."""
-    return parse_fields(await read_body(request), model)
-
-
-async def read_body(request: Request) -> dict[str, Any]:
-    """The body's JSON object. Raises `ApiError` for a body that is too large or no JSON."""
+async def read_body(request: Request) -> bytes:
+    """The body of a request that says it is JSON. Raises `ApiError` for one that is too large."""
     _check_content_type(request)
-    body = await _read(request)
-    return parse_object(body) if len(body) < _LONG_BODY else await to_thread(parse_object, body)
+    return await _read(request)
 
 
 def parse_fields(values: dict[str, Any], model: type[Fields]) -> Fields:
     """A JSON object as an instance of `model`."""
+    model.check_lengths(values)
     try:
         fields = model.model_validate(values)
     except ValidationError as error:
@@ -48,28 +38,18 @@ def parse_fields(values: dict[str, Any], model: type[Fields]) -> Fields:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """A JSON object. Refuses NaN, infinities, duplicate keys and text that is not Unicode."""
+    """A JSON object within the limits.
+
+    Refuses NaN, infinities, duplicate keys and text that is not Unicode. Other threads run
+    meanwhile.
+    """
     try:
-        value = json.loads(
-            body.decode(),
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-            object_pairs_hook=_without_duplicates,
-        )
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(
-            f"The body is not valid UTF-8: byte {error.start}.", code="invalid_json"
-        ) from None
-    except InvalidRequestError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise _not_json(str(error)) from None
+        value = parse_json(body, max_numbers=MAX_NUMBERS, max_others=MAX_OTHER_VALUES)
+    except ValueError as error:
+        raise _refused(*error.args) from None
     if not isinstance(value, dict):
-        raise _not_json("it must be an object")
-    fields = cast("dict[str, Any]", value)
-    if _SURROGATE.search(body):
-        _refuse_surrogates(fields, "")
-    return fields
+        raise _refused("invalid", "it must be an object")
+    return cast("dict[str, Any]", value)
 
 
 def _check_content_type(request: Request) -> None:
@@ -104,46 +84,19 @@ async def _read(request: Request) -> bytes:
     return bytes(kept)
 
 
-def _not_json(reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"The body is not valid JSON: {reason}.", code="invalid_json")
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise _not_json(f"{name} is not a number there")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise _not_json(f"{text[:40]} is out of range")
-    return value
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        seen: set[str] = set()
-        name = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise InvalidRequestError(f"{name!r} appears twice.", param=name, code="invalid_json")
-    return fields
-
-
-def _refuse_surrogates(value: object, path: str) -> None:
-    if isinstance(value, dict):
-        for key, item in cast("dict[str, object]", value).items():
-            _refuse_surrogates(key, path)
-            _refuse_surrogates(item, f"{path}.{key}" if path else key)
-    elif isinstance(value, list):
-        for index, item in enumerate(cast("list[object]", value)):
-            _refuse_surrogates(item, f"{path}[{index}]")
-    elif isinstance(value, str) and not _is_unicode(value):
-        message = f"{path or 'A name'} holds a lone surrogate."
-        raise InvalidRequestError(message, param=path or None, code="invalid_json")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _refused(kind: str, message: str, field: str | None = None) -> InvalidRequestError:
+    if kind == "twice":
+        return InvalidRequestError(f"{message}.", param=field, code="invalid_json")
+    if kind == "invalid":
+        return InvalidRequestError(f"The body is not valid JSON: {message}.", code="invalid_json")
+    limit = (
+        f"{MAX_NUMBERS} numbers"
+        if kind == "numbers"
+        else f"{MAX_OTHER_VALUES} values other than numbers (keys count too)"
+    )
+    place = "" if field is None else f"{shortened(field)}: "
+    return InvalidRequestError(
+        f"{place}a body may hold at most {limit}; send several requests.",
+        param=field,
+        code="too_many_values",
+    )

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.answers import Choice, streamed_answer, whole_answer
-from prefixcache.server.body import read_fields
+from prefixcache.server.body import parse_fields, parse_object, read_body
 from prefixcache.server.context import Call, new_call
 from prefixcache.server.logprobs import chat_logprobs, prompt_logprobs
 from prefixcache.server.protocol import ChatFields, ChatRequest
+from prefixcache.server.rendering import json_response
 from prefixcache.server.requests import Job, JobMaker, check_ids, fields_named, sampling_params
 from prefixcache.server.sse import EventStream, answer_unless_disconnected
+from prefixcache.tokenization.chat import ChatTemplate
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 
@@ -28,36 +30,46 @@ def chat_router(maker: JobMaker) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
-        fields = await read_fields(request, ChatRequest)
+        body = await read_body(request)
+        fields = await maker.workers.run(len(body), partial(_parse, body))
         with fields_named(chat_names(fields)):
-            job = await chat_job(maker, fields, new_call(request, "chatcmpl"))
+            job = await chat_job(maker, fields, len(body), new_call(request, "chatcmpl"))
             form = ChatForm(maker.served.tokenizer, fields)
             if fields.stream:
-                return EventStream(streamed_answer(maker.engine, job, form, fields.stream_options))
-            work = whole_answer(maker.engine, job, form)
-            return JSONResponse(await answer_unless_disconnected(request, work))
+                events = await streamed_answer(maker.engine, job, form, fields.stream_options)
+                return EventStream(events)
+            work = whole_answer(maker.engine, job, form, maker.workers)
+            return json_response(await answer_unless_disconnected(request, work))
 
     return router
 
 
+def _parse(body: bytes) -> ChatRequest:
+    return parse_fields(parse_object(body), ChatRequest)
+
+
 async def chat_prompt(
-    maker: JobMaker, fields: ChatFields, *, add_special_tokens: bool
+    maker: JobMaker, fields: ChatFields, size: int, *, add_special_tokens: bool
 ) -> list[int]:
-    """Token ids of the messages in the model's own form of a chat."""
+    """Token ids of the messages in the model's own form of a chat. `size` is the body's."""
     template = maker.served.tokenizer.chat_template
     if template is None:
         raise InvalidRequestError(
             "This model has no chat template; use /v1/completions.", param="messages"
         )
+    text = await maker.workers.run(size, lambda: _rendered(template, fields))
+    return await maker.encode(text, param="messages", add_special_tokens=add_special_tokens)
+
+
+def _rendered(template: ChatTemplate, fields: ChatFields) -> str:
     continued = bool(fields.continue_final_message)
     prompted = fields.add_generation_prompt
-    text = template.render(
+    return template.render(
         fields.plain_messages(),
         add_generation_prompt=not continued if prompted is None else prompted,
         continue_final_message=continued,
         variables=fields.chat_template_kwargs,
     )
-    return await maker.encode(text, param="messages", add_special_tokens=add_special_tokens)
 
 
 def chat_names(fields: ChatRequest) -> dict[str, str]:
@@ -68,14 +80,17 @@ def chat_names(fields: ChatRequest) -> dict[str, str]:
     return names
 
 
-async def chat_job(maker: JobMaker, fields: ChatRequest, call: Call) -> Job:
-    """The requests of a chat, checked; errors name fields as `chat_names` renames them."""
+async def chat_job(maker: JobMaker, fields: ChatRequest, size: int, call: Call) -> Job:
+    """The requests of a chat, checked; errors name fields as `chat_names` renames them.
+
+    `size` is that of the body.
+    """
     maker.check_model(fields.model)
     params = _params(maker, fields)
     special = fields.add_special_tokens is True
-    prompt = await chat_prompt(maker, fields, add_special_tokens=special)
+    prompt = await chat_prompt(maker, fields, size, add_special_tokens=special)
     given = fields.max_completion_tokens is not None or fields.max_tokens is not None
-    return maker.job(fields, [prompt], params, call=call, fit_max_tokens=not given)
+    return await maker.job(fields, [prompt], params, call=call, fit_max_tokens=not given)
 
 
 def _params(maker: JobMaker, fields: ChatRequest) -> SamplingParams:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.answers import Choice, streamed_answer, whole_answer
-from prefixcache.server.body import read_fields
+from prefixcache.server.body import parse_fields, parse_object, read_body
 from prefixcache.server.context import Call, new_call
 from prefixcache.server.logprobs import ScoredToken, completion_logprobs, prompt_logprobs
 from prefixcache.server.protocol import CompletionRequest
-from prefixcache.server.requests import Job, JobMaker, check_ids, parse_prompts, sampling_params
+from prefixcache.server.rendering import json_response
+from prefixcache.server.requests import (
+    Job,
+    JobMaker,
+    check_ids,
+    check_num_sequences,
+    parse_prompts,
+    sampling_params,
+)
 from prefixcache.server.sse import EventStream, answer_unless_disconnected
 from prefixcache.tokenization.tokenizer import Tokenizer
 
@@ -30,16 +38,23 @@ def completions_router(maker: JobMaker) -> APIRouter:
 
     @router.post("/v1/completions")
     async def create_completion(request: Request) -> Response:
-        fields = await read_fields(request, CompletionRequest)
-        prompts = parse_prompts(fields.prompt)
+        body = await read_body(request)
+        fields, prompts = await maker.workers.run(len(body), partial(parse_completion, body))
         job = await completion_job(maker, fields, prompts, new_call(request, "cmpl"))
         form = CompletionForm(maker.served.tokenizer, fields, prompts)
         if fields.stream:
-            return EventStream(streamed_answer(maker.engine, job, form, fields.stream_options))
-        work = whole_answer(maker.engine, job, form)
-        return JSONResponse(await answer_unless_disconnected(request, work))
+            events = await streamed_answer(maker.engine, job, form, fields.stream_options)
+            return EventStream(events)
+        work = whole_answer(maker.engine, job, form, maker.workers)
+        return json_response(await answer_unless_disconnected(request, work))
 
     return router
+
+
+def parse_completion(body: bytes) -> tuple[CompletionRequest, list[str | list[int]]]:
+    """The fields of a body, and its prompts."""
+    fields = parse_fields(parse_object(body), CompletionRequest)
+    return fields, parse_prompts(fields.prompt)
 
 
 async def completion_job(
@@ -48,14 +63,20 @@ async def completion_job(
     """The requests of a completion, checked."""
     maker.check_model(fields.model)
     params = _params(maker, fields)
-    special = fields.add_special_tokens is not False
-    encoded = [
-        await maker.encode(prompt, param="prompt", add_special_tokens=special)
-        if isinstance(prompt, str)
-        else prompt
-        for prompt in prompts
-    ]
-    return maker.job(fields, encoded, params, call=call, fit_max_tokens=fields.max_tokens is None)
+    check_num_sequences(len(prompts), params.n)
+    encoded = await _encoded(maker, prompts, fields.add_special_tokens is not False)
+    return await maker.job(
+        fields, encoded, params, call=call, fit_max_tokens=fields.max_tokens is None
+    )
+
+
+async def _encoded(
+    maker: JobMaker, prompts: Sequence[str | list[int]], special: bool
+) -> list[list[int]]:
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    encoded = await maker.encode_all(texts, param="prompt", add_special_tokens=special)
+    following = iter(encoded)
+    return [next(following) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def _params(maker: JobMaker, fields: CompletionRequest) -> SamplingParams:

@@ -5,6 +5,7 @@ Options are read from the query string, as vLLM's clients send them, and from a 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from starlette.responses import Response
 from prefixcache.engine.control import InFlightMode, MemoryTag, SleepMode
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.server.backend import EngineClient
-from prefixcache.server.body import Fields, parse_fields, read_body
+from prefixcache.server.body import Fields, parse_fields, parse_object, read_body
 from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.protocol import RequestFields, invalid_field
 
@@ -99,7 +100,7 @@ async def read_options(request: Request, model: type[Fields]) -> Fields:
     """Options of both places; the body's win. Raises `InvalidRequestError` naming a wrong one."""
     given = _query(request, model)
     if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
-        given.update(await read_body(request))
+        given.update(await asyncio.to_thread(parse_object, await read_body(request)))
     return parse_fields(given, model)
 
 

@@ -8,18 +8,25 @@ Where clients have keys, a probe needs a salt: it would tell one client what oth
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 from fastapi import APIRouter, Request
 
 from prefixcache.exceptions import InvalidRequestError
+from prefixcache.request import Request as EngineRequest
 from prefixcache.server.access import Caller
-from prefixcache.server.body import parse_fields, read_body
+from prefixcache.server.body import parse_fields, parse_object, read_body
 from prefixcache.server.chat import chat_job, chat_names
 from prefixcache.server.completions import completion_job
-from prefixcache.server.context import Call, new_call
+from prefixcache.server.context import new_call
 from prefixcache.server.protocol import ChatRequest, CompletionRequest, SamplingFields
 from prefixcache.server.requests import Job, JobMaker, fields_named, parse_prompts
+
+# Prompts looked up in one go; then it is another client's turn.
+_PROMPTS_AT_ONCE = 64
+
+_Parsed = ChatRequest | tuple[CompletionRequest, list[str | list[int]]]
 
 
 def probe_router(maker: JobMaker) -> APIRouter:
@@ -29,25 +36,24 @@ def probe_router(maker: JobMaker) -> APIRouter:
     @router.post("/prefix_cache/probe")
     async def probe_prefix_cache(request: Request) -> dict[str, int]:
         body, call = await read_body(request), new_call(request, "probe")
-        if "messages" in body:
-            return await _probe_chat(maker, body, call)
-        return await _probe_completion(maker, body, call)
+        parsed = await maker.workers.run(len(body), partial(_parse, body))
+        if not isinstance(parsed, ChatRequest):
+            fields, prompts = parsed
+            _check_salt(fields, call.caller)
+            return await _counts(maker, await completion_job(maker, fields, prompts, call))
+        _check_salt(parsed, call.caller)
+        with fields_named(chat_names(parsed)):
+            return await _counts(maker, await chat_job(maker, parsed, len(body), call))
 
     return router
 
 
-async def _probe_chat(maker: JobMaker, body: dict[str, Any], call: Call) -> dict[str, int]:
-    fields = parse_fields(body, ChatRequest)
-    _check_salt(fields, call.caller)
-    with fields_named(chat_names(fields)):
-        return _counts(maker, await chat_job(maker, fields, call))
-
-
-async def _probe_completion(maker: JobMaker, body: dict[str, Any], call: Call) -> dict[str, int]:
-    fields = parse_fields(body, CompletionRequest)
-    _check_salt(fields, call.caller)
-    prompts = parse_prompts(fields.prompt)
-    return _counts(maker, await completion_job(maker, fields, prompts, call))
+def _parse(body: bytes) -> _Parsed:
+    values = parse_object(body)
+    if "messages" in values:
+        return parse_fields(values, ChatRequest)
+    fields = parse_fields(values, CompletionRequest)
+    return fields, parse_prompts(fields.prompt)
 
 
 def _check_salt(fields: SamplingFields, caller: Caller) -> None:
@@ -59,13 +65,28 @@ def _check_salt(fields: SamplingFields, caller: Caller) -> None:
         )
 
 
-def _counts(maker: JobMaker, job: Job) -> dict[str, int]:
+async def _counts(maker: JobMaker, job: Job) -> dict[str, int]:
     """Sums over the prompts, each counted once as in an answer's `usage`.
 
     Prompts of a list are looked up one by one, as if the others were not sent.
     """
     requests = job.requests[:: job.params.n]
+    parts = [
+        requests[begin : begin + _PROMPTS_AT_ONCE]
+        for begin in range(0, len(requests), _PROMPTS_AT_ONCE)
+    ]
     return {
-        "prompt_tokens": sum(len(request.prompt_token_ids) for request in requests),
-        "cached_tokens": sum(map(maker.engine.probe, requests)),
+        "prompt_tokens": sum(map(_length, requests)),
+        "cached_tokens": sum([await _cached(maker, part) for part in parts]),
     }
+
+
+async def _cached(maker: JobMaker, requests: Sequence[EngineRequest]) -> int:
+    def count() -> int:
+        return sum(map(maker.engine.probe, requests))
+
+    return await maker.workers.run(sum(map(_length, requests)), count)
+
+
+def _length(request: EngineRequest) -> int:
+    return len(request.prompt_token_ids)

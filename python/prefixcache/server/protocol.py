@@ -7,11 +7,21 @@ that it is left out. Values are checked where they are used, once for all endpoi
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar
+import reprlib
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from prefixcache.exceptions import InvalidRequestError
+from prefixcache.server.limits import (
+    MAX_LOGIT_BIASES,
+    MAX_MESSAGES,
+    MAX_SALT_CHARACTERS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +41,20 @@ class RequestFields(BaseModel):
     """`no_effect` names fields that change nothing here; `refused` those that would have to.
 
     A refused field may be given with one of the values listed for it, which ask for nothing.
+    `max_lengths` are of lists, objects and strings.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     no_effect: ClassVar[frozenset[str]] = frozenset()
     refused: ClassVar[dict[str, tuple[object, ...]]] = {}
+    max_lengths: ClassVar[dict[str, int]] = {}
+
+    @classmethod
+    def check_lengths(cls, values: Mapping[str, Any]) -> None:
+        """Raises `InvalidRequestError` for a field that is too long, before its items are read."""
+        for name, most in cls.max_lengths.items():
+            _check_length(name, values.get(name), most)
 
     def check_other_fields(self) -> None:
         """Raises `InvalidRequestError` for a field that asks for what is not supported."""
@@ -45,6 +63,16 @@ class RequestFields(BaseModel):
                 _refuse(name, value, self.refused[name])
             elif name not in self.no_effect:
                 logger.debug("Ignored the unknown field %r.", name)
+
+
+def _check_length(name: str, value: object, most: int) -> None:
+    if not isinstance(value, (str, list, dict)):
+        return
+    length, what = len(value), "characters" if isinstance(value, str) else "entries"
+    if length > most:
+        raise InvalidRequestError(
+            f"{name} may have at most {most} {what}, got {length}.", param=name, code="too_long"
+        )
 
 
 def _refuse(name: str, value: object, harmless: tuple[object, ...]) -> None:
@@ -88,6 +116,11 @@ class SamplingFields(RequestFields):
         "truncate_prompt_tokens": (),
         "use_beam_search": (False,),
     }
+    max_lengths: ClassVar[dict[str, int]] = {
+        "cache_salt": MAX_SALT_CHARACTERS,
+        "logit_bias": MAX_LOGIT_BIASES,
+        "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    }
 
     model: str | None = None
     n: int | None = None
@@ -117,6 +150,24 @@ class SamplingFields(RequestFields):
     cache_hit_threshold: float | None = None
     add_special_tokens: bool | None = None
 
+    @classmethod
+    def check_lengths(cls, values: Mapping[str, Any]) -> None:
+        """As for all requests; stop strings have a limit together."""
+        super().check_lengths(values)
+        _check_stops(values.get("stop"))
+
+
+def _check_stops(stop: object) -> None:
+    stops = cast("list[object]", stop) if isinstance(stop, list) else [stop]
+    _check_length("stop", stops, MAX_STOP_STRINGS)
+    characters = sum(len(text) for text in stops if isinstance(text, str))
+    if characters > MAX_STOP_CHARACTERS:
+        raise InvalidRequestError(
+            f"stop may have at most {MAX_STOP_CHARACTERS} characters in all, got {characters}.",
+            param="stop",
+            code="too_long",
+        )
+
 
 class CompletionRequest(SamplingFields):
     """Body of `POST /v1/completions`. `prompt`: text, token ids, or a list of either."""
@@ -138,13 +189,13 @@ class _Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str = Field(min_length=1)
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Any] | None = None
 
 
 class ChatFields(BaseModel):
     """How messages become a prompt."""
 
-    messages: list[_Message] = Field(min_length=1)
+    messages: Annotated[list[_Message], FailFast()] = Field(min_length=1)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -165,10 +216,13 @@ def _plain(message: _Message, index: int) -> dict[str, Any]:
     return {**message.model_dump(exclude={"content"}), "content": content}
 
 
-def _text_of(part: dict[str, Any], field: str) -> str:
+def _text_of(part: object, field: str) -> str:
+    if not isinstance(part, dict):
+        raise InvalidRequestError(f"{field} must be an object, got {_shown(part)}.", param=field)
+    part = cast("dict[str, Any]", part)
     if part.get("type") not in ("text", "input_text"):
         raise InvalidRequestError(
-            f"{field}.type must be 'text', got {part.get('type')!r}.", param=f"{field}.type"
+            f"{field}.type must be 'text', got {_shown(part.get('type'))}.", param=f"{field}.type"
         )
     text = part.get("text")
     if not isinstance(text, str):
@@ -196,6 +250,11 @@ class ChatRequest(SamplingFields, ChatFields):
         "web_search_options": (),
     }
 
+    max_lengths: ClassVar[dict[str, int]] = {
+        **SamplingFields.max_lengths,
+        "messages": MAX_MESSAGES,
+    }
+
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -213,6 +272,8 @@ class TokenizeRequest(RequestFields):
 class TokenizeChatRequest(RequestFields, ChatFields):
     """Body of `POST /tokenize` with `messages`."""
 
+    max_lengths: ClassVar[dict[str, int]] = {"messages": MAX_MESSAGES}
+
     model: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -222,7 +283,7 @@ class DetokenizeRequest(RequestFields):
     """Body of `POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], FailFast()]
 
 
 def invalid_field(error: ValidationError) -> InvalidRequestError:
@@ -230,8 +291,8 @@ def invalid_field(error: ValidationError) -> InvalidRequestError:
     first = error.errors(include_url=False, include_context=False)[0]
     param = _path(first["loc"])
     reason = first["msg"][:1].lower() + first["msg"][1:]
-    got = "" if first["type"] == "missing" else f", got {_shortened(first['input'])}"
-    return InvalidRequestError(f"{param}: {reason}{got}.", param=param)
+    got = "" if first["type"] == "missing" else f", got {_shown(first['input'])}"
+    return InvalidRequestError(f"{shortened(param)}: {reason}{got}.", param=param)
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -246,6 +307,11 @@ def _path(location: tuple[int | str, ...]) -> str:
     return path
 
 
-def _shortened(value: object) -> str:
-    text = repr(value)
+def shortened(text: str) -> str:
+    """At most 60 characters of `text`."""
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _shown(value: object) -> str:
+    """`repr` of at most 60 characters, which reads no more of a long value than it shows."""
+    return shortened(reprlib.repr(value))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, cast
 
 from prefixcache.config import GenerationDefaults
@@ -20,12 +20,16 @@ from prefixcache.server.backend import EngineClient, ServedModel
 from prefixcache.server.context import Call
 from prefixcache.server.defaults import usual_values
 from prefixcache.server.errors import model_not_found
+from prefixcache.server.limits import MAX_SEQUENCES
 from prefixcache.server.protocol import SamplingFields
+from prefixcache.server.workers import Workers
 from prefixcache.tokenization.tokenizer import Tokenizer
 
-MAX_SEQUENCES = 4096
+# Characters that are encoded in one go; then it is another client's turn.
+_SLICE = 2**18
+# What a text or a request costs beside its length, in characters.
+_OVERHEAD = 256
 MAX_PRIORITY = 2**31 - 1
-_LONG_TEXT = 10_000
 
 _PASSED_ON = (
     "n",
@@ -59,10 +63,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobMaker:
-    """Makes jobs for one served model."""
+    """Makes jobs for one served model; `workers` do what takes long."""
 
     engine: EngineClient
     served: ServedModel
+    workers: Workers = dataclasses.field(default_factory=Workers)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer under. Raises `ApiError` (404) when the model is another one."""
@@ -72,12 +77,30 @@ class JobMaker:
         return name or first
 
     async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, off the event loop when it is long.
+        """Token ids of `text`; see `encode_all`."""
+        encoded = await self.encode_all([text], param=param, add_special_tokens=add_special_tokens)
+        return encoded[0]
 
-        Raises `RequestTooLargeError`, without encoding, for a text that can never fit.
+    async def encode_all(
+        self, texts: Sequence[str], *, param: str, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Token ids of `texts`, in turns with other clients when they are long.
+
+        Raises `RequestTooLargeError`, without encoding any, for a text that can never fit.
         """
-        tokenizer, limit = self.served.tokenizer, self.engine.max_model_len
-        least = len(text) // tokenizer.longest_token
+        for text in texts:
+            self._check_can_fit(text, param)
+        encode = partial(
+            self.served.tokenizer.encode_batch, add_special_tokens=add_special_tokens, param=param
+        )
+        encoded: list[list[int]] = []
+        for part in _slices(texts):
+            encoded += await self.workers.run(sum(map(_cost, part)), partial(encode, part))
+        return encoded
+
+    def _check_can_fit(self, text: str, param: str) -> None:
+        limit = self.engine.max_model_len
+        least = len(text) // self.served.tokenizer.longest_token
         if least > limit:
             raise RequestTooLargeError(
                 f"The model's context length is {limit} tokens, but the text of {len(text)} "
@@ -85,13 +108,8 @@ class JobMaker:
                 param=param,
                 code="context_length_exceeded",
             )
-        if len(text) < _LONG_TEXT:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
-        return await asyncio.to_thread(
-            tokenizer.encode, text, add_special_tokens=add_special_tokens, param=param
-        )
 
-    def job(
+    async def job(
         self,
         fields: SamplingFields,
         prompts: Sequence[Sequence[int]],
@@ -100,23 +118,21 @@ class JobMaker:
         call: Call,
         fit_max_tokens: bool,
     ) -> Job:
-        """All requests of one HTTP request.
+        """All requests of one HTTP request, whose number `check_num_sequences` has allowed.
 
         `fit_max_tokens` shortens `params.max_tokens`, when it is a default, to what fits.
         """
         self._check_priority(fields.priority or 0)
-        if len(prompts) * params.n > MAX_SEQUENCES:
-            raise InvalidRequestError(
-                f"{len(prompts)} prompts with n={params.n} are more than {MAX_SEQUENCES} answers.",
-                param="n" if params.n > 1 else "prompt",
-            )
+        make = partial(self._requests, fields, prompts, params, call, fit_max_tokens)
         return Job(
             id=call.id,
             model=self.check_model(fields.model),
             created=int(time.time()),
             prompts=tuple(prompts),
             params=params,
-            requests=tuple(self._requests(fields, prompts, params, call, fit_max_tokens)),
+            requests=await self.workers.run(
+                len(prompts) * params.n * _OVERHEAD, lambda: tuple(make())
+            ),
         )
 
     def _check_priority(self, priority: int) -> None:
@@ -140,14 +156,14 @@ class JobMaker:
         limit = self.engine.max_model_len if fit_max_tokens else None
         shared = _shared_options(fields, call.caller)
         job = f"{call.id}-{uuid.uuid4().hex[:8]}"  # clients may send one request id twice
+        choices = cache(partial(_choices, params))
         for prompt_index, prompt in enumerate(prompts):
-            fitted = _fitted(params, prompt, limit)
-            for choice in range(params.n):
+            for choice, choice_params in enumerate(choices(_max_tokens(params, prompt, limit))):
                 yield Request(
                     request_id=f"{job}-{prompt_index * params.n + choice}",
                     job_id=job,
                     prompt_token_ids=prompt,
-                    params=fitted.for_choice(choice),
+                    params=choice_params,
                     **shared,
                 )
 
@@ -182,6 +198,15 @@ def _check_stream_fields(fields: SamplingFields) -> None:
         raise InvalidRequestError("stream_options needs stream to be true.", param="stream_options")
 
 
+def check_num_sequences(num_prompts: int, n: int) -> None:
+    """Raises `InvalidRequestError` for more answers than one request may ask for."""
+    if num_prompts * n > MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts with n={n} are more than {MAX_SEQUENCES} answers.",
+            param="n" if n > 1 else "prompt",
+        )
+
+
 @contextmanager
 def fields_named(names: Mapping[str, str]) -> Generator[None, None, None]:
     """Renames fields in errors, where an endpoint calls a field by a name of its own."""
@@ -196,7 +221,10 @@ def fields_named(names: Mapping[str, str]) -> Generator[None, None, None]:
 
 
 def parse_prompts(prompt: object) -> list[str | list[int]]:
-    """The prompts of a completion, each as text or as token ids."""
+    """The prompts of a completion, each as text or as token ids.
+
+    Raises `InvalidRequestError` for what is neither, and for too many.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
@@ -204,6 +232,7 @@ def parse_prompts(prompt: object) -> list[str | list[int]]:
     items = cast("list[object]", prompt)
     if _all_ids(items):
         return [cast("list[int]", items)]
+    check_num_sequences(len(items), 1)
     return [_one_prompt(item, index) for index, item in enumerate(items)]
 
 
@@ -246,11 +275,34 @@ def _shared_options(fields: SamplingFields, caller: Caller) -> dict[str, Any]:
     }
 
 
-def _fitted(params: SamplingParams, prompt: Sequence[int], limit: int | None) -> SamplingParams:
+def _max_tokens(params: SamplingParams, prompt: Sequence[int], limit: int | None) -> int | None:
+    """`params.max_tokens`, or what fits behind the prompt where that is less."""
     if limit is None or params.max_tokens is None:
-        return params
-    room = max(limit - len(prompt), 1)
-    return dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
+        return params.max_tokens
+    return min(params.max_tokens, max(limit - len(prompt), 1))
+
+
+def _choices(params: SamplingParams, max_tokens: int | None) -> tuple[SamplingParams, ...]:
+    fitted = dataclasses.replace(params, max_tokens=max_tokens)
+    if params.seed is None:
+        return (fitted.for_choice(0),) * params.n
+    return tuple(fitted.for_choice(choice) for choice in range(params.n))
+
+
+def _cost(text: str) -> int:
+    return len(text) + _OVERHEAD
+
+
+def _slices(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The texts in order, in parts of about `_SLICE` characters."""
+    begin = size = 0
+    for end, text in enumerate(texts, 1):
+        size += _cost(text)
+        if size >= _SLICE:
+            yield texts[begin:end]
+            begin, size = end, 0
+    if begin < len(texts):
+        yield texts[begin:]
 
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:

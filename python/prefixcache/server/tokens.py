@@ -2,49 +2,72 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from fastapi import APIRouter, Request
+from starlette.responses import Response
 
-from prefixcache.server.body import parse_fields, read_body
+from prefixcache.server.body import parse_fields, parse_object, read_body
 from prefixcache.server.chat import chat_prompt
 from prefixcache.server.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from prefixcache.server.rendering import json_response, list_json, text_json
 from prefixcache.server.requests import JobMaker, check_ids
 
 
 def tokens_router(maker: JobMaker) -> APIRouter:
     """The endpoints, for one served model."""
     router = APIRouter()
-    tokenizer = maker.served.tokenizer
+    workers = maker.workers
 
     @router.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         body = await read_body(request)
-        model = TokenizeChatRequest if "messages" in body else TokenizeRequest
-        fields = parse_fields(body, model)
+        fields = await workers.run(len(body), partial(_parse, body))
         maker.check_model(fields.model)
-        ids = await _token_ids(maker, fields)
-        names = [tokenizer.token(token_id) for token_id in ids]
-        return {
-            "count": len(ids),
-            "max_model_len": maker.engine.max_model_len,
-            "tokens": ids,
-            "token_strs": names if fields.return_token_strs else None,
-        }
+        ids = await _token_ids(maker, fields, len(body))
+        told = partial(_told, maker, ids, bool(fields.return_token_strs))
+        return json_response(await workers.run(len(ids), told))
 
     @router.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, str]:
-        fields = parse_fields(await read_body(request), DetokenizeRequest)
-        maker.check_model(fields.model)
-        check_ids(fields.tokens, tokenizer, "tokens")
-        return {"prompt": tokenizer.decode(fields.tokens, skip_special_tokens=False)}
+    async def detokenize(request: Request) -> Response:
+        body = await read_body(request)
+        return json_response(await workers.run(len(body), partial(_text, maker, body)))
 
     return router
 
 
-async def _token_ids(maker: JobMaker, fields: TokenizeRequest | TokenizeChatRequest) -> list[int]:
+def _parse(body: bytes) -> TokenizeRequest | TokenizeChatRequest:
+    values = parse_object(body)
+    if "messages" in values:
+        return parse_fields(values, TokenizeChatRequest)
+    return parse_fields(values, TokenizeRequest)
+
+
+async def _token_ids(
+    maker: JobMaker, fields: TokenizeRequest | TokenizeChatRequest, size: int
+) -> list[int]:
     if isinstance(fields, TokenizeChatRequest):
         special = fields.add_special_tokens is True
-        return await chat_prompt(maker, fields, add_special_tokens=special)
+        return await chat_prompt(maker, fields, size, add_special_tokens=special)
     special = fields.add_special_tokens is not False
     return await maker.encode(fields.prompt, param="prompt", add_special_tokens=special)
+
+
+def _told(maker: JobMaker, ids: list[int], with_names: bool) -> bytes:
+    token = maker.served.tokenizer.token
+    names = list_json([token(token_id) for token_id in ids]) if with_names else b"null"
+    return b'{"count":%d,"max_model_len":%d,"tokens":%b,"token_strs":%b}' % (
+        len(ids),
+        maker.engine.max_model_len,
+        list_json(ids),
+        names,
+    )
+
+
+def _text(maker: JobMaker, body: bytes) -> bytes:
+    fields = parse_fields(parse_object(body), DetokenizeRequest)
+    maker.check_model(fields.model)
+    tokenizer = maker.served.tokenizer
+    check_ids(fields.tokens, tokenizer, "tokens")
+    text = tokenizer.decode_long(fields.tokens, skip_special_tokens=False)
+    return b'{"prompt":%b}' % text_json(text)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
+from prefixcache._core import StopStrings
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.tokenization.tokenizer import Tokenizer
 
@@ -12,18 +14,50 @@ _LONGEST_WAIT = 8
 _LONGEST_TAIL = 3
 
 
+class Detokenizers:
+    """Makes the detokenizers of one tokenizer. For one thread.
+
+    Answers with the same stop strings share their automaton, however many choices a request asks
+    for.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._automatons: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
+
+    def __call__(self, params: SamplingParams) -> IncrementalDetokenizer:
+        """An unused detokenizer."""
+        return IncrementalDetokenizer(self._tokenizer, params, self._automaton(params.stop))
+
+    def _automaton(self, stops: tuple[str, ...]) -> StopStrings | None:
+        if not stops:
+            return None
+        automaton = self._automatons.get(stops)
+        if automaton is None:
+            automaton = self._automatons[stops] = StopStrings(stops)
+        return automaton
+
+
 class IncrementalDetokenizer:
-    """Text of one request, piece by piece.
+    """Text of one request, piece by piece. `stops` may be the automaton of `params.stop`.
 
     The pieces joined are the text that the tokens add behind a prompt: `Tokenizer.decode` of all,
     with a leading space kept, up to a stop string, and less a character that the last token left
     unfinished. How the tokens are split over calls of `push` makes no difference.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams | None = None,
+        stops: StopStrings | None = None,
+    ) -> None:
         params = params or SamplingParams()
         self._characters = _CharacterStream(tokenizer, params.skip_special_tokens)
-        self._stops = _StopStrings(params.stop, params.include_stop_str_in_output)
+        self._automaton = stops or (StopStrings(params.stop) if params.stop else None)
+        self._held = self._automaton and _HeldBack(
+            self._automaton, params.stop, params.include_stop_str_in_output
+        )
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
@@ -31,7 +65,7 @@ class IncrementalDetokenizer:
     @property
     def stopped_by(self) -> str | None:
         """The stop string that ended the text, if one did."""
-        return self._stops.matched
+        return None if self._held is None else self._held.matched
 
     def push(self, token_ids: Sequence[int], *, ended_by_token: bool = False) -> str:
         """New text that is certain after these tokens.
@@ -44,17 +78,17 @@ class IncrementalDetokenizer:
 
     def finish(self) -> str:
         """The text that was held back; call once, when no more tokens come."""
-        rest = self._stops.push(self._characters.finish())
-        return rest + self._stops.finish()
+        rest = self._characters.finish()
+        return rest if self._held is None else self._held.push(rest) + self._held.finish()
 
     def _push_one(self, token_id: int) -> str:
         if self.stopped_by is not None:
             return ""
         self._num_tokens += 1
         text = self._characters.push(token_id)
-        if self._num_tokens <= self._min_tokens:
+        if self._held is None or self._num_tokens <= self._min_tokens:
             return text
-        return self._stops.push(text)
+        return self._held.push(text)
 
 
 class _CharacterStream:
@@ -109,30 +143,29 @@ class _CharacterStream:
         return ""
 
 
-class _StopStrings:
+class _HeldBack:
     """Passes text on until a stop string appears; holds back what may be the start of one."""
 
-    def __init__(self, stops: Sequence[str], include: bool) -> None:
-        self._stops = tuple(stops)
+    def __init__(self, stops: StopStrings, texts: Sequence[str], include: bool) -> None:
+        self._stream = stops.stream()
+        self._texts = texts
         self._include = include
         self._held = ""
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        if not self._stops or self.matched is not None:
-            return "" if self.matched is not None else text
+        if self.matched is not None:
+            return ""
+        before = len(self._held)
         self._held += text
-        found = self._first_match()
+        found = self._stream.push(text)
         if found is not None:
-            return self._end_at(*found)
-        return self._release(len(self._held) - self._possible_start())
+            start, index = found
+            return self._end_at(before + start, self._texts[index])
+        return self._release(len(self._held) - self._stream.num_held)
 
     def finish(self) -> str:
         return self._release(len(self._held))
-
-    def _first_match(self) -> tuple[int, str] | None:
-        hits = [(self._held.find(stop), stop) for stop in self._stops]
-        return min((hit for hit in hits if hit[0] >= 0), key=lambda hit: hit[0], default=None)
 
     def _end_at(self, start: int, stop: str) -> str:
         self.matched = stop
@@ -140,15 +173,6 @@ class _StopStrings:
         self._held = ""
         return text
 
-    def _possible_start(self) -> int:
-        """Length of the longest suffix that is the beginning of a stop string."""
-        return max(_overlap(self._held, stop) for stop in self._stops)
-
     def _release(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]
         return text
-
-
-def _overlap(text: str, stop: str) -> int:
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -81,12 +81,28 @@ class Tokenizer:
 
         Raises `InvalidRequestError` for text that is not valid Unicode (a lone surrogate).
         """
-        check_text(text, param)
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.encode_batch([text], add_special_tokens=add_special_tokens, param=param)[0]
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, param: str = "prompt"
+    ) -> list[list[int]]:
+        """`encode` of every text. The interpreter's other threads run meanwhile."""
+        for text in texts:
+            check_text(text, param)
+        # The backend's `encode` of one text would hold the interpreter until it ends.
+        encoded = self._backend.encode_batch_fast(
+            list(texts), add_special_tokens=add_special_tokens
+        )
+        return [one.ids for one in encoded]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; ids outside the vocabulary add nothing."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def decode_long(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """`decode` that lets the interpreter's other threads run, which makes short ones slower."""
+        # The backend's `decode` holds the interpreter, its `decode_batch` does not.
+        return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token, or None where there is no such token."""

@@ -13,10 +13,12 @@ mod decoder;
 mod detach;
 mod errors;
 mod exclusive;
+mod json;
 mod linear;
 mod prefix_cache;
 mod rowwise;
 mod sequence;
+mod stop_strings;
 mod tokens;
 mod writer;
 
@@ -36,6 +38,8 @@ mod _core {
     #[pymodule_export]
     use crate::decoder::DecoderStack;
     #[pymodule_export]
+    use crate::json::parse_json;
+    #[pymodule_export]
     use crate::linear::PackedLinear;
     #[pymodule_export]
     use crate::prefix_cache::PrefixCache;
@@ -43,4 +47,6 @@ mod _core {
     use crate::rowwise::RowOps;
     #[pymodule_export]
     use crate::sequence::Sequence;
+    #[pymodule_export]
+    use crate::stop_strings::{StopStream, StopStrings};
 }

@@ -1,0 +1,17 @@
+"""What one request may hold: generous for every honest use, and what keeps it from hurting others.
+
+Each is checked before any work that grows with it. docs/server.md lists them.
+"""
+
+from __future__ import annotations
+
+MAX_BODY_BYTES = 32 * 2**20
+MAX_NUMBERS = 2**20
+MAX_OTHER_VALUES = 2**16
+MAX_MESSAGES = 4096
+MAX_SEQUENCES = 4096
+MAX_STOP_STRINGS = 1024
+MAX_STOP_CHARACTERS = 2**16
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
+MAX_SALT_CHARACTERS = 1024

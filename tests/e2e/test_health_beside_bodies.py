@@ -1,0 +1,236 @@
+"""One client's huge body holds nobody up: `/health` of a real process answers beside it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+
+# Seconds, beyond what a process that does nothing else waits for at the same time. A busy machine
+# delays answers now and then, a server that is held up delays them every time: so one try of
+# several must stay below.
+_LONGEST_WAIT = 0.1
+_TRIES = 3
+
+_TEXT = " ".join(["word"] * 600)
+_MILLION = 1_000_000
+
+
+def _completion(**fields: object) -> bytes:
+    return json.dumps({"prompt": "x", "max_tokens": 1, **fields}).encode()
+
+
+def _many_keys(count: int) -> bytes:
+    keys = ",".join(f'"k{number}":0' for number in range(count))
+    return b'{"prompt":"x","max_tokens":1,' + keys.encode() + b"}"
+
+
+def _chat(*messages: object) -> bytes:
+    return json.dumps({"messages": messages, "max_tokens": 1}).encode()
+
+
+# Path, body, status.
+BODIES: dict[str, tuple[str, Callable[[], bytes], int]] = {
+    "10,000 prompts": (
+        "/v1/completions",
+        lambda: _completion(prompt=[_TEXT] * 10_000),
+        400,
+    ),
+    "a million messages": (
+        "/v1/chat/completions",
+        lambda: b'{"messages":[' + b",".join([b'{"role":"user","content":""}'] * _MILLION) + b"]}",
+        400,
+    ),
+    "a million empty objects": (
+        "/v1/chat/completions",
+        lambda: _chat(*[{}] * _MILLION),
+        400,
+    ),
+    "the most messages": (
+        "/v1/chat/completions",
+        lambda: _chat(*[{"role": "user", "content": _TEXT}] * 4096),
+        400,
+    ),
+    "a text of 1.1 MB": (
+        "/v1/completions",
+        lambda: _completion(prompt="the quick brown fox " * 55_000),
+        400,
+    ),
+    "a message of 1.1 MB": (
+        "/v1/chat/completions",
+        lambda: _chat({"role": "user", "content": "the quick brown fox " * 55_000}),
+        400,
+    ),
+    "4,096 prompts to probe": (
+        "/prefix_cache/probe",
+        lambda: _completion(prompt=[_TEXT[:500]] * 4096),
+        200,
+    ),
+    "128 choices of 32 prompts to probe": (
+        "/prefix_cache/probe",
+        lambda: _completion(prompt=[_TEXT] * 32, n=128),
+        200,
+    ),
+    "10 million ids to detokenize": (
+        "/detokenize",
+        lambda: b'{"tokens":[' + b",".join([b"5"] * 10 * _MILLION) + b"]}",
+        400,
+    ),
+    "a million ids to detokenize": (
+        "/detokenize",
+        lambda: json.dumps({"tokens": [100] * _MILLION}).encode(),
+        200,
+    ),
+    "a long text to tokenize": (
+        "/tokenize",
+        lambda: json.dumps({"prompt": _TEXT * 400, "return_token_strs": True}).encode(),
+        200,
+    ),
+    "2.5 million unknown keys": ("/v1/completions", lambda: _many_keys(2_500_000), 400),
+    "the most unknown keys": ("/v1/completions", lambda: _many_keys(60_000), 200),
+    "a million stop strings": (
+        "/v1/completions",
+        lambda: _completion(stop=[f"stop {number}" for number in range(_MILLION)]),
+        400,
+    ),
+    "a million wrong stop strings": (
+        "/v1/completions",
+        lambda: _completion(stop=[0] * _MILLION),
+        400,
+    ),
+    "a million ids that end the answer": (
+        "/v1/completions",
+        lambda: _completion(stop_token_ids=[5] * _MILLION),
+        400,
+    ),
+    "65,000 biases": (
+        "/v1/completions",
+        lambda: _completion(logit_bias={str(number): "x" for number in range(32_000)}),
+        400,
+    ),
+    "30 MB of escapes": (
+        "/v1/completions",
+        lambda: b'{"prompt":"' + b"\\u4e00" * 5_000_000 + b'"}',
+        400,
+    ),
+    "a million token ids": ("/v1/completions", lambda: _completion(prompt=[100] * _MILLION), 400),
+}
+
+
+@pytest.fixture(scope="module")
+def address(
+    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Generator[str, None, None]:
+    folder = tiny_checkpoint(max_position_embeddings=1 << 20)
+    command = [sys.executable, "-m", "prefixcache", "serve", str(folder), "--port", "0"]
+    flags = ["--dtype", "float32", "--num-blocks", "20000"]
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=file)
+    try:
+        yield _address(process)
+        assert "Traceback" not in log.read_text()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _address(process: subprocess.Popen[bytes]) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        found = re.search(rb"http://(127\.0\.0\.1:\d+)", line)
+        if found:
+            return found[1].decode()
+    raise AssertionError("the server ended before it was ready")
+
+
+@pytest.fixture(scope="module")
+def idle_address() -> Generator[str, None, None]:
+    """A server of another process, which shows how long this machine makes anybody wait."""
+    process = subprocess.Popen([sys.executable, "-c", _IDLE_SERVER], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().decode().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+_IDLE_SERVER = """
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+
+server = HTTPServer(("127.0.0.1", 0), Handler)
+print("127.0.0.1:%d" % server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_health_answers_beside(address, idle_address, name):
+    path, make_body, status = BODIES[name]
+    body = make_body()
+    waits: list[float] = []
+    while not waits or (min(waits) > _LONGEST_WAIT and len(waits) < _TRIES):
+        post = _Post(address, path, body)
+        waits.append(_longest_wait(post, address, idle_address))
+        assert post.status == status, post.answer[:500]
+    assert min(waits) <= _LONGEST_WAIT, waits
+
+
+def _wait(connection: http.client.HTTPConnection) -> float:
+    begun = time.perf_counter()
+    connection.request("GET", "/health")
+    response = connection.getresponse()
+    response.read()
+    assert response.status == 200
+    return time.perf_counter() - begun
+
+
+class _Post(threading.Thread):
+    """Sends a body; `status` and `answer` are there once it has ended."""
+
+    def __init__(self, address: str, path: str, body: bytes) -> None:
+        super().__init__()
+        self._connection = http.client.HTTPConnection(address, timeout=150)
+        self._request = (path, body)
+        self.status = 0
+        self.answer = b""
+
+    def run(self) -> None:
+        path, body = self._request
+        self._connection.request("POST", path, body, {"Content-Type": "application/json"})
+        response = self._connection.getresponse()
+        self.status, self.answer = response.status, response.read()
+        self._connection.close()
+
+
+def _longest_wait(post: _Post, address: str, idle_address: str) -> float:
+    """How much longer `/health` lets wait while `post` is answered than the idle server does."""
+    health = http.client.HTTPConnection(address, timeout=150)
+    idle = http.client.HTTPConnection(idle_address, timeout=150)
+    waits, idle_waits = [_wait(health)], [_wait(idle)]
+    post.start()
+    while post.is_alive():
+        waits.append(_wait(health))
+        idle_waits.append(_wait(idle))
+        time.sleep(0.002)
+    health.close()
+    idle.close()
+    return max(waits) - max(idle_waits)

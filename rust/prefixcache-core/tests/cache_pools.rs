@@ -12,6 +12,7 @@ use prefixcache_core::store::{BlockStore, FreeOrder, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
 use proptest::collection::vec;
 use proptest::prelude::*;
+use proptest::test_runner::FileFailurePersistence;
 
 const MAX_BLOCKS: usize = 32;
 const BLOCK_SIZE: usize = 2;
@@ -226,18 +227,18 @@ fn orders() -> impl Strategy<Value = FreeOrder> {
     prop_oneof![Just(FreeOrder::UnhashedFirst), Just(FreeOrder::Append)]
 }
 
-fn cases() -> ProptestConfig {
-    let cases = std::env::var("PROPTEST_CASES")
-        .ok()
-        .and_then(|cases| cases.parse().ok());
+/// PROPTEST_CASES asks for more. A failing case is kept beside this file, and drawn first from then on.
+fn cases(usual: u32) -> ProptestConfig {
+    let asked = std::env::var("PROPTEST_CASES").ok();
     ProptestConfig {
-        cases: cases.unwrap_or(128),
+        cases: asked.and_then(|cases| cases.parse().ok()).unwrap_or(usual),
+        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("regressions"))),
         ..ProptestConfig::default()
     }
 }
 
 proptest! {
-    #![proptest_config(cases())]
+    #![proptest_config(cases(128))]
 
     #[test]
     fn all_pools_answer_alike(groups in 1..3_usize, order in orders(), steps in vec(step(), 1..80)) {

@@ -5,6 +5,7 @@
 //! handed to two writers, shows up as content that is not what the key says. At the end, at rest, every
 //! block must be there once.
 
+use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -148,9 +149,11 @@ impl<M: Mode> World<M> {
     }
 
     fn run(&self, writers: u64, hard: bool, duration: Duration) {
+        let seed = seed();
+        println!("PREFIXCACHE_SEED={seed} repeats the choices, though not the threads' turns");
         std::thread::scope(|scope| {
-            (0..writers).for_each(|writer| drop(scope.spawn(move || self.write(writer, hard))));
-            (2..4).for_each(|prober| drop(scope.spawn(move || self.probe(prober))));
+            (0..writers).for_each(|i| drop(scope.spawn(move || self.write(seed + i, hard))));
+            (2..4).for_each(|i| drop(scope.spawn(move || self.probe(seed + i))));
             let start = Instant::now();
             while start.elapsed() < duration {
                 std::thread::sleep(Duration::from_millis(20));
@@ -180,6 +183,14 @@ impl<M: Mode> World<M> {
             self.pool.content_drops()
         );
     }
+}
+
+/// Another number at each run, or the one that is asked for.
+fn seed() -> u64 {
+    let asked = std::env::var("PREFIXCACHE_SEED").ok();
+    asked
+        .and_then(|seed| seed.parse().ok())
+        .unwrap_or_else(|| RandomState::new().hash_one(()) >> 32)
 }
 
 /// A sixth of the time for each of the six tests.

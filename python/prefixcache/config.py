@@ -22,6 +22,8 @@ Device = Literal["auto", "cpu", "cuda"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 MAX_BLOCK_SIZE = 256
+# What a model's config may count: more than any tensor has in one direction.
+_LARGEST_INTEGER = 2**31 - 1
 _CPU_STEP_MS = 250
 
 _ARCHITECTURES = (
@@ -151,10 +153,10 @@ class ModelConfig:
         """
         if isinstance(source, (str, Path)):
             config_path = _config_path(Path(source))
-            source = _read_json(config_path)
+            source = read_json_object(config_path)
             beside = config_path.with_name("generation_config.json")
             if generation is None and beside.is_file():
-                generation = _read_json(beside)
+                generation = read_json_object(beside)
         return _parse_model(_Fields(source), _Fields(generation or {}))
 
 
@@ -295,8 +297,16 @@ def _check_at_least(name: str, value: object, low: int) -> None:
 
 
 def _check_positive(name: str, value: float) -> None:
-    if isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not is_finite(value) or value <= 0:
         raise ConfigError(f"{name} must be a positive number, got {value!r}.")
+
+
+def is_finite(value: float) -> bool:
+    """Whether a float can hold the number: an integer may be too large for one."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def is_fraction(value: object) -> bool:
@@ -334,14 +344,15 @@ def _config_path(path: Path) -> Path:
     return path / "config.json" if path.is_dir() else path
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A file's JSON object. Raises `ModelLoadError` when it holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"Cannot read {path}: {error}") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"Cannot read {path}: it does not hold a JSON object.")
-    return cast("Mapping[str, Any]", value)
+    return cast("dict[str, Any]", value)
 
 
 class _Fields:
@@ -367,6 +378,8 @@ class _Fields:
             return None
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{name} in the model's config must be an integer, got {value!r}.")
+        if abs(value) > _LARGEST_INTEGER:
+            raise ConfigError(f"{name} in the model's config is out of range.")
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -379,6 +392,8 @@ class _Fields:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ConfigError(f"{name} in the model's config must be a number, got {value!r}.")
+        if not is_finite(value):
+            raise ConfigError(f"{name} in the model's config is out of range.")
         return float(value)
 
     def flag(self, name: str, *, default: bool = False) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from prefixcache.config import is_finite
 from prefixcache.exceptions import InvalidRequestError
 
 MAX_LOGPROBS = 20
+# Beyond these a logit that is divided or multiplied may overflow.
+REPETITION_PENALTIES = (0.01, 100.0)
 _TEMPERATURE_FLOOR = 1e-5
 
 
@@ -49,7 +51,7 @@ class SamplingParams:
         _in_range("min_p", self.min_p, 0.0, 1.0)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _in_range("repetition_penalty", self.repetition_penalty, 0.0, None, open_low=True)
+        _in_range("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTIES)
         _in_range("min_tokens", self.min_tokens, 0, None)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None:
@@ -91,12 +93,15 @@ def _in_range(
     *,
     open_low: bool = False,
 ) -> None:
-    bad = isinstance(value, bool) or not math.isfinite(value)
+    finite = is_finite(value)
+    bad = isinstance(value, bool) or not finite
     bad = bad or (low is not None and (value <= low if open_low else value < low))
     bad = bad or (high is not None and value > high)
     if bad:
         bracket = "(" if open_low else "["
         upper = "infinity" if high is None else high
         raise InvalidRequestError(
-            f"{name} must be a number in {bracket}{low}, {upper}], got {value}.", param=name
+            f"{name} must be a number in {bracket}{low}, {upper}], "
+            f"got {value if finite else 'one that no float holds'}.",
+            param=name,
         )

@@ -154,7 +154,10 @@ async def test_a_broken_path_is_400_and_the_old_weights_serve(
     server: Server, tmp_path: Path
 ) -> None:
     old = await server.text()
-    for path in (tmp_path, tmp_path / "none"):
+    deep = tmp_path / "deep"
+    deep.mkdir()
+    (deep / "config.json").write_text("[" * 100_000)
+    for path in (tmp_path, tmp_path / "none", deep, "x" * 300, "~nobody-on-this-machine"):
         response = await server.post("/update_weights_from_disk", json={"model_path": str(path)})
         error = error_of(response, 400)
         assert (error["type"], error["param"]) == ("invalid_request_error", "model_path")

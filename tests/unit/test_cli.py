@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Generator
@@ -160,3 +161,23 @@ def test_generate_names_a_wrong_option(generate, option):
 def test_download_tells_the_folder(tiny_checkpoint):
     folder = tiny_checkpoint()
     assert _run("download", str(folder)).output.strip() == str(folder)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "generation_config.json"])
+def test_deep_nesting_in_a_model_is_an_error_in_one_line(tiny_checkpoint, tmp_path, file):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint(), folder)
+    (folder / file).write_text("[" * 100_000)
+    result = _run("generate", "hello", "--model", str(folder))
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert file in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "~nobody-on-this-machine"])
+def test_serving_what_is_no_path_is_an_error_in_one_line(name):
+    result = _run("serve", name, "--port", "0")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert "There is no model" in result.stderr

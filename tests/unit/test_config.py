@@ -251,3 +251,28 @@ def test_engine_options_are_checked(arguments: dict[str, Any], named: str) -> No
 def test_reading_a_config_imports_no_torch() -> None:
     code = "import sys, prefixcache.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+_HUGE = 10**310
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": _HUGE},
+        {"vocab_size": 2**40},
+        {"eos_token_id": [-_HUGE]},
+        {"rms_norm_eps": _HUGE},
+        {"rope_theta": _HUGE},
+        {"rope_parameters": {"rope_type": "linear", "factor": _HUGE}},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_numbers_that_nothing_holds_are_named(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="out of range"):
+        ModelConfig.from_hf(llama(**changes))
+
+
+def test_a_number_that_no_float_holds_is_no_share() -> None:
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+        CacheConfig(gpu_memory_utilization=_HUGE)

@@ -251,3 +251,13 @@ def test_the_home_follows_the_platforms_variables(monkeypatch: pytest.MonkeyPatc
     assert cache_home() == Path("/cache/prefixcache")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_home() == Path.home() / ".cache" / "prefixcache"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x" * 300, "/" + "x" * 300, "~nobody-on-this-machine", "~nobody-on-this-machine/m", "a\0b"],
+    ids=lambda name: name[:30],
+)
+def test_a_name_that_is_no_path_is_no_model(name: str) -> None:
+    with pytest.raises(ModelLoadError, match="There is no model"):
+        resolve_model(name)

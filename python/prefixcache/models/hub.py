@@ -66,17 +66,25 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     """
     if name in ALIASES:
         return _from_wheel(name, ALIASES[name])
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return _checked_folder(path)
-    if path.is_file():
-        return _from_gguf(path)
+    path = _local_path(name)
+    if path is not None:
+        return _checked_folder(path) if path.is_dir() else _from_gguf(path)
     if _is_hub_id(name):
         return _from_hub(name, revision)
     raise ModelLoadError(
         f"There is no model {name!r}: not an alias ({', '.join(ALIASES)}), "
         "not a folder, not a GGUF file, not a hub id (owner/name)."
     )
+
+
+def _local_path(name: str) -> Path | None:
+    """The file or folder of that name; None where there is none."""
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError, ValueError) as error:  # too long, an unknown user, a null byte
+        shown = name if len(name) <= 60 else name[:57] + "..."
+        raise ModelLoadError(f"There is no model {shown!r}: {error}") from error
 
 
 def is_downloaded(alias: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from prefixcache.config import read_json_object
 from prefixcache.exceptions import ModelLoadError
 
 _SINGLE_FILE = "model.safetensors"
@@ -117,8 +117,8 @@ def _checkpoint_files(folder: Path) -> list[Path]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return dict(read_json_object(index)["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
         raise ModelLoadError(f"Cannot read {index}: {error!r}") from error
 
 

@@ -17,6 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from prefixcache.config import read_json_object
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError
 
 # Ends in a space: a template that trims the content loses it, and so tells.
@@ -156,9 +157,7 @@ def _template_file(folder: Path) -> str | None:
         return jinja.read_text(encoding="utf-8")
     older = folder / "chat_template.json"
     if older.is_file():
-        content: object = json.loads(older.read_text(encoding="utf-8"))
-        if isinstance(content, dict):
-            return _template_of(cast("dict[str, object]", content).get("chat_template"))
+        return _template_of(read_json_object(older).get("chat_template"))
     return None
 
 

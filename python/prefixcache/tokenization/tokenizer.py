@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +9,7 @@ from typing import Any, cast
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as _Backend
 
+from prefixcache.config import read_json_object
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError
 from prefixcache.tokenization.chat import ChatTemplate, load_chat_template
 
@@ -197,15 +197,7 @@ def _converted_backend(folder: Path) -> _Backend:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{file} does not hold a JSON object.")
-    return cast("dict[str, Any]", content)
+    return read_json_object(file) if file.is_file() else {}
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -24,6 +24,7 @@ from prefixcache.metrics import Gauges, Metrics
 from prefixcache.request import Request, RequestOutput
 from prefixcache.server.app import create_app
 from prefixcache.server.backend import ServedModel
+from prefixcache.server.serve import ServeOptions, server_config
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 MODEL = "tiny"
@@ -56,9 +57,10 @@ async def client_of(
 
 
 @contextmanager
-def running(app: FastAPI) -> Generator[str, None, None]:
+def running(app: FastAPI, **options: Any) -> Generator[str, None, None]:
     """The application on a free loopback port, in a thread; gives its address."""
-    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="off")
+    config = server_config(app, ServeOptions(**options))
+    config.port = 0
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

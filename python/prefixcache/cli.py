@@ -189,6 +189,18 @@ def serve(
     drain_seconds: Annotated[
         int, typer.Option(help="Time for open answers to end when the server stops.", min=0)
     ] = 10,
+    limit_concurrency: Annotated[
+        int, typer.Option(help="Most connections at once; more get 503.", min=1)
+    ] = 2048,
+    timeout_keep_alive: Annotated[
+        int, typer.Option(help="Seconds that a connection stays open without a request.", min=1)
+    ] = 5,
+    timeout_read: Annotated[
+        int,
+        typer.Option(
+            help="Seconds for a request's head to come, and each part of its body.", min=1
+        ),
+    ] = 20,
     log_level: LogLevelOption = "info",
 ) -> None:
     """Serve a model to OpenAI clients."""
@@ -237,6 +249,9 @@ def serve(
             priorities=scheduling_policy == "priority",
             max_queue=max_queue,
             drain_seconds=drain_seconds,
+            limit_concurrency=limit_concurrency,
+            keep_alive_seconds=timeout_keep_alive,
+            read_seconds=timeout_read,
         )
         run_server(lambda: _engine_config(flags), options)
 

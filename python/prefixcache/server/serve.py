@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import shlex
 import signal
 import socket
@@ -12,13 +13,15 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 from fastapi import FastAPI
 
 from prefixcache.exceptions import ConfigError
 from prefixcache.server.access import AccessRules, is_host_name, is_loopback
+from prefixcache.server.connections import Connection, ConnectionLimits
 from prefixcache.server.model_dirs import ModelDirs
 
 if TYPE_CHECKING:
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_INFINITE = resource.RLIM_INFINITY
+# Model files, pipes and libraries, beside the connections.
+_OWN_FILES = 256
 _EVERY_ADDRESS = ("", "0.0.0.0", "::")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -40,6 +46,10 @@ class ServeOptions:
     where new weights may come from. `priorities` lets clients choose who is served first. While
     `max_queue` requests wait others are refused (0: never). Open answers get `drain_seconds` to end
     when the server is asked to stop.
+
+    At most `limit_concurrency` connections are open. A request's head, and each part of its body,
+    must come within `read_seconds`; a connection without a request is closed after
+    `keep_alive_seconds`.
     """
 
     host: str = "127.0.0.1"
@@ -50,6 +60,9 @@ class ServeOptions:
     priorities: bool = False
     max_queue: int = 512
     drain_seconds: int = 10
+    limit_concurrency: int = 2048
+    read_seconds: float = 20
+    keep_alive_seconds: int = 5
 
     def known_hosts(self) -> tuple[str, ...]:
         """Names of this server: given ones, the one it listens on, and the machine's."""
@@ -64,6 +77,7 @@ def serve(make_config: Callable[[], EngineConfig], options: ServeOptions) -> Non
     whatever `engine.build` raises.
     """
     begun = time.perf_counter()
+    _allow_open_files(options.limit_concurrency)
     with _bound_socket(options.host, options.port) as listener:
         _warn_if_open(options, listener)
         from prefixcache.engine.async_engine import AsyncEngine
@@ -82,6 +96,20 @@ def serve(make_config: Callable[[], EngineConfig], options: ServeOptions) -> Non
             _run(app, listener, options, lambda: _announce(address, served, begun))
         finally:
             engine.close()
+
+
+def _allow_open_files(connections: int) -> None:
+    """Raises the soft limit of open files, which is often 1,024, to what is needed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + _OWN_FILES
+    if soft == _INFINITE or soft >= needed:
+        return
+    if hard != _INFINITE and hard < needed:
+        raise ConfigError(
+            f"--limit-concurrency {connections} needs {needed} open files, but `ulimit -Hn` is "
+            f"{hard}. Raise that, or take --limit-concurrency {max(hard - _OWN_FILES, 1)}."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:
@@ -132,20 +160,28 @@ def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOption
 def _run(
     app: FastAPI, listener: socket.socket, options: ServeOptions, ready: Callable[[], None]
 ) -> None:
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,  # who connects is who connects; see `access`
-        ws="none",
-        server_header=False,
-        lifespan="off",
-        timeout_graceful_shutdown=options.drain_seconds,
-    )
     try:
-        asyncio.run(_Server(config, ready).serve(sockets=[listener]))
+        _Server(server_config(app, options), ready).run(sockets=[listener])
     except OSError as error:  # another process listened first
         raise _cannot_listen(options.host, options.port, error) from error
+
+
+def server_config(app: FastAPI, options: ServeOptions) -> uvicorn.Config:
+    """The settings of uvicorn: its fast parser and event loop, our limits of a connection."""
+    limits = ConnectionLimits(most=options.limit_concurrency, read_seconds=options.read_seconds)
+    return uvicorn.Config(
+        app,
+        http=cast("type[Connection]", partial(Connection, limits=limits)),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",  # any client can cause the warnings
+        access_log=False,
+        proxy_headers=False,  # `access` wants to know who connects, whatever a client claims
+        server_header=False,
+        timeout_keep_alive=options.keep_alive_seconds,
+        timeout_graceful_shutdown=options.drain_seconds,
+    )
 
 
 class _Server(uvicorn.Server):

@@ -1,0 +1,364 @@
+"""Half-open connections, slow bodies, endless heads, and more connections than are allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from prefixcache.exceptions import ConfigError
+from prefixcache.server import serve
+from prefixcache.server.connections import Connection, ConnectionLimits
+from serving import running, wait_until
+
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
+CLOSED = b"Connection: close\r\n"
+
+
+async def reads_all(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the number of bytes of the body."""
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        size += len(message["body"])
+        more = message["more_body"]
+    await respond(send, str(size).encode())
+
+
+async def respond(send: Any, body: bytes, status: int = 200) -> None:
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def connect(address: str, sent: bytes = b"") -> socket.socket:
+    host, port = address.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection.sendall(sent)
+    return connection
+
+
+def rest(connection: socket.socket) -> bytes:
+    """What comes until the server closes the connection, which must happen."""
+    parts: list[bytes] = []
+    with connection:
+        while part := connection.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST",
+        POST + b"X-Slow: ",
+        POST + b"Content-Length: 9\r\n\r\nhalf",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n",
+        GET + POST,
+        GET + POST + b"Content-Length: 9\r\n\r\nhalf",
+    ],
+)
+def test_a_request_that_does_not_come_is_not_awaited_for_ever(sent: bytes) -> None:
+    with running(reads_all, read_seconds=0.2, keep_alive_seconds=60) as address:
+        answer = rest(connect(address, sent))
+    head, _, body = answer[answer.rindex(b"HTTP/1.1") :].partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 Request Timeout")
+    assert b"connection: close" in head.lower()
+    assert b"did not come in time" in body
+    assert answer.count(b"HTTP/1.1 200 OK") == sent.count(GET)
+
+
+def test_two_hundred_half_open_connections_go_away_and_harm_nobody() -> None:
+    with running(reads_all, read_seconds=1) as address, ExitStack() as stack:
+        half_open = [stack.enter_context(connect(address, POST)) for _ in range(200)]
+        assert httpx.post(address, content=b"12345").text == "5"
+        assert all(b"408" in rest(connection) for connection in half_open)
+
+
+def test_a_refused_body_is_not_read_for_ever() -> None:
+    async def refuses(scope: Any, receive: Any, send: Any) -> None:
+        await respond(send, b"no", 401)
+
+    with running(refuses, read_seconds=0.2) as address:
+        connection = connect(address, POST + b"Content-Length: 1000000000\r\n\r\n")
+        trickle = threading.Thread(target=_trickle, args=(connection,))
+        trickle.start()
+        answer = _until_closed(connection)
+        trickle.join()
+    assert answer.startswith(b"HTTP/1.1 401")
+    assert b"408" not in answer
+
+
+def _trickle(connection: socket.socket) -> None:
+    """Faster than is asked of a body that is wanted."""
+    try:
+        for _ in range(10_000):
+            connection.sendall(b"x" * 4096)
+            threading.Event().wait(0.01)
+    except OSError:
+        return
+
+
+def _until_closed(connection: socket.socket) -> bytes:
+    parts = b""
+    try:
+        while part := connection.recv(65536):
+            parts += part
+    except ConnectionResetError:
+        pass
+    connection.close()
+    return parts
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /" + b"a" * 100_000,
+        b"GET / HTTP/1.1\r\nX-Long: " + b"a" * 100_000,
+        b"GET / HTTP/1.1\r\n" + b"X-Many: a\r\n" * 10_000,
+        POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"X-Trailer: a\r\n" * 100_000,
+        POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX-Trailer: " + b"a" * 2_000_000,
+    ],
+)
+def test_an_endless_head_is_refused(sent: bytes) -> None:
+    with running(reads_all, read_seconds=60) as address:
+        connection = connect(address)
+        try:
+            connection.sendall(sent)
+            answer = _until_closed(connection)
+        except (BrokenPipeError, ConnectionResetError):  # closed before all of it was sent
+            answer = b""
+    assert answer.startswith(b"HTTP/1.1 431") or not answer
+
+
+def test_a_long_body_is_no_head() -> None:
+    pieces = [b"a" * 1000] * 3000
+    with running(reads_all) as address, httpx.Client(base_url=address) as client:
+        assert client.post("/", content=b"".join(pieces)).text == "3000000"
+        assert client.post("/", content=iter(pieces)).text == "3000000"
+        for _ in range(100):  # one connection, whose heads together are longer than one may be
+            assert client.get("/", headers={"X-Long": "a" * 16_000}).text == "0"
+
+
+class Streams:
+    """Answers that end when they are told to."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+        self.may_end = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        self.num_open += 1
+        while not self.may_end:
+            await asyncio.sleep(0.01)
+        await send({"type": "http.response.body", "body": b"done"})
+        self.num_open -= 1
+
+
+def test_beyond_the_limit_the_longest_wait_makes_room_and_answers_go_on() -> None:
+    app = Streams()
+    with running(app, limit_concurrency=3) as address, ExitStack() as stack:
+        idle = [stack.enter_context(connect(address, GET[:10])) for _ in range(3)]
+        busy = []
+        for number, oldest in enumerate(idle, 1):
+            busy.append(stack.enter_context(connect(address, GET)))
+            assert rest(oldest) == b""
+            wait_until(lambda number=number: app.num_open == number)
+        answer = rest(connect(address))
+        assert answer.startswith(b"HTTP/1.1 503 Service Unavailable")
+        assert b"retry-after: 1" in answer.lower()
+        app.may_end = True
+        for connection in busy:
+            while not connection.recv(65536).endswith(b"done\r\n0\r\n\r\n"):
+                pass
+        last = stack.enter_context(
+            connect(address, GET.replace(b"\r\n\r\n", b"\r\n" + CLOSED + b"\r\n"))
+        )
+        assert b"done" in rest(last)
+        assert rest(busy[0]) == b""
+
+
+def test_connections_are_served_by_httptools_and_uvloop() -> None:
+    pytest.importorskip("uvloop")
+    loops: list[str] = []
+
+    async def tells(scope: Any, receive: Any, send: Any) -> None:
+        loops.append(type(asyncio.get_running_loop()).__module__)
+        await respond(send, b"")
+
+    with running(tells) as address:
+        assert httpx.get(address).is_success
+    assert loops == ["uvloop"]
+    assert Connection.__mro__[1].__module__ == "uvicorn.protocols.http.httptools_impl"
+
+
+class _Clock:
+    """Timers that are fired by hand."""
+
+    def __init__(self) -> None:
+        self.timers: list[asyncio.TimerHandle] = []
+
+    def call_later(self, _: float, function: Callable[[], None]) -> asyncio.TimerHandle:
+        loop: Any = self
+        self.timers.append(asyncio.TimerHandle(0, function, (), loop))
+        return self.timers[-1]
+
+    def fire(self) -> None:
+        """Runs the oldest; uvicorn's own for the time between two requests comes later."""
+        timer = next(timer for timer in self.timers if not timer.cancelled())
+        self.timers.remove(timer)
+        timer._run()
+
+    def create_task(self, coroutine: Any) -> asyncio.Task[None]:
+        return asyncio.get_running_loop().create_task(coroutine)
+
+    def get_debug(self) -> bool:
+        return False
+
+    def _timer_handle_cancelled(self, timer: asyncio.TimerHandle) -> None:
+        """What a handle tells its loop."""
+
+
+class _Transport(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.closed = False
+
+    def write(self, data: Any) -> None:
+        assert not self.closed
+        self.written += data
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+@contextmanager
+def _connection(app: Any) -> Iterator[tuple[Connection, _Transport, _Clock]]:
+    """A connection in the hands of the test."""
+    options: Any = serve.ServeOptions(read_seconds=2)
+    config = serve.server_config(app, options)
+    config.load()
+    clock, transport = _Clock(), _Transport()
+    limits = ConnectionLimits(most=9, read_seconds=2)
+    loop: Any = clock
+    connection = Connection(config, ServerState(), {}, limits=limits, _loop=loop)
+    connection.connection_made(transport)
+    yield connection, transport, clock
+    connection.connection_lost(None)
+    assert not limits.awaited
+
+
+async def test_a_body_that_keeps_coming_may_take_its_time() -> None:
+    with _connection(reads_all) as (connection, transport, clock):
+        connection.data_received(POST + b"Content-Length: 9000\r\n\r\n")
+        for _ in range(3):
+            await asyncio.sleep(0)
+            connection.data_received(b"x" * 2048)
+            clock.fire()
+            assert not transport.closed
+        connection.data_received(b"x" * 2047)
+        clock.fire()
+        assert transport.closed
+        assert transport.written.startswith(b"HTTP/1.1 408")
+
+
+async def test_a_client_is_not_late_while_the_server_is() -> None:
+    """Nobody reads the body, so that reading is paused; or an answer is not finished."""
+    streams = Streams()
+    with _connection(streams) as (connection, transport, clock):
+        connection.data_received(POST + b"Content-Length: 900000\r\n\r\n" + b"x" * 100_000)
+        clock.fire()
+        clock.fire()
+        assert not transport.closed
+    streams.may_end = True
+    streams = Streams()
+    with _connection(streams) as (connection, transport, clock):
+        connection.data_received(GET + GET[:10])
+        clock.fire()
+        clock.fire()
+        assert not transport.closed
+        streams.may_end = True
+        wanted = asyncio.create_task(_answered(transport))
+        await asyncio.wait_for(wanted, 30)
+        clock.fire()
+        assert transport.written.endswith(b'"code":null}}')
+
+
+async def _answered(transport: _Transport) -> None:
+    while not transport.written.endswith(b"0\r\n\r\n"):
+        await asyncio.sleep(0)
+
+
+def test_who_left_is_not_written_to(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio complains of every write after the first few; the answer's events came at once."""
+    left, done = threading.Event(), threading.Event()
+
+    async def bursts(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        left.wait(30)  # the loop is held, and cannot see the client leave
+        for _ in range(100):
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        done.set()
+
+    config = serve.server_config(bursts, serve.ServeOptions())
+    config.port, config.loop = 0, "asyncio"
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    wait_until(lambda: server.started)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    connection = connect(f"http://127.0.0.1:{port}", GET)
+    connection.recv(10)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    connection.close()
+    left.set()
+    assert done.wait(30)
+    server.should_exit = True
+    thread.join()
+    assert "socket.send" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "expected"),
+    [
+        (1024, 4096, [(2304, 4096)]),
+        (1024, resource.RLIM_INFINITY, [(2304, resource.RLIM_INFINITY)]),
+        (4096, 4096, []),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, []),
+        (1024, 2000, ConfigError),
+    ],
+)
+def test_so_many_connections_may_be_open(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, expected: Any
+) -> None:
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(serve.resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(serve.resource, "setrlimit", lambda _, pair: limits.append(pair))
+    if expected is ConfigError:
+        with pytest.raises(ConfigError, match="--limit-concurrency 1744"):
+            serve._allow_open_files(2048)
+    else:
+        serve._allow_open_files(2048)
+        assert limits == expected

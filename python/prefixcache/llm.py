@@ -23,7 +23,8 @@ from torch import Tensor
 
 from prefixcache.config import DEFAULT_MODEL
 from prefixcache.engine.build import build, config_from_flags
-from prefixcache.engine.control import Control, MemoryTag
+from prefixcache.engine.control import Control
+from prefixcache.engine.modes import MemoryTag
 from prefixcache.engine.stats import PrefixCacheStats
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import CacheOptions, FinishReason, Request, RequestOutput, TokenLogprobs

@@ -21,8 +21,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from prefixcache.engine.control import Control, InFlightMode, MemoryTag, SleepMode
+from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
+from prefixcache.engine.modes import InFlightMode, MemoryTag, SleepMode
 from prefixcache.engine.stats import PrefixCacheStats
 from prefixcache.exceptions import EngineDeadError, QueueFullError
 from prefixcache.metrics import Metrics

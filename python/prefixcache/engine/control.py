@@ -19,21 +19,18 @@ import logging
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Protocol, get_args
 
 from torch import Tensor
 
 from prefixcache.engine.memory import Memory
+from prefixcache.engine.modes import InFlightMode, MemoryTag, SleepMode
 from prefixcache.exceptions import EngineHaltedError, InvalidRequestError, ModelLoadError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.weights import listed
 
 logger = logging.getLogger(__name__)
-
-InFlightMode = Literal["keep", "recompute", "abort"]
-SleepMode = Literal["recompute", "abort"]
-MemoryTag = Literal["weights", "kv_cache"]
 
 MODES: tuple[InFlightMode, ...] = get_args(InFlightMode)
 SLEEP_MODES: tuple[SleepMode, ...] = get_args(SleepMode)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from prefixcache.config import GenerationDefaults
-from prefixcache.engine.control import InFlightMode, MemoryTag, SleepMode
+from prefixcache.engine.modes import InFlightMode, MemoryTag, SleepMode
 from prefixcache.engine.stats import PrefixCacheStats
 from prefixcache.exceptions import EngineDeadError
 from prefixcache.metrics import Metrics

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from prefixcache.engine.control import InFlightMode, MemoryTag, SleepMode
+from prefixcache.engine.modes import InFlightMode, MemoryTag, SleepMode
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.server.backend import EngineClient
 from prefixcache.server.body import Fields, parse_fields, parse_object, read_body

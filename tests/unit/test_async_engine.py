@@ -275,11 +275,11 @@ async def test_one_job_of_many_requests_takes_turns_with_another(serve: Make) ->
 
 async def test_a_refused_add_gives_its_place_up(serve: Make) -> None:
     served = serve(max_queue=1)
-    first = served.engine.generate(make_request("twice", max_tokens=50))
-    await anext(first)
+    first = await start_held(served)
+    second = collect(served.engine, ask("a", "another job"))
     with pytest.raises(InvalidRequestError, match="in use"):
-        await collect(served.engine, ask("twice", "another job"))
-    await first.aclose()
+        await served.gate.open_for(served.engine, second)
+    await first
     assert (await collect(served.engine, ask("next")))[-1].finished
 
 

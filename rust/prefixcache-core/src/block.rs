@@ -374,14 +374,6 @@ impl Block {
         })
     }
 
-    /// Takes content and pin from a block, which stays held by as many.
-    pub(crate) fn transition_to_contentless<M: Mode>(&self) {
-        self.update::<M, _>(|state| {
-            debug_assert!(!state.is_claimed(), "a registration beside a resize");
-            ((), Some(state.with(HASHED | PINNED, false)))
-        });
-    }
-
     /// Writes the content of a claimed block. From the last store on, lookups find it.
     pub(crate) fn write_content(&self, content: &Content, epoch: Epoch, seq: u64) {
         // Release, all of them: a reader that acquires one sees the `seq` of 0 that stands before it,

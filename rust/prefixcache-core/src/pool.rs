@@ -14,8 +14,8 @@
 //!   blocks.
 //! * A call is served when what it needs is free, counting as needed by others what their calls ask for
 //!   while they run, and one block for each `demote`.
-//! * `resize` is refused while another thread is inside a call that changes the pool. Such calls that
-//!   begin beside it wait for its end; lookups do not.
+//! * `resize` is refused while another thread is inside a call that takes blocks, gives them back or
+//!   moves them. Such calls that begin beside it wait for its end; lookups and registrations do not.
 //! * From one thread the line is exactly that of the oracle, `prefixcache-oracle`. From several, each
 //!   block's history follows the same rules; the line as a whole is only nearly in LRU order.
 //! * A thread killed in the middle of a call can take the blocks of that call with it.
@@ -49,7 +49,6 @@ mod models;
 mod schedules;
 mod size;
 mod take;
-mod writers;
 
 use crate::block::{Block, ByTier, Content, Place, Tier};
 use crate::credits::Credits;
@@ -87,7 +86,6 @@ pub struct BlockPool<M: Mode> {
     pub(crate) credits: Credits,
     pub(crate) contents: content::Contents,
     pub(crate) size: size::Size,
-    writers: writers::Writers,
     counters: Counters,
 }
 
@@ -167,7 +165,6 @@ impl<M: Mode> BlockPool<M> {
             credits: Credits::default(),
             contents: content::Contents::default(),
             size: size::Size::new(config.num_blocks),
-            writers: writers::Writers::default(),
             counters: Counters::default(),
         };
         pool.credits.give::<M>(config.num_blocks - 1);
@@ -238,7 +235,6 @@ impl<M: Mode> BlockStore for BlockPool<M> {
         num_new: usize,
         out: &mut Vec<BlockId>,
     ) -> Result<usize, Exhausted> {
-        let _inside = self.writers.enter::<M>();
         self.take(keys, num_new, out)
     }
 
@@ -253,13 +249,11 @@ impl<M: Mode> BlockStore for BlockPool<M> {
         key: BlockKey,
         epoch: Epoch,
     ) -> Result<Registration, Misuse> {
-        let _inside = self.writers.enter::<M>();
         self.check_held(block)?;
         self.enter(block, key, epoch)
     }
 
     fn release(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        let _inside = self.writers.enter::<M>();
         self.give_back(blocks)
     }
 
@@ -272,17 +266,14 @@ impl<M: Mode> BlockStore for BlockPool<M> {
     }
 
     fn pin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
-        let _inside = self.writers.enter::<M>();
         self.set_pins(blocks, true)
     }
 
     fn unpin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
-        let _inside = self.writers.enter::<M>();
         self.set_pins(blocks, false)
     }
 
     fn demote(&self, count: usize) -> usize {
-        let _inside = self.writers.enter::<M>();
         self.demote_oldest(count)
     }
 

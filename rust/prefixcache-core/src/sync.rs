@@ -36,31 +36,34 @@ impl Mode for SingleWriter {}
 pub(crate) mod sealed {
     use super::{AtomicBool, AtomicU32, AtomicU64};
 
-    /// The changes that a structure of the pool makes to a word.
+    /// The changes that a structure of the pool makes to an atomic word.
     ///
-    /// Every change releases what its thread did before and, as it read the word, acquires what the
-    /// word's last writer had released. No structure asks for less, so none has to be told apart.
+    /// Each reads the word with Acquire and stores with Release. Some could do with less; one order for
+    /// all of them is easier to check, and on x86-64 it costs nothing.
     pub trait Words: Send + Sync + 'static {
         /// Whether several threads may change the words.
         const SHARED: bool;
 
-        /// Puts `new` where `current` stands; the word that stands there otherwise.
+        /// Stores `new` if the word is `current`; otherwise fails with what the word is.
         fn exchange(word: &AtomicU64, current: u64, new: u64) -> Result<(), u64>;
 
-        /// Adds, wrapping around.
-        fn add(word: &AtomicU64, amount: u64);
+        /// Adds, wrapping around, and returns what the word was before.
+        fn fetch_add(word: &AtomicU64, amount: u64) -> u64;
 
-        /// Adds and returns what stood there before.
-        fn count_up(word: &AtomicU64) -> u64;
+        /// Adds, wrapping around.
+        #[inline]
+        fn add(word: &AtomicU64, amount: u64) {
+            Self::fetch_add(word, amount);
+        }
 
         /// Adds to a short word, wrapping around.
         fn add_short(word: &AtomicU32, amount: u32);
 
-        /// Whether this thread is the one that set the flag.
+        /// Sets the flag; whether it was clear before.
         fn try_set(flag: &AtomicBool) -> bool;
 
-        /// Orders this thread's earlier stores before its later loads, against all threads that do
-        /// the same.
+        /// Keeps this thread's later loads from running before its earlier stores: of two threads that
+        /// each store, fence and load what the other stored, at least one sees the other's store.
         fn fence();
     }
 }
@@ -75,13 +78,8 @@ impl sealed::Words for Shared {
     }
 
     #[inline]
-    fn add(word: &AtomicU64, amount: u64) {
-        word.fetch_add(amount, AcqRel);
-    }
-
-    #[inline]
-    fn count_up(word: &AtomicU64) -> u64 {
-        word.fetch_add(1, AcqRel)
+    fn fetch_add(word: &AtomicU64, amount: u64) -> u64 {
+        word.fetch_add(amount, AcqRel)
     }
 
     #[inline]
@@ -105,8 +103,8 @@ impl sealed::Words for SingleWriter {
 
     #[inline]
     fn exchange(word: &AtomicU64, current: u64, new: u64) -> Result<(), u64> {
-        // Relaxed: this thread wrote the word last. The comparison stays, so that a transition reads
-        // the same in both modes; it is always true.
+        // Relaxed: this thread wrote the word last. The comparison stays because callers compare with
+        // a state that they read earlier in the same call, and may have changed since.
         let found = word.load(Relaxed);
         if found != current {
             return Err(found);
@@ -116,14 +114,9 @@ impl sealed::Words for SingleWriter {
     }
 
     #[inline]
-    fn add(word: &AtomicU64, amount: u64) {
-        word.store(word.load(Relaxed).wrapping_add(amount), Release);
-    }
-
-    #[inline]
-    fn count_up(word: &AtomicU64) -> u64 {
+    fn fetch_add(word: &AtomicU64, amount: u64) -> u64 {
         let before = word.load(Relaxed);
-        word.store(before.wrapping_add(1), Release);
+        word.store(before.wrapping_add(amount), Release);
         before
     }
 
@@ -143,7 +136,7 @@ impl sealed::Words for SingleWriter {
     fn fence() {}
 }
 
-/// Lets other threads run before the next try of a loop that waits for nobody in particular.
+/// A pause before the next try of a loop that another thread's progress ends, which is near.
 #[inline]
 pub(crate) fn pause() {
     #[cfg(loom)]
@@ -154,7 +147,17 @@ pub(crate) fn pause() {
     core::hint::spin_loop();
 }
 
-/// A value on cache lines of its own, so that writers of its neighbours do not slow its readers.
+/// Gives the processor to another thread, in a loop that may wait for long.
+pub(crate) fn yield_now() {
+    #[cfg(loom)]
+    loom::thread::yield_now();
+    #[cfg(all(shuttle, not(loom)))]
+    shuttle::thread::yield_now();
+    #[cfg(not(any(loom, shuttle)))]
+    std::thread::yield_now();
+}
+
+/// A value on cache lines of its own, so that writes to its neighbours do not slow its readers.
 ///
 /// 128 bytes, as the prefetcher of current x86 processors fetches lines in pairs.
 #[derive(Debug, Default)]
@@ -175,7 +178,7 @@ pub(crate) fn prefetch<T>(value: &T) {
     let _ = value;
 }
 
-/// Mistakes that a model check plants to show that it would find them.
+/// Mistakes that tests put into the code, to show that the models would find them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
     /// The head passes a slot that is reserved and not yet written.
@@ -206,8 +209,10 @@ pub(crate) enum Fault {
     EpochOfNow,
     /// A registration looks for a twin before its own entry stands.
     LookEarly,
-    /// A writer does not look whether a resize is under way.
+    /// A call takes or gives back blocks without looking whether a resize is under way.
     EnterResize,
+    /// A registration does not look whether its block left the pool meanwhile.
+    RegisterRetired,
     /// Blocks that a resize takes out of the pool keep their content.
     KeepRetired,
     /// A commit takes a credit for each key, hit or miss, for as long as it looks.

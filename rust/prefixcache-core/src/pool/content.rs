@@ -49,7 +49,7 @@ impl Contents {
 
     /// The number of the next registration; they start at 1.
     fn next_seq<M: Mode>(&self) -> u64 {
-        M::count_up(&self.census.0.registrations) + 1
+        M::fetch_add(&self.census.0.registrations, 1) + 1
     }
 
     /// Adds to the number of blocks with content of `epoch`, if it is not over.
@@ -324,10 +324,12 @@ impl<M: Mode> BlockPool<M> {
         if !room {
             M::add(&self.counters.drops, 1);
         }
-        // Of two threads that register the same content at least one sees the other.
+        // Of two threads that register the same content at least one sees the other. And a resize that
+        // does not see the claim on a block which it retires has its new size seen here.
         M::fence();
+        let retired = self.is_retired(id) && !planted(Fault::RegisterRetired);
         // Where the epoch has ended meanwhile, one of the next may have passed the place already.
-        let over = epoch != self.contents.epoch();
+        let over = epoch != self.contents.epoch() || retired;
         if room && over {
             self.index.remove::<M>(spot, id);
         }
@@ -348,7 +350,7 @@ impl<M: Mode> BlockPool<M> {
         (epoch != self.contents.epoch()).then(|| self.index.spot(&block.content(), epoch))
     }
 
-    fn end_claim(&self, id: BlockId, hashed: bool) {
+    pub(super) fn end_claim(&self, id: BlockId, hashed: bool) {
         match self.block(id).transition_to_unclaimed::<M>(hashed) {
             GiveUp::StillHeld | GiveUp::NotHeld => {}
             // Whoever asked for this has released the block meanwhile.

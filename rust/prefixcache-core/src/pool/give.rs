@@ -2,6 +2,7 @@
 
 use super::BlockPool;
 use crate::block::{Block, ByTier, GiveUp, State, Ticket, Tier, Transition};
+use crate::credits::Inside;
 use crate::error::Misuse;
 use crate::free_stack::Chain;
 use crate::id::BlockId;
@@ -46,11 +47,16 @@ impl<M: Mode> BlockPool<M> {
 
     /// Gives up one hold of each block, in this order, up to the first that nobody holds.
     pub(super) fn give_back(&self, ids: &[BlockId]) -> Result<(), Misuse> {
+        let mut inside = self.credits.enter::<M>();
+        self.give_back_inside(ids, &mut inside)
+    }
+
+    fn give_back_inside(&self, ids: &[BlockId], inside: &mut Inside<'_, M>) -> Result<(), Misuse> {
         let mut batch = Return::new(self.appends());
         let outcome = ids
             .chunks(CHUNK)
             .try_for_each(|chunk| self.give_back_chunk(chunk, &mut batch));
-        self.push_front(batch);
+        self.push_front(batch, inside);
         outcome
     }
 
@@ -109,9 +115,9 @@ impl<M: Mode> BlockPool<M> {
         batch.queued = 0;
     }
 
-    fn push_front(&self, batch: Return) {
+    fn push_front(&self, batch: Return, inside: &mut Inside<'_, M>) {
         self.stack.push::<M>(&self.blocks, &batch.front);
-        self.credits.give::<M>(batch.in_front);
+        inside.give_at_end(batch.in_front);
     }
 
     /// Gives up one hold.
@@ -129,13 +135,15 @@ impl<M: Mode> BlockPool<M> {
         }
     }
 
-    /// Gives up the last hold, or brings the block a step nearer to it.
+    /// Gives up the last hold. Raced also when the block first had to lose content that is of no use any
+    /// more: its state is another then, and the caller looks again.
     fn let_go(&self, id: BlockId, last: State, batch: &mut Return) -> Transition {
         let block = self.block(id);
-        if last.is_hashed() && !self.is_current(block) {
+        let retired = self.is_retired(id);
+        if last.is_hashed() && (retired || !self.is_current(block)) {
             return self.blank(id, last);
         }
-        if self.is_retired(id) {
+        if retired {
             return self.retire(id);
         }
         if (last.is_hashed() || batch.append)
@@ -154,7 +162,8 @@ impl<M: Mode> BlockPool<M> {
         step
     }
 
-    /// Takes the content from a block of which the caller has the last hold; the hold stays.
+    /// Takes the content from a block of which the caller has the last hold; the hold stays, and the
+    /// state is another in any case.
     #[cold]
     fn blank(&self, id: BlockId, last: State) -> Transition {
         if self.block(id).transition_to_blank::<M>(last) == Transition::Done {
@@ -232,7 +241,8 @@ impl<M: Mode> BlockPool<M> {
         };
         let mut moved = 0;
         while moved < count {
-            let more = self.demote_next(at_once);
+            let mut inside = self.credits.enter::<M>();
+            let more = self.demote_next(at_once, &mut inside);
             if more == 0 {
                 break;
             }
@@ -243,20 +253,20 @@ impl<M: Mode> BlockPool<M> {
 
     /// A block between the tiers cannot be found by others, so a credit is held for it meanwhile. For
     /// one block at a time: an allocation beside this may count on all others.
-    fn demote_next(&self, count: usize) -> usize {
+    fn demote_next(&self, count: usize, inside: &mut Inside<'_, M>) -> usize {
         let credits = self.credits.take_some::<M>(count);
         let mut ids = Vec::new();
         let take = |block: &Block, place| block.transition_to_demoted::<M>(place);
         let moved = self
             .ring(Tier::Pinned)
             .take_oldest(&self.blocks, credits, take, &mut ids);
-        self.credits.give::<M>(credits - moved);
+        inside.give_at_end(credits - moved);
         let mut batch = Return::new(true);
         for chunk in ids.chunks(CHUNK) {
             let outcome = self.give_back_chunk(chunk, &mut batch);
             debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");
         }
-        self.push_front(batch);
+        self.push_front(batch, inside);
         moved
     }
 }

@@ -352,6 +352,33 @@ fn resize_vs_allocate_fails_when_allocations_do_not_wait() {
     faults::check_with(Fault::EnterResize, resize_beside_allocate);
 }
 
+/// The pool shrinks below a held block that is being registered.
+fn resize_beside_register() {
+    let pool = pool(2);
+    let (kept, block) = (allocate(&pool).unwrap(), allocate(&pool).unwrap());
+    let registering = beside(&pool, move |pool| {
+        pool.register(block, key(1), Epoch::default()).unwrap()
+    });
+    assert_eq!(pool.resize(2), Ok(1));
+    let outcome = registering.join().unwrap();
+    assert!(matches!(outcome, Registration::Stale | Registration::New));
+    pool.validate().expect("the pool is whole");
+    assert_eq!(pool.lookup(&key(1)), None, "a retired block hit");
+    pool.release(&[block]).unwrap();
+    check_rest(&pool, &[kept]);
+}
+
+#[test]
+fn resize_vs_register() {
+    check(resize_beside_register);
+}
+
+#[test]
+#[should_panic(expected = "retired and holds content")]
+fn resize_vs_register_fails_when_registrations_do_not_look_again() {
+    faults::check_with(Fault::RegisterRetired, resize_beside_register);
+}
+
 /// A free block with content leaves the pool and comes back for other content, while a reader looks.
 fn resize_beside_lookup() {
     let pool = pool(2);

@@ -1,13 +1,14 @@
 //! Growing and shrinking.
 //!
-//! A resize has the pool to itself: no other thread is inside a call that changes it (see
-//! [`Writers`](super::writers::Writers)). Lookups go on beside it.
+//! A resize has the free blocks to itself: no other thread is inside a call that takes or gives back
+//! any (see [`Credits`](crate::credits::Credits)). Lookups, registrations and pins go on beside it.
 
 use super::BlockPool;
+use crate::block::Claim;
 use crate::error::InvalidArgument;
 use crate::free_stack::Chain;
 use crate::id::BlockId;
-use crate::sync::{AtomicU64, AtomicUsize, Fault, Mode, Ordering, OwnLine, planted};
+use crate::sync::{AtomicU64, AtomicUsize, Fault, Mode, Ordering, OwnLine, planted, yield_now};
 
 use Ordering::{Acquire, Release};
 
@@ -62,7 +63,7 @@ impl<M: Mode> BlockPool<M> {
 
     /// Sets the number of blocks; how many above it are still held. Refused beside another writer.
     pub(super) fn resize_to(&self, num_blocks: usize) -> Result<usize, InvalidArgument> {
-        let Some(_alone) = self.writers.exclude::<M>() else {
+        let Some(_resizing) = self.credits.begin_resize::<M>() else {
             let reason = "cannot change while another thread is changing the pool: call again";
             return Err(InvalidArgument::new("num_blocks", reason));
         };
@@ -95,6 +96,8 @@ impl<M: Mode> BlockPool<M> {
     /// Takes the blocks from `floor` on out of the pool; the held ones only lose their content.
     fn shrink(&self, before: usize, floor: usize) {
         self.size.set(floor);
+        // A registration that does not see the new size has its claim seen here.
+        M::fence();
         let fresh = self.fresh.cut::<M>(floor);
         // Nothing but the run knows of the fresh blocks; those around it have a state.
         let used = ids(floor..fresh.start.min(before)).chain(ids(fresh.end.max(floor)..before));
@@ -106,7 +109,7 @@ impl<M: Mode> BlockPool<M> {
             .filter(|&id| self.block(id).state().is_held())
             .collect();
         M::add(&self.size.retired_held, held.len() as u64);
-        self.forget_held(&held);
+        held.into_iter().for_each(|id| self.forget_held(id));
     }
 
     /// Takes the queued ones of `ids` out of their lines and removes their content; how many.
@@ -127,12 +130,19 @@ impl<M: Mode> BlockPool<M> {
         unqueued.len()
     }
 
-    /// Removes content and pins of held blocks.
-    fn forget_held(&self, ids: &[BlockId]) {
-        for &id in ids {
-            self.block(id).transition_to_contentless::<M>();
+    /// Takes content and pin from a held block, once no other thread is registering it.
+    fn forget_held(&self, id: BlockId) {
+        loop {
+            let state = self.block(id).state();
+            if state.is_claimed() {
+                yield_now();
+            } else if !state.is_hashed() {
+                return;
+            } else if let Claim::Claimed { .. } = self.block(id).transition_to_claimed::<M>(state) {
+                self.forget_all(&[id]);
+                return self.end_claim(id, false);
+            }
         }
-        self.forget_all(ids);
     }
 
     /// Takes the blocks from `floor` on off the stack, and leaves the order of the others; how many.

@@ -2,6 +2,7 @@
 
 use super::{BlockPool, Vacated};
 use crate::block::{Hold, Tier};
+use crate::credits::Inside;
 use crate::error::Exhausted;
 use crate::id::BlockId;
 use crate::store::BlockKey;
@@ -32,12 +33,16 @@ impl<M: Mode> BlockPool<M> {
         } else {
             free_hits
         };
-        let taken = self
+        let entered = self
             .credits
-            .take::<M>(credits.saturating_add(num_new))
-            .and_then(|()| self.hold_hits(keys, credits, num_new, &out[first..]));
-        out.truncate(first + taken.unwrap_or(0));
-        let hits = taken?;
+            .enter_taking::<M>(credits.saturating_add(num_new));
+        let taken = entered.and_then(|mut inside| {
+            let hits = self.hold_hits(keys, credits, num_new, &out[first..], &mut inside)?;
+            Ok((hits, inside))
+        });
+        let hits = taken.as_ref().map_or(0, |&(hits, _)| hits);
+        out.truncate(first + hits);
+        let (_, _inside) = taken?;
         self.hand_out(num_new, out);
         Ok(hits)
     }
@@ -68,6 +73,7 @@ impl<M: Mode> BlockPool<M> {
         mut credits: usize,
         num_new: usize,
         found: &[BlockId],
+        inside: &mut Inside<'_, M>,
     ) -> Result<usize, Exhausted> {
         let mut vacated = self.vacated_slots();
         let mut hits = 0;
@@ -84,7 +90,7 @@ impl<M: Mode> BlockPool<M> {
         }
         drop(vacated);
         if let Err(exhausted) = outcome {
-            self.credits.give::<M>(credits + num_new);
+            inside.give_at_end(credits + num_new);
             let kept = if planted(Fault::KeepHitsOfFailure) {
                 hits
             } else {
@@ -93,7 +99,7 @@ impl<M: Mode> BlockPool<M> {
             self.give_back_all(&found[kept..hits]);
             return Err(exhausted);
         }
-        self.credits.give::<M>(credits);
+        inside.give_at_end(credits);
         M::add(&self.counters.touches, hits as u64);
         Ok(hits)
     }
@@ -115,7 +121,7 @@ impl<M: Mode> BlockPool<M> {
                     vacated.add(place);
                     break;
                 }
-                // It was held when the credits were counted.
+                // Its holder released it after the credits were counted.
                 Hold::NeedsCredit => {
                     self.credits.take::<M>(1)?;
                     *credits += 1;
@@ -123,7 +129,8 @@ impl<M: Mode> BlockPool<M> {
                 Hold::Missed => return Ok(false),
             }
         }
-        // Nobody can recycle the block from here on; it may have been before, by another writer.
+        // The hold keeps the block from being recycled from here on. Before the hold, another writer may
+        // have recycled it for other content.
         let holds = !M::SHARED || self.holds(id, key) || planted(Fault::SkipRecheck);
         if !holds {
             self.give_back_all(&[id]);
@@ -141,7 +148,8 @@ impl<M: Mode> BlockPool<M> {
                 self.take_from_ring(tier, end, out);
             }
             if out.len() < end {
-                // Credits say that the blocks are there: they moved between two looks.
+                // The credits promise that enough blocks are free, but one that was released, or moved
+                // by the compactor, behind the place that was searched is found on the next round.
                 pause();
             }
         }

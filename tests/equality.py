@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 from unittest import mock
 
+import numpy as np
 import torch
 
 from fake_engine import RandomChunks
@@ -223,21 +224,30 @@ class Author:
 
 
 class Witness:
-    """Remembers the bytes of every full block by its hash, and compares who writes it again."""
+    """Remembers the bytes of every full block by all tokens up to its end.
+
+    Compares who writes it again.
+    """
 
     def __init__(self) -> None:
         self._digests: dict[bytes, bytes] = {}
+        self._tokens: dict[str, list[int]] = {}
         self.compared = 0
         self.differences = 0
+
+    def meet(self, request: Request) -> None:
+        """Learns the prompt, whose beginning a step need not compute."""
+        self._tokens[request.request_id] = list(request.prompt_token_ids)
 
     def see(self, engine: Engine, plan: StepPlan) -> None:
         """Looks at the blocks that a step has filled."""
         tables = engine._runner.block_tables[0]
         size = engine._cache.block_size
         for sequence, first_page in zip(plan.sequences, tables.indptr.tolist(), strict=False):
+            tokens = self._tokens[sequence.request_id]
+            tokens[sequence.start : sequence.start + sequence.num_tokens] = sequence.token_ids
             for index in _filled_blocks(sequence, size):
-                name = engine._cache.block_hash(sequence.request_id, index)
-                assert name is not None
+                name = np.asarray([size, *tokens[: (index + 1) * size]]).tobytes()
                 self._compare(name, _block_bytes(engine, tables.indices[first_page + index]))
 
     def _compare(self, name: bytes, content: bytes) -> None:
@@ -297,6 +307,7 @@ class Bench:
         alone = replace(schedule, arrivals=(0,), interruptions=())
         for _ in schedule.arrivals:
             request = author.write()
+            self._witness.meet(request)
             answer = run(self._lone, [request], alone)[request.request_id]
             author.remember(request, answer)
             answered.append((request, answer))

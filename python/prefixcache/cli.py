@@ -358,10 +358,9 @@ def _prompt_ids(
 
 def _sampling_params(built: BuiltEngine, given: dict[str, Any]) -> SamplingParams:
     from prefixcache.sampling_params import SamplingParams
-    from prefixcache.server.defaults import usual_values
 
     chosen = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(**{**usual_values(built.model.generation), **chosen})
+    return SamplingParams(**{**built.model.generation.sampling_options(), **chosen})
 
 
 def _stream(built: BuiltEngine, prompt: list[int], params: SamplingParams) -> None:

@@ -85,6 +85,12 @@ class GenerationDefaults:
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
 
+    def sampling_options(self) -> dict[str, Any]:
+        """Those values that are given, by their names in `SamplingParams`; not the length."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:

@@ -11,6 +11,7 @@ Names and shapes are those that vLLM's users expect.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -89,6 +90,7 @@ class LLM:
         built = build(config_from_flags(model=model, **flags))
         self._engine = built.engine
         self._tokenizer = built.tokenizer
+        self._generation = built.model.generation
         self._numbers = itertools.count()
         self._calls = itertools.count()
 
@@ -96,6 +98,13 @@ class LLM:
     def max_model_len(self) -> int:
         """Most tokens of a sequence, prompt and answer together."""
         return self._engine.max_model_len
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` use when they are given nothing: the model's own defaults."""
+        options: dict[str, Any] = {**self._generation.sampling_options()}
+        if self._generation.max_new_tokens is not None:
+            options["max_tokens"] = self._generation.max_new_tokens
+        return SamplingParams(**options)
 
     def generate(
         self,
@@ -109,12 +118,13 @@ class LLM:
         """Answers all prompts together; the results are in the prompts' order.
 
         A prompt is a text, a list of token ids, or a dict with "prompt" or "prompt_token_ids".
+        Without `sampling_params` the model's own defaults hold (`get_default_sampling_params`).
         Raises `InvalidRequestError` before anything is computed when one of them is wrong, and
         `EngineHaltedError` while the model sleeps, is paused, or waits for the end of an update.
         """
         self._engine.control.raise_if_halted()
         many = _as_list(prompts)
-        params = _for_each(sampling_params or SamplingParams(), len(many), "sampling_params")
+        params = _for_each(sampling_params, len(many), "sampling_params")
         priorities = _for_each(0 if priority is None else priority, len(many), "priority")
         options = _for_each(cache_options or CacheOptions(), len(many), "cache_options")
         call = f"call-{next(self._calls)}"  # one job: its prompts start in their order
@@ -131,8 +141,13 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        priority: Sequence[int] | None = None,
+        cache_options: CacheOptions | Sequence[CacheOptions] | None = None,
     ) -> list[GenerationResult]:
-        """Answers one conversation or several, rendered by the model's chat template."""
+        """Answers one conversation or several, rendered by the model's chat template.
+
+        The rest is as in `generate`.
+        """
         template = self._tokenizer.chat_template
         if template is None:
             raise InvalidRequestError("The model has no chat template.", param="messages")
@@ -146,7 +161,13 @@ class LLM:
             )
             for one in many
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            cache_options=cache_options,
+        )
 
     def probe(
         self,
@@ -250,11 +271,12 @@ class LLM:
         self,
         call: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | None,
         priority: int,
         cache: CacheOptions,
     ) -> _Job:
         text, token_ids = self._encode(prompt)
+        params = self._fitting_defaults(token_ids) if params is None else params
         number = str(next(self._numbers))
         requests = [
             Request(
@@ -275,6 +297,12 @@ class LLM:
             for choice in range(params.n)
         ]
         return _Job(requests, GenerationResult(number, text, token_ids, outputs))
+
+    def _fitting_defaults(self, prompt: Sequence[int]) -> SamplingParams:
+        """The model's defaults, with an answer no longer than there is room for."""
+        defaults = self.get_default_sampling_params()
+        room = max(self.max_model_len - len(prompt), 1)
+        return dataclasses.replace(defaults, max_tokens=min(defaults.max_tokens or room, room))
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):

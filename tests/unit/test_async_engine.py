@@ -116,10 +116,10 @@ async def test_an_unexpected_error_in_add_fails_its_own_stream_alone(
     served = serve()
     start = served.cache.start
 
-    def start_unless_bad(request: Request) -> None:
+    def start_unless_bad(request: Request, *, hashed: bool) -> None:
         if request.request_id == "bad":
             raise UnicodeError("no such salt")
-        start(request)
+        start(request, hashed=hashed)
 
     monkeypatch.setattr(served.cache, "start", start_unless_bad)
     with pytest.raises(UnicodeError, match="no such salt"):

@@ -230,7 +230,7 @@ def test_a_request_without_a_detokenizer_leaves_no_orphan() -> None:
 def test_a_request_that_the_cache_refuses_leaves_no_orphan(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _, cache = make_engine()
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "start", lambda request: float(10**400))
+        patch.setattr(cache, "start", lambda request, **_: float(10**400))
         with pytest.raises(OverflowError):
             engine.add_request(make_request())
     assert leaves_nothing(engine, cache)

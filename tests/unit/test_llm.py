@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from prefixcache import LLM, SamplingParams
 from prefixcache.exceptions import ConfigError, InvalidRequestError
+from prefixcache.request import CacheOptions
 
 Checkpoint = Callable[..., Path]
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -61,6 +65,45 @@ def test_a_second_run_hits_the_cache_and_answers_the_same(llm: LLM) -> None:
     assert first.outputs[0].token_ids == second.outputs[0].token_ids
     llm.reset_prefix_cache()
     assert generate(llm, prompt, GREEDY)[0].num_cached_tokens == 0
+
+
+def test_without_options_the_models_own_defaults_hold(llm: LLM) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7, top_p=0.9)
+    prompt = [5, 6, 7]
+    defaults = [generate(llm, prompt)[0].outputs[0].token_ids for _ in range(2)]
+    assert [len(tokens) for tokens in defaults] == [16, 16]
+    seeded = SamplingParams(temperature=0.7, top_p=0.9, seed=3)
+    expected = generate(llm, prompt, seeded)[0].outputs[0].token_ids
+    with mock.patch.object(llm, "get_default_sampling_params", return_value=seeded):
+        assert generate(llm, prompt)[0].outputs[0].token_ids == expected
+
+
+def test_a_default_length_is_shortened_to_what_fits(
+    tiny_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "max_new_tokens": 500}))
+    llm = LLM(str(folder), dtype="float32", num_blocks=65, max_model_len=40)
+    assert llm.get_default_sampling_params().max_tokens == 500
+    results = generate(llm, [[5] * 30, [6] * 38])
+    assert [len(result.outputs[0].token_ids) for result in results] == [10, 2]
+    with pytest.raises(InvalidRequestError, match="context length is 40"):
+        generate(llm, [5] * 40)
+
+
+def test_chats_take_cache_options_and_priorities(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "one two three four five six seven eight " * 4}]
+
+    def hits(**options: Any) -> list[int]:
+        results = llm.chat([messages] * 2, GREEDY, use_tqdm=False, priority=[1, 0], **options)
+        return [result.num_cached_tokens for result in results]
+
+    llm.reset_prefix_cache()
+    assert hits(cache_options=CacheOptions(write=False)) == [0, 0]
+    assert hits(cache_options=CacheOptions(salt="a"))[0] > 0, "the first waits for the second"
+    assert min(hits(cache_options=CacheOptions(salt="a"))) > 0
+    assert min(hits(cache_options=[CacheOptions(salt="b"), CacheOptions(salt="a")])) == 0
 
 
 def test_choices_are_seeded_one_after_another(llm: LLM) -> None:

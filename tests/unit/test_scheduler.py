@@ -127,6 +127,40 @@ def test_without_prefix_caching_nothing_is_hit_or_published() -> None:
     assert bench.scheduler.hit_counter.queried_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "cache", "hashed"),
+    [
+        ({}, CacheOptions(), True),
+        ({}, CacheOptions(read=False), True),
+        ({}, CacheOptions(write=False), True),
+        ({}, CacheOptions(read=False, write=False), False),
+        ({"enable_prefix_caching": False}, CacheOptions(), False),
+    ],
+)
+def test_tokens_are_hashed_only_where_blocks_can_be_shared(
+    options: dict[str, bool], cache: CacheOptions, hashed: bool
+) -> None:
+    bench = Bench(**options)
+    bench.add("a", prompt_of(16), max_tokens=9, cache=cache)
+    bench.add("b", prompt_of(10, 1), max_tokens=9)
+    for _ in range(6):
+        bench.step()
+    assert (bench.cache.block_hash("a", 0) is not None) is hashed
+    assert (bench.cache.block_hash("a", 4) is not None) is hashed, "what was generated too"
+    bench.run()
+    assert bench.answers["a"] == answer_alone(prompt_of(16), 9)
+    assert bench.answers["b"] == answer_alone(prompt_of(10, 1), 9)
+
+
+def test_without_hashes_a_preempted_request_is_computed_again() -> None:
+    bench = Bench(num_blocks=9, max_model_len=32, enable_prefix_caching=False)
+    bench.add("old", prompt_of(12), max_tokens=12)
+    bench.add("new", prompt_of(12, 1), max_tokens=6)
+    bench.run()
+    assert bench.scheduler.num_preemptions >= 1
+    assert bench.answers["new"] == answer_alone(prompt_of(12, 1), 6)
+
+
 def test_the_newest_request_is_preempted_and_resumes_on_its_own_blocks() -> None:
     bench = Bench(num_blocks=9, max_model_len=32)
     bench.add("old", prompt_of(12), max_tokens=12)

@@ -50,6 +50,7 @@ class CacheManager:
         self._merge_twins = merge_twins
         self.num_merged_blocks = 0
         self._sequences: dict[str, CoreSequence] = {}
+        self._unhashed: set[str] = set()
         self._publish_answers = publish_answers
         self._prompt_lengths: dict[str, int] = {}
 
@@ -85,11 +86,16 @@ class CacheManager:
         )
         return self._cache.probe(hashes)
 
-    def start(self, request: Request) -> None:
-        """Makes the request known and hashes its prompt's full blocks."""
+    def start(self, request: Request, *, hashed: bool = True) -> None:
+        """Makes the request known and hashes its prompt's full blocks.
+
+        One that is not `hashed` gets slots alone: it finds nothing and publishes nothing.
+        """
         self._sequences[request.request_id] = self._cache.new_sequence(
-            request.prompt_token_ids, cache_salt=request.cache.salt
+            request.prompt_token_ids if hashed else (), cache_salt=request.cache.salt
         )
+        if not hashed:
+            self._unhashed.add(request.request_id)
         if not self._publish_answers:
             self._prompt_lengths[request.request_id] = len(request.prompt_token_ids)
 
@@ -121,6 +127,10 @@ class CacheManager:
 
     def append_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
         """Adds one sampled token to each request."""
+        if self._unhashed:
+            pairs = zip(request_ids, token_ids, strict=True)
+            hashed = {name: token for name, token in pairs if name not in self._unhashed}
+            request_ids, token_ids = list(hashed), list(hashed.values())
         self._cache.append_tokens(self._of(request_ids), list(token_ids))
 
     def mark_filled(self, request_ids: Sequence[str], upto: Sequence[int]) -> None:
@@ -147,6 +157,7 @@ class CacheManager:
         sequences = [self._sequences.pop(request_id) for request_id in request_ids]
         for request_id in request_ids:
             self._prompt_lengths.pop(request_id, None)
+            self._unhashed.discard(request_id)
         self._cache.release([sequence for sequence in sequences if sequence.is_committed])
 
     def fill(self, plan: StepPlan, buffers: Sequence[BlockTableBuffers]) -> None:

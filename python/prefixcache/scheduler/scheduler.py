@@ -171,7 +171,7 @@ class Scheduler:
             max_num_tokens=self._max_num_tokens(request),
             end_token_ids=end_token_ids,
         )
-        self._cache.start(request)
+        self._start_sequence(request)
         state.turn = self._jobs.add(request)
         self._states[request.request_id] = state
         self._waiting.push(state)
@@ -259,7 +259,7 @@ class Scheduler:
         begun = [state for state in self._states.values() if state.num_cached_tokens is not None]
         for state in begun:
             state.begin_anew()
-            self._cache.start(state.request)
+            self._start_sequence(state.request)
         return [state.request_id for state in begun]
 
     def observe_time(self, plan: StepPlan, seconds: float) -> None:
@@ -275,6 +275,11 @@ class Scheduler:
     def num_cached_tokens(self, request_id: str) -> int:
         """Prompt tokens that came from the cache when the request first started."""
         return self._states[request_id].num_cached_tokens or 0
+
+    def _start_sequence(self, request: Request) -> None:
+        """Hashes are needed only to find blocks and to be found."""
+        shares = request.cache.read or request.cache.write
+        self._cache.start(request, hashed=self._publishes and shares)
 
     def _max_num_tokens(self, request: Request) -> int:
         """Prompt and longest answer together."""

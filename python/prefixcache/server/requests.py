@@ -18,7 +18,6 @@ from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.access import Caller
 from prefixcache.server.backend import EngineClient, ServedModel
 from prefixcache.server.context import Call
-from prefixcache.server.defaults import usual_values
 from prefixcache.server.errors import model_not_found
 from prefixcache.server.limits import MAX_SEQUENCES
 from prefixcache.server.protocol import SamplingFields
@@ -180,7 +179,7 @@ def sampling_params(
     given = {name: getattr(fields, name) for name in _PASSED_ON}
     chosen = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(
-        **{**usual_values(generation), **chosen},
+        **{**generation.sampling_options(), **chosen},
         max_tokens=max_tokens,
         logprobs=logprobs,
         stop=_stop_strings(fields.stop),

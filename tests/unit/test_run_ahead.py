@@ -27,7 +27,7 @@ from prefixcache.models.registry import load_model
 from prefixcache.request import Request, RequestOutput
 from prefixcache.runner.batch import resolve_pending
 from prefixcache.runner.model_runner import ModelRunner
-from prefixcache.runner.pending import TokenCopies
+from prefixcache.runner.pending import ResultCopies
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.step_plan import ScheduledSequence, StepPlan
 from tape import TapeCapture
@@ -114,13 +114,13 @@ def test_the_host_fills_other_tables_than_those_the_device_still_reads(
 
 
 def test_two_copies_may_be_under_way() -> None:
-    copies = TokenCopies(4, CPU)
+    copies = ResultCopies(2, CPU)
     ids = torch.tensor([1, 2, 3])
     first = copies.start(ids)
     ids += 10
     second = copies.start(ids[:2])
     ids.zero_()
-    assert (first(), second()) == ([1, 2, 3], [11, 12])
+    assert (first().tolist(), second().tolist()) == ([1, 2, 3], [11, 12])
 
 
 def test_a_step_is_submitted_before_the_last_one_is_read() -> None:
@@ -228,6 +228,8 @@ REQUESTS = [
     ("The same question asked once", {"logprobs": 1}),
     ("Que sera", {"temperature": 0.9, "seed": 3}),
     ("Que sera, sera", {"repetition_penalty": 1.3}),
+    ("Que sera, sera", {"temperature": 0.9, "seed": 1, "presence_penalty": 1.5, "logprobs": 2}),
+    ("Que", {"temperature": 1.2, "seed": 4, "top_p": 0.8, "top_k": 30, "logit_bias": {7: 2.0}}),
     ("A block of the cache holds", {"min_tokens": 5, "ignore_eos": False}),
     ("A block of the", {"stop": ("e",)}),
 ]
@@ -251,12 +253,25 @@ def test_real_answers_do_not_depend_on_run_ahead(
             str(tiny_checkpoint("qwen3")), dtype="float32", device="cpu", num_blocks=num_blocks
         )
         llm._engine._runner.runs_ahead = ahead
-        alone = [llm.generate([prompts[i]], params[i], use_tqdm=False)[0] for i in (0, 2, 5)]
+        alone = [llm.generate([prompts[i]], params[i], use_tqdm=False)[0] for i in (0, 2, 4, 7)]
         crowd = llm.generate(prompts, params, use_tqdm=False)
-        answers.append([o.outputs[0].token_ids for o in (*alone, *crowd)])
+        answers.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in (*alone, *crowd)])
         assert llm.stats()["blocks_in_use"] == 0
     assert answers[0] == answers[1]
     assert resolve.call_count > 10
+
+
+@pytest.mark.parametrize("options", [options for _, options in REQUESTS], ids=str)
+def test_every_option_is_planned_ahead(
+    tiny_checkpoint: TinyCheckpoint, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve = mock.Mock(side_effect=resolve_pending)
+    monkeypatch.setattr("prefixcache.runner.batch.resolve_pending", resolve)
+    llm = LLM(str(tiny_checkpoint("qwen3")), dtype="float32", device="cpu", num_blocks=50)
+    llm._engine._runner.runs_ahead = True
+    given = {"max_tokens": 9, "temperature": 0.0, "ignore_eos": True} | options
+    (output,) = llm.generate(["Que sera"], SamplingParams(**given), use_tqdm=False)
+    assert resolve.call_count >= len(output.outputs[0].token_ids) - 1 > 0
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from typing import Any
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from prefixcache.sampling.noise import RowNoise
-from prefixcache.sampling.sampler import greedy_token_ids, sample
+from prefixcache.sampling.batch import SampledRow, add_draws
+from prefixcache.sampling.cuts import floors
+from prefixcache.sampling.noise import RowNoise, row_keys
+from prefixcache.sampling.sampler import Sampler, greedy_token_ids, sample
 from prefixcache.sampling.tiles import Tiles, token_ids
+from prefixcache.sampling.upload import Upload
 from prefixcache.sampling_params import SamplingParams
-from prefixcache.step_plan import SamplingInput
+from prefixcache.step_plan import SamplingInput, SequenceOutput
 
 CPU = torch.device("cpu")
 
@@ -53,7 +57,8 @@ def exponential_noise(
     )
     blocks, members = blocks.flatten().to(device), members.flatten().to(device)
     order = token_ids(blocks, members).argsort()
-    noise = RowNoise(seeds, positions, device).of_members(rows, blocks, members)
+    keys = (torch.from_numpy(keys).to(device) for keys in row_keys(seeds, positions))
+    noise = RowNoise(*keys).of_members(rows, blocks, members)
     return noise[:, order][:, :vocab_size]
 
 
@@ -156,7 +161,7 @@ def test_tiles_hold_every_token_once_and_find_the_largest() -> None:
         assert torch.equal(held.amax(dim=1), tiles.best_RB[r])
     for count in (1, 7, 319, 320, 5003):
         expected = values[[2, 0]].sort(dim=-1, descending=True).values[:, :count]
-        assert torch.equal(tiles.largest([2, 0], count), expected)
+        assert torch.equal(tiles.largest(torch.tensor([2, 0]), count), expected)
 
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**64 - 1])
@@ -164,28 +169,103 @@ def test_any_seed_of_64_bits_works(seed: int) -> None:
     assert chosen(logits(1, 97), [row(seed)]) == chosen(logits(1, 97), [row(seed)])
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.3},
+    {"top_k": 5},
+    {"top_p": 0.8, "logprobs": 3},
+    {"top_p": 0.9999},
+    {"min_p": 0.05, "top_k": 40, "top_p": 0.7},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    {"logit_bias": {3: 5.0}, "logprobs": 0},
+    {"temperature": 0, "logprobs": 7},
+    {"temperature": 1.5, "banned": (2, 3), "logit_bias": {3: 5.0, 4: -2.0}},
+]
+
+
+def mixed_rows(count: int) -> list[SamplingInput]:
+    return [row(i, output=tuple(range(i)), **OPTIONS[i % len(OPTIONS)]) for i in range(count)]
+
+
+def sampled(
+    values: torch.Tensor, rows: list[SamplingInput], *, waits: bool
+) -> list[SequenceOutput]:
+    """Without `waits` as a GPU does it."""
+    known = [SampledRow(f"{r}", 2 + len(one.output_token_ids), one) for r, one in enumerate(rows)]
+    result = Sampler(len(rows), CPU, waits=waits).sample(values, known)
+    return result.outputs(result.results.numpy())
+
+
+@pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("vocab", [97, 384, 5003])
-def test_a_row_does_not_see_the_batch(vocab: int) -> None:
+def test_a_row_does_not_see_the_batch(vocab: int, waits: bool) -> None:
     """Any size and order of the batch, and any mix of options in it."""
-    options: list[dict[str, Any]] = [
-        {},
-        {"temperature": 0.3},
-        {"top_k": 5},
-        {"top_p": 0.8, "logprobs": 3},
-        {"top_p": 0.9999},
-        {"min_p": 0.05, "top_k": 40, "top_p": 0.7},
-        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
-        {"logit_bias": {3: 5.0}, "logprobs": 0},
-        {"temperature": 0, "logprobs": 7},
-    ]
-    rows = [row(i, output=tuple(range(i)), **options[i % len(options)]) for i in range(27)]
-    values = logits(27, vocab)
-    alone = [sample(values[i : i + 1], [rows[i]])[0] for i in range(27)]
-    assert sample(values, rows) == alone
-    order = torch.randperm(27, generator=torch.Generator().manual_seed(1)).tolist()
-    shuffled = sample(values[order], [rows[i] for i in order])
+    rows = mixed_rows(30)
+    values = logits(30, vocab)
+    alone = [sampled(values[i : i + 1], [rows[i]], waits=waits)[0] for i in range(30)]
+    assert sampled(values, rows, waits=waits) == alone
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(1)).tolist()
+    shuffled = sampled(values[order], [rows[i] for i in order], waits=waits)
     assert shuffled == [alone[i] for i in order]
-    assert sample(values[5:18], rows[5:18]) == alone[5:18]
+    assert sampled(values[5:18], rows[5:18], waits=waits) == alone[5:18]
+
+
+@pytest.mark.parametrize("vocab", [5, 97, 1024, 5003])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 8.0])
+def test_the_gpus_way_chooses_the_same_tokens(vocab: int, scale: float) -> None:
+    rows = mixed_rows(60)
+    values = logits(60, max(vocab, 5), scale=scale)
+    values[7:20, ::3] = -math.inf
+    values[21, 4] = math.nan
+    values[32, 1] = math.inf
+    values[43] = -math.inf
+    rows = [dataclasses.replace(one, output_token_ids=one.output_token_ids[:3]) for one in rows]
+    ours, theirs = (sampled(values, rows, waits=waits) for waits in (False, True))
+    assert ours == theirs
+    assert [r for r, output in enumerate(ours) if output.error] == [21, 32, 43]
+
+
+def test_a_nucleus_is_found_bit_by_bit() -> None:
+    """Among equal logits, among neighbours, and next to another cut."""
+    values = torch.cat([logits(8, 3001, scale=s) for s in (0.0, 0.01, 1.0, 6.0)]).round(decimals=2)
+    # Neighbours among the float32, around two numbers that differ in their upper bits.
+    values[:8] += logits(8, 3001, scale=1e-3) + torch.where(torch.arange(3001) % 2 == 1, 2.6, 1.6)
+    for top_p in (1e-9, 0.1, 0.5, 0.95):
+        for top_k in (0, 3):
+            rows = [row(seed, top_p=top_p, top_k=top_k) for seed in range(32)]
+            tiles, upload = Tiles(values), Upload()
+            known = [SampledRow(f"{r}", 2, one) for r, one in enumerate(rows)]
+            draws_at = add_draws(upload, known, range(32), 3001)
+            draws = draws_at(upload.send(CPU))
+            assert draws is not None
+            least = [floors(values, tiles, draws, waits=waits) for waits in (True, False)]
+            assert torch.equal(*least)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_context_that_grew_gives_what_one_counted_anew_gives(waits: bool) -> None:
+    values = logits(5, 12, scale=0.5)
+    options = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.4}
+    sampler, answers = Sampler(5, CPU, waits=waits), [[] for _ in range(5)]
+    for _ in range(12):
+        rows = [row(r, output=tuple(answers[r]), **options) for r in range(5)]
+        known = [
+            # The host has read none of the answer.
+            SampledRow(f"{r}", 2 + len(answers[r]), dataclasses.replace(one, output_token_ids=()))
+            for r, one in enumerate(rows)
+        ]
+        chosen_now = sampler.sample(values, known).token_ids_R.tolist()
+        assert chosen_now == chosen(values, rows)
+        for answer, token in zip(answers, chosen_now, strict=True):
+            answer.append(token)
+
+
+def test_many_keys_are_those_of_single_rows() -> None:
+    seeds = [0, 1, -1, 2**64 - 1, -(2**63), 7, 8, 9, 10, 11]
+    positions = [*range(0, 10**6, 10**5)]
+    many = np.stack(row_keys(seeds, positions), axis=1)
+    for seed, position, keys in zip(seeds, positions, many, strict=True):
+        assert np.concatenate(row_keys([seed], [position])).tolist() == keys.tolist()
 
 
 def test_the_same_seed_at_another_position_draws_anew() -> None:

@@ -47,6 +47,22 @@ for dtype, tolerance in tolerances.items():
         rows = torch.randn(6, 32, dtype=dtype)
         assert torch.equal(call(rows)[4:5], call(rows[4:5])), "a row depends on the others"
         assert call(rows[:0]).shape[0] == 0
+
+from prefixcache.sampling.noise import RowNoise, row_keys
+from prefixcache.sampling.race import race, race_of_all
+from prefixcache.sampling.tiles import Tiles
+from prefixcache.sampling import race as race_module
+
+race_module.fused_kernels = lambda x: fused
+for vocab, scale in ((3000, 3.0), (1024, 0.0), (7, 1.0)):
+    logits = torch.randn(20, vocab) * scale
+    keys = map(torch.from_numpy, row_keys(range(-10, 10), range(20)))
+    noise = RowNoise(*keys)
+    floors = torch.full((20,), -torch.inf)
+    floors[::2] = logits.topk(3).values[::2, 2]
+    assert torch.equal(race_of_all(logits, floors, noise), race(Tiles(logits), floors, noise))
+unusable = torch.tensor([[float("nan")] * 7, [-torch.inf] * 7]).repeat(10, 1)
+assert race_of_all(unusable, floors, noise).min() >= 0
 print("checked")
 """
 

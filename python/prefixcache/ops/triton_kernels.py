@@ -18,6 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 _GATE_BLOCK = 1024
+# Of `sampling.tiles`: members of a block, blocks of a tile, tokens of a tile.
+_MEMBERS = tl.constexpr(16)
+_BLOCKS = tl.constexpr(64)
+_TILE = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -77,6 +81,34 @@ def apply_rope(x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
             BLOCK=triton.next_power_of_2(width // 2),
         )
     return out
+
+
+def race(
+    logits_RV: Tensor, floors_R: Tensor, block_keys_R: Tensor, token_keys_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The scores of `sampling.race` a tile of 1,024 tokens: the largest, and its first token.
+
+    `logits_RV` float32, `floors_R` float32, keys int64; float64 and int64 [R, tiles].
+    """
+    num_rows, vocab_size = logits_RV.shape
+    num_tiles = triton.cdiv(vocab_size, _TILE)
+    options = {"device": logits_RV.device}
+    scores_RT = torch.empty(num_rows, num_tiles, dtype=torch.float64, **options)
+    tokens_RT = torch.empty(num_rows, num_tiles, dtype=torch.int64, **options)
+    if num_rows:
+        _launch(
+            _race,
+            (num_rows, num_tiles),
+            logits_RV,
+            floors_R,
+            block_keys_R,
+            token_keys_R,
+            scores_RT,
+            tokens_RT,
+            logits_RV.stride(0),
+            vocab_size,
+        )
+    return scores_RT, tokens_RT
 
 
 def _launch(kernel: Any, grid: tuple[int, int], *args: Any, **constants: int) -> None:
@@ -153,3 +185,51 @@ def _apply_rope(
     out = out_ptr + (token * tl.num_programs(1) + head) * (2 * HALF)
     tl.store(out + at, (a * cos - b * sin).to(first.dtype), mask=inside)
     tl.store(out + HALF + at, (b * cos + a * sin).to(first.dtype), mask=inside)
+
+
+@triton.jit
+def _race(
+    logits_ptr: tl.tensor,
+    floors_ptr: tl.tensor,
+    block_keys_ptr: tl.tensor,
+    token_keys_ptr: tl.tensor,
+    scores_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
+    row_stride: tl.tensor,
+    vocab_size: tl.tensor,
+) -> None:
+    """One tile of a row: see `sampling.noise` for the noise, `sampling.race` for the scores."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1).to(tl.int64)
+    at = tl.arange(0, _MEMBERS * _BLOCKS)
+    tokens = tile * (_MEMBERS * _BLOCKS) + at
+    inside = tokens < vocab_size
+    logits = tl.load(logits_ptr + row * row_stride + tokens, mask=inside, other=float("-inf"))
+    block_bits = _noise_bits(tl.load(block_keys_ptr + row), tile * _BLOCKS + at % _BLOCKS)
+    token_bits = _noise_bits(tl.load(token_keys_ptr + row), tokens)
+    is_least = (block_bits % _MEMBERS).to(tl.int32) == at // _BLOCKS
+    excess = tl.where(is_least, 0.0, _exponential(token_bits))
+    noise = _exponential(block_bits) * (1.0 / _MEMBERS) + excess
+    kept = inside & (logits >= tl.load(floors_ptr + row))
+    scores = tl.where(kept, logits.to(tl.float64) - tl.log(noise), float("-inf"))
+    most = tl.max(scores, axis=0)
+    first = tl.min(tl.where(scores == most, tokens, 0x7FFFFFFFFFFFFFFF), axis=0)
+    place = row * tl.num_programs(1) + tile
+    tl.store(scores_ptr + place, most)
+    tl.store(tokens_ptr + place, first)
+
+
+@triton.jit
+def _noise_bits(key: tl.tensor, counters: tl.tensor) -> tl.tensor:
+    """SplitMix64."""
+    x = key.to(tl.uint64, bitcast=True) + (counters + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _exponential(bits: tl.tensor) -> tl.tensor:
+    """A standard exponential variable from the upper 53 bits, float64."""
+    uniform = ((bits >> 11).to(tl.float64) + 0.5) * 1.1102230246251565e-16
+    return tl.maximum(-tl.log(uniform), 5.551115123125783e-17)

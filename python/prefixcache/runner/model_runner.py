@@ -22,16 +22,12 @@ from prefixcache.request import TokenLogprobs
 from prefixcache.runner.batch import Batch, StepBuffers
 from prefixcache.runner.cuda_graph import DecodeGraphs
 from prefixcache.runner.decoder import Decoder
-from prefixcache.runner.pending import PendingStep, TokenCopies
+from prefixcache.runner.pending import PendingStep, ResultCopies
 from prefixcache.runner.trial import run_largest_step
+from prefixcache.sampling.batch import SampledRow
 from prefixcache.sampling.logprobs import token_logprobs
-from prefixcache.sampling.sampler import (
-    all_plain_greedy,
-    greedy_outputs,
-    greedy_token_ids,
-    sample,
-)
-from prefixcache.step_plan import SamplingInput, ScheduledSequence, SequenceOutput, StepPlan
+from prefixcache.sampling.sampler import Sampled, Sampler, all_plain_greedy
+from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 
 _LOGPROB_ROWS = 256
 _NOTHING = SequenceOutput()
@@ -75,7 +71,8 @@ class ModelRunner:
         self._on_device = (
             partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
         )
-        self._copies = TokenCopies(max_seqs, device)
+        self._sampler = Sampler(max_seqs, device)
+        self._copies = ResultCopies(max_seqs, device)
         self._sampled_R = torch.zeros(0, dtype=torch.int64, device=device)
 
     @property
@@ -94,8 +91,8 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> PendingStep:
         """Starts the step on the device, and returns before it ends where that is possible.
 
-        The plan's tokens below zero are those that the step before sampled. Only results that the
-        host computes from logits are waited for: greedy tokens come by an asynchronous copy.
+        The plan's tokens below zero are those that the step before sampled. What was sampled comes
+        by an asynchronous copy; log probabilities of prompts alone are waited for.
         """
         buffers = self._buffers[0]
         with self._on_device():
@@ -122,43 +119,39 @@ class ModelRunner:
             )
 
     def _launch(self, plan: StepPlan, batch: Batch) -> PendingStep:
-        inputs = [s.sampling for s in plan.sequences if s.sampling is not None]
+        rows = [
+            SampledRow(s.request_id, s.start + s.num_tokens, s.sampling)
+            for s in plan.sequences
+            if s.sampling is not None
+        ]
         if self.graphs is not None and self.graphs.fits(batch):
             decoded = self.graphs.run(batch)
-            return self._choose(plan, inputs, decoded.logits_SV, decoded.token_ids_S)
+            if all_plain_greedy(rows):
+                return self._pending(plan, Sampled(decoded.token_ids_S))
+            return self._pending(plan, self._sampler.sample(decoded.logits_SV, rows))
         hidden_TE = self._forward(batch)
-        logits_RV = self._model.compute_logits(hidden_TE[batch.sampled_rows_R]) if inputs else None
+        sampled = None
+        if rows:
+            logits_RV = self._model.compute_logits(hidden_TE[batch.sampled_rows_R])
+            sampled = self._sampler.sample(logits_RV, rows)
         if any(sequence.prompt_logprobs is not None for sequence in plan.sequences):
-            sampled = [] if logits_RV is None else sample(logits_RV, inputs)
             return self._finished(plan, hidden_TE, sampled)
-        return self._choose(plan, inputs, logits_RV, None)
+        return _known(_spread(plan, [])) if sampled is None else self._pending(plan, sampled)
 
     def _forward(self, batch: Batch) -> Tensor:
         self._attention.plan(batch.attention)
         return self._model.forward(batch.token_ids_T, batch.positions_T, self._attention)
 
-    def _choose(
-        self,
-        plan: StepPlan,
-        inputs: Sequence[SamplingInput],
-        logits_RV: Tensor | None,
-        greedy_R: Tensor | None,
-    ) -> PendingStep:
-        """Samples: on the device alone where every sequence is greedy."""
-        if logits_RV is None:
-            return _known(_spread(plan, []))
-        if not all_plain_greedy(inputs):
-            return _known(_spread(plan, sample(logits_RV, inputs)))
-        self._sampled_R = greedy_token_ids(logits_RV) if greedy_R is None else greedy_R
-        read = self._copies.start(self._sampled_R)
+    def _pending(self, plan: StepPlan, sampled: Sampled) -> PendingStep:
+        self._sampled_R = sampled.token_ids_R
+        read = self._copies.start(sampled.results)
         return PendingStep(
-            lambda: _spread(plan, greedy_outputs(read())), is_known=not self.runs_ahead
+            lambda: _spread(plan, sampled.outputs(read())), is_known=not self.runs_ahead
         )
 
-    def _finished(
-        self, plan: StepPlan, hidden_TE: Tensor, sampled: list[SequenceOutput]
-    ) -> PendingStep:
-        return _known(self._with_prompt_logprobs(plan, hidden_TE, _spread(plan, sampled)))
+    def _finished(self, plan: StepPlan, hidden_TE: Tensor, sampled: Sampled | None) -> PendingStep:
+        outputs = [] if sampled is None else sampled.outputs(sampled.results.cpu().numpy())
+        return _known(self._with_prompt_logprobs(plan, hidden_TE, _spread(plan, outputs)))
 
     def _with_prompt_logprobs(
         self, plan: StepPlan, hidden_TE: Tensor, outputs: list[SequenceOutput]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,43 +29,42 @@ class PendingStep:
         return self._fetch()
 
 
-class TokenCopies:
-    """Sampled token ids on their way to the host, by one asynchronous copy a step.
+class ResultCopies:
+    """Sampled tokens, and what is told about them, on their way to the host: one copy a step.
 
     At most two copies are under way: the third start reuses the first one's memory.
     """
 
     def __init__(self, max_seqs: int, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self._slots = [
-            _Slot(
-                torch.zeros(max_seqs, dtype=torch.int64, pin_memory=pinned),
-                torch.cuda.Event() if pinned else None,
-            )
-            for _ in range(2)
-        ]
-        self._next = 0
+        self._slots = deque(_Slot(max_seqs, device) for _ in range(2))
 
-    def start(self, token_ids_R: Tensor) -> Callable[[], list[int]]:
-        """Starts the copy; the result waits for its end and returns the ids."""
-        slot = self._slots[self._next]
-        self._next = 1 - self._next
-        return slot.start(token_ids_R)
+    def start(self, results: Tensor) -> Callable[[], npt.NDArray[np.int64]]:
+        """Starts the copy of int64 numbers; the result waits for its end and returns them."""
+        self._slots.rotate()
+        return self._slots[0].start(results)
 
 
 class _Slot:
-    def __init__(self, host: Tensor, done: torch.cuda.Event | None) -> None:
-        self._host = host
-        self._done = done
+    """Host memory for one copy: enough for tokens alone, and more once more is asked for."""
 
-    def start(self, token_ids_R: Tensor) -> Callable[[], list[int]]:
-        count = len(token_ids_R)
-        self._host[:count].copy_(token_ids_R, non_blocking=True)
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._host = self._memory(size)
+        self._done = torch.cuda.Event() if self._on_cuda else None
+
+    def start(self, results: Tensor) -> Callable[[], npt.NDArray[np.int64]]:
+        if len(results) > len(self._host):
+            self._host = self._memory(len(results))
+        host = self._host[: len(results)]
+        host.copy_(results, non_blocking=True)
         if self._done is not None:
             self._done.record()
-        return lambda: self._read(count)
+        return lambda: self._read(host)
 
-    def _read(self, count: int) -> list[int]:
+    def _read(self, host: Tensor) -> npt.NDArray[np.int64]:
         if self._done is not None:
             self._done.synchronize()
-        return self._host[:count].tolist()
+        return host.numpy()
+
+    def _memory(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int64, pin_memory=self._on_cuda)

@@ -1,68 +1,141 @@
 """What a request changes in its logits before a token is chosen.
 
 In vLLM's order: bias, banned tokens, then the penalties. Each row is worked on alone. Letters of
-shapes: R rows, V vocabulary.
+shapes: R rows, V vocabulary, P rows with penalties, C contexts that are counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from prefixcache.sampling_params import SamplingParams
+from prefixcache.sampling.batch import Additions, Penalties, SampledRow
+from prefixcache.sampling.upload import Upload
 from prefixcache.step_plan import SamplingInput
 
-
-def has_adjustments(row: SamplingInput) -> bool:
-    """Whether `adjust_logits` would change this row."""
-    return bool(row.params.logit_bias or row.banned_token_ids or has_penalties(row.params))
+_FIRST_CONTEXTS = 4
 
 
-def has_penalties(params: SamplingParams) -> bool:
-    """Whether a presence, frequency or repetition penalty is set."""
-    return bool(
-        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-    )
+class TokenCounts:
+    """How often each token stands in an answer, and whether it stands in the prompt.
+
+    A context is counted when its request first samples with a penalty, and each token is added on
+    the device as it is sampled: neither a long context nor a token that the host has not read yet
+    costs anything. At most `max_contexts` are kept, those that were used last.
+    """
+
+    def __init__(self, max_contexts: int, device: torch.device) -> None:
+        self._max_contexts = max_contexts
+        self._device = device
+        # Request to its row and the tokens of its answer that are counted; the last used last.
+        self._contexts: dict[str, tuple[int, int]] = {}
+        # Twice the number of occurrences in the answer, and one more for those in the prompt.
+        self._counts_CV = torch.zeros(0, 0, dtype=torch.int32, device=device)
+
+    def rows_of(self, rows: Sequence[SampledRow], vocab_size: int) -> list[int]:
+        """Rows of the requests' contexts. `add` must follow, with the tokens that are sampled."""
+        for row in rows:
+            if row.request_id in self._contexts:
+                self._contexts[row.request_id] = self._contexts.pop(row.request_id)
+        return [self._row_of(row, vocab_size) for row in rows]
+
+    def of(self, counts_P: Tensor) -> Tensor:
+        """Counts of those contexts, int32 [P, V]."""
+        return self._counts_CV[counts_P]
+
+    def counted(self, context: int) -> tuple[Tensor, Tensor]:
+        """The tokens that stand in one context, int64 [N], and their counts, int32 [N].
+
+        For a CPU: another device would have to be waited for.
+        """
+        counts_V = self._counts_CV[context]
+        # Of booleans numpy looks at eight at once.
+        tokens_N = torch.from_numpy(np.flatnonzero(counts_V.numpy() != 0))
+        return tokens_N, counts_V[tokens_N]
+
+    def add(self, counts_P: Tensor, tokens_P: Tensor) -> None:
+        """Counts a sampled token of each context; one below zero ends its request."""
+        self._counts_CV[counts_P, tokens_P.clamp(min=0)] += 2
+
+    def _row_of(self, row: SampledRow, vocab_size: int) -> int:
+        answered = row.position - len(row.sampling.prompt_token_ids)
+        known = self._contexts.get(row.request_id)
+        context, counted = known or (self._free_row(vocab_size), -1)
+        if counted != answered:
+            self._count(context, row.sampling, vocab_size)
+        self._contexts[row.request_id] = context, answered + 1
+        return context
+
+    def _free_row(self, vocab_size: int) -> int:
+        used = len(self._contexts)
+        if used == self._max_contexts:
+            longest_unused = next(iter(self._contexts))
+            return self._contexts.pop(longest_unused)[0]
+        if used == len(self._counts_CV):
+            more = min(max(used, _FIRST_CONTEXTS), self._max_contexts - used)
+            added = torch.zeros(more, vocab_size, dtype=torch.int32, device=self._device)
+            kept = self._counts_CV if used else added[:0]
+            self._counts_CV = torch.cat([kept, added])
+        return used
+
+    def _count(self, context: int, sampling: SamplingInput, vocab_size: int) -> None:
+        """Of a request that is new, or whose answer began anew: all its tokens are known."""
+        answer = np.asarray(sampling.output_token_ids, dtype=np.int64)
+        counts_V = 2 * np.bincount(answer, minlength=vocab_size)
+        counts_V[np.asarray(sampling.prompt_token_ids, dtype=np.int64)] += 1
+        upload = Upload()
+        counts_at = upload.integers(counts_V)
+        self._counts_CV[context].copy_(counts_at(upload.send(self._device)))
 
 
-def adjust_logits(logits_RV: Tensor, rows: Sequence[SamplingInput]) -> Tensor:
-    """Logits with each row's bias, bans and penalties; the argument itself is left alone."""
-    if not any(has_adjustments(row) for row in rows):
+def adjust_logits(
+    logits_RV: Tensor,
+    additions: Additions | None,
+    penalties: Penalties | None,
+    counts: TokenCounts,
+    *,
+    waits: bool,
+) -> Tensor:
+    """Logits with bias, bans and penalties; the argument itself is left alone.
+
+    With `waits` penalties look at the tokens that stand in a context, else at the vocabulary.
+    """
+    if additions is None and penalties is None:
         return logits_RV
     adjusted_RV = logits_RV.clone()
-    for logits_V, row in zip(adjusted_RV, rows, strict=True):
-        _add_bias(logits_V, row)
-        _penalize_repetition(logits_V, row)
-        _penalize_counts(logits_V, row)
+    if additions is not None:
+        adjusted_RV[additions.rows_N, additions.tokens_N] += additions.values_N
+    if penalties is not None:
+        (_penalize_counted if waits else _penalize_all)(adjusted_RV, counts, penalties)
     return adjusted_RV
 
 
-def _add_bias(logits_V: Tensor, row: SamplingInput) -> None:
-    if row.params.logit_bias:
-        ids = _ids(list(row.params.logit_bias), logits_V)
-        logits_V[ids] += logits_V.new_tensor(list(row.params.logit_bias.values()))
-    if row.banned_token_ids:
-        logits_V[_ids(row.banned_token_ids, logits_V)] = -torch.inf
+def _penalize_all(logits_RV: Tensor, counts: TokenCounts, penalties: Penalties) -> None:
+    rows_P, options_P13 = penalties.rows_P, penalties.options_P3.unsqueeze(1)
+    counts_PV = counts.of(penalties.counts_P)
+    logits_RV[rows_P] = _penalized(logits_RV[rows_P], counts_PV, options_P13)
 
 
-def _penalize_repetition(logits_V: Tensor, row: SamplingInput) -> None:
-    """Keskar et al., "CTRL" (2019), section 4.1, over prompt and answer, both signs mended."""
-    penalty = row.params.repetition_penalty
-    if penalty != 1.0:
-        ids = _ids([*row.prompt_token_ids, *row.output_token_ids], logits_V).unique()
-        seen = logits_V[ids]
-        logits_V[ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
+def _penalize_counted(logits_RV: Tensor, counts: TokenCounts, penalties: Penalties) -> None:
+    rows, contexts = penalties.rows_P.tolist(), penalties.counts_P.tolist()
+    for row, context, options_3 in zip(rows, contexts, penalties.options_P3, strict=True):
+        tokens_N, counts_N = counts.counted(context)
+        logits_V = logits_RV[row]
+        logits_V[tokens_N] = _penalized(logits_V[tokens_N], counts_N, options_3)
 
 
-def _penalize_counts(logits_V: Tensor, row: SamplingInput) -> None:
-    """OpenAI's two penalties: on each token of the answer, once, and once for each occurrence."""
-    params = row.params
-    if (params.frequency_penalty or params.presence_penalty) and row.output_token_ids:
-        ids, counts = _ids(row.output_token_ids, logits_V).unique(return_counts=True)
-        logits_V[ids] -= params.frequency_penalty * counts + params.presence_penalty
+def _penalized(logits: Tensor, counts: Tensor, options: Tensor) -> Tensor:
+    """The CTRL paper's repetition penalty (Keskar et al., 2019), its sign mended; then OpenAI's.
 
-
-def _ids(token_ids: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(token_ids, dtype=torch.int64, device=like.device)
+    The first is on prompt and answer; the others are on each token of the answer, once, and once
+    for each occurrence.
+    """
+    repetition, presence, frequency = options.unbind(-1)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(counts > 0, repeated, logits)
+    occurrences = counts >> 1
+    less = frequency * occurrences + presence
+    return logits - less.masked_fill_(occurrences == 0, 0.0)

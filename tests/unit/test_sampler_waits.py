@@ -1,0 +1,119 @@
+"""A sampled step on a GPU waits for nothing, and takes one copy each way: shapes alone tell.
+
+Fake tensors of a CUDA device hold no numbers, so reading one back, or making a shape of what it
+holds, is an error there; every other way to the device is a copy that is counted here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from prefixcache.sampling import race
+from prefixcache.sampling.batch import SampledRow
+from prefixcache.sampling.sampler import Sampler
+from prefixcache.sampling.upload import Upload
+from prefixcache.sampling_params import SamplingParams
+from prefixcache.step_plan import SamplingInput
+
+CUDA = torch.device("cuda")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "temperature": {},
+    "top_p": {"top_p": 0.95},
+    "top_k": {"top_k": 50},
+    "all cuts": {"top_p": 0.9, "top_k": 20, "min_p": 0.01},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.1},
+    "bias": {"temperature": 0, "logit_bias": {3: 2.0}},
+    "logprobs": {"logprobs": 5},
+}
+
+
+class Copies(TorchDispatchMode):
+    """Counts operations between the host and the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = tree_leaves((args, kwargs, result))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # A scalar is an argument of the launch.
+        devices = {t.device.type for t in tensors if t.ndim or t.device.type != "cpu"}
+        if len(devices) > 1:
+            self.between.append(str(func))
+        return result
+
+
+def rows_of(options: list[dict[str, Any]], step: int) -> list[SampledRow]:
+    return [
+        SampledRow(
+            f"{r}",
+            2 + step,
+            SamplingInput(
+                params=SamplingParams(**given),
+                seed=r,
+                prompt_token_ids=(1, 2),
+                output_token_ids=(),
+                banned_token_ids=(7,) if r % 5 == 4 else (),
+            ),
+        )
+        for r, given in enumerate(options)
+    ]
+
+
+def sampled_step(
+    monkeypatch: pytest.MonkeyPatch, options: list[dict[str, Any]]
+) -> tuple[int, list]:
+    """Uploads of a step whose contexts are counted, and its other copies."""
+    sent = []
+
+    def send(upload: Upload, device: torch.device) -> torch.Tensor:
+        sent.append(upload)
+        return torch.empty(upload._size, dtype=torch.int64, device=device)
+
+    monkeypatch.setattr(Upload, "send", send)
+    monkeypatch.setattr(race, "fused_kernels", lambda _x: None)
+    with FakeTensorMode(), torch.inference_mode():
+        sampler = Sampler(64, CUDA)
+        logits = torch.empty(len(options), 5000, device=CUDA)
+        sampler.sample(logits, rows_of(options, 0))
+        sent.clear()
+        with Copies() as copies:
+            result = sampler.sample(logits, rows_of(options, 1))
+    assert result.results.device.type == "cuda"
+    assert result.token_ids_R.shape == (len(options),)
+    return len(sent), copies.between
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_no_option_waits_for_the_device(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    uploads, copies = sampled_step(monkeypatch, [options] * 6)
+    assert uploads <= 1
+    assert copies == []
+
+
+def test_a_mixed_batch_waits_for_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sampled_step(monkeypatch, [*OPTIONS.values()] * 8) == (1, [])
+
+
+def test_what_waits_is_seen() -> None:
+    """The CPU's way of drawing, and of penalties; an index that the host holds."""
+    for name in ("temperature", "top_p", "penalties"):
+        with FakeTensorMode(), torch.inference_mode():
+            sampler = Sampler(4, CUDA, waits=True)
+            logits = torch.empty(4, 5000, device=CUDA)
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                sampler.sample(logits, rows_of([OPTIONS[name]] * 4, 0))
+    with FakeTensorMode(), Copies() as copies:
+        torch.empty(4, 5, device=CUDA)[torch.tensor([1, 2])]
+    assert copies.between

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
-from prefixcache._core import BlockPool, PrefixCache
+from prefixcache._core import BlockPool, Cpu, PackedLinear, PrefixCache
 
 BLOCK = 4
 LONG = 8_192  # tokens: enough for a call to detach from the interpreter
@@ -171,10 +172,14 @@ def another_runs_during(call: Callable[[], Any], tries: int) -> bool:
         with gate:
             ran.set()
 
+    def ran_during_call() -> bool:
+        call()
+        return ran.is_set()
+
     with gate:
         other = threading.Thread(target=wait)
         other.start()
-    during = any(call() or ran.is_set() for _ in range(tries))
+    during = any(ran_during_call() for _ in range(tries))
     other.join()
     return during
 
@@ -182,7 +187,7 @@ def another_runs_during(call: Callable[[], Any], tries: int) -> bool:
 class Calls:
     """Calls about `count` blocks; what each needs besides is done a few blocks at a time."""
 
-    FEW, MANY = 32, 16_384
+    FEW, MANY = 16, 16_384
 
     def __init__(self) -> None:
         self.pool = BlockPool(2 * self.MANY + 1)
@@ -214,6 +219,61 @@ class Calls:
     def _release(self, blocks: list[int]) -> None:
         for start in range(0, len(blocks), self.FEW):
             self.pool.release(blocks[start : start + self.FEW])
+
+
+def cache_calls(num_blocks: int) -> dict[str, Callable[[], Any]]:
+    """Calls about `num_blocks` blocks of a cache; whatever else they do is short."""
+    num_tokens = num_blocks * BLOCK
+    cache = PrefixCache(2 * num_blocks + 1, BLOCK, threads="shared")
+    tokens = np.arange(num_tokens, dtype=np.int32)
+    sequence, hashes = cache.new_sequence(tokens), cache.compute_block_hashes(tokens)
+    cache.commit_prefix_plan(sequence, 0, num_tokens)
+    cache.mark_blocks_filled([sequence], [num_tokens])
+    waiting = cache.new_sequence(tokens)
+
+    def shrink_and_grow() -> None:
+        cache.resize(2)
+        cache.resize(2 * num_blocks + 1)
+
+    def count_hits_under_new_weights() -> None:
+        cache.new_weight_version()
+        cache.count_prefix_hits(waiting)
+
+    return {
+        "cached_blocks": cache.cached_blocks,
+        "count_hits_under_new_weights": count_hits_under_new_weights,
+        "extend": lambda: cache.new_sequence([]).extend(tokens),
+        "free_order": cache.free_order,
+        "pin": lambda: cache.pin(sequence, num_tokens),
+        "probe": lambda: cache.probe(hashes),
+        "resize": shrink_and_grow,
+        "unpin": lambda: cache.unpin(sequence),
+        "validate": cache.validate,
+    }
+
+
+@pytest.mark.usefixtures("no_switching")
+@pytest.mark.parametrize("name", cache_calls(1))
+def test_long_calls_of_a_cache_let_other_threads_run(name: str) -> None:
+    assert not another_runs_during(cache_calls(Calls.FEW)[name], 20)
+    assert another_runs_during(cache_calls(Calls.MANY)[name], 1_000)
+
+
+def kernel_calls(width: int) -> dict[str, Callable[[], Any]]:
+    cpu = Cpu(1)
+    layer = PackedLinear(cpu, width, width, "float32")
+    weight = np.zeros((width, width), np.float32)
+    return {
+        "zeroed": lambda: PackedLinear(cpu, width, width, "float32"),
+        "copy_rows": lambda: layer.copy_rows(0, weight.ctypes.data, width),
+    }
+
+
+@pytest.mark.usefixtures("no_switching")
+@pytest.mark.parametrize("name", kernel_calls(2))
+def test_long_calls_of_a_layer_let_other_threads_run(name: str) -> None:
+    assert not another_runs_during(kernel_calls(64)[name], 20)
+    assert another_runs_during(kernel_calls(1_024)[name], 1_000)
 
 
 @pytest.mark.usefixtures("no_switching")

@@ -161,10 +161,15 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// A sequence that holds nothing follows the current weights.
     fn refresh(&self, sequence: &mut Sequence) {
-        let current = self.weight_version();
-        if sequence.weight_version != current && !sequence.is_committed() {
-            sequence.rehash(current);
+        if !self.hashes_are_current(sequence) {
+            sequence.rehash(self.weight_version());
         }
+    }
+
+    /// Whether the next call will take the sequence's hashes as they are. If not it hashes all tokens
+    /// anew: the weights have changed, and the sequence holds nothing.
+    pub fn hashes_are_current(&self, sequence: &Sequence) -> bool {
+        sequence.is_committed() || sequence.weight_version == self.weight_version()
     }
 
     // Writing.

@@ -1,37 +1,130 @@
-//! Python numbers, lists and arrays as Rust values, with errors that name the argument.
+//! Arguments of the Python methods as types: a signature says what a method takes, and an error names
+//! the argument that it is about.
+//!
+//! Reading an argument can run code of the caller (`__index__`, `__iter__`), which may call this
+//! module again or resize an array. So arguments are read into values of their own first; what is
+//! lent to a call, an array's memory or a sequence, is borrowed after that.
 
-use numpy::{PyArray1, PyArrayMethods, PyReadwriteArray1};
+use std::marker::PhantomData;
+
+use numpy::{AsSliceError, Element, PyArray1, PyArrayMethods, PyReadonlyArray1, PyReadwriteArray1};
 use prefixcache_core::error::Argument;
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::PyList;
+use pyo3::types::{PyList, PyString};
 
 use crate::errors::out_of_range;
+use crate::names::{self, Name};
+
+/// A type of whole numbers from 0.
+pub trait Whole: for<'a, 'py> FromPyObject<'a, 'py, Error = PyErr> + Copy {
+    const MOST: u64;
+}
+
+macro_rules! whole {
+    ($($number:ty),*) => {
+        $(impl Whole for $number {
+            const MOST: u64 = <$number>::MAX as u64;
+        })*
+    };
+}
+
+whole!(u16, u32, u64, usize);
 
 /// A whole number from 0 to what `T` holds.
-pub fn number<'py, T>(argument: impl Into<Argument>, value: &Bound<'py, PyAny>) -> PyResult<T>
-where
-    T: for<'a> FromPyObject<'a, 'py, Error = PyErr>,
-{
+pub struct Number<N, T = usize>(pub T, PhantomData<N>);
+
+impl<'a, 'py, N: Name, T: Whole> FromPyObject<'a, 'py> for Number<N, T> {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        Ok(Self(number(N::NAME.into(), &value)?, PhantomData))
+    }
+}
+
+fn number<T: Whole>(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<T> {
     value.extract().map_err(|error: PyErr| {
-        let argument = argument.into();
         if error.is_instance_of::<PyOverflowError>(value.py()) {
-            return out_of_range(
-                argument,
-                format!("must be from 0 to its limit, not {value}"),
-            );
+            let reason = format!("must be from 0 to {}, not {}", T::MOST, shown(value));
+            return out_of_range(argument, reason);
         }
-        wrong_type(argument, "a whole number", value)
+        if error.is_instance_of::<PyTypeError>(value.py()) {
+            return wrong_type(argument, "a whole number", value);
+        }
+        error
     })
 }
 
-fn wrong_type(argument: Argument, wanted: &str, value: &Bound<'_, PyAny>) -> PyErr {
+/// A number as a message shows it; Python refuses to write very long ones.
+fn shown(value: &Bound<'_, PyAny>) -> String {
+    let text = value.str().map(|text| text.to_string());
+    text.unwrap_or_else(|_| "a number of thousands of digits".to_owned())
+}
+
+/// A list of whole numbers from 0.
+pub struct Numbers<N, T = usize>(pub Vec<T>, PhantomData<N>);
+
+impl<'a, 'py, N: Name, T: Whole> FromPyObject<'a, 'py> for Numbers<N, T> {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let all = each::<N, _>(&value, |argument, item| number(argument, item))?;
+        Ok(Self(all, PhantomData))
+    }
+}
+
+/// A floating-point number.
+pub struct Real<N>(pub f32, PhantomData<N>);
+
+impl<'a, 'py, N: Name> FromPyObject<'a, 'py> for Real<N> {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let real = value.extract::<f64>().map_err(|error| {
+            match error.is_instance_of::<PyOverflowError>(value.py()) {
+                true => out_of_range(N::NAME, "must be a number that a float can hold"),
+                false if error.is_instance_of::<PyTypeError>(value.py()) => {
+                    wrong_type(N::NAME.into(), "a number", &value)
+                }
+                false => error,
+            }
+        });
+        Ok(Self(real? as f32, PhantomData))
+    }
+}
+
+/// One of a few words that stand for values.
+pub fn choice<T: Copy>(
+    name: &'static str,
+    value: &Bound<'_, PyAny>,
+    choices: &[(&str, T)],
+) -> PyResult<T> {
+    let Ok(text) = value.cast::<PyString>() else {
+        return Err(wrong_type(name.into(), "a string", value));
+    };
+    let text = text.to_string_lossy();
+    let found = choices.iter().find(|(word, _)| *word == text);
+    found.map(|&(_, value)| value).ok_or_else(|| {
+        let words: Vec<_> = choices
+            .iter()
+            .map(|(word, _)| format!("{word:?}"))
+            .collect();
+        out_of_range(
+            name,
+            format!("must be {}, not {text:?}", words.join(" or ")),
+        )
+    })
+}
+
+pub fn wrong_type(argument: Argument, wanted: &str, value: &Bound<'_, PyAny>) -> PyErr {
     let found = value.get_type();
     PyTypeError::new_err(format!("{argument} must be {wanted}, not {found}"))
 }
 
-/// The items of a list or of any other sequence.
+/// The items of a list or of any other iterable.
+///
+/// Their number is what the iterator gives, not what `__len__` says, which may be anything.
 pub fn items<'py>(name: &'static str, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
     if let Ok(list) = value.cast::<PyList>() {
         return Ok(list.clone());
@@ -46,32 +139,72 @@ pub fn items<'py>(name: &'static str, value: &Bound<'py, PyAny>) -> PyResult<Bou
     Ok(list)
 }
 
-/// A list of whole numbers from 0.
-pub fn numbers<'py, T>(name: &'static str, value: &Bound<'py, PyAny>) -> PyResult<Vec<T>>
-where
-    T: for<'a> FromPyObject<'a, 'py, Error = PyErr>,
-{
-    let list = items(name, value)?;
-    let element = |(index, item)| number(Argument::element(name, index), &item);
+/// What `read` makes of each item of the list `N`.
+pub fn each<'py, N: Name, T>(
+    value: &Bound<'py, PyAny>,
+    read: impl Fn(Argument, &Bound<'py, PyAny>) -> PyResult<T>,
+) -> PyResult<Vec<T>> {
+    let element = |(index, item)| read(Argument::element(N::NAME, index), &item);
+    let list = items(N::NAME, value)?;
     list.iter().enumerate().map(element).collect()
 }
 
-pub fn group(value: &Bound<'_, PyAny>) -> PyResult<GroupId> {
-    number("group", value).map(GroupId::new)
+/// The argument `group`.
+pub struct Group(pub GroupId);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Group {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let Number::<names::GroupIndex, u16>(group, _) = value.extract()?;
+        Ok(Self(GroupId::new(group)))
+    }
 }
 
-pub fn block_ids(value: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
-    let ids: Vec<u32> = numbers("blocks", value)?;
-    Ok(ids.into_iter().map(BlockId::new).collect())
+/// The group of an argument `group`; the first, if there is none.
+pub fn or_first(group: Option<Group>) -> GroupId {
+    group.map_or(GroupId::new(0), |Group(group)| group)
+}
+
+/// The argument `blocks`.
+pub struct Blocks(pub Vec<BlockId>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Blocks {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let Numbers::<names::Blocks, u32>(ids, _) = value.extract()?;
+        Ok(Self(ids.into_iter().map(BlockId::new).collect()))
+    }
 }
 
 pub fn ids_of(blocks: &[BlockId]) -> Vec<u32> {
     blocks.iter().map(|block| block.get()).collect()
 }
 
-/// A block hash: 32 bytes.
-pub fn hash(argument: impl Into<Argument>, value: &Bound<'_, PyAny>) -> PyResult<BlockHash> {
-    let argument = argument.into();
+/// The argument `block_hash`: 32 bytes.
+pub struct Hash(pub BlockHash);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Hash {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        hash(names::BlockHash::NAME.into(), &value).map(Self)
+    }
+}
+
+/// The argument `hashes`: 32 bytes each.
+pub struct Hashes(pub Vec<BlockHash>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Hashes {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        each::<names::Hashes, _>(&value, hash).map(Self)
+    }
+}
+
+fn hash(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<BlockHash> {
     let Ok(bytes) = value.extract::<&[u8]>() else {
         return Err(wrong_type(argument, "bytes", value));
     };
@@ -84,29 +217,40 @@ pub fn hash(argument: impl Into<Argument>, value: &Bound<'_, PyAny>) -> PyResult
     }
 }
 
-/// A list of block hashes.
-pub fn hashes(value: &Bound<'_, PyAny>) -> PyResult<Vec<BlockHash>> {
-    let list = items("hashes", value)?;
-    let element = |(index, item)| hash(Argument::element("hashes", index), &item);
-    list.iter().enumerate().map(element).collect()
+/// A numpy array of one dimension, not borrowed yet.
+pub struct Array<'py, N, T>(Bound<'py, PyArray1<T>>, PhantomData<N>);
+
+impl<'a, 'py, N: Name, T: Element> FromPyObject<'a, 'py> for Array<'py, N, T> {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        match value.cast::<PyArray1<T>>() {
+            Ok(array) => Ok(Self(array.to_owned(), PhantomData)),
+            Err(_) => {
+                let wanted = format!("a numpy array of {}", T::get_dtype(value.py()));
+                Err(wrong_type(N::NAME.into(), &wanted, &value))
+            }
+        }
+    }
 }
 
-/// A numpy array to write to. Fails where the same memory is already taken for another argument.
-pub fn writable<'py, T: numpy::Element>(
-    name: &'static str,
-    array: &Bound<'py, PyArray1<T>>,
-) -> PyResult<PyReadwriteArray1<'py, T>> {
-    array
-        .try_readwrite()
-        .map_err(|error| out_of_range(name, format!("cannot be written to: {error}")))
+impl<'py, N: Name, T: Element> Array<'py, N, T> {
+    /// The array, to read. No code of the caller may run meanwhile.
+    pub fn read(&self) -> PyResult<PyReadonlyArray1<'py, T>> {
+        let array = self.0.try_readonly();
+        array.map_err(|_| out_of_range(N::NAME, "is written to by another call"))
+    }
+
+    /// The array, to write. No code of the caller may run meanwhile.
+    ///
+    /// Fails where the same memory is already taken for another argument.
+    pub fn write(&self) -> PyResult<PyReadwriteArray1<'py, T>> {
+        let array = self.0.try_readwrite();
+        array.map_err(|error| out_of_range(N::NAME, format!("cannot be written to: {error}")))
+    }
 }
 
-/// The elements of a writable array, which must lie side by side.
-pub fn slice_of<'a, T: numpy::Element>(
-    name: &'static str,
-    array: &'a mut PyReadwriteArray1<'_, T>,
-) -> PyResult<&'a mut [T]> {
-    array
-        .as_slice_mut()
-        .map_err(|_| out_of_range(name, "must be contiguous and aligned"))
+/// The elements of an array, which must lie side by side.
+pub fn slice_of<N: Name, S>(slice: Result<S, AsSliceError>) -> PyResult<S> {
+    slice.map_err(|_| out_of_range(N::NAME, "must be contiguous and aligned"))
 }

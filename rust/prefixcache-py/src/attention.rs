@@ -1,13 +1,14 @@
 //! The Python class `PagedAttention`.
 
-use numpy::PyReadonlyArray1;
 use prefixcache_attention::{Attention, BlockTables, KvElement, Plan, append, attend};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::arguments::{Array, Number, Real, slice_of};
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
 use crate::errors::{IntoPyErr, in_use, out_of_range};
 use crate::exclusive::{Exclusive, Using};
+use crate::names;
 
 /// Attention over paged keys and values, on the CPU.
 #[pyclass(frozen, module = "prefixcache._core")]
@@ -68,15 +69,6 @@ impl Tensors {
     }
 }
 
-fn numbers<'a, T: numpy::Element>(
-    name: &'static str,
-    array: &'a PyReadonlyArray1<'_, T>,
-) -> PyResult<&'a [T]> {
-    array
-        .as_slice()
-        .map_err(|_| out_of_range(name, "must be contiguous and aligned"))
-}
-
 fn checked_slots(slots: &[i64], limit: usize) -> PyResult<Vec<i64>> {
     let inside = |&slot: &i64| usize::try_from(slot).is_ok_and(|slot| slot < limit);
     match slots.iter().find(|slot| !inside(slot)) {
@@ -125,7 +117,7 @@ impl PagedAttention {
     pub fn cache(&self, step: &PlannedStep, address: usize) -> Matrix {
         let rows = step.plan.num_pages() * 2 * self.attention.kv_heads();
         let width = step.plan.block_size() * self.attention.head_dim();
-        Matrix::dense("cache", address, rows, width)
+        Matrix::dense_at("cache", address, rows, width)
     }
 }
 
@@ -145,21 +137,22 @@ impl PagedAttention {
     )]
     fn new(
         cpu: Py<Cpu>,
-        dtype: &str,
-        num_heads: usize,
-        num_kv_heads: usize,
-        head_dim: usize,
-        scale: f32,
-        window_left: Option<usize>,
-        softcap: Option<f32>,
+        dtype: DType,
+        num_heads: Number<names::NumHeads>,
+        num_kv_heads: Number<names::NumKvHeads>,
+        head_dim: Number<names::HeadDim>,
+        scale: Real<names::Scale>,
+        window_left: Option<Number<names::WindowLeft>>,
+        softcap: Option<Real<names::Softcap>>,
     ) -> PyResult<Self> {
-        let mut attention = Attention::new(num_heads, num_kv_heads, head_dim, scale)
+        let mut attention = Attention::new(num_heads.0, num_kv_heads.0, head_dim.0, scale.0)
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
-        (attention.window_left, attention.softcap) = (window_left, softcap);
+        attention.window_left = window_left.map(|left| left.0);
+        attention.softcap = softcap.map(|cap| cap.0);
         let step = Exclusive::new(None);
         Ok(Self {
             cpu,
-            dtype: DType::parse(dtype)?,
+            dtype,
             attention,
             step,
         })
@@ -171,25 +164,31 @@ impl PagedAttention {
     #[expect(clippy::too_many_arguments, reason = "the arrays of a block table")]
     fn plan(
         &self,
-        num_pages: usize,
-        block_size: usize,
-        qo_indptr: PyReadonlyArray1<'_, i32>,
-        kv_indptr: PyReadonlyArray1<'_, i32>,
-        kv_indices: PyReadonlyArray1<'_, i32>,
-        last_page_len: PyReadonlyArray1<'_, i32>,
-        slot_mapping: PyReadonlyArray1<'_, i64>,
+        num_pages: Number<names::NumPages>,
+        block_size: Number<names::BlockSize>,
+        qo_indptr: Array<'_, names::QoIndptr, i32>,
+        kv_indptr: Array<'_, names::KvIndptr, i32>,
+        kv_indices: Array<'_, names::KvIndices, i32>,
+        last_page_len: Array<'_, names::LastPageLen, i32>,
+        slot_mapping: Array<'_, names::SlotMapping, i64>,
     ) -> PyResult<()> {
+        let (num_pages, block_size) = (num_pages.0, block_size.0);
         if block_size == 0 {
             return Err(out_of_range("block_size", "must be positive"));
         }
         let num_slots = self.num_slots(num_pages, block_size)?;
+        // Attached to the interpreter until they are read: nobody's code runs that could resize them.
+        let (qo_indptr, kv_indptr) = (qo_indptr.read()?, kv_indptr.read()?);
+        let (kv_indices, last_page_len) = (kv_indices.read()?, last_page_len.read()?);
+        let slot_mapping = slot_mapping.read()?;
         let tables = BlockTables {
-            qo_indptr: numbers("qo_indptr", &qo_indptr)?,
-            kv_indptr: numbers("kv_indptr", &kv_indptr)?,
-            kv_indices: numbers("kv_indices", &kv_indices)?,
-            last_page_len: numbers("last_page_len", &last_page_len)?,
+            qo_indptr: slice_of::<names::QoIndptr, _>(qo_indptr.as_slice())?,
+            kv_indptr: slice_of::<names::KvIndptr, _>(kv_indptr.as_slice())?,
+            kv_indices: slice_of::<names::KvIndices, _>(kv_indices.as_slice())?,
+            last_page_len: slice_of::<names::LastPageLen, _>(last_page_len.as_slice())?,
         };
-        let slots = checked_slots(numbers("slot_mapping", &slot_mapping)?, num_slots)?;
+        let slots = slice_of::<names::SlotMapping, _>(slot_mapping.as_slice())?;
+        let slots = checked_slots(slots, num_slots)?;
         // Before the plan, which takes memory for each query.
         check_num_queries(tables.qo_indptr, slots.len())?;
         let group = self.attention.heads() / self.attention.kv_heads();
@@ -209,14 +208,14 @@ impl PagedAttention {
     fn run(
         &self,
         py: Python<'_>,
-        cache: usize,
-        queries: usize,
-        query_stride: usize,
-        keys: usize,
-        key_stride: usize,
-        values: usize,
-        value_stride: usize,
-        out: usize,
+        cache: Number<names::Cache>,
+        queries: Number<names::Queries>,
+        query_stride: Number<names::QueryStride>,
+        keys: Number<names::Keys>,
+        key_stride: Number<names::KeyStride>,
+        values: Number<names::Values>,
+        value_stride: Number<names::ValueStride>,
+        out: Number<names::Out>,
     ) -> PyResult<()> {
         let step = self.planned()?;
         let step = Self::of_step(&step)?;
@@ -225,19 +224,12 @@ impl PagedAttention {
             self.attention.heads() * dims,
             self.attention.kv_heads() * dims,
         );
-        let of = |name, address, width, stride| Matrix {
-            name,
-            address,
-            rows,
-            width,
-            stride,
-        };
         let tensors = Tensors {
-            cache: self.cache(step, cache),
-            queries: of("queries", queries, width, query_stride),
-            keys: of("keys", keys, kv_width, key_stride),
-            values: of("values", values, kv_width, value_stride),
-            out: of("out", out, width, width),
+            cache: self.cache(step, cache.0),
+            queries: Matrix::strided(queries, (rows, width), query_stride.0),
+            keys: Matrix::strided(keys, (rows, kv_width), key_stride.0),
+            values: Matrix::strided(values, (rows, kv_width), value_stride.0),
+            out: Matrix::dense(out, rows, width),
         };
         let cpu = self.cpu.get();
         // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.

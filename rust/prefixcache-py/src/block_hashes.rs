@@ -5,7 +5,8 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::arguments::number;
+use crate::arguments::Number;
+use crate::names;
 
 /// Chained hashes of a token sequence's full blocks.
 #[pyclass(frozen, module = "prefixcache._core")]
@@ -21,9 +22,9 @@ impl BlockHashes {
     fn to_bytes<'py>(
         &self,
         py: Python<'py>,
-        index: &Bound<'py, PyAny>,
+        index: Number<names::Index>,
     ) -> PyResult<Bound<'py, PyBytes>> {
-        let index: usize = number("index", index)?;
+        let index = index.0;
         let hash = self.0.as_slice().get(index).ok_or_else(|| {
             let count = self.__len__();
             PyIndexError::new_err(format!("index must be below {count}, not {index}"))

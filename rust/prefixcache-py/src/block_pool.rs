@@ -7,12 +7,11 @@ use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig, Registration};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::arguments::{
-    block_ids as as_blocks, group as as_group, hash, hashes as as_hashes, ids_of, number,
-};
+use crate::arguments::{Blocks, Group, Hash, Hashes, Number, ids_of, or_first};
 use crate::detach::run;
 use crate::errors::{IntoPyErr, bad_blocks, out_of_range};
-use crate::prefix_cache::{pool_config, store_stats};
+use crate::names;
+use crate::prefix_cache::{FreeOrderWord, pool_config, store_stats};
 use crate::writer::{Threads, Writer, Writing};
 
 /// Either form of the pool.
@@ -54,9 +53,14 @@ impl Pool {
         pool.map_err(IntoPyErr::into_py_err)
     }
 
+    /// The null block counted.
+    fn num_blocks(&self) -> usize {
+        on!(self, |pool| pool.num_blocks())
+    }
+
     /// Fails for more blocks than the pool has at all.
     fn check_count(&self, name: &'static str, count: usize) -> PyResult<()> {
-        let most = on!(self, |pool| pool.num_blocks()) - 1;
+        let most = self.num_blocks() - 1;
         if count <= most {
             return Ok(());
         }
@@ -73,16 +77,20 @@ fn keys(hashes: &[BlockHash], group: GroupId) -> impl ExactSizeIterator<Item = B
 impl BlockPool {
     /// A pool of `num_blocks` blocks, block 0, the null block, counted.
     #[new]
-    #[pyo3(signature = (
-        num_blocks, *, free_order="unhashed_first", threads="single_writer", max_blocks=None
-    ))]
+    #[pyo3(
+        signature = (
+            num_blocks, *, free_order=FreeOrderWord::DEFAULT, threads=Threads::SingleWriter,
+            max_blocks=None
+        ),
+        text_signature = "(num_blocks, *, free_order='unhashed_first', threads='single_writer', \
+max_blocks=None)"
+    )]
     fn new(
-        num_blocks: &Bound<'_, PyAny>,
-        free_order: &str,
-        threads: &str,
-        max_blocks: Option<&Bound<'_, PyAny>>,
+        num_blocks: Number<names::NumBlocks>,
+        free_order: FreeOrderWord,
+        threads: Threads,
+        max_blocks: Option<Number<names::MaxBlocks>>,
     ) -> PyResult<Self> {
-        let threads = Threads::parse(threads)?;
         let config = pool_config(num_blocks, max_blocks, free_order)?;
         Ok(Self {
             pool: Pool::new(config, threads)?,
@@ -91,8 +99,8 @@ impl BlockPool {
     }
 
     /// Take `count` blocks from the front of the free order, all or none; None when they are lacking.
-    fn allocate(&self, py: Python<'_>, count: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u32>>> {
-        let count = number("count", count)?;
+    fn allocate(&self, py: Python<'_>, count: Number<names::Count>) -> PyResult<Option<Vec<u32>>> {
+        let count = count.0;
         let (pool, _writing) = self.pool_to_write()?;
         pool.check_count("count", count)?;
         Ok(run(py, count, || {
@@ -112,12 +120,12 @@ impl BlockPool {
     fn commit(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = as_hashes)] hashes: Vec<BlockHash>,
-        num_new: Option<&Bound<'_, PyAny>>,
-        group: Option<&Bound<'_, PyAny>>,
+        hashes: Hashes,
+        num_new: Option<Number<names::NumNew>>,
+        group: Option<Group>,
     ) -> PyResult<Option<(usize, Vec<u32>)>> {
-        let num_new = num_new.map_or(Ok(0), |count| number("num_new", count))?;
-        let keys = keys(&hashes, group_or_first(group)?);
+        let num_new = num_new.map_or(0, |count| count.0);
+        let keys = keys(&hashes.0, or_first(group));
         let (pool, _writing) = self.pool_to_write()?;
         pool.check_count("num_new", num_new)?;
         let count = keys.len() + num_new;
@@ -132,13 +140,9 @@ impl BlockPool {
 
     /// The block that hits for `block_hash`, or None.
     #[pyo3(signature = (block_hash, group=None), text_signature = "($self, block_hash, group=0)")]
-    fn lookup(
-        &self,
-        block_hash: &Bound<'_, PyAny>,
-        group: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Option<u32>> {
-        let key = BlockKey::new(hash("block_hash", block_hash)?, group_or_first(group)?);
-        Ok(on!(&self.pool, |pool| pool.lookup(&key)).map(BlockId::get))
+    fn lookup(&self, block_hash: Hash, group: Option<Group>) -> Option<u32> {
+        let key = BlockKey::new(block_hash.0, or_first(group));
+        on!(&self.pool, |pool| pool.lookup(&key)).map(BlockId::get)
     }
 
     /// Let held blocks be found under `hashes`, one for each.
@@ -153,13 +157,13 @@ impl BlockPool {
     fn register(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = as_blocks)] blocks: Vec<BlockId>,
-        #[pyo3(from_py_with = as_hashes)] hashes: Vec<BlockHash>,
-        epoch: &Bound<'_, PyAny>,
-        group: Option<&Bound<'_, PyAny>>,
+        blocks: Blocks,
+        hashes: Hashes,
+        epoch: Number<names::EpochBefore, u32>,
+        group: Option<Group>,
     ) -> PyResult<Vec<Option<u32>>> {
-        let epoch = Epoch::new(number("epoch", epoch)?);
-        let keys = keys(&hashes, group_or_first(group)?);
+        let (blocks, epoch) = (blocks.0, Epoch::new(epoch.0));
+        let keys = keys(&hashes.0, or_first(group));
         if blocks.len() != keys.len() {
             let reason = format!(
                 "must be one for each of {} blocks, not {}",
@@ -184,14 +188,12 @@ impl BlockPool {
     /// Give up one hold of each block; those without a holder join the free blocks in this order.
     ///
     /// At a block that cannot be released it raises: those before it are released, the rest is not.
-    fn release(
-        &self,
-        py: Python<'_>,
-        #[pyo3(from_py_with = as_blocks)] blocks: Vec<BlockId>,
-    ) -> PyResult<()> {
+    fn release(&self, py: Python<'_>, blocks: Blocks) -> PyResult<()> {
         let (pool, _writing) = self.pool_to_write()?;
-        let count = blocks.len();
-        run(py, count, || on!(pool, |pool| pool.release(&blocks))).map_err(bad_blocks)
+        run(py, blocks.0.len(), || {
+            on!(pool, |pool| pool.release(&blocks.0))
+        })
+        .map_err(bad_blocks)
     }
 
     /// Counts the clears of the index.
@@ -208,39 +210,32 @@ impl BlockPool {
     }
 
     /// Pin held blocks that have a hash; they are evicted last. Returns how many were not pinned.
-    fn pin(
-        &self,
-        py: Python<'_>,
-        #[pyo3(from_py_with = as_blocks)] blocks: Vec<BlockId>,
-    ) -> PyResult<usize> {
+    fn pin(&self, py: Python<'_>, blocks: Blocks) -> PyResult<usize> {
         let (pool, _writing) = self.pool_to_write()?;
-        let count = blocks.len();
-        run(py, count, || on!(pool, |pool| pool.pin(&blocks))).map_err(bad_blocks)
+        run(py, blocks.0.len(), || on!(pool, |pool| pool.pin(&blocks.0))).map_err(bad_blocks)
     }
 
     /// Take the pins off held blocks. Returns how many were pinned.
-    fn unpin(
-        &self,
-        py: Python<'_>,
-        #[pyo3(from_py_with = as_blocks)] blocks: Vec<BlockId>,
-    ) -> PyResult<usize> {
+    fn unpin(&self, py: Python<'_>, blocks: Blocks) -> PyResult<usize> {
         let (pool, _writing) = self.pool_to_write()?;
-        let count = blocks.len();
-        run(py, count, || on!(pool, |pool| pool.unpin(&blocks))).map_err(bad_blocks)
+        run(py, blocks.0.len(), || {
+            on!(pool, |pool| pool.unpin(&blocks.0))
+        })
+        .map_err(bad_blocks)
     }
 
     /// Move the oldest `count` free pinned blocks to the regular tier. Returns how many there were.
-    fn demote(&self, py: Python<'_>, count: &Bound<'_, PyAny>) -> PyResult<usize> {
-        let count = number("count", count)?;
+    fn demote(&self, py: Python<'_>, count: Number<names::Count>) -> PyResult<usize> {
+        let count = count.0;
         let (pool, _writing) = self.pool_to_write()?;
         Ok(run(py, count, || on!(pool, |pool| pool.demote(count))))
     }
 
     /// Set the number of blocks, the null block counted. Returns how many above it are still held.
-    fn resize(&self, py: Python<'_>, num_blocks: &Bound<'_, PyAny>) -> PyResult<usize> {
-        let num_blocks = number("num_blocks", num_blocks)?;
+    fn resize(&self, py: Python<'_>, num_blocks: Number<names::NumBlocks>) -> PyResult<usize> {
+        let num_blocks = num_blocks.0;
         let (pool, _writing) = self.pool_to_write()?;
-        let work = on!(pool, |pool| pool.num_blocks()).max(num_blocks);
+        let work = pool.num_blocks().max(num_blocks);
         let busy = run(py, work, || on!(pool, |pool| pool.resize(num_blocks)));
         busy.map_err(IntoPyErr::into_py_err)
     }
@@ -248,7 +243,7 @@ impl BlockPool {
     /// Blocks that can be handed out: the null block is not counted.
     #[getter]
     fn num_blocks(&self) -> usize {
-        on!(&self.pool, |pool| pool.num_blocks()) - 1
+        self.pool.num_blocks() - 1
     }
 
     /// Blocks that nobody holds.
@@ -258,15 +253,19 @@ impl BlockPool {
     }
 
     /// The free blocks, the one to be handed out next first. For debugging.
-    fn free_order(&self) -> PyResult<Vec<u32>> {
-        let _paused = self.writer.pause()?;
-        Ok(ids_of(&on!(&self.pool, |pool| pool.free_order())))
+    fn free_order(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        let (pool, _paused) = (&self.pool, self.writer.pause()?);
+        Ok(run(py, pool.num_blocks(), || {
+            ids_of(&on!(pool, |pool| pool.free_order()))
+        }))
     }
 
     /// The blocks that hold a hash, lowest id first. For debugging.
-    fn cached_blocks(&self) -> PyResult<Vec<u32>> {
-        let _paused = self.writer.pause()?;
-        Ok(ids_of(&on!(&self.pool, |pool| pool.cached_blocks())))
+    fn cached_blocks(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        let (pool, _paused) = (&self.pool, self.writer.pause()?);
+        Ok(run(py, pool.num_blocks(), || {
+            ids_of(&on!(pool, |pool| pool.cached_blocks()))
+        }))
     }
 
     /// Lifetime counts, and blocks by state.
@@ -275,17 +274,14 @@ impl BlockPool {
     }
 
     /// Check every invariant of the pool; raises RuntimeError that names the broken one.
-    fn validate(&self) -> PyResult<()> {
-        let _paused = self.writer.pause()?;
-        on!(&self.pool, |pool| pool.validate()).map_err(IntoPyErr::into_py_err)
+    fn validate(&self, py: Python<'_>) -> PyResult<()> {
+        let (pool, _paused) = (&self.pool, self.writer.pause()?);
+        let sound = run(py, pool.num_blocks(), || on!(pool, |pool| pool.validate()));
+        sound.map_err(IntoPyErr::into_py_err)
     }
 
     /// Make the calling thread the one that may write; for a shared pool that changes nothing.
     fn adopt_writer(&self) -> PyResult<()> {
         self.writer.adopt()
     }
-}
-
-fn group_or_first(group: Option<&Bound<'_, PyAny>>) -> PyResult<GroupId> {
-    group.map_or(Ok(GroupId::new(0)), as_group)
 }

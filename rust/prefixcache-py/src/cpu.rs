@@ -2,13 +2,17 @@
 
 use std::io;
 
+use prefixcache_cpu::form::UnknownForm;
 use prefixcache_cpu::team::MAX_THREADS;
 use prefixcache_cpu::{Bf16, Element, Form, Rows, RowsMut, Team, WeightMemory};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
+use pyo3::types::PyString;
 
-use crate::arguments::number;
+use crate::arguments::{Number, choice, wrong_type};
+use crate::detach;
 use crate::errors::out_of_range;
+use crate::names::{self, Name};
 
 /// The threads and the instruction set that kernels run with, and the memory of their weights.
 #[pyclass(frozen, module = "prefixcache._core")]
@@ -23,23 +27,20 @@ impl Cpu {
     /// `threads` threads, the caller's among them; the processor's best instructions, or those named.
     #[new]
     #[pyo3(signature = (threads, instructions=None))]
-    fn new(threads: &Bound<'_, PyAny>, instructions: Option<&str>) -> PyResult<Self> {
-        let threads: usize = number("threads", threads)?;
+    fn new(
+        py: Python<'_>,
+        threads: Number<names::ThreadCount>,
+        instructions: Option<Instructions>,
+    ) -> PyResult<Self> {
+        let threads = threads.0;
         if !(1..=MAX_THREADS).contains(&threads) {
             let reason = format!("must be from 1 to {MAX_THREADS}, not {threads}");
             return Err(out_of_range("threads", reason));
         }
-        let form = match instructions {
-            None => Form::detect(),
-            Some(name) => name
-                .parse()
-                .map_err(|error: prefixcache_cpu::form::UnknownForm| {
-                    out_of_range("instructions", error.to_string())
-                })?,
-        };
+        let team = detach::run(py, threads, || Team::new(threads));
         Ok(Self {
-            form,
-            team: Team::new(threads).map_err(|error| no_threads(threads, &error))?,
+            form: instructions.map_or_else(Form::detect, |Instructions(form)| form),
+            team: team.map_err(|error| no_threads(threads, &error))?,
             weights: WeightMemory::default(),
         })
     }
@@ -63,6 +64,22 @@ impl Cpu {
     }
 }
 
+/// The argument `instructions`.
+struct Instructions(Form);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Instructions {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let Ok(name) = value.cast::<PyString>() else {
+            return Err(wrong_type("instructions".into(), "a string", &value));
+        };
+        let form = name.to_string_lossy().parse();
+        form.map(Self)
+            .map_err(|error: UnknownForm| out_of_range("instructions", error.to_string()))
+    }
+}
+
 fn no_threads(threads: usize, error: &io::Error) -> PyErr {
     PyRuntimeError::new_err(format!(
         "the system does not give {threads} threads; ask for fewer: {error}"
@@ -76,16 +93,12 @@ pub enum DType {
     F32,
 }
 
-impl DType {
-    pub fn parse(name: &str) -> PyResult<Self> {
-        match name {
-            "bfloat16" => Ok(Self::Bf16),
-            "float32" => Ok(Self::F32),
-            other => {
-                let reason = format!("must be \"bfloat16\" or \"float32\", not {other:?}");
-                Err(out_of_range("dtype", reason))
-            }
-        }
+impl<'a, 'py> FromPyObject<'a, 'py> for DType {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let words = [("bfloat16", Self::Bf16), ("float32", Self::F32)];
+        choice("dtype", &value, &words)
     }
 }
 
@@ -109,16 +122,36 @@ pub(crate) use with_dtype;
 /// A matrix at an address: `rows` rows, one every `stride` numbers.
 #[derive(Clone, Copy)]
 pub struct Matrix {
-    pub name: &'static str,
-    pub address: usize,
-    pub rows: usize,
-    pub width: usize,
-    pub stride: usize,
+    name: &'static str,
+    address: usize,
+    rows: usize,
+    width: usize,
+    stride: usize,
 }
 
 impl Matrix {
+    /// `rows` rows of `width` numbers, one every `stride` numbers.
+    pub fn strided<N: Name>(
+        address: Number<N>,
+        (rows, width): (usize, usize),
+        stride: usize,
+    ) -> Self {
+        Self {
+            name: N::NAME,
+            address: address.0,
+            rows,
+            width,
+            stride,
+        }
+    }
+
     /// Rows that follow each other without gaps.
-    pub fn dense(name: &'static str, address: usize, rows: usize, width: usize) -> Self {
+    pub fn dense<N: Name>(address: Number<N>, rows: usize, width: usize) -> Self {
+        Self::strided(address, (rows, width), width)
+    }
+
+    /// Rows at an address that was read before.
+    pub fn dense_at(name: &'static str, address: usize, rows: usize, width: usize) -> Self {
         Self {
             name,
             address,
@@ -155,6 +188,11 @@ impl Matrix {
         // The address space of a process ends in its middle: no object is larger than `isize` counts.
         let end = bytes.and_then(|bytes| self.address.checked_add(bytes));
         end.is_some_and(|end| isize::try_from(end).is_ok())
+    }
+
+    /// Where the matrix starts; 0 says that there is none.
+    pub fn is_given(&self) -> bool {
+        self.address != 0
     }
 
     /// Numbers of the matrix, as far as they can be counted.

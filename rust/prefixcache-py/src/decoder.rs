@@ -8,10 +8,12 @@ use prefixcache_ops as ops;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::arguments::{Number, Numbers, Real, each, wrong_type};
 use crate::attention::{PagedAttention, PlannedStep};
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
 use crate::errors::{IntoPyErr, out_of_range};
 use crate::linear::{Layer, LayerElement, PackedLinear};
+use crate::names;
 
 /// The layers of a decoder on the CPU, one call a step.
 #[pyclass(frozen, module = "prefixcache._core")]
@@ -24,7 +26,6 @@ pub struct DecoderStack {
 }
 
 /// The weights of a layer; norms as addresses, 0 where there is none.
-#[derive(FromPyObject)]
 struct Weights(
     usize,
     Py<PackedLinear>,
@@ -35,7 +36,30 @@ struct Weights(
     Py<PackedLinear>,
 );
 
+/// The argument `layers`.
+struct Layers(Vec<Weights>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Layers {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let weights = |argument, item: &Bound<'py, PyAny>| {
+            Weights::read(item).map_err(|_| wrong_type(argument, Weights::FORM, item))
+        };
+        each::<names::Layers, _>(&value, weights).map(Self)
+    }
+}
+
 impl Weights {
+    const FORM: &'static str = "a tuple (input_norm, qkv, qk_norm, out, post_norm, gate_up, down) of addresses and linears";
+
+    fn read(item: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let (input_norm, qkv, qk_norm, out, post_norm, gate_up, down) = item.extract()?;
+        Ok(Self(
+            input_norm, qkv, qk_norm, out, post_norm, gate_up, down,
+        ))
+    }
+
     fn check(&self, number: usize, hidden: usize, dtype: DType) -> PyResult<()> {
         let Self(_, qkv, _, out, _, gate_up, down) = self;
         let [qkv, out, gate_up, down] = [qkv, out, gate_up, down].map(|layer| layer.get());
@@ -135,7 +159,7 @@ impl DecoderStack {
         let heads = (attention.heads() + attention.kv_heads()) * attention.head_dim();
         let vector = |name, address, width| {
             // SAFETY: the caller's promise.
-            let rows = unsafe { Matrix::dense(name, address, 1, width).rows::<E>() };
+            let rows = unsafe { Matrix::dense_at(name, address, 1, width).rows::<E>() };
             Ok::<_, PyErr>(rows?.row(0))
         };
         Ok(DecoderLayer {
@@ -174,12 +198,12 @@ impl DecoderStack {
     #[new]
     fn new(
         cpu: Py<Cpu>,
-        dtype: &str,
-        hidden: usize,
-        eps: f32,
-        layers: Vec<Weights>,
+        dtype: DType,
+        hidden: Number<names::Hidden>,
+        eps: Real<names::Eps>,
+        layers: Layers,
     ) -> PyResult<Self> {
-        let dtype = DType::parse(dtype)?;
+        let (hidden, eps, Layers(layers)) = (hidden.0, eps.0, layers);
         for (number, layer) in layers.iter().enumerate() {
             layer.check(number, hidden, dtype)?;
         }
@@ -200,12 +224,12 @@ impl DecoderStack {
         &self,
         py: Python<'_>,
         attention: &PagedAttention,
-        caches: Vec<usize>,
-        cos: usize,
-        sin: usize,
-        x: usize,
+        caches: Numbers<names::Caches>,
+        cos: Number<names::Cos>,
+        sin: Number<names::Sin>,
+        x: Number<names::X>,
     ) -> PyResult<()> {
-        if attention.dtype != self.dtype || caches.len() != self.layers.len() {
+        if attention.dtype != self.dtype || caches.0.len() != self.layers.len() {
             return Err(PyValueError::new_err(
                 "attention must be of the stack's type, with a cache for each layer",
             ));
@@ -216,10 +240,11 @@ impl DecoderStack {
         let rows = planned.plan.num_queries();
         let half = attention.attention.head_dim() / 2;
         let tensors = Tensors {
-            cos: Matrix::dense("cos", cos, rows, half),
-            sin: Matrix::dense("sin", sin, rows, half),
-            x: Matrix::dense("x", x, rows, self.hidden),
+            cos: Matrix::dense(cos, rows, half),
+            sin: Matrix::dense(sin, rows, half),
+            x: Matrix::dense(x, rows, self.hidden),
             caches: caches
+                .0
                 .into_iter()
                 .map(|address| attention.cache(planned, address))
                 .collect(),

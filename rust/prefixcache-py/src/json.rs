@@ -5,6 +5,9 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyList, PyString};
 
+use crate::arguments::Number;
+use crate::names;
+
 /// Objects made before other threads get a chance to use the interpreter.
 const VALUES_AT_ONCE: usize = 8192;
 
@@ -13,13 +16,13 @@ const VALUES_AT_ONCE: usize = 8192;
 #[pyo3(signature = (text, *, max_numbers, max_others))]
 pub fn parse_json<'py>(
     text: &Bound<'py, PyBytes>,
-    max_numbers: usize,
-    max_others: usize,
+    max_numbers: Number<names::MaxNumbers>,
+    max_others: Number<names::MaxOthers>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = text.py();
     let limits = Limits {
-        numbers: max_numbers,
-        others: max_others,
+        numbers: max_numbers.0,
+        others: max_others.0,
     };
     let bytes = text.as_bytes();
     let value = py.detach(|| parse(bytes, limits)).map_err(into_py_err)?;

@@ -15,6 +15,7 @@ mod errors;
 mod exclusive;
 mod json;
 mod linear;
+mod names;
 mod prefix_cache;
 mod rowwise;
 mod sequence;
@@ -25,7 +26,11 @@ mod writer;
 use pyo3::prelude::*;
 
 /// The Rust core: block pool, prefix index, block tables, and the CPU's kernels.
-#[pymodule]
+///
+/// Nothing relies on the interpreter's lock: the classes are for many threads, or say which one they
+/// are lent to. What numpy asks for holds here too: an array that a call reads or writes is not
+/// resized by another thread meanwhile.
+#[pymodule(gil_used = false)]
 mod _core {
     #[pymodule_export]
     use crate::attention::PagedAttention;

@@ -6,8 +6,11 @@ use prefixcache_cpu::{Bf16, Element, OutOfMemory, WeightMemory};
 use prefixcache_ops as ops;
 use pyo3::prelude::*;
 
+use crate::arguments::Number;
 use crate::cpu::{Cpu, DType, Matrix};
+use crate::detach::run_on_numbers;
 use crate::errors::{IntoPyErr, in_use, out_of_range};
+use crate::names;
 
 /// A linear layer, its weight packed for the kernels of the CPU.
 #[pyclass(frozen, module = "prefixcache._core")]
@@ -115,8 +118,15 @@ impl PackedLinear {
     /// A layer of zeros from `inputs` to `outputs` numbers of type "bfloat16" or "float32".
     #[new]
     #[pyo3(signature = (cpu, inputs, outputs, dtype, *, bias=false))]
-    fn new(cpu: Py<Cpu>, inputs: usize, outputs: usize, dtype: &str, bias: bool) -> PyResult<Self> {
-        let dtype = DType::parse(dtype)?;
+    fn new(
+        py: Python<'_>,
+        cpu: Py<Cpu>,
+        inputs: Number<names::Inputs>,
+        outputs: Number<names::Outputs>,
+        dtype: DType,
+        bias: bool,
+    ) -> PyResult<Self> {
+        let (inputs, outputs) = (inputs.0, outputs.0);
         let per_word = if dtype == DType::Bf16 { 2 } else { 1 };
         if inputs == 0 || !inputs.is_multiple_of(per_word) {
             return Err(out_of_range(
@@ -127,35 +137,52 @@ impl PackedLinear {
         if outputs == 0 {
             return Err(out_of_range("outputs", "must be positive"));
         }
-        let layer = Layer::zeroed(dtype, &cpu.get().weights, (inputs, outputs), bias)
-            .map_err(IntoPyErr::into_py_err)?;
+        let memory = &cpu.get().weights;
+        let layer = run_on_numbers(py, inputs.saturating_mul(outputs), || {
+            Layer::zeroed(dtype, memory, (inputs, outputs), bias)
+        });
+        let layer = RwLock::new(layer.map_err(IntoPyErr::into_py_err)?);
         Ok(Self {
             cpu,
             dtype,
-            layer: RwLock::new(layer),
+            layer,
             inputs,
             outputs,
         })
     }
 
     /// Write `rows` rows of the weight, from output `start` on, from dense numbers at an address.
-    fn copy_rows(&self, start: usize, address: usize, rows: usize) -> PyResult<()> {
+    fn copy_rows(
+        &self,
+        py: Python<'_>,
+        start: Number<names::Start>,
+        address: Number<names::Address>,
+        rows: Number<names::RowCount>,
+    ) -> PyResult<()> {
+        let (start, rows) = (start.0, rows.0);
         self.check_outputs(start, rows)?;
-        let weight = Matrix::dense("address", address, rows, self.inputs);
+        let weight = Matrix::dense(address, rows, self.inputs);
+        let layer = &mut *self.write()?;
         // SAFETY: the caller gives the address of a weight of the layer's type, and keeps it.
-        unsafe {
-            match &mut *self.write()? {
+        run_on_numbers(py, weight.numbers(), || unsafe {
+            match layer {
                 Layer::Bf16(layer) => layer.copy_rows(start, weight.rows()?),
                 Layer::F32(layer) => layer.copy_rows(start, weight.rows()?),
             }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     /// Write `count` biases, from output `start` on, from dense numbers at an address.
-    fn copy_bias(&self, start: usize, address: usize, count: usize) -> PyResult<()> {
+    fn copy_bias(
+        &self,
+        start: Number<names::Start>,
+        address: Number<names::Address>,
+        count: Number<names::Count>,
+    ) -> PyResult<()> {
+        let (start, count) = (start.0, count.0);
         self.check_outputs(start, count)?;
-        let bias = Matrix::dense("address", address, 1, count);
+        let bias = Matrix::dense(address, 1, count);
         let mut layer = self.write()?;
         let with_bias = match &*layer {
             Layer::Bf16(layer) => layer.has_bias(),
@@ -181,7 +208,10 @@ impl PackedLinear {
     ///
     /// x has a row every `x_stride` numbers; `out` and the residual are dense. They are of the
     /// layer's type, but for a bfloat16 layer with `wide_out`, whose `out` and residual are float32.
-    #[pyo3(signature = (x, rows, x_stride, out, residual=0, *, wide_out=false))]
+    #[pyo3(
+        signature = (x, rows, x_stride, out, residual=None, *, wide_out=false),
+        text_signature = "($self, x, rows, x_stride, out, residual=0, *, wide_out=False)"
+    )]
     #[expect(
         clippy::too_many_arguments,
         reason = "addresses and sizes of three tensors"
@@ -189,24 +219,19 @@ impl PackedLinear {
     fn forward(
         &self,
         py: Python<'_>,
-        x: usize,
-        rows: usize,
-        x_stride: usize,
-        out: usize,
-        residual: usize,
+        x: Number<names::X>,
+        rows: Number<names::RowCount>,
+        x_stride: Number<names::XStride>,
+        out: Number<names::Out>,
+        residual: Option<Number<names::Residual>>,
         wide_out: bool,
     ) -> PyResult<()> {
-        let dense = |name, address| Matrix::dense(name, address, rows, self.outputs);
+        let rows = rows.0;
+        let residual = residual.map(|residual| Matrix::dense(residual, rows, self.outputs));
         let product = Product {
-            x: Matrix {
-                name: "x",
-                address: x,
-                rows,
-                width: self.inputs,
-                stride: x_stride,
-            },
-            residual: (residual != 0).then(|| dense("residual", residual)),
-            out: dense("out", out),
+            x: Matrix::strided(x, (rows, self.inputs), x_stride.0),
+            residual: residual.filter(Matrix::is_given),
+            out: Matrix::dense(out, rows, self.outputs),
         };
         let (cpu, layer) = (self.cpu.get(), self.read()?);
         // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.

@@ -2,12 +2,11 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use numpy::PyArray1;
 use prefixcache_core::cache;
 use prefixcache_core::error::CacheError;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{ChainConfig, Extras, Scope};
-use prefixcache_core::id::{BlockId, GroupId};
+use prefixcache_core::id::BlockId;
 use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
 use prefixcache_core::sequence as core;
 use prefixcache_core::store::{BlockStore, FreeOrder, PoolConfig};
@@ -17,12 +16,13 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyDict;
 
-use crate::arguments::{group as as_group, ids_of, number, numbers, slice_of, writable};
+use crate::arguments::{Array, Group, Number, Numbers, choice, each, ids_of, slice_of, wrong_type};
 use crate::block_hashes::BlockHashes;
-use crate::detach;
-use crate::errors::{IntoPyErr, out_of_range};
+use crate::detach::{run, run_on_tokens};
+use crate::errors::IntoPyErr;
+use crate::names;
 use crate::sequence::{Batch, Sequence};
-use crate::tokens::as_tokens;
+use crate::tokens::Tokens;
 use crate::writer::{Threads, Writer, Writing};
 
 /// A cache over either form of the pool.
@@ -77,45 +77,72 @@ impl Core {
         };
         core.map_err(IntoPyErr::into_py_err)
     }
-}
 
-/// Tokens that are as long a call as one block is.
-const TOKENS_PER_BLOCK: usize = 16;
+    /// The null block counted.
+    fn num_blocks(&self) -> usize {
+        on!(self, |cache| cache.store().num_blocks())
+    }
 
-/// Runs `work`, detached from the interpreter if it is about many tokens.
-fn run<T: Send>(py: Python<'_>, num_tokens: usize, work: impl FnOnce() -> T + Send) -> T {
-    detach::run(py, num_tokens / TOKENS_PER_BLOCK, work)
-}
-
-pub fn parse_free_order(name: &str) -> PyResult<FreeOrder> {
-    match name {
-        "unhashed_first" => Ok(FreeOrder::UnhashedFirst),
-        "append" => Ok(FreeOrder::Append),
-        other => {
-            let reason = format!("must be \"unhashed_first\" or \"append\", not {other:?}");
-            Err(out_of_range("free_order", reason))
+    /// How many of the blocks of a prompt a count of its hits looks at.
+    fn blocks_looked_at(&self, num_blocks: usize) -> usize {
+        match self {
+            // A binary search.
+            Self::SingleWriter(_) => num_blocks.checked_ilog2().unwrap_or(0) as usize,
+            Self::Shared(_) => num_blocks,
         }
     }
 }
 
+/// The argument `free_order`.
+pub struct FreeOrderWord(FreeOrder);
+
+impl FreeOrderWord {
+    pub const DEFAULT: Self = Self(FreeOrder::UnhashedFirst);
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for FreeOrderWord {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let words = [
+            ("unhashed_first", FreeOrder::UnhashedFirst),
+            ("append", FreeOrder::Append),
+        ];
+        choice("free_order", &value, &words).map(Self)
+    }
+}
+
+/// The size and order of a pool, as its constructor's arguments say.
 pub fn pool_config(
-    num_blocks: &Bound<'_, PyAny>,
-    max_blocks: Option<&Bound<'_, PyAny>>,
-    free_order: &str,
+    num_blocks: Number<names::NumBlocks>,
+    max_blocks: Option<Number<names::MaxBlocks>>,
+    free_order: FreeOrderWord,
 ) -> PyResult<PoolConfig> {
-    let num_blocks = number("num_blocks", num_blocks)?;
+    let num_blocks = num_blocks.0;
     let config = PoolConfig {
         num_blocks,
-        max_blocks: max_blocks.map_or(Ok(num_blocks), |most| number("max_blocks", most))?,
-        free_order: parse_free_order(free_order)?,
+        max_blocks: max_blocks.map_or(num_blocks, |most| most.0),
+        free_order: free_order.0,
     };
     config.check().map_err(IntoPyErr::into_py_err)?;
     Ok(config)
 }
 
-fn extras_of(extras: Option<Vec<PyBackedBytes>>) -> Extras {
-    let extras = extras.unwrap_or_default();
-    extras.iter().map(|bytes| bytes.to_vec()).collect()
+/// The argument `extras`.
+#[derive(Default)]
+struct BlockExtras(Extras);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for BlockExtras {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let bytes = |argument, item: &Bound<'py, PyAny>| match item.extract::<PyBackedBytes>() {
+            Ok(bytes) => Ok(bytes.to_vec()),
+            Err(_) => Err(wrong_type(argument, "bytes", item)),
+        };
+        let all = each::<names::Extras, _>(&value, bytes)?;
+        Ok(Self(all.into_iter().collect()))
+    }
 }
 
 #[pymethods]
@@ -125,7 +152,7 @@ impl PrefixCache {
     #[pyo3(
         signature = (
             num_blocks, block_size=None, *, model="", revision="", kv_dtype="", num_groups=None,
-            free_order="unhashed_first", threads="single_writer", max_blocks=None,
+            free_order=FreeOrderWord::DEFAULT, threads=Threads::SingleWriter, max_blocks=None,
         ),
         text_signature = "(num_blocks, block_size=16, *, model='', revision='', kv_dtype='', \
 num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=None)"
@@ -135,25 +162,24 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
         reason = "the keywords of the Python class"
     )]
     fn new(
-        num_blocks: &Bound<'_, PyAny>,
-        block_size: Option<&Bound<'_, PyAny>>,
+        num_blocks: Number<names::NumBlocks>,
+        block_size: Option<Number<names::BlockSize>>,
         model: &str,
         revision: &str,
         kv_dtype: &str,
-        num_groups: Option<&Bound<'_, PyAny>>,
-        free_order: &str,
-        threads: &str,
-        max_blocks: Option<&Bound<'_, PyAny>>,
+        num_groups: Option<Number<names::NumGroups, u16>>,
+        free_order: FreeOrderWord,
+        threads: Threads,
+        max_blocks: Option<Number<names::MaxBlocks>>,
     ) -> PyResult<Self> {
-        let threads = Threads::parse(threads)?;
         let pool = pool_config(num_blocks, max_blocks, free_order)?;
-        let num_groups = num_groups.map_or(Ok(1), |count| number("num_groups", count))?;
-        let specs = vec![GroupSpec::FullAttention; num_groups];
+        let num_groups = num_groups.map_or(1, |count| count.0);
+        let specs = vec![GroupSpec::FullAttention; num_groups.into()];
         let chain = ChainConfig {
             model: model.to_owned(),
             revision: revision.to_owned(),
             kv_dtype: kv_dtype.to_owned(),
-            block_size: block_size.map_or(Ok(16), |size| number("block_size", size))?,
+            block_size: block_size.map_or(16, |size| size.0),
             groups: Groups::new(specs).map_err(IntoPyErr::into_py_err)?,
         };
         chain.check().map_err(IntoPyErr::into_py_err)?;
@@ -169,14 +195,15 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     fn compute_block_hashes(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = as_tokens)] tokens: Vec<u32>,
+        tokens: Tokens,
         cache_salt: Option<String>,
         lora: Option<String>,
-        extras: Option<Vec<PyBackedBytes>>,
+        extras: Option<BlockExtras>,
     ) -> PyResult<BlockHashes> {
         let core = self.core()?;
-        let (scope, extras) = (Scope { lora, cache_salt }, extras_of(extras));
-        let hashes = run(py, tokens.len(), || {
+        let (tokens, scope) = (tokens.0, Scope { lora, cache_salt });
+        let BlockExtras(extras) = extras.unwrap_or_default();
+        let hashes = run_on_tokens(py, tokens.len(), || {
             on!(core, |cache| cache
                 .compute_block_hashes(&tokens, &scope, extras))
         });
@@ -191,30 +218,40 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     fn new_sequence(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = as_tokens)] tokens: Vec<u32>,
+        tokens: Tokens,
         cache_salt: Option<String>,
         lora: Option<String>,
-        extras: Option<Vec<PyBackedBytes>>,
+        extras: Option<BlockExtras>,
     ) -> PyResult<Sequence> {
         let core = self.core()?;
-        let (scope, extras) = (Scope { lora, cache_salt }, extras_of(extras));
+        let (tokens, scope) = (tokens.0, Scope { lora, cache_salt });
+        let BlockExtras(extras) = extras.unwrap_or_default();
         let count = tokens.len();
-        let sequence = run(py, count, || {
+        let sequence = run_on_tokens(py, count, || {
             on!(core, |cache| cache.new_sequence(tokens, scope, extras))
         });
         Ok(Sequence::new(sequence))
     }
 
     /// How many leading tokens are cached, in full blocks. Any thread; changes nothing.
-    fn probe(&self, hashes: &BlockHashes) -> PyResult<usize> {
-        Ok(on!(self.core()?, |cache| cache.probe(&hashes.0)))
+    fn probe(&self, py: Python<'_>, hashes: &BlockHashes) -> PyResult<usize> {
+        let (core, hashes) = (self.core()?, &hashes.0);
+        let work = core.blocks_looked_at(hashes.as_slice().len());
+        Ok(run(py, work, || on!(core, |cache| cache.probe(hashes))))
     }
 
     /// `probe` for a sequence.
-    fn count_prefix_hits(&self, sequence: &Sequence) -> PyResult<usize> {
-        let mut sequence = sequence.use_as("sequence")?;
-        let hits = on!(self.core()?, |cache| cache.count_prefix_hits(&mut sequence));
-        hits.map_err(IntoPyErr::into_py_err)
+    fn count_prefix_hits(&self, py: Python<'_>, sequence: &Sequence) -> PyResult<usize> {
+        let sequence = &mut *sequence.use_as("sequence")?;
+        let core = self.core()?;
+        let work = match on!(core, |cache| cache.hashes_are_current(sequence)) {
+            true => core.blocks_looked_at(sequence.hashes().len()),
+            false => sequence.hashes().len(),
+        };
+        run(py, work, || {
+            on!(core, |cache| cache.count_prefix_hits(sequence))
+        })
+        .map_err(IntoPyErr::into_py_err)
     }
 
     /// Take the first `hit_tokens` as hits and slots for `num_tokens` more, all or none.
@@ -225,15 +262,14 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
         &self,
         py: Python<'_>,
         sequence: &Sequence,
-        hit_tokens: &Bound<'_, PyAny>,
-        num_tokens: &Bound<'_, PyAny>,
+        hit_tokens: Number<names::HitTokens>,
+        num_tokens: Number<names::NumTokens>,
     ) -> PyResult<Option<usize>> {
-        let hit_tokens: usize = number("hit_tokens", hit_tokens)?;
-        let num_tokens = number("num_tokens", num_tokens)?;
+        let (hit_tokens, num_tokens) = (hit_tokens.0, num_tokens.0);
         let sequence = &mut *sequence.use_as("sequence")?;
         let (core, _writing) = self.core_to_write()?;
         let work = hit_tokens.saturating_add(num_tokens);
-        run(py, work, || {
+        run_on_tokens(py, work, || {
             on!(core, |cache| cache
                 .commit_prefix_plan(sequence, hit_tokens, num_tokens))
         })
@@ -246,23 +282,25 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     /// which is unchanged as all after it.
     fn append_slots(
         &self,
-        sequences: &Bound<'_, PyAny>,
-        counts: &Bound<'_, PyAny>,
+        py: Python<'_>,
+        sequences: Batch<'_>,
+        counts: Numbers<names::Counts>,
     ) -> PyResult<usize> {
-        let counts = numbers("counts", counts)?;
-        self.on_batch(sequences, |core, batch| {
-            on!(core, |cache| cache.append_slots(batch, &counts))
+        let counts = &counts.0;
+        self.on_batch(&sequences, |core, batch| {
+            run_on_tokens(py, saturating_sum(counts), || {
+                on!(core, |cache| cache.append_slots(batch, counts))
+            })
         })
     }
 
     /// Add one token to each sequence.
-    fn append_tokens(
-        &self,
-        sequences: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = as_tokens)] tokens: Vec<u32>,
-    ) -> PyResult<()> {
-        self.on_batch(sequences, |core, batch| {
-            on!(core, |cache| cache.append_tokens(batch, &tokens))
+    fn append_tokens(&self, py: Python<'_>, sequences: Batch<'_>, tokens: Tokens) -> PyResult<()> {
+        let tokens = &tokens.0;
+        self.on_batch(&sequences, |core, batch| {
+            run_on_tokens(py, tokens.len(), || {
+                on!(core, |cache| cache.append_tokens(batch, tokens))
+            })
         })
     }
 
@@ -273,16 +311,13 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     fn mark_blocks_filled(
         &self,
         py: Python<'_>,
-        sequences: &Bound<'_, PyAny>,
-        upto: &Bound<'_, PyAny>,
+        sequences: Batch<'_>,
+        upto: Numbers<names::Upto>,
     ) -> PyResult<Vec<(usize, u16, usize, u32)>> {
-        let upto: &[usize] = &numbers("upto", upto)?;
-        let twins = self.on_batch(sequences, |core, batch| {
+        let upto = &upto.0;
+        let twins = self.on_batch(&sequences, |core, batch| {
             let filled = batch.iter().map(|sequence| sequence.num_filled()).sum();
-            let work = upto
-                .iter()
-                .fold(0, |sum: usize, &upto| sum.saturating_add(upto));
-            run(py, work.saturating_sub(filled), || {
+            run_on_tokens(py, saturating_sum(upto).saturating_sub(filled), || {
                 on!(core, |cache| cache.mark_blocks_filled(batch, upto))
             })
         })?;
@@ -294,16 +329,14 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     }
 
     /// Swap a published block of a sequence for `block`, the twin that hits, and release its own one.
-    #[pyo3(signature = (sequence, group, index, block))]
     fn replace_block(
         &self,
         sequence: &Sequence,
-        #[pyo3(from_py_with = as_group)] group: GroupId,
-        index: &Bound<'_, PyAny>,
-        block: &Bound<'_, PyAny>,
+        group: Group,
+        index: Number<names::Index>,
+        block: Number<names::Block, u32>,
     ) -> PyResult<()> {
-        let index = number("index", index)?;
-        let block = BlockId::new(number("block", block)?);
+        let (Group(group), index, block) = (group, index.0, BlockId::new(block.0));
         let mut sequence = sequence.use_as("sequence")?;
         let (core, _writing) = self.core_to_write()?;
         let replaced = on!(core, |cache| {
@@ -315,10 +348,10 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     /// Give all blocks of each sequence back, the tail first, so that it is evicted before the head.
     ///
     /// The sequence can be committed again.
-    fn release(&self, py: Python<'_>, sequences: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.on_batch(sequences, |core, batch| {
+    fn release(&self, py: Python<'_>, sequences: Batch<'_>) -> PyResult<()> {
+        self.on_batch(&sequences, |core, batch| {
             let work = batch.iter().map(|sequence| sequence.num_slots()).sum();
-            run(py, work, || on!(core, |cache| cache.release(batch)))
+            run_on_tokens(py, work, || on!(core, |cache| cache.release(batch)))
         })
     }
 
@@ -344,34 +377,44 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     /// Pin the cached full blocks among the first `num_tokens` tokens; they are evicted last.
     ///
     /// Returns how many blocks were not pinned before. The sequence need not hold anything.
-    fn pin(&self, sequence: &Sequence, num_tokens: &Bound<'_, PyAny>) -> PyResult<usize> {
-        let num_tokens = number("num_tokens", num_tokens)?;
-        let mut sequence = sequence.use_as("sequence")?;
+    fn pin(
+        &self,
+        py: Python<'_>,
+        sequence: &Sequence,
+        num_tokens: Number<names::NumTokens>,
+    ) -> PyResult<usize> {
+        let num_tokens = num_tokens.0;
+        let sequence = &mut *sequence.use_as("sequence")?;
         let (core, _writing) = self.core_to_write()?;
-        let pinned = on!(core, |cache| cache.pin(&mut sequence, num_tokens));
-        pinned.map_err(IntoPyErr::into_py_err)
+        run(py, sequence.hashes().len(), || {
+            on!(core, |cache| cache.pin(sequence, num_tokens))
+        })
+        .map_err(IntoPyErr::into_py_err)
     }
 
     /// Take the pins off the sequence's cached blocks. Returns how many were pinned.
-    fn unpin(&self, sequence: &Sequence) -> PyResult<usize> {
-        let mut sequence = sequence.use_as("sequence")?;
+    fn unpin(&self, py: Python<'_>, sequence: &Sequence) -> PyResult<usize> {
+        let sequence = &mut *sequence.use_as("sequence")?;
         let (core, _writing) = self.core_to_write()?;
-        let unpinned = on!(core, |cache| cache.unpin(&mut sequence));
-        unpinned.map_err(IntoPyErr::into_py_err)
+        run(py, sequence.hashes().len(), || {
+            on!(core, |cache| cache.unpin(sequence))
+        })
+        .map_err(IntoPyErr::into_py_err)
     }
 
     /// Move the oldest `count` free pinned blocks to the regular tier. Returns how many there were.
-    fn demote(&self, count: &Bound<'_, PyAny>) -> PyResult<usize> {
-        let count = number("count", count)?;
+    fn demote(&self, py: Python<'_>, count: Number<names::Count>) -> PyResult<usize> {
+        let count = count.0;
         let (core, _writing) = self.core_to_write()?;
-        Ok(on!(core, |cache| cache.demote(count)))
+        Ok(run(py, count, || on!(core, |cache| cache.demote(count))))
     }
 
     /// Set the number of blocks, the null block counted. Returns how many above it are still held.
-    fn resize(&self, num_blocks: &Bound<'_, PyAny>) -> PyResult<usize> {
-        let num_blocks = number("num_blocks", num_blocks)?;
+    fn resize(&self, py: Python<'_>, num_blocks: Number<names::NumBlocks>) -> PyResult<usize> {
+        let num_blocks = num_blocks.0;
         let (core, _writing) = self.core_to_write()?;
-        let busy = on!(core, |cache| cache.resize(num_blocks));
+        let work = core.num_blocks().max(num_blocks);
+        let busy = run(py, work, || on!(core, |cache| cache.resize(num_blocks)));
         busy.map_err(IntoPyErr::into_py_err)
     }
 
@@ -386,35 +429,30 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     )]
     fn fill_block_tables(
         &self,
-        sequences: &Bound<'_, PyAny>,
-        starts: &Bound<'_, PyAny>,
-        counts: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = as_group)] group: GroupId,
-        indptr: &Bound<'_, PyArray1<i32>>,
-        indices: &Bound<'_, PyArray1<i32>>,
-        last_page_len: &Bound<'_, PyArray1<i32>>,
-        slot_mapping: &Bound<'_, PyArray1<i64>>,
+        sequences: Batch<'_>,
+        starts: Numbers<names::Starts>,
+        counts: Numbers<names::Counts>,
+        group: Group,
+        indptr: Array<'_, names::Indptr, i32>,
+        indices: Array<'_, names::Indices, i32>,
+        last_page_len: Array<'_, names::LastPageLen, i32>,
+        slot_mapping: Array<'_, names::SlotMapping, i64>,
     ) -> PyResult<usize> {
-        let starts: Vec<usize> = numbers("starts", starts)?;
-        let counts: Vec<usize> = numbers("counts", counts)?;
-        let batch = Batch::new(sequences)?;
-        let batch = batch.use_all()?;
+        let batch = sequences.use_all()?;
         let batch: Vec<&core::Sequence> = batch.iter().map(|sequence| &**sequence).collect();
         let core = self.core()?;
-        // Last: code of the caller, which reading an argument can run, could resize the arrays. None
-        // runs from here on.
-        let mut indptr = writable("indptr", indptr)?;
-        let mut indices = writable("indices", indices)?;
-        let mut last_page_len = writable("last_page_len", last_page_len)?;
-        let mut slot_mapping = writable("slot_mapping", slot_mapping)?;
+        // Last, and attached to the interpreter until they are written: nobody's code runs that could
+        // resize the arrays.
+        let (mut indptr, mut indices) = (indptr.write()?, indices.write()?);
+        let (mut last_page_len, mut slot_mapping) = (last_page_len.write()?, slot_mapping.write()?);
         let mut buffers = TableBuffers {
-            indptr: slice_of("indptr", &mut indptr)?,
-            indices: slice_of("indices", &mut indices)?,
-            last_page_len: slice_of("last_page_len", &mut last_page_len)?,
-            slot_mapping: slice_of("slot_mapping", &mut slot_mapping)?,
+            indptr: slice_of::<names::Indptr, _>(indptr.as_slice_mut())?,
+            indices: slice_of::<names::Indices, _>(indices.as_slice_mut())?,
+            last_page_len: slice_of::<names::LastPageLen, _>(last_page_len.as_slice_mut())?,
+            slot_mapping: slice_of::<names::SlotMapping, _>(slot_mapping.as_slice_mut())?,
         };
         let written = on!(core, |cache| {
-            cache.fill_block_tables(&batch, &starts, &counts, group, &mut buffers)
+            cache.fill_block_tables(&batch, &starts.0, &counts.0, group.0, &mut buffers)
         });
         written.map_err(IntoPyErr::into_py_err)
     }
@@ -428,7 +466,7 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     /// Blocks that can be handed out: the null block is not counted.
     #[getter]
     fn num_blocks(&self) -> PyResult<usize> {
-        Ok(on!(self.core()?, |cache| cache.store().num_blocks()) - 1)
+        Ok(self.core()?.num_blocks() - 1)
     }
 
     /// Blocks that nobody holds.
@@ -438,19 +476,19 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     }
 
     /// The free blocks, the one to be handed out next first. For debugging.
-    fn free_order(&self) -> PyResult<Vec<u32>> {
-        let _paused = self.writer.pause()?;
-        Ok(ids_of(&on!(self.core()?, |cache| cache
-            .store()
-            .free_order())))
+    fn free_order(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        let (core, _paused) = (self.core()?, self.writer.pause()?);
+        Ok(run(py, core.num_blocks(), || {
+            ids_of(&on!(core, |cache| cache.store().free_order()))
+        }))
     }
 
     /// The blocks that hold a hash, lowest id first. For debugging.
-    fn cached_blocks(&self) -> PyResult<Vec<u32>> {
-        let _paused = self.writer.pause()?;
-        Ok(ids_of(&on!(self.core()?, |cache| cache
-            .store()
-            .cached_blocks())))
+    fn cached_blocks(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        let (core, _paused) = (self.core()?, self.writer.pause()?);
+        Ok(run(py, core.num_blocks(), || {
+            ids_of(&on!(core, |cache| cache.store().cached_blocks()))
+        }))
     }
 
     /// Lifetime counts (queries and hits in tokens), and blocks by state.
@@ -464,9 +502,12 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     }
 
     /// Check every invariant of the cache; raises RuntimeError that names the broken one.
-    fn validate(&self) -> PyResult<()> {
-        let _paused = self.writer.pause()?;
-        on!(self.core()?, |cache| cache.validate()).map_err(IntoPyErr::into_py_err)
+    fn validate(&self, py: Python<'_>) -> PyResult<()> {
+        let (core, _paused) = (self.core()?, self.writer.pause()?);
+        let sound = run(py, core.num_blocks(), || {
+            on!(core, |cache| cache.validate())
+        });
+        sound.map_err(IntoPyErr::into_py_err)
     }
 
     /// Make the calling thread the one that may write; for a shared cache that changes nothing.
@@ -484,16 +525,21 @@ impl PrefixCache {
     /// Calls `work`, which changes the cache, with all sequences of the argument `sequences`.
     fn on_batch<T>(
         &self,
-        sequences: &Bound<'_, PyAny>,
+        sequences: &Batch<'_>,
         work: impl FnOnce(&Core, &mut [&mut core::Sequence]) -> Result<T, CacheError>,
     ) -> PyResult<T> {
-        let batch = Batch::new(sequences)?;
-        let mut batch = batch.use_all()?;
+        let mut batch = sequences.use_all()?;
         let mut batch: Vec<&mut core::Sequence> =
             batch.iter_mut().map(|sequence| &mut **sequence).collect();
         let (core, _writing) = self.core_to_write()?;
         work(core, &mut batch).map_err(IntoPyErr::into_py_err)
     }
+}
+
+fn saturating_sum(counts: &[usize]) -> usize {
+    counts
+        .iter()
+        .fold(0, |sum, &count| sum.saturating_add(count))
 }
 
 /// What a pool tells of itself.

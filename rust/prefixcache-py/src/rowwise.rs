@@ -4,11 +4,11 @@ use prefixcache_cpu::Element;
 use prefixcache_ops::rowwise::{self, Gate};
 use pyo3::prelude::*;
 
+use crate::arguments::{Number, Real, choice};
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
+use crate::detach::run_on_numbers;
 use crate::errors::out_of_range;
-
-/// Numbers below which a call is over before another thread could use the interpreter.
-const DETACH_NUMBERS: usize = 16_384;
+use crate::names::{self, Name};
 
 /// Norms, gates and rotary positions, row by row, of tensors of one type.
 #[pyclass(frozen, module = "prefixcache._core")]
@@ -17,27 +17,32 @@ pub struct RowOps {
     dtype: DType,
 }
 
-fn run<T: Send>(py: Python<'_>, numbers: usize, work: impl FnOnce() -> T + Send) -> T {
-    if numbers < DETACH_NUMBERS {
-        work()
-    } else {
-        py.detach(work)
-    }
-}
-
 fn check_divides(name: &'static str, part: usize, whole: usize) -> PyResult<()> {
-    if part > 0 && whole.is_multiple_of(part) {
-        return Ok(());
+    match part > 0 && whole.is_multiple_of(part) {
+        true => Ok(()),
+        false => Err(out_of_range(
+            name,
+            format!("must divide {whole}, not be {part}"),
+        )),
     }
-    Err(out_of_range(
-        name,
-        format!("must divide {whole}, not be {part}"),
-    ))
 }
 
-fn doubled(name: &'static str, half: usize) -> PyResult<usize> {
-    let twice = half.checked_mul(2);
-    twice.ok_or_else(|| out_of_range(name, format!("must be below 2**63, not {half}")))
+fn doubled<N: Name>(half: &Number<N>) -> PyResult<usize> {
+    let reason = || format!("must be below 2**63, not {}", half.0);
+    let twice = half.0.checked_mul(2);
+    twice.ok_or_else(|| out_of_range(N::NAME, reason()))
+}
+
+/// The argument `gate`.
+struct GateWord(Gate);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for GateWord {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let words = [("silu", Gate::Silu), ("gelu_tanh", Gate::GeluTanh)];
+        choice("gate", &value, &words).map(Self)
+    }
 }
 
 /// # Safety
@@ -84,11 +89,8 @@ unsafe fn rotate<E: Element>(
 impl RowOps {
     /// Layers on tensors of type "bfloat16" or "float32".
     #[new]
-    fn new(cpu: Py<Cpu>, dtype: &str) -> PyResult<Self> {
-        Ok(Self {
-            cpu,
-            dtype: DType::parse(dtype)?,
-        })
+    fn new(cpu: Py<Cpu>, dtype: DType) -> Self {
+        Self { cpu, dtype }
     }
 
     /// Write x / sqrt(mean(x^2) + eps) * weight, for each `group` numbers of a row, to `out`, dense.
@@ -101,30 +103,25 @@ impl RowOps {
     fn rms_norm(
         &self,
         py: Python<'_>,
-        x: usize,
-        rows: usize,
-        width: usize,
-        x_stride: usize,
-        weight: usize,
-        weight_width: usize,
-        group: usize,
-        eps: f32,
-        out: usize,
+        x: Number<names::X>,
+        rows: Number<names::RowCount>,
+        width: Number<names::Width>,
+        x_stride: Number<names::XStride>,
+        weight: Number<names::Weight>,
+        weight_width: Number<names::WeightWidth>,
+        group: Number<names::GroupWidth>,
+        eps: Real<names::Eps>,
+        out: Number<names::Out>,
     ) -> PyResult<()> {
-        check_divides("group", group, weight_width)?;
-        check_divides("weight_width", weight_width, width)?;
-        let x = Matrix {
-            name: "x",
-            address: x,
-            rows,
-            width,
-            stride: x_stride,
-        };
-        let weight = Matrix::dense("weight", weight, 1, weight_width);
-        let out = Matrix::dense("out", out, rows, width);
+        let (rows, width, group, eps) = (rows.0, width.0, group.0, eps.0);
+        check_divides("group", group, weight_width.0)?;
+        check_divides("weight_width", weight_width.0, width)?;
+        let x = Matrix::strided(x, (rows, width), x_stride.0);
+        let weight = Matrix::dense(weight, 1, weight_width.0);
+        let out = Matrix::dense(out, rows, width);
         let cpu = self.cpu.get();
         // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
-        run(py, out.numbers(), || unsafe {
+        run_on_numbers(py, out.numbers(), || unsafe {
             with_dtype!(self.dtype, E => rms_norm::<E>(cpu, x, weight, group, eps, out))
         })
     }
@@ -139,32 +136,19 @@ impl RowOps {
     fn gated(
         &self,
         py: Python<'_>,
-        gate: &str,
-        x: usize,
-        rows: usize,
-        width: usize,
-        x_stride: usize,
-        out: usize,
+        gate: GateWord,
+        x: Number<names::X>,
+        rows: Number<names::RowCount>,
+        width: Number<names::Width>,
+        x_stride: Number<names::XStride>,
+        out: Number<names::Out>,
     ) -> PyResult<()> {
-        let gate = match gate {
-            "silu" => Gate::Silu,
-            "gelu_tanh" => Gate::GeluTanh,
-            other => {
-                let reason = format!("must be \"silu\" or \"gelu_tanh\", not {other:?}");
-                return Err(out_of_range("gate", reason));
-            }
-        };
-        let x = Matrix {
-            name: "x",
-            address: x,
-            rows,
-            width: doubled("width", width)?,
-            stride: x_stride,
-        };
-        let out = Matrix::dense("out", out, rows, width);
+        let GateWord(gate) = gate;
+        let x = Matrix::strided(x, (rows.0, doubled(&width)?), x_stride.0);
+        let out = Matrix::dense(out, rows.0, width.0);
         let cpu = self.cpu.get();
         // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
-        run(py, out.numbers(), || unsafe {
+        run_on_numbers(py, out.numbers(), || unsafe {
             with_dtype!(self.dtype, E => gated::<E>(cpu, gate, x, out))
         })
     }
@@ -179,29 +163,24 @@ impl RowOps {
     fn rotate(
         &self,
         py: Python<'_>,
-        cos: usize,
-        sin: usize,
-        half: usize,
-        x: usize,
-        rows: usize,
-        width: usize,
-        x_stride: usize,
-        out: usize,
+        cos: Number<names::Cos>,
+        sin: Number<names::Sin>,
+        half: Number<names::Half>,
+        x: Number<names::X>,
+        rows: Number<names::RowCount>,
+        width: Number<names::Width>,
+        x_stride: Number<names::XStride>,
+        out: Number<names::Out>,
     ) -> PyResult<()> {
-        check_divides("half", doubled("half", half)?, width)?;
-        let cos = Matrix::dense("cos", cos, rows, half);
-        let sin = Matrix::dense("sin", sin, rows, half);
-        let x = Matrix {
-            name: "x",
-            address: x,
-            rows,
-            width,
-            stride: x_stride,
-        };
-        let out = Matrix::dense("out", out, rows, width);
+        let (rows, width) = (rows.0, width.0);
+        check_divides("half", doubled(&half)?, width)?;
+        let cos = Matrix::dense(cos, rows, half.0);
+        let sin = Matrix::dense(sin, rows, half.0);
+        let x = Matrix::strided(x, (rows, width), x_stride.0);
+        let out = Matrix::dense(out, rows, width);
         let cpu = self.cpu.get();
         // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
-        run(py, out.numbers(), || unsafe {
+        run_on_numbers(py, out.numbers(), || unsafe {
             with_dtype!(self.dtype, E => rotate::<E>(cpu, cos, sin, x, out))
         })
     }

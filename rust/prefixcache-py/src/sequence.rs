@@ -2,14 +2,15 @@
 
 use prefixcache_core::error::Argument;
 use prefixcache_core::sequence as core;
-use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList};
+use pyo3::types::PyBytes;
 
-use crate::arguments::{ids_of, items, number};
+use crate::arguments::{Number, each, ids_of, wrong_type};
+use crate::detach;
 use crate::errors::{in_use, out_of_range};
 use crate::exclusive::{Exclusive, Using};
-use crate::tokens::as_tokens;
+use crate::names;
+use crate::tokens::Tokens;
 
 /// A request's tokens, block hashes and block tables. Made by `PrefixCache.new_sequence`.
 #[pyclass(frozen, module = "prefixcache._core")]
@@ -53,15 +54,16 @@ impl Sequence {
     }
 
     /// Add tokens, and hash the blocks that they fill.
-    fn extend(&self, #[pyo3(from_py_with = as_tokens)] tokens: Vec<u32>) -> PyResult<()> {
-        self.use_as("sequence")?.extend(&tokens);
+    fn extend(&self, py: Python<'_>, tokens: Tokens) -> PyResult<()> {
+        let (sequence, tokens) = (&mut *self.use_as("sequence")?, tokens.0);
+        detach::run_on_tokens(py, tokens.len(), || sequence.extend(&tokens));
         Ok(())
     }
 
     /// The blocks of a group, in the order of the positions; empty while nothing is held.
     #[pyo3(signature = (group=None), text_signature = "($self, group=0)")]
-    fn block_table(&self, group: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<u32>> {
-        let group = group.map_or(Ok(0), |group| number("group", group))?;
+    fn block_table(&self, group: Option<Number<names::GroupIndex>>) -> PyResult<Vec<u32>> {
+        let group = group.map_or(0, |group| group.0);
         let sequence = self.use_as("sequence")?;
         if group >= sequence.num_groups() {
             let reason = format!("must be below {}, not {group}", sequence.num_groups());
@@ -71,17 +73,18 @@ impl Sequence {
     }
 
     /// The hashes of full blocks `start` to `stop`, 32 bytes each.
-    #[pyo3(signature = (start=0, stop=None))]
+    #[pyo3(signature = (start=None, stop=None), text_signature = "($self, start=0, stop=None)")]
     fn block_hashes<'py>(
         &self,
         py: Python<'py>,
-        start: usize,
-        stop: Option<usize>,
+        start: Option<Number<names::Start>>,
+        stop: Option<Number<names::Stop>>,
     ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let sequence = self.use_as("sequence")?;
         let hashes = sequence.hashes();
-        let stop = stop.unwrap_or(hashes.len()).min(hashes.len());
-        let wanted = &hashes[start.min(stop)..stop];
+        let stop = stop.map_or(hashes.len(), |stop| stop.0.min(hashes.len()));
+        let start = start.map_or(0, |start| start.0.min(stop));
+        let wanted = &hashes[start..stop];
         Ok(wanted
             .iter()
             .map(|hash| PyBytes::new(py, hash.as_bytes()))
@@ -89,34 +92,25 @@ impl Sequence {
     }
 }
 
-/// The sequences of a batch call, kept alive and each used by this call alone.
-pub struct Batch<'py> {
-    list: Vec<Bound<'py, Sequence>>,
+/// The argument `sequences` of a batch call, kept alive and each used by this call alone.
+pub struct Batch<'py>(Vec<Bound<'py, Sequence>>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Batch<'py> {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let sequence = |argument, item: &Bound<'py, PyAny>| {
+            let sequence = item.cast::<Sequence>().cloned();
+            sequence.map_err(|_| wrong_type(argument, "a Sequence", item))
+        };
+        each::<names::Sequences, _>(&value, sequence).map(Self)
+    }
 }
 
-impl<'py> Batch<'py> {
-    /// The elements of the argument `sequences`.
-    pub fn new(value: &Bound<'py, PyAny>) -> PyResult<Self> {
-        let list: Bound<'py, PyList> = items("sequences", value)?;
-        let element = |(index, item): (usize, Bound<'py, PyAny>)| {
-            item.cast_into::<Sequence>().map_err(|error| {
-                let found = error.into_inner().get_type();
-                PyTypeError::new_err(format!(
-                    "sequences[{index}] must be a Sequence, not {found}"
-                ))
-            })
-        };
-        let list = list
-            .iter()
-            .enumerate()
-            .map(element)
-            .collect::<PyResult<_>>()?;
-        Ok(Self { list })
-    }
-
+impl Batch<'_> {
     /// Uses all sequences; fails at one that another call uses, or that stands in the list twice.
     pub fn use_all(&self) -> PyResult<Vec<Using<'_, core::Sequence>>> {
-        let sequences = self.list.iter().enumerate();
+        let sequences = self.0.iter().enumerate();
         sequences
             .map(|(index, sequence)| sequence.get().use_as(Argument::element("sequences", index)))
             .collect()

@@ -3,7 +3,12 @@
 use prefixcache_text::stops::{Place, StopStrings as Automaton};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyString;
 use std::sync::Arc;
+
+use crate::arguments::{each, wrong_type};
+use crate::errors::out_of_range;
+use crate::names;
 
 /// Stop strings, as one automaton that any number of streams share.
 #[pyclass(frozen, weakref, module = "prefixcache._core")]
@@ -11,13 +16,27 @@ pub struct StopStrings {
     automaton: Arc<Automaton>,
 }
 
+/// The argument `stops`.
+struct Stops(Vec<String>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Stops {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let stop = |argument, item: &Bound<'py, PyAny>| match item.cast::<PyString>() {
+            Ok(text) if text.is_empty()? => Err(out_of_range(argument, "must not be empty")),
+            Ok(text) => Ok(text.to_str()?.to_owned()),
+            Err(_) => Err(wrong_type(argument, "a string", item)),
+        };
+        each::<names::Stops, _>(&value, stop).map(Self)
+    }
+}
+
 #[pymethods]
 impl StopStrings {
     #[new]
-    fn new(py: Python<'_>, stops: Vec<String>) -> PyResult<Self> {
-        if stops.iter().any(String::is_empty) {
-            return Err(PyValueError::new_err("stops must not hold an empty string"));
-        }
+    fn new(py: Python<'_>, stops: Stops) -> PyResult<Self> {
+        let Stops(stops) = stops;
         let built = py.detach(|| Automaton::new(&stops));
         let automaton = built.map_err(|error| PyValueError::new_err(format!("stops: {error}")))?;
         Ok(Self {

@@ -6,25 +6,40 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
+use crate::arguments::Numbers;
 use crate::errors::out_of_range;
+use crate::names::{self, Name};
+
+const NAME: &str = names::Tokens::NAME;
 
 /// The argument `tokens` as the core takes it: a number from 0 to 2**32 - 1 each.
-pub fn as_tokens(value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
-    let name = "tokens";
-    if let Ok(list) = value.cast::<PyList>() {
-        return from_list(name, list);
+pub struct Tokens(pub Vec<u32>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Tokens {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        if value.is_instance_of::<PyList>() {
+            let tokens: Numbers<names::Tokens, u32> = value.extract()?;
+            return Ok(Self(tokens.0));
+        }
+        if let Some(tokens) = from_array(&value)? {
+            return Ok(Self(tokens));
+        }
+        let array = numpy_array("asarray", &value)?;
+        let tokens = from_array(&array)?.ok_or_else(|| wrong_array(&value, &array))?;
+        Ok(Self(tokens))
     }
-    if let Some(tokens) = from_array(name, value)? {
-        return Ok(tokens);
-    }
-    let array = numpy_array("asarray", value)?;
-    from_array(name, &array)?.ok_or_else(|| {
-        let found = value.get_type();
-        let dtype = array.getattr("dtype").map_or_else(|_| String::new(), |it| it.to_string());
-        PyTypeError::new_err(format!(
-            "{name} must be int32, int64 or uint32 token ids in one dimension, not {found} ({dtype})"
-        ))
-    })
+}
+
+fn wrong_array(value: &Bound<'_, PyAny>, array: &Bound<'_, PyAny>) -> PyErr {
+    let dtype = array.getattr("dtype");
+    let dtype = dtype.map_or_else(|_| String::new(), |dtype| dtype.to_string());
+    let wanted = "int32, int64 or uint32 token ids in one dimension";
+    PyTypeError::new_err(format!(
+        "{NAME} must be {wanted}, not {} ({dtype})",
+        value.get_type()
+    ))
 }
 
 /// `value` as numpy makes an array of it: a copy with "array", the same memory where it can with
@@ -33,25 +48,18 @@ fn numpy_array<'py>(how: &str, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py,
     value.py().import("numpy")?.call_method1(how, (value,))
 }
 
-fn from_list(name: &'static str, list: &Bound<'_, PyList>) -> PyResult<Vec<u32>> {
-    let element = |(index, item): (usize, Bound<'_, PyAny>)| {
-        crate::arguments::number(Argument::element(name, index), &item)
-    };
-    list.iter().enumerate().map(element).collect()
-}
-
 /// None unless `value` is an array of a type that token ids come in.
-fn from_array(name: &'static str, value: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u32>>> {
-    if let Some(tokens) = from_array_of::<i32>(name, value) {
+fn from_array(value: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u32>>> {
+    if let Some(tokens) = from_array_of::<i32>(value) {
         return tokens.map(Some);
     }
-    if let Some(tokens) = from_array_of::<i64>(name, value) {
+    if let Some(tokens) = from_array_of::<i64>(value) {
         return tokens.map(Some);
     }
-    if let Some(tokens) = from_array_of::<u32>(name, value) {
+    if let Some(tokens) = from_array_of::<u32>(value) {
         return tokens.map(Some);
     }
-    if let Some(tokens) = from_array_of::<u64>(name, value) {
+    if let Some(tokens) = from_array_of::<u64>(value) {
         return tokens.map(Some);
     }
     let empty = value
@@ -60,31 +68,28 @@ fn from_array(name: &'static str, value: &Bound<'_, PyAny>) -> PyResult<Option<V
     Ok(empty.then(Vec::new))
 }
 
-fn from_array_of<T>(name: &'static str, value: &Bound<'_, PyAny>) -> Option<PyResult<Vec<u32>>>
+fn from_array_of<T>(value: &Bound<'_, PyAny>) -> Option<PyResult<Vec<u32>>>
 where
     T: Element + Copy + TryInto<u32> + std::fmt::Display,
 {
     let array = value.cast::<PyArray1<T>>().ok()?;
     if !array.is_aligned() {
         let copy = numpy_array("array", value);
-        return copy.map_or_else(
-            |error| Some(Err(error)),
-            |copy| from_array_of::<T>(name, &copy),
-        );
+        return copy.map_or_else(|error| Some(Err(error)), |copy| from_array_of::<T>(&copy));
     }
     let Ok(array) = array.try_readonly() else {
         return Some(Err(out_of_range(
-            name,
+            NAME,
             "is being written to by another call",
         )));
     };
     Some(match array.as_slice() {
-        Ok(slice) => to_u32(name, slice.iter().copied()),
-        Err(_) => to_u32(name, array.as_array().iter().copied()),
+        Ok(slice) => to_u32(slice.iter().copied()),
+        Err(_) => to_u32(array.as_array().iter().copied()),
     })
 }
 
-fn to_u32<T>(name: &'static str, values: impl ExactSizeIterator<Item = T>) -> PyResult<Vec<u32>>
+fn to_u32<T>(values: impl ExactSizeIterator<Item = T>) -> PyResult<Vec<u32>>
 where
     T: Copy + TryInto<u32> + std::fmt::Display,
 {
@@ -92,7 +97,7 @@ where
     for (index, value) in values.enumerate() {
         let Ok(token) = value.try_into() else {
             let reason = format!("must be from 0 to 4294967295, not {value}");
-            return Err(out_of_range(Argument::element(name, index), reason));
+            return Err(out_of_range(Argument::element(NAME, index), reason));
         };
         out.push(token);
     }

@@ -5,7 +5,7 @@ use std::thread::{self, ThreadId};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use crate::errors::out_of_range;
+use crate::arguments::choice;
 use crate::exclusive::{Exclusive, Using};
 
 /// The right to change a cache until it is dropped.
@@ -21,16 +21,15 @@ pub enum Threads {
     Shared,
 }
 
-impl Threads {
-    pub fn parse(name: &str) -> PyResult<Self> {
-        match name {
-            "single_writer" => Ok(Self::SingleWriter),
-            "shared" => Ok(Self::Shared),
-            other => {
-                let reason = format!("must be \"single_writer\" or \"shared\", not {other:?}");
-                Err(out_of_range("threads", reason))
-            }
-        }
+impl<'a, 'py> FromPyObject<'a, 'py> for Threads {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let words = [
+            ("single_writer", Self::SingleWriter),
+            ("shared", Self::Shared),
+        ];
+        choice("threads", &value, &words)
     }
 }
 

@@ -1,0 +1,88 @@
+//! The names of the arguments, as types, so that an argument's type can name it in an error.
+
+/// The name of an argument.
+pub trait Name {
+    const NAME: &'static str;
+}
+
+macro_rules! names {
+    ($($name:ident = $text:literal),* $(,)?) => {
+        $(
+            pub struct $name;
+
+            impl Name for $name {
+                const NAME: &'static str = $text;
+            }
+        )*
+    };
+}
+
+names! {
+    Address = "address",
+    Block = "block",
+    BlockHash = "block_hash",
+    BlockSize = "block_size",
+    Blocks = "blocks",
+    Cache = "cache",
+    Caches = "caches",
+    Cos = "cos",
+    Count = "count",
+    Counts = "counts",
+    EpochBefore = "epoch",
+    Eps = "eps",
+    Extras = "extras",
+    GroupIndex = "group",
+    GroupWidth = "group",
+    Half = "half",
+    Hashes = "hashes",
+    HeadDim = "head_dim",
+    Hidden = "hidden",
+    HitTokens = "hit_tokens",
+    Index = "index",
+    Indices = "indices",
+    Indptr = "indptr",
+    Inputs = "inputs",
+    Keys = "keys",
+    KeyStride = "key_stride",
+    KvIndices = "kv_indices",
+    KvIndptr = "kv_indptr",
+    LastPageLen = "last_page_len",
+    Layers = "layers",
+    MaxBlocks = "max_blocks",
+    MaxNumbers = "max_numbers",
+    MaxOthers = "max_others",
+    NumBlocks = "num_blocks",
+    NumGroups = "num_groups",
+    NumHeads = "num_heads",
+    NumKvHeads = "num_kv_heads",
+    NumNew = "num_new",
+    NumPages = "num_pages",
+    NumTokens = "num_tokens",
+    Out = "out",
+    Outputs = "outputs",
+    QoIndptr = "qo_indptr",
+    Queries = "queries",
+    QueryStride = "query_stride",
+    Residual = "residual",
+    RowCount = "rows",
+    Scale = "scale",
+    Sin = "sin",
+    Sequences = "sequences",
+    SlotMapping = "slot_mapping",
+    Softcap = "softcap",
+    Start = "start",
+    Starts = "starts",
+    Stop = "stop",
+    Stops = "stops",
+    ThreadCount = "threads",
+    Tokens = "tokens",
+    Upto = "upto",
+    Values = "values",
+    ValueStride = "value_stride",
+    Weight = "weight",
+    WeightWidth = "weight_width",
+    Width = "width",
+    WindowLeft = "window_left",
+    X = "x",
+    XStride = "x_stride",
+}

@@ -2,8 +2,11 @@
 
 A number that is negative or out of its range raises ValueError; misuse (a released sequence, the
 sequence of another cache, a sequence that two calls use at once, a closed cache) RuntimeError; a
-wrong type TypeError. Each names the argument. A call that raises has changed nothing unless it says
-so.
+wrong type TypeError; what there is no memory for MemoryError. Each names the argument. A call that
+raises has changed nothing unless it says so, and none ends the process.
+
+Arguments are read, by whatever code of the caller that runs, before anything is changed. An array
+that a call reads or writes must not be resized by another thread meanwhile, as with numpy.
 """
 
 from array import array
@@ -58,7 +61,11 @@ class BlockHashes:
 
 @final
 class Sequence:
-    """A request's tokens, block hashes and block tables. Made by `PrefixCache.new_sequence`."""
+    """A request's tokens, block hashes and block tables. Made by `PrefixCache.new_sequence`.
+
+    Release it when the request is done. One that is collected before gives its blocks back then,
+    or, in a thread that may not write to the cache, with the writer's next call.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -315,7 +322,10 @@ class Cpu:
     """
 
     def __new__(cls, threads: int, instructions: str | None = None) -> Cpu:
-        """`threads` threads, the caller's among them; the best instructions, or those named."""
+        """`threads` threads, the caller's among them; the best instructions, or those named.
+
+        RuntimeError where the system does not give so many threads.
+        """
     @property
     def threads(self) -> int:
         """Threads that share a computation."""
@@ -333,7 +343,7 @@ class PackedLinear:
     def __new__(
         cls, cpu: Cpu, inputs: int, outputs: int, dtype: _KernelDType, *, bias: bool = False
     ) -> PackedLinear:
-        """A layer of zeros; `inputs` is even for bfloat16."""
+        """A layer of zeros; `inputs` is even for bfloat16. MemoryError where it does not fit."""
     def copy_rows(self, start: int, address: int, rows: int) -> None:
         """Write `rows` rows of the weight, from output `start` on, from dense numbers."""
     def copy_bias(self, start: int, address: int, count: int) -> None:

@@ -1,6 +1,7 @@
 //! The Python class `PrefixCache`.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use prefixcache_core::cache;
 use prefixcache_core::error::CacheError;
@@ -21,7 +22,7 @@ use crate::block_hashes::BlockHashes;
 use crate::detach::{run, run_on_tokens};
 use crate::errors::IntoPyErr;
 use crate::names;
-use crate::sequence::{Batch, Sequence};
+use crate::sequence::{Batch, Sequence, SharedSequence};
 use crate::tokens::Tokens;
 use crate::writer::{Threads, Writer, Writing};
 
@@ -43,13 +44,50 @@ macro_rules! on {
 
 /// A prefix cache: a pool of KV cache blocks, found again by the tokens that filled them.
 #[pyclass(frozen, module = "prefixcache._core")]
-pub struct PrefixCache {
+pub struct PrefixCache(Arc<Cache>);
+
+/// What a sequence knows of its cache, which may be collected before it.
+pub struct Cache {
     core: Core,
     writer: Writer,
     closed: AtomicBool,
+    abandoned: Abandoned,
 }
 
-impl PrefixCache {
+/// Sequences that were collected with their blocks while their thread could not write.
+#[derive(Default)]
+struct Abandoned {
+    sequences: Mutex<Vec<SharedSequence>>,
+    /// Whether there are any: every call that writes asks.
+    any: AtomicBool,
+}
+
+impl Abandoned {
+    fn push(&self, sequence: SharedSequence) {
+        let mut sequences = self
+            .sequences
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        sequences.push(sequence);
+        // Relaxed, as wherever the flag is set: the lock orders it.
+        self.any.store(true, Ordering::Relaxed);
+    }
+
+    fn take_all(&self) -> Vec<SharedSequence> {
+        // Relaxed: what is missed here is found by the next call that writes.
+        if !self.any.load(Ordering::Relaxed) {
+            return Vec::new();
+        }
+        let mut sequences = self
+            .sequences
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        self.any.store(false, Ordering::Relaxed);
+        std::mem::take(&mut sequences)
+    }
+}
+
+impl Cache {
     /// The cache, to read.
     fn core(&self) -> PyResult<&Core> {
         // Relaxed: the flag orders nothing; the pool itself outlives every call.
@@ -61,7 +99,20 @@ impl PrefixCache {
 
     /// The cache, to change while the second value lives.
     fn core_to_write(&self) -> PyResult<(&Core, Writing<'_>)> {
-        Ok((self.core()?, self.writer.write()?))
+        let (core, writing) = (self.core()?, self.writer.write()?);
+        for sequence in self.abandoned.take_all() {
+            core.release_collected(&sequence);
+        }
+        Ok((core, writing))
+    }
+
+    /// Takes the blocks of a collected sequence back, now or in the next call that writes.
+    pub fn collect(&self, sequence: &SharedSequence) {
+        match self.writer.write() {
+            Ok(_writing) => self.core.release_collected(sequence),
+            // Another thread is the writer, or a call is writing.
+            Err(_) => self.abandoned.push(Arc::clone(sequence)),
+        }
     }
 }
 
@@ -76,6 +127,15 @@ impl Core {
                 .map(Self::Shared),
         };
         core.map_err(IntoPyErr::into_py_err)
+    }
+
+    /// Gives back the blocks of a sequence that no call can use any more.
+    fn release_collected(&self, sequence: &SharedSequence) {
+        let Some(mut sequence) = sequence.try_use() else {
+            return;
+        };
+        // It holds its blocks, so the pool takes them; there is nobody to tell of a broken invariant.
+        let _ = on!(self, |cache| cache.release(&mut [&mut *sequence]));
     }
 
     /// The null block counted.
@@ -183,11 +243,12 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
             groups: Groups::new(specs).map_err(IntoPyErr::into_py_err)?,
         };
         chain.check().map_err(IntoPyErr::into_py_err)?;
-        Ok(Self {
+        Ok(Self(Arc::new(Cache {
             core: Core::new(chain, pool, threads)?,
             writer: Writer::new(threads),
             closed: AtomicBool::new(false),
-        })
+            abandoned: Abandoned::default(),
+        })))
     }
 
     /// The chained hashes of the full blocks of `tokens`. Any thread.
@@ -200,7 +261,7 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
         lora: Option<String>,
         extras: Option<BlockExtras>,
     ) -> PyResult<BlockHashes> {
-        let core = self.core()?;
+        let core = self.0.core()?;
         let (tokens, scope) = (tokens.0, Scope { lora, cache_salt });
         let BlockExtras(extras) = extras.unwrap_or_default();
         let hashes = run_on_tokens(py, tokens.len(), || {
@@ -223,19 +284,19 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
         lora: Option<String>,
         extras: Option<BlockExtras>,
     ) -> PyResult<Sequence> {
-        let core = self.core()?;
+        let core = self.0.core()?;
         let (tokens, scope) = (tokens.0, Scope { lora, cache_salt });
         let BlockExtras(extras) = extras.unwrap_or_default();
         let count = tokens.len();
         let sequence = run_on_tokens(py, count, || {
             on!(core, |cache| cache.new_sequence(tokens, scope, extras))
         });
-        Ok(Sequence::new(sequence))
+        Ok(Sequence::new(sequence, Arc::downgrade(&self.0)))
     }
 
     /// How many leading tokens are cached, in full blocks. Any thread; changes nothing.
     fn probe(&self, py: Python<'_>, hashes: &BlockHashes) -> PyResult<usize> {
-        let (core, hashes) = (self.core()?, &hashes.0);
+        let (core, hashes) = (self.0.core()?, &hashes.0);
         let work = core.blocks_looked_at(hashes.as_slice().len());
         Ok(run(py, work, || on!(core, |cache| cache.probe(hashes))))
     }
@@ -243,7 +304,7 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     /// `probe` for a sequence.
     fn count_prefix_hits(&self, py: Python<'_>, sequence: &Sequence) -> PyResult<usize> {
         let sequence = &mut *sequence.use_as("sequence")?;
-        let core = self.core()?;
+        let core = self.0.core()?;
         let work = match on!(core, |cache| cache.hashes_are_current(sequence)) {
             true => core.blocks_looked_at(sequence.hashes().len()),
             false => sequence.hashes().len(),
@@ -267,7 +328,7 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     ) -> PyResult<Option<usize>> {
         let (hit_tokens, num_tokens) = (hit_tokens.0, num_tokens.0);
         let sequence = &mut *sequence.use_as("sequence")?;
-        let (core, _writing) = self.core_to_write()?;
+        let (core, _writing) = self.0.core_to_write()?;
         let work = hit_tokens.saturating_add(num_tokens);
         run_on_tokens(py, work, || {
             on!(core, |cache| cache
@@ -338,7 +399,7 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     ) -> PyResult<()> {
         let (Group(group), index, block) = (group, index.0, BlockId::new(block.0));
         let mut sequence = sequence.use_as("sequence")?;
-        let (core, _writing) = self.core_to_write()?;
+        let (core, _writing) = self.0.core_to_write()?;
         let replaced = on!(core, |cache| {
             cache.replace_block(&mut sequence, group, index, block)
         });
@@ -357,21 +418,21 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
 
     /// Forget everything cached, in constant time. Sequences keep their blocks and publish no more.
     fn clear_cache_index(&self) -> PyResult<()> {
-        let (core, _writing) = self.core_to_write()?;
+        let (core, _writing) = self.0.core_to_write()?;
         on!(core, |cache| cache.clear_cache_index());
         Ok(())
     }
 
     /// Forget everything cached, and hash under the next version of the weights from now on.
     fn new_weight_version(&self) -> PyResult<u64> {
-        let (core, _writing) = self.core_to_write()?;
+        let (core, _writing) = self.0.core_to_write()?;
         Ok(on!(core, |cache| cache.new_weight_version()))
     }
 
     /// The version of the weights, which stands in every hash; 0 at first.
     #[getter]
     fn weight_version(&self) -> PyResult<u64> {
-        Ok(on!(self.core()?, |cache| cache.weight_version()))
+        Ok(on!(self.0.core()?, |cache| cache.weight_version()))
     }
 
     /// Pin the cached full blocks among the first `num_tokens` tokens; they are evicted last.
@@ -385,7 +446,7 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     ) -> PyResult<usize> {
         let num_tokens = num_tokens.0;
         let sequence = &mut *sequence.use_as("sequence")?;
-        let (core, _writing) = self.core_to_write()?;
+        let (core, _writing) = self.0.core_to_write()?;
         run(py, sequence.hashes().len(), || {
             on!(core, |cache| cache.pin(sequence, num_tokens))
         })
@@ -395,7 +456,7 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     /// Take the pins off the sequence's cached blocks. Returns how many were pinned.
     fn unpin(&self, py: Python<'_>, sequence: &Sequence) -> PyResult<usize> {
         let sequence = &mut *sequence.use_as("sequence")?;
-        let (core, _writing) = self.core_to_write()?;
+        let (core, _writing) = self.0.core_to_write()?;
         run(py, sequence.hashes().len(), || {
             on!(core, |cache| cache.unpin(sequence))
         })
@@ -405,14 +466,14 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     /// Move the oldest `count` free pinned blocks to the regular tier. Returns how many there were.
     fn demote(&self, py: Python<'_>, count: Number<names::Count>) -> PyResult<usize> {
         let count = count.0;
-        let (core, _writing) = self.core_to_write()?;
+        let (core, _writing) = self.0.core_to_write()?;
         Ok(run(py, count, || on!(core, |cache| cache.demote(count))))
     }
 
     /// Set the number of blocks, the null block counted. Returns how many above it are still held.
     fn resize(&self, py: Python<'_>, num_blocks: Number<names::NumBlocks>) -> PyResult<usize> {
         let num_blocks = num_blocks.0;
-        let (core, _writing) = self.core_to_write()?;
+        let (core, _writing) = self.0.core_to_write()?;
         let work = core.num_blocks().max(num_blocks);
         let busy = run(py, work, || on!(core, |cache| cache.resize(num_blocks)));
         busy.map_err(IntoPyErr::into_py_err)
@@ -440,7 +501,7 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     ) -> PyResult<usize> {
         let batch = sequences.use_all()?;
         let batch: Vec<&core::Sequence> = batch.iter().map(|sequence| &**sequence).collect();
-        let core = self.core()?;
+        let core = self.0.core()?;
         // Last, and attached to the interpreter until they are written: nobody's code runs that could
         // resize the arrays.
         let (mut indptr, mut indices) = (indptr.write()?, indices.write()?);
@@ -460,24 +521,24 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
     /// Tokens in a block.
     #[getter]
     fn block_size(&self) -> PyResult<usize> {
-        Ok(on!(self.core()?, |cache| cache.block_size()))
+        Ok(on!(self.0.core()?, |cache| cache.block_size()))
     }
 
     /// Blocks that can be handed out: the null block is not counted.
     #[getter]
     fn num_blocks(&self) -> PyResult<usize> {
-        Ok(self.core()?.num_blocks() - 1)
+        Ok(self.0.core()?.num_blocks() - 1)
     }
 
     /// Blocks that nobody holds.
     #[getter]
     fn num_free_blocks(&self) -> PyResult<usize> {
-        Ok(on!(self.core()?, |cache| cache.store().num_free()))
+        Ok(on!(self.0.core()?, |cache| cache.store().num_free()))
     }
 
     /// The free blocks, the one to be handed out next first. For debugging.
     fn free_order(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
-        let (core, _paused) = (self.core()?, self.writer.pause()?);
+        let (core, _paused) = (self.0.core()?, self.0.writer.pause()?);
         Ok(run(py, core.num_blocks(), || {
             ids_of(&on!(core, |cache| cache.store().free_order()))
         }))
@@ -485,7 +546,7 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
 
     /// The blocks that hold a hash, lowest id first. For debugging.
     fn cached_blocks(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
-        let (core, _paused) = (self.core()?, self.writer.pause()?);
+        let (core, _paused) = (self.0.core()?, self.0.writer.pause()?);
         Ok(run(py, core.num_blocks(), || {
             ids_of(&on!(core, |cache| cache.store().cached_blocks()))
         }))
@@ -493,7 +554,7 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
 
     /// Lifetime counts (queries and hits in tokens), and blocks by state.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let core = self.core()?;
+        let core = self.0.core()?;
         let dict = on!(core, |cache| store_stats(py, cache.store()))?;
         let stats = on!(core, |cache| cache.stats());
         dict.set_item("queries", stats.queries)?;
@@ -503,7 +564,7 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
 
     /// Check every invariant of the cache; raises RuntimeError that names the broken one.
     fn validate(&self, py: Python<'_>) -> PyResult<()> {
-        let (core, _paused) = (self.core()?, self.writer.pause()?);
+        let (core, _paused) = (self.0.core()?, self.0.writer.pause()?);
         let sound = run(py, core.num_blocks(), || {
             on!(core, |cache| cache.validate())
         });
@@ -512,12 +573,12 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
 
     /// Make the calling thread the one that may write; for a shared cache that changes nothing.
     fn adopt_writer(&self) -> PyResult<()> {
-        self.writer.adopt()
+        self.0.writer.adopt()
     }
 
     /// End the cache: every later call raises RuntimeError.
     fn close(&self) {
-        self.closed.store(true, Ordering::Relaxed);
+        self.0.closed.store(true, Ordering::Relaxed);
     }
 }
 
@@ -531,7 +592,7 @@ impl PrefixCache {
         let mut batch = sequences.use_all()?;
         let mut batch: Vec<&mut core::Sequence> =
             batch.iter_mut().map(|sequence| &mut **sequence).collect();
-        let (core, _writing) = self.core_to_write()?;
+        let (core, _writing) = self.0.core_to_write()?;
         work(core, &mut batch).map_err(IntoPyErr::into_py_err)
     }
 }

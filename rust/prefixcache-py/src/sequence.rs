@@ -1,5 +1,7 @@
 //! The Python class `Sequence`.
 
+use std::sync::{Arc, Weak};
+
 use prefixcache_core::error::Argument;
 use prefixcache_core::sequence as core;
 use pyo3::prelude::*;
@@ -10,20 +12,41 @@ use crate::detach;
 use crate::errors::{in_use, out_of_range};
 use crate::exclusive::{Exclusive, Using};
 use crate::names;
+use crate::prefix_cache::Cache;
 use crate::tokens::Tokens;
+
+/// A sequence that outlives its Python object where its blocks cannot be given back at once.
+pub type SharedSequence = Arc<Exclusive<core::Sequence>>;
 
 /// A request's tokens, block hashes and block tables. Made by `PrefixCache.new_sequence`.
 #[pyclass(frozen, module = "prefixcache._core")]
-pub struct Sequence(Exclusive<core::Sequence>);
+pub struct Sequence {
+    sequence: SharedSequence,
+    cache: Weak<Cache>,
+}
 
 impl Sequence {
-    pub fn new(sequence: core::Sequence) -> Self {
-        Self(Exclusive::new(sequence))
+    pub fn new(sequence: core::Sequence, cache: Weak<Cache>) -> Self {
+        let sequence = Arc::new(Exclusive::new(sequence));
+        Self { sequence, cache }
     }
 
     /// The sequence, unless another call is using it.
     pub fn use_as(&self, argument: impl Into<Argument>) -> PyResult<Using<'_, core::Sequence>> {
-        self.0.try_use().ok_or_else(|| in_use(argument))
+        self.sequence.try_use().ok_or_else(|| in_use(argument))
+    }
+}
+
+impl Drop for Sequence {
+    /// A sequence that was not released gives its blocks back when it is collected.
+    fn drop(&mut self) {
+        let used = self.sequence.try_use();
+        if !used.is_some_and(|sequence| sequence.is_committed()) {
+            return;
+        }
+        if let Some(cache) = self.cache.upgrade() {
+            cache.collect(&self.sequence);
+        }
     }
 }
 

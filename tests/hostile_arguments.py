@@ -1,0 +1,326 @@
+"""Every method of the core with arguments of every kind: only documented exceptions come out.
+
+Run as a program, because what it looks for ends the process: `python tests/hostile_arguments.py
+FIRST CASES`. Methods and their parameters are read from the module, so that none is left out.
+Arguments are sound, out of range, of the wrong type, or objects whose code calls the core again and
+resizes its arrays while they are read. Addresses are those of a large buffer, or none, since for
+them the caller vouches; and a size is small or one that no memory has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from prefixcache import _core
+
+DOCUMENTED = (TypeError, ValueError, RuntimeError, MemoryError, IndexError)
+HUGE = [2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 2**70, 10**5000, -1, -(2**70)]
+BLOCK = 4
+WORDS = 1 << 14
+
+
+class CallersError(Exception):
+    """What the caller's own code raises comes through as it is."""
+
+
+class Index:
+    """A number whose value is found by code."""
+
+    def __init__(self, value: int, run: Callable[[], object]) -> None:
+        self._value, self._run = value, run
+
+    def __index__(self) -> int:
+        self._run()
+        return self._value
+
+
+class Items:
+    """A list found by code, whose length is not what it says."""
+
+    def __init__(self, items: list[Any], run: Callable[[], object], length: int) -> None:
+        self._items, self._run, self._length = items, run, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return self._items[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items:
+            self._run()
+            yield item
+
+
+class World:
+    """Objects of every class, which the calls of a case share."""
+
+    def __init__(self, choose: random.Random) -> None:
+        self.choose = choose
+        threads: Any = choose.choice(["single_writer", "shared"])
+        self.cache = _core.PrefixCache(17, BLOCK, threads=threads, max_blocks=33)
+        self.other_cache = _core.PrefixCache(9, BLOCK)
+        self.pool = _core.BlockPool(9, threads=threads, max_blocks=17)
+        self.hashes = self.cache.compute_block_hashes(range(24))
+        self.sequences = [self.cache.new_sequence(range(size)) for size in (0, 7, 24)]
+        self.sequences.append(self.other_cache.new_sequence(range(9)))
+        self.cache.commit_prefix_plan(self.sequences[1], 0, 7)
+        self.cpu = _core.Cpu(2)
+        self.buffer = np.zeros(WORDS, np.float32)
+        self.layer = _core.PackedLinear(self.cpu, 4, 4, "float32", bias=True)
+        self.rows = _core.RowOps(self.cpu, "float32")
+        self.attention = _core.PagedAttention(self.cpu, "float32", 2, 1, 16, 1.0)
+        self.stack = _core.DecoderStack(self.cpu, "float32", 4, 1e-5, [])
+        self.stops = _core.StopStrings(["stop", "text"])
+        self.stop_stream = self.stops.stream()
+        self.arrays = [np.zeros(size, kind) for size in (2, 6, 24) for kind in ("i4", "i8")]
+
+    def instances(self) -> list[Any]:
+        """What methods are called on."""
+        return [
+            self.cache,
+            self.other_cache,
+            self.pool,
+            self.hashes,
+            *self.sequences,
+            self.cpu,
+            self.layer,
+            self.rows,
+            self.attention,
+            self.stack,
+            self.stops,
+            self.stop_stream,
+        ]
+
+    def interfere(self) -> None:
+        """What the caller's code does while an argument is read."""
+        choose = self.choose
+        array = choose.choice(self.arrays)
+        acts: list[Callable[[], object]] = [
+            lambda: array.resize(choose.choice([0, 1, 6, 4096]), refcheck=False),
+            lambda: self.sequences[2].extend([1] * choose.randrange(9)),
+            lambda: self.cache.release([self.sequences[1]]),
+            lambda: self.cache.commit_prefix_plan(self.sequences[1], 0, 7),
+            lambda: self.cache.resize(choose.choice([5, 17, 33])),
+            self.cache.clear_cache_index,
+            self.fail,
+        ]
+        act = choose.choice(acts)
+        if act == self.fail:
+            self.fail()
+        with contextlib.suppress(*DOCUMENTED):
+            act()
+
+    def fail(self) -> None:
+        raise CallersError
+
+    def number(self) -> Any:
+        value = self.choose.choice([0, 1, 2, 4, 7, 8, 16])
+        found = Index(value, self.interfere)
+        return self.choose.choice([value, value, value, found, np.int64(value)])
+
+    def array(self) -> Any:
+        array = self.choose.choice(self.arrays)
+        if array.size:
+            array[:] = [self.choose.choice([0, 1, 2, -1, 7]) for _ in range(array.size)]
+        odd = [
+            array[::2],
+            np.frombuffer(b"-" + array.tobytes(), array.dtype, offset=1),
+            array.astype(array.dtype.newbyteorder()),
+            array.astype(np.float32),
+            array.reshape(-1, 1),
+            array.astype(object),
+        ]
+        return self.choose.choice([array] * 12 + odd)
+
+    def some_list(self, item: Callable[[], Any]) -> Any:
+        items = [item() for _ in range(self.choose.choice([0, 1, 1, 2, 3]))]
+        length = self.choose.choice([0, len(items), 2**40, sys.maxsize])
+        hostile = Items(items, self.interfere, length)
+        return self.choose.choice([items, items, items, tuple(items), iter(items), hostile])
+
+    def nonsense(self, name: str) -> Any:
+        wrong = [None, "text", "\ud800", b"bytes", 1.5, float("nan"), 10**400, {}, [[]], -1, 2**64]
+        hostile = [Index(2**70, self.interfere), Items([], self.fail, sys.maxsize), self]
+        numbers = [] if name in ADDRESSES else HUGE
+        return self.choose.choice([*wrong, *hostile, *numbers, *self.instances()])
+
+    def sound(self, name: str) -> Any:
+        """A value that the parameter might take."""
+        choose = self.choose
+        if name in ADDRESSES:
+            return choose.choice([self.buffer.ctypes.data, self.buffer.ctypes.data, 0, 2])
+        if name in ARRAYS:
+            return self.array()
+        makers: dict[str, Callable[[], Any]] = {
+            "sequence": lambda: choose.choice(self.sequences),
+            "sequences": lambda: self.some_list(lambda: choose.choice(self.sequences)),
+            "tokens": lambda: choose.choice([self.array(), self.some_list(self.number)]),
+            "hashes": lambda: choose.choice([self.hashes, self.some_list(lambda: b"h" * 32)]),
+            "block_hash": lambda: b"h" * choose.choice([32, 32, 31]),
+            "extras": lambda: self.some_list(lambda: choose.choice([b"", bytearray(b"x")])),
+            "blocks": lambda: self.some_list(self.number),
+            "counts": lambda: self.some_list(self.number),
+            "starts": lambda: self.some_list(self.number),
+            "upto": lambda: self.some_list(self.number),
+            "caches": list,
+            "layers": lambda: self.some_list(lambda: (0, self.layer, 0) + (self.layer,) * 4),
+            "cpu": lambda: self.cpu,
+            "attention": lambda: self.attention,
+            "dtype": lambda: choose.choice(["float32", "bfloat16"]),
+            "gate": lambda: choose.choice(["silu", "gelu_tanh"]),
+            "threads": lambda: choose.choice(["single_writer", "shared", 1, 2]),
+            "free_order": lambda: choose.choice(["append", "unhashed_first"]),
+            "instructions": lambda: choose.choice([None, "portable"]),
+            "cache_salt": lambda: choose.choice([None, "salt"]),
+            "bias": lambda: choose.choice([False, True]),
+            "wide_out": lambda: choose.choice([False, True]),
+            "stops": lambda: self.some_list(lambda: choose.choice(["stop", "st", ""])),
+            "text": lambda: choose.choice(["a stop", b'{"a": [1, "b", 1e5]}', b"[", "te"]),
+            "eps": lambda: 1e-5,
+            "scale": lambda: choose.choice([1.0, float("inf")]),
+            "head_dim": lambda: choose.choice([16, 24]),
+        }
+        return makers.get(name, self.number)()
+
+    def argument(self, name: str) -> Any:
+        return self.nonsense(name) if self.choose.random() < 0.08 else self.sound(name)
+
+    def sound_calls(self) -> list[tuple[Any, str, list[Any]]]:
+        """Calls whose arguments fit each other."""
+        at, sequence = self.buffer.ctypes.data, self.sequences[1]
+        tables = [np.zeros(64, kind) for kind in ("i4", "i4", "i4", "i8")]
+        plan = [[0, 2], [0, 1], [3], [2]]
+        step = [np.array(table, np.int32) for table in plan]
+        self.arrays[6:] = [*tables, *step]  # which the caller's code resizes
+        return [
+            (self.cache, "commit_prefix_plan", [sequence, 0, 7]),
+            (self.cache, "append_slots", [[sequence], [2]]),
+            (self.cache, "append_tokens", [[sequence], [3]]),
+            (self.cache, "mark_blocks_filled", [[sequence], [4]]),
+            (self.cache, "fill_block_tables", [[sequence], [0], [7], 0, *tables]),
+            (self.cache, "replace_block", [sequence, 0, 0, 1]),
+            (self.cache, "release", [[sequence]]),
+            (self.pool, "register", [[1, 2], [b"a" * 32, b"b" * 32], self.pool.epoch]),
+            (self.pool, "commit", [[b"a" * 32, b"c" * 32], 1]),
+            (self.attention, "plan", [4, 16, *step, np.array([48, 49])]),
+            (self.attention, "run", [at, at, 32, at, 16, at, 16, at]),
+            (self.stack, "forward", [self.attention, [], at, at, at]),
+            (self.layer, "copy_rows", [0, at, 4]),
+            (self.layer, "forward", [at, 3, 4, at, at]),
+            (self.rows, "rms_norm", [at, 3, 8, 8, at, 4, 2, 1e-5, at]),
+            (self.rows, "rotate", [at, at, 2, at, 3, 8, 8, at]),
+        ]
+
+    def spoil(self, name: str, value: Any) -> Any:
+        """The argument, or one like it that runs code, or another one."""
+        chance = self.choose.random()
+        if chance < 0.05:
+            return self.argument(name)
+        if chance < 0.3 and isinstance(value, list):
+            return Items(value, self.interfere, self.choose.choice([0, 2**40, sys.maxsize]))
+        if chance < 0.2 and isinstance(value, int):
+            return Index(value, self.interfere)
+        return value
+
+    def call_with_fitting_arguments(self) -> None:
+        target, name, values = self.choose.choice(self.sound_calls())
+        names = [parameter.name for parameter in METHODS[type(target)][name]]
+        spoiled = [self.spoil(*pair) for pair in zip(names, values, strict=False)]
+        with contextlib.suppress(*DOCUMENTED, CallersError):
+            getattr(target, name)(*spoiled)
+
+    def call(self, target: Any, name: str, parameters: list[inspect.Parameter]) -> None:
+        positional, named = [], {}
+        for parameter in parameters:
+            if parameter.default is not inspect.Parameter.empty and self.choose.random() < 0.5:
+                if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+                    break
+                continue
+            value = self.argument(parameter.name)
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                named[parameter.name] = value
+            else:
+                positional.append(value)
+        with contextlib.suppress(*DOCUMENTED, CallersError):
+            getattr(target, name)(*positional, **named)
+
+    def call_one_method(self) -> None:
+        target = self.choose.choice([*self.instances(), Module])
+        methods = FUNCTIONS if target is Module else METHODS[type(target)]
+        if methods:
+            name = self.choose.choice(sorted(methods))
+            self.call(target, name, methods[name])
+
+    def check(self) -> None:
+        """The caches and the pool are sound, and what is collected comes back."""
+        for cache in (self.cache, self.other_cache):
+            cache.adopt_writer()
+            cache.validate()
+        self.pool.adopt_writer()
+        self.pool.validate()
+        self.sequences.clear()
+        assert self.cache.num_free_blocks == self.cache.num_blocks
+
+
+ADDRESSES = {"address", "cache", "cos", "keys", "out", "queries", "residual", "sin", "values"}
+ADDRESSES |= {"weight", "x"}
+ARRAYS = {"indptr", "indices", "last_page_len", "slot_mapping"}
+ARRAYS |= {"qo_indptr", "kv_indptr", "kv_indices"}
+# `close` ends a cache for all calls after it.
+LEFT_OUT = {"close"}
+
+
+def parameters_of(function: Any) -> list[inspect.Parameter]:
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter for parameter in parameters if parameter.name != "self"]
+
+
+def methods_of(cls: type) -> dict[str, list[inspect.Parameter]]:
+    names = [name for name in vars(cls) if not name.startswith("_") and name not in LEFT_OUT]
+    return {
+        name: parameters_of(getattr(cls, name)) for name in names if callable(getattr(cls, name))
+    }
+
+
+EXPORTS = {name: getattr(_core, name) for name in _core.__all__}
+CLASSES = {name: export for name, export in EXPORTS.items() if isinstance(export, type)}
+METHODS = {cls: methods_of(cls) for cls in CLASSES.values()}
+MADE_BY_METHODS = {"BlockHashes", "Sequence", "StopStream"}
+
+
+class Module:
+    """The constructors and functions, as methods of one object."""
+
+
+FUNCTIONS = {
+    name: parameters_of(export) for name, export in EXPORTS.items() if name not in MADE_BY_METHODS
+}
+for function in FUNCTIONS:
+    setattr(Module, function, staticmethod(EXPORTS[function]))
+
+
+def run_case(case: int) -> None:
+    world = World(random.Random(case))
+    for _ in range(25):
+        world.call_one_method()
+        world.call_with_fitting_arguments()
+    world.check()
+
+
+def main(first: int, cases: int) -> None:
+    for case in range(first, first + cases):
+        # A crash leaves this line as the last: the same program with this case alone repeats it.
+        print(case, flush=True)
+        run_case(case)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -19,6 +19,7 @@ from rich.console import Console
 from prefixcache.bench.command import bench
 from prefixcache.config import DEFAULT_MODEL
 from prefixcache.exceptions import ConfigError, PrefixCacheError
+from prefixcache.help_text import GroupedCommand
 
 if TYPE_CHECKING:
     from prefixcache.config import EngineConfig
@@ -30,9 +31,16 @@ app = typer.Typer(
     help="An LLM server around a prefix KV cache.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(bench)
+app.command(cls=GroupedCommand)(bench)
+
+_SERVER = "Server"
+_ACCESS = "Access"
+_MODEL = "Model"
+_SCHEDULING = "Scheduling"
+_CACHE = "Cache"
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
@@ -42,13 +50,22 @@ ModelArgument = Annotated[
     str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)
 ]
 ModelOption = Annotated[
-    str | None, typer.Option("--model", help="Alias, folder, GGUF file or hub id.")
+    str | None,
+    typer.Option("--model", rich_help_panel=_MODEL, help="Alias, folder, GGUF file or hub id."),
 ]
-RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
-DtypeOption = Annotated[str, typer.Option(help="auto, bfloat16 or float32.")]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+RevisionOption = Annotated[
+    str | None, typer.Option(rich_help_panel=_MODEL, help="Branch, tag or commit of a hub id.")
+]
+DtypeOption = Annotated[
+    str, typer.Option(rich_help_panel=_MODEL, help="auto, bfloat16 or float32.")
+]
+DeviceOption = Annotated[str, typer.Option(rich_help_panel=_MODEL, help="auto, cpu or cuda.")]
 LogLevelOption = Annotated[
-    str, typer.Option(help="debug, info, warning or error; debug shows what the cache does.")
+    str,
+    typer.Option(
+        rich_help_panel=_SERVER,
+        help="debug, info, warning or error; debug shows what the cache does.",
+    ),
 ]
 
 
@@ -74,18 +91,55 @@ def _root(
 ) -> None: ...
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 def serve(
     model_argument: ModelArgument = None,
-    model: ModelOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000,
+    host: Annotated[
+        str, typer.Option(rich_help_panel=_SERVER, help="Address to listen on.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option(rich_help_panel=_SERVER, help="Port; 0 takes a free one.", min=0, max=65535),
+    ] = 8000,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name for clients; may be given several times.")
+        list[str] | None,
+        typer.Option(rich_help_panel=_SERVER, help="Name for clients; may be given several times."),
     ] = None,
+    drain_seconds: Annotated[
+        int,
+        typer.Option(
+            rich_help_panel=_SERVER,
+            help="Time for open answers to end when the server stops.",
+            min=0,
+        ),
+    ] = 10,
+    limit_concurrency: Annotated[
+        int,
+        typer.Option(
+            rich_help_panel=_SERVER, help="Most connections at once; more get 503.", min=1
+        ),
+    ] = 2048,
+    timeout_keep_alive: Annotated[
+        int,
+        typer.Option(
+            rich_help_panel=_SERVER,
+            help="Seconds that a connection stays open without a request.",
+            min=1,
+        ),
+    ] = 5,
+    timeout_read: Annotated[
+        int,
+        typer.Option(
+            rich_help_panel=_SERVER,
+            help="Seconds for a request's head to come, and each part of its body.",
+            min=1,
+        ),
+    ] = 20,
+    log_level: LogLevelOption = "info",
     api_key: Annotated[
         list[str] | None,
         typer.Option(
+            rich_help_panel=_ACCESS,
             envvar="PREFIXCACHE_API_KEY",
             help="Key that clients must send; may be given several times.",
         ),
@@ -93,6 +147,7 @@ def serve(
     admin_api_key: Annotated[
         list[str] | None,
         typer.Option(
+            rich_help_panel=_ACCESS,
             envvar="PREFIXCACHE_ADMIN_API_KEY",
             help="Key for control, statistics and metrics; may be given several times.",
             show_default="this machine alone, and nobody with --api-key",
@@ -101,107 +156,131 @@ def serve(
     allowed_hosts: Annotated[
         list[str] | None,
         typer.Option(
+            rich_help_panel=_ACCESS,
             help="Name that clients may call the server by, as *.example.com; may be given several "
             "times.",
             show_default="addresses, localhost, --host and the machine's name",
         ),
     ] = None,
     public_metrics: Annotated[
-        bool, typer.Option("--public-metrics", help="Let everybody read /metrics.")
+        bool,
+        typer.Option(
+            "--public-metrics", rich_help_panel=_ACCESS, help="Let everybody read /metrics."
+        ),
     ] = False,
     allowed_model_dirs: Annotated[
         list[Path] | None,
         typer.Option(
+            rich_help_panel=_ACCESS,
             help="Folder that new weights may come from; may be given several times.",
             show_default="anywhere",
         ),
     ] = None,
+    model: ModelOption = None,
     revision: RevisionOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
-    seed: Annotated[int, typer.Option(help="For requests without a seed of their own.")] = 0,
-    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of a sequence.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences of a step.")] = None,
+    seed: Annotated[
+        int, typer.Option(rich_help_panel=_MODEL, help="For requests without a seed of their own.")
+    ] = 0,
+    max_model_len: Annotated[
+        int | None, typer.Option(rich_help_panel=_MODEL, help="Most tokens of a sequence.")
+    ] = None,
+    attention: Annotated[
+        str, typer.Option(rich_help_panel=_MODEL, help="Attention backend.")
+    ] = "auto",
+    batch_invariant: Annotated[
+        bool | None,
+        typer.Option(
+            rich_help_panel=_MODEL,
+            help="Answers whose bits do not depend on the batch.",
+            show_default="on for a CPU, off for CUDA",
+        ),
+    ] = None,
+    enforce_eager: Annotated[
+        bool, typer.Option(rich_help_panel=_MODEL, help="Run without CUDA graphs.")
+    ] = False,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=_MODEL, help="Share of a GPU's memory to use, 0.9 by default."
+        ),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(rich_help_panel=_SCHEDULING, help="Most sequences of a step.")
+    ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of a step.")
+        int | None, typer.Option(rich_help_panel=_SCHEDULING, help="Most tokens of a step.")
     ] = None,
     max_step_ms: Annotated[
         float | None,
         typer.Option(
+            rich_help_panel=_SCHEDULING,
             help="Most milliseconds of a step while answers are under way; 0 sets no limit.",
             show_default="250 on a CPU, 0 on CUDA",
         ),
     ] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens of a cache block.")] = None,
+    scheduling_policy: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_SCHEDULING,
+            help="fcfs serves in order of arrival; priority lets clients choose who is first.",
+        ),
+    ] = "fcfs",
+    max_queue: Annotated[
+        int,
+        typer.Option(
+            rich_help_panel=_SCHEDULING,
+            help="Most requests that wait; more get a 503 with Retry-After. One with many prompts "
+            "counts once for every --max-num-seqs of them. 0 sets no limit.",
+            min=0,
+        ),
+    ] = 512,
+    block_size: Annotated[
+        int | None, typer.Option(rich_help_panel=_CACHE, help="Tokens of a cache block.")
+    ] = None,
     num_blocks: Annotated[
         int | None,
-        typer.Option("--num-blocks", "--num-gpu-blocks-override", help="Blocks of the cache."),
+        typer.Option(
+            "--num-blocks",
+            "--num-gpu-blocks-override",
+            rich_help_panel=_CACHE,
+            help="Blocks of the cache.",
+        ),
     ] = None,
     kv_cache_memory: Annotated[
         str | None,
         typer.Option(
             "--kv-cache-memory",
             "--kv-cache-memory-bytes",
+            rich_help_panel=_CACHE,
             help="Memory of the cache instead of --num-blocks, as 2GiB or in bytes.",
         ),
     ] = None,
     enable_prefix_caching: Annotated[
-        bool, typer.Option(help="Reuse the keys and values of equal beginnings.")
+        bool,
+        typer.Option(rich_help_panel=_CACHE, help="Reuse the keys and values of equal beginnings."),
     ] = True,
     share_in_flight: Annotated[
-        bool, typer.Option(help="Wait for blocks that another request is computing.")
+        bool,
+        typer.Option(
+            rich_help_panel=_CACHE, help="Wait for blocks that another request is computing."
+        ),
     ] = True,
     merge_duplicate_blocks: Annotated[
-        bool, typer.Option(help="Keep one of several blocks that were filled with the same.")
+        bool,
+        typer.Option(
+            rich_help_panel=_CACHE,
+            help="Keep one of several blocks that were filled with the same.",
+        ),
     ] = True,
     global_cache_hit_threshold: Annotated[
         float,
         typer.Option(
-            help="Requests with a smaller share of cached tokens end at once; 0 ends none."
+            rich_help_panel=_CACHE,
+            help="Requests with a smaller share of cached tokens end at once; 0 ends none.",
         ),
     ] = 0.0,
-    gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="Share of a GPU's memory to use, 0.9 by default.")
-    ] = None,
-    batch_invariant: Annotated[
-        bool | None,
-        typer.Option(
-            help="Answers whose bits do not depend on the batch.",
-            show_default="on for a CPU, off for CUDA",
-        ),
-    ] = None,
-    attention: Annotated[str, typer.Option(help="Attention backend.")] = "auto",
-    enforce_eager: Annotated[bool, typer.Option(help="Run without CUDA graphs.")] = False,
-    scheduling_policy: Annotated[
-        str,
-        typer.Option(
-            help="fcfs serves in order of arrival; priority lets clients choose who is first."
-        ),
-    ] = "fcfs",
-    max_queue: Annotated[
-        int,
-        typer.Option(
-            help="Most requests that wait; more get a 503 with Retry-After. One with many prompts "
-            "counts once for every --max-num-seqs of them. 0 sets no limit.",
-            min=0,
-        ),
-    ] = 512,
-    drain_seconds: Annotated[
-        int, typer.Option(help="Time for open answers to end when the server stops.", min=0)
-    ] = 10,
-    limit_concurrency: Annotated[
-        int, typer.Option(help="Most connections at once; more get 503.", min=1)
-    ] = 2048,
-    timeout_keep_alive: Annotated[
-        int, typer.Option(help="Seconds that a connection stays open without a request.", min=1)
-    ] = 5,
-    timeout_read: Annotated[
-        int,
-        typer.Option(
-            help="Seconds for a request's head to come, and each part of its body.", min=1
-        ),
-    ] = 20,
-    log_level: LogLevelOption = "info",
 ) -> None:
     """Serve a model to OpenAI clients."""
     flags = {
@@ -256,15 +335,19 @@ def serve(
         run_server(lambda: _engine_config(flags), options)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What the model answers or goes on with.")],
+    prompt: Annotated[
+        str, typer.Argument(help="What the model goes on with, or with --chat answers.")
+    ],
     model: ModelOption = None,
     chat: Annotated[
-        bool | None,
-        typer.Option(help="Ask as a user in a chat; by default when the model has a template."),
+        bool,
+        typer.Option("--chat", help="Ask as a user in a chat, rather than go on with the text."),
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="System message of the chat; implies --chat.")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 256,
     temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Share of likely tokens.")] = None,
@@ -278,7 +361,7 @@ def generate(
     device: DeviceOption = "auto",
     log_level: LogLevelOption = "warning",
 ) -> None:
-    """Answer one prompt in the terminal."""
+    """Go on with a text in the terminal, or with --chat answer it."""
     flags = {"model": model, "revision": revision, "dtype": dtype, "device": device}
     sampling = {
         "max_tokens": max_tokens,
@@ -296,7 +379,7 @@ def generate(
         _stream(built, _prompt_ids(built, prompt, system, chat), _sampling_params(built, sampling))
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 def download(
     model_argument: ModelArgument = None,
     model: ModelOption = None,
@@ -339,17 +422,13 @@ def _build(flags: dict[str, Any]) -> BuiltEngine:
     return build(config, resolve_model(config.model, config.revision))
 
 
-def _prompt_ids(
-    built: BuiltEngine, prompt: str, system: str | None, chat: bool | None
-) -> list[int]:
+def _prompt_ids(built: BuiltEngine, prompt: str, system: str | None, chat: bool) -> list[int]:
     tokenizer = built.tokenizer
     template = tokenizer.chat_template
+    if not chat and system is None:
+        return tokenizer.encode(prompt)
     if template is None:
-        if chat or system is not None:
-            raise ConfigError("This model has no chat template; leave --chat and --system out.")
-        return tokenizer.encode(prompt)
-    if chat is False:
-        return tokenizer.encode(prompt)
+        raise ConfigError("This model has no chat template; leave --chat and --system out.")
     messages = [{"role": "user", "content": prompt}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})

@@ -130,6 +130,20 @@ def test_a_busy_port_is_told_at_once_and_the_example_works(folder, tmp_path):
         assert server.end() == 0
 
 
+def test_the_example_names_the_key_and_the_log_says_what_was_chosen(folder, tmp_path):
+    with _serving(folder, tmp_path, "--api-key", "s3cret") as server:
+        assert "s3cret" not in server.example
+        words = shlex.split(server.example.replace("$PREFIXCACHE_API_KEY", "s3cret"))
+        headers = dict(words[i + 1].split(": ") for i, word in enumerate(words) if word == "-H")
+        response = httpx.post(words[1], content=words[-1], headers=headers, timeout=60)
+        assert response.status_code == 200
+        assert json.loads(words[-1])["temperature"] == 0
+    log = (tmp_path / "log").read_text()
+    for told in ("float32 on cpu with", "100 blocks of 16 tokens (0.00 GiB)", "prefix cache on"):
+        assert told in log
+    assert "a step 64 sequences and 2048 tokens" in log
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_the_command_serves_until_it_is_told_to_stop(tiny_checkpoint, host, caplog):
     """In this process, which asks itself from another thread and then stops itself."""

@@ -250,3 +250,11 @@ def test_the_command_says_what_is_wrong() -> None:
     result = CliRunner().invoke(app, ["bench", "--prefix-len", "-5"])
     assert result.exit_code == 1
     assert "prefix_len must be at least 0" in result.stderr
+
+
+@pytest.mark.parametrize("option", [["--plot", "x.bmp"], ["--plot", "/"], ["--output", "/"]])
+def test_what_cannot_be_written_is_told_before_anything_is_measured(option):
+    result = CliRunner().invoke(app, ["bench", *option, "--model", "./nowhere"])
+    assert result.exit_code == 1
+    assert option[0] in result.stderr
+    assert "nowhere" not in result.stderr

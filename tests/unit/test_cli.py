@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from prefixcache.cli import app, parse_size
@@ -65,6 +67,37 @@ def test_every_command_has_help(command):
     result = _run(command, "--help")
     assert result.exit_code == 0
     assert "Usage" in result.output
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "bench"])
+def test_no_option_is_cut_at_80_columns(command):
+    help_text = CliRunner(env={"COLUMNS": "80"}).invoke(app, [command, "--help"]).output
+    assert all(len(line) <= 80 for line in help_text.splitlines())
+    options = _options(command)
+    assert len(options) > 10
+    assert [name for name in options if name not in help_text] == []
+
+
+def _options(command: str) -> list[str]:
+    params = typer.main.get_command(app).commands[command].params
+    return [
+        name for param in params for name in (*param.opts, *param.secondary_opts) if "-" in name
+    ]
+
+
+def test_options_of_serve_stand_in_groups():
+    help_text = _run("serve", "--help").output
+    headings = re.findall(r"^(\w+):$", help_text, re.MULTILINE)
+    assert headings == ["Arguments", "Server", "Access", "Model", "Scheduling", "Cache", "Options"]
+    assert help_text.split("Options:")[1].split() == [
+        "-h,",
+        "--help",
+        "Show",
+        "this",
+        "message",
+        "and",
+        "exit.",
+    ]
 
 
 def test_help_imports_nothing_heavy():
@@ -144,11 +177,12 @@ def test_generate_repeats_itself_under_a_seed(generate):
     assert first.output == second.output != generate("--seed", "4", "--temperature", "1.5").output
 
 
-def test_generate_renders_a_chat_unless_told_not_to(generate):
+def test_generate_goes_on_with_the_text_unless_it_is_told_to_chat(generate):
     options: list[Any] = ["--temperature", "0"]
-    texts = {generate(*options, *kind).output for kind in ([], ["--no-chat"], ["--system", "Hi"])}
+    texts = {generate(*options, *kind).output for kind in ([], ["--chat"], ["--system", "Hi"])}
     assert len(texts) == 3
-    assert generate(*options, "--chat").output == generate(*options).output
+    system = ["--system", "Hi"]
+    assert generate(*options, *system, "--chat").output == generate(*options, *system).output
 
 
 @pytest.mark.parametrize("option", [["--temperature", "-1"], ["--top-p", "2"], ["--stop", ""]])

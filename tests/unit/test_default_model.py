@@ -8,10 +8,12 @@ import pytest
 import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from paged_driver import PagedDriver
-from prefixcache.config import DEFAULT_MODEL, ModelConfig
-from prefixcache.models.hub import is_downloaded, resolve_model
+from prefixcache.cli import app
+from prefixcache.config import DEFAULT_MODEL, GenerationDefaults, ModelConfig
+from prefixcache.models.hub import is_downloaded, read_config, resolve_model
 from prefixcache.models.registry import load_model
 
 pytestmark = [
@@ -83,3 +85,25 @@ def test_64_greedy_tokens_equal_those_of_transformers(folder: Path) -> None:
     logits = driver.forward([(0, 0, prompt + ours)])
     torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-4)
     assert ours == expected[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["The capital of France is", "--max-tokens", "4"],
+        ["--chat", "What is the capital of France?"],
+    ],
+    ids=["text", "chat"],
+)
+def test_what_a_newcomer_tries_first_makes_sense(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["generate", *arguments])
+    assert result.exit_code == 0
+    assert "Paris" in result.output
+    assert len(result.output) < 100
+
+
+def test_it_is_greedy_where_nothing_is_said(folder: Path) -> None:
+    assert ModelConfig.from_hf(folder).generation == GenerationDefaults()
+    generation = read_config(DEFAULT_MODEL, folder).generation
+    assert generation == GenerationDefaults(temperature=0.0)
+    assert read_config(str(folder), folder).generation == GenerationDefaults()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -13,11 +14,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from prefixcache.config import DEFAULT_MODEL
-from prefixcache.exceptions import PrefixCacheError
+from prefixcache.exceptions import ConfigError, PrefixCacheError
 
 if TYPE_CHECKING:
     from prefixcache.bench.report import Report
     from prefixcache.bench.run import BenchOptions
+
+
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 def bench(
@@ -59,6 +63,7 @@ def bench(
     from prefixcache.bench.workloads import LoadConfig, WorkloadConfig
 
     try:
+        _check_can_write(output, plot)
         options = BenchOptions(
             model=model,
             workload=WorkloadConfig(
@@ -87,6 +92,21 @@ def bench(
         _show(_run(options), output, plot)
     except PrefixCacheError as error:
         raise typer.Exit(_complain(error)) from error
+
+
+def _check_can_write(output: Path | None, plot: Path) -> None:
+    """Raises `ConfigError` for what could not be written once all has been measured."""
+    if plot.suffix.lower() not in _PICTURES:
+        raise ConfigError(f"--plot draws {', '.join(_PICTURES)}, not {str(plot)!r}.")
+    for flag, file in (("--output", output), ("--plot", plot)):
+        if file is None:
+            continue
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{flag} cannot write {file}: {error.strerror}.") from error
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ConfigError(f"{flag} cannot write {file}.")
 
 
 def _run(options: BenchOptions) -> Report:

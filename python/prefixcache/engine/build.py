@@ -28,7 +28,7 @@ from prefixcache.exceptions import ConfigError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_groups
 from prefixcache.kv.tensors import KVMemory, choose_num_blocks
-from prefixcache.models.hub import resolve_model
+from prefixcache.models.hub import read_config, resolve_model
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.registry import choose_dtype, load_model, make_model
 from prefixcache.models.replaceable import ReplaceableModel
@@ -82,7 +82,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     `ModelLoadError` or `OutOfMemoryError`.
     """
     folder = folder or resolve_model(config.model, config.revision)
-    model_config = ModelConfig.from_hf(folder)
+    model_config = read_config(config.model, folder)
     device = choose_device(config)
     dtype = choose_dtype(config.dtype, model_config.checkpoint_dtype, device)
     tokenizer = Tokenizer.from_folder(folder)
@@ -138,12 +138,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         seed=config.seed,
         memory=memory,
     )
-    logger.info(
-        "KV cache: %d blocks of %d tokens; context length %d tokens.",
-        num_blocks,
-        config.cache.block_size,
-        max_model_len,
-    )
+    _log_choices(config, parts, runner, kv, cpu)
     return BuiltEngine(
         engine=Engine(parts),
         tokenizer=tokenizer,
@@ -155,6 +150,31 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         batch_invariant=batch_invariant,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
+    )
+
+
+def _log_choices(
+    config: EngineConfig, parts: EngineParts, runner: ModelRunner, kv: KVMemory, cpu: Cpu | None
+) -> None:
+    """What was chosen where nothing was said, in one line."""
+    threads = "" if kv.device.type != "cpu" else f" with {torch.get_num_threads()} threads"
+    kernels = "" if cpu is None else f" ({cpu.instructions})"
+    caches = config.cache.enable_prefix_caching and runner.shares_kv
+    logger.info(
+        "%s on %s%s%s, attention %s. KV cache: %d blocks of %d tokens (%.2f GiB), prefix cache %s. "
+        "A sequence has at most %d tokens, a step %d sequences and %d tokens.",
+        str(kv.dtype).removeprefix("torch."),
+        kv.device,
+        threads,
+        kernels,
+        kv.backend.name,
+        kv.num_blocks,
+        kv.block_size,
+        kv.num_bytes / 2**30,
+        "on" if caches else "off",
+        parts.max_model_len,
+        config.scheduler.max_num_seqs,
+        config.scheduler.max_num_batched_tokens,
     )
 
 

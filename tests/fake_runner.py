@@ -116,6 +116,12 @@ class FakeRunner:
         )
 
 
+async def loop_passes(engine: AsyncEngine) -> None:
+    """Waits until the loop has done whatever it does now: it does it between two commands."""
+    for _ in range(2):
+        await engine.abort("nobody")
+
+
 class StepGate:
     """A turnstile before a runner's steps, so that no test depends on how fast a step is."""
 
@@ -147,7 +153,7 @@ class StepGate:
     async def open_for(self, engine: AsyncEngine, operation: Coroutine[Any, Any, T]) -> T:
         """Lets the held step go on once `operation` waits for its end."""
         task = asyncio.create_task(operation)
-        while engine._inbox.empty():
+        while not engine.num_commands:
             await asyncio.sleep(0.001)
         self.open()
         return await task

@@ -68,7 +68,7 @@ class Metrics(Collector):
     """What one engine counted; `registry` serves it to prometheus-client."""
 
     def __init__(self, gauges: Callable[[], Gauges]) -> None:
-        self._gauges = gauges
+        self.gauges = gauges
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.queue_full_refusals = 0
@@ -83,7 +83,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All metric families, for prometheus-client."""
-        gauges = self._gauges()
+        gauges = self.gauges()
         yield from _gauge_families(gauges)
         yield from self._counter_families(gauges)
         yield from self._histogram_families()

@@ -175,7 +175,7 @@ class Run:
 
     def running(self) -> list[str]:
         """Requests that hold blocks, the first to be served first."""
-        return [state.request_id for state in self.engine._scheduler._running]
+        return self.engine.running
 
     def check_plan(self, plan: StepPlan) -> None:
         assert 1 <= plan.num_tokens <= self.setup.max_num_batched_tokens
@@ -262,7 +262,7 @@ def test_waits_and_merges_really_happen() -> None:
     run = Run(Setup(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=40))
     run.drive([Arrival(0, tuple(range(12)), 20, 0, CacheOptions(), None, None) for _ in range(4)])
     run.check_end()
-    assert run.engine._scheduler.num_in_flight_waits == 3
+    assert counter(run.engine, "in_flight_waits") == 3
     assert run.cache.num_merged_blocks >= 3
 
 
@@ -382,4 +382,8 @@ def test_runs_ahead_notice_what_they_are_for(
 
 
 def preemptions(engine: Engine) -> float:
-    return engine.metrics.registry.get_sample_value("prefixcache:num_preemptions_total") or 0
+    return counter(engine, "num_preemptions")
+
+
+def counter(engine: Engine, name: str) -> float:
+    return engine.metrics.registry.get_sample_value(f"prefixcache:{name}_total") or 0

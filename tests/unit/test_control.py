@@ -145,7 +145,7 @@ def test_recompute_reaches_preempted_requests() -> None:
     driver = Driver(num_blocks=10, max_model_len=32)
     driver.add("old", PROMPT[:8], max_tokens=20)
     driver.add("new", PROMPT[8:16], max_tokens=20)
-    while not driver.engine._scheduler.num_preemptions:
+    while not driver.engine.prefix_cache_stats().preemptions:
         driver.step()
     assert driver.answers["new"]
     driver.swap(1)
@@ -200,7 +200,7 @@ def test_a_kept_request_that_is_preempted_restarts_under_the_new_root() -> None:
     driver.step(2)
     driver.swap(1, "keep")
     driver.run()
-    assert driver.engine._scheduler.num_preemptions
+    assert driver.engine.prefix_cache_stats().preemptions
     assert len(driver.answers["kept"]) == 20
     assert driver.cache.stats()["cached_blocks"] > 0
     prompt = [*PROMPT[8:16], *driver.answers["kept"][:4], 1]

@@ -12,7 +12,7 @@ import torch
 
 from fake_engine import make_request
 from fake_memory import lone_answer, make_versioned_engine
-from fake_runner import StepGate
+from fake_runner import StepGate, loop_passes
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.exceptions import EngineDeadError, EngineHaltedError, InvalidRequestError
 from prefixcache.request import RequestOutput
@@ -66,7 +66,9 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
 async def test_requests_that_come_while_paused_wait(served: Served) -> None:
     await served.engine.pause()
     task = served.start("a")
-    await asyncio.sleep(0.02)
+    while served.engine.num_streams < 1:
+        await asyncio.sleep(0.001)
+    await loop_passes(served.engine)
     assert not task.done()
     assert not served.runner.plans
     assert await served.engine.is_paused()
@@ -78,7 +80,7 @@ async def test_a_paused_loop_sleeps(served: Served) -> None:
     running = await served.start_held()
     await served.right_after_the_step(served.engine.pause())
     count = len(served.runner.plans)
-    await asyncio.sleep(0.02)
+    await loop_passes(served.engine)
     assert len(served.runner.plans) == count
     await served.engine.resume()
     assert tokens_of(await running) == lone_answer(PROMPT, LONG, 0)
@@ -122,7 +124,7 @@ async def test_chunks_come_through_the_queue(served: Served) -> None:
     count = len(served.runner.plans)
     for name in ("a", "b"):
         await served.engine.update_weights({name: torch.tensor(3)})
-        await asyncio.sleep(0.005)
+        await loop_passes(served.engine)
     assert len(served.runner.plans) == count
     assert await served.engine.end_weight_update(full=True) == 1
     assert tokens_of(await running) == lone_answer(PROMPT, LONG, 3)

@@ -222,7 +222,7 @@ async def test_only_the_loop_and_probes_reach_the_cache(monkeypatch: pytest.Monk
         await served.resume()
     finally:
         served.close()
-    loop = {served._thread.ident}
+    loop = {served.thread_id}
     beside = {name for name, threads in cache.callers.items() if threads != loop}
     assert beside == {"probe", "stats"}
     assert all(cache.callers[name] == {threading.get_ident()} for name in beside)

@@ -288,7 +288,7 @@ def test_a_resumed_request_reads_the_cache_up_to_its_known_prompt_logprobs() -> 
     bench = Bench(max_num_batched_tokens=8)
     bench.add("a", prompt_of(20), params={"prompt_logprobs": 0})
     bench.step()
-    bench.scheduler._preempt_last()
+    bench.scheduler.requeue_running()
     (sequence,) = bench.step().sequences
     assert (sequence.start, sequence.num_tokens) == (8, 8)
     assert list(sequence.next_prompt_token_ids) == prompt_of(20)[9:17]

@@ -119,6 +119,21 @@ class AsyncEngine:
         return self._error
 
     @property
+    def num_streams(self) -> int:
+        """Requests that the engine has and whose streams are open."""
+        return len(self._streams)
+
+    @property
+    def num_commands(self) -> int:
+        """Requests and commands that the loop has not looked at."""
+        return self._inbox.qsize()
+
+    @property
+    def thread_id(self) -> int | None:
+        """The loop's thread, as `threading.get_ident` names it."""
+        return self._thread.ident
+
+    @property
     def metrics(self) -> Metrics:
         """The engine's counters."""
         return self._engine.metrics

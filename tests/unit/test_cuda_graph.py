@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -71,6 +73,28 @@ def test_replays_answer_as_plain_steps_do(
     assert capture.num_replays >= 7
     again = graphs.generate(prompts(12), 5)
     assert again == PagedServer(model).generate(prompts(12), 5)
+
+
+def test_nothing_is_collected_while_a_graph_is_captured(tiny_checkpoint: TinyCheckpoint) -> None:
+    """A tensor that is freed during a capture would end it with an error."""
+
+    class Old:
+        """Something that only the collector frees."""
+
+        def __init__(self) -> None:
+            self.itself = self
+
+    collecting = []
+
+    class Watching(TapeCapture):
+        def __call__(self, step):
+            collecting.append(gc.isenabled() or old() is not None)
+            return super().__call__(step)
+
+    old = weakref.ref(Old())
+    server(load(tiny_checkpoint("qwen3")), Watching())
+    assert set(collecting) == {False}
+    assert gc.isenabled()
 
 
 def test_batches_shrink_through_the_sizes_and_others_run_plainly(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,9 +17,15 @@ import torch
 from paged_models import CPU, PagedServer
 from prefixcache.attention import flashinfer_reference
 from prefixcache.attention.base import AttentionSpec
-from prefixcache.attention.flashinfer import FlashInferAttention, load_kernels, make_flashinfer
+from prefixcache.attention.flashinfer import (
+    FlashInferAttention,
+    build_kernels,
+    load_kernels,
+    make_flashinfer,
+)
 from prefixcache.attention.flashinfer_plan import (
     check_supported,
+    check_workspace,
     needs_tensor_cores,
     pad_decodes,
     planned_tiles_alone,
@@ -123,6 +132,69 @@ def test_a_graph_launches_no_block_whose_tables_nobody_wrote(invariance: str, ho
         attention.plan_graph(batch_of(decodes, page_size=4), size)
         out = attention.run(0, torch.ones(size, 28, 8), *torch.ones(2, size, 4, 8))
         assert out.isfinite().all()
+
+
+def test_tables_go_to_the_device_from_pinned_memory(monkeypatch) -> None:
+    """From other memory a copy waits for all work before it."""
+    pinned = []
+
+    def pin(table: torch.Tensor) -> torch.Tensor:
+        pinned.append(table.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    seen = []
+
+    class Kernels(types.SimpleNamespace):
+        append_paged_kv_cache = staticmethod(flashinfer_reference.append_paged_kv_cache)
+
+    for name in ("BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"):
+        base = getattr(flashinfer_reference, name)
+
+        def plan(self, *args, base=base, **kwargs):
+            seen.extend(t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
+            base.plan(self, *args, **kwargs)
+
+        setattr(Kernels, name, type(name, (base,), {"plan": plan}))
+    attention = backend(kernels=Kernels)
+    attention._makes._pins = True
+    attention.bind([torch.zeros(9, 2, 4, 2, 8)])
+    mixed = [SlowSequence(2, 1, (1,), True), SlowSequence(0, 6, (2, 3))]
+    attention.plan(batch_of(mixed, page_size=4))
+    attention.reserve_graphs([2], max_page_indices=9)
+    attention.plan_graph(batch_of(mixed[:1], page_size=4), 2)
+    pages = [t for t in seen if all(t is not own for own in pinned)]
+    assert len(seen) == 4 + 5 + 4
+    assert len(pages) == 3  # the page indices, which are on the device already
+
+
+def test_graphs_too_large_for_the_workspace_are_refused_at_the_start() -> None:
+    spec = AttentionSpec(num_heads=28, num_kv_heads=4, head_dim=128, scale=0.1)
+    check_workspace(spec, 256, 132, 256 << 20)
+    with pytest.raises(ConfigError, match=r"of 1024 sequences need \d+ MiB.*has 256") as refused:
+        check_workspace(spec, 1024, 132, 256 << 20)
+    fits = int(re.search(r"--max-num-seqs to (\d+)", str(refused.value)).group(1))
+    check_workspace(spec, fits, 132, 256 << 20)
+    with pytest.raises(ConfigError):
+        check_workspace(spec, fits + 1, 132, 256 << 20)
+    attention = backend(dataclasses.replace(spec, head_dim=8), workspace_bytes=1 << 20)
+    attention.bind([torch.zeros(2, 2, 4, 4, 8)])
+    with pytest.raises(ConfigError, match="enforce-eager"):
+        attention.reserve_graphs([64], max_page_indices=9)
+
+
+def test_kernels_that_cannot_be_built_say_what_to_install(caplog) -> None:
+    caplog.set_level("INFO")
+    build_kernels(backend(), SPEC, torch.float32, CPU)
+    assert "compiled once" in caplog.text
+    failing = types.SimpleNamespace(**vars(flashinfer_reference))
+
+    def fail(*_args) -> None:
+        raise RuntimeError("Could not find nvcc\nand a long log")
+
+    failing.append_paged_kv_cache = fail
+    with pytest.raises(ConfigError, match=r"\(Could not find nvcc\)\. Install prebuilt"):
+        build_kernels(backend(kernels=failing), SPEC, torch.float32, CPU)
 
 
 def test_a_plan_of_another_form_is_refused() -> None:

@@ -46,7 +46,7 @@ def _backend(spec: AttentionSpec, kernels: Any, invariance: str, hopper: bool = 
         kernels=kernels,
         invariance=invariance,
         hopper=hopper,
-        workspace_bytes=1 << 20,
+        workspace_bytes=1 << 26,
     )
 
 

@@ -9,6 +9,8 @@ H query heads, K key-value heads, D head size, P pages, B tokens a page, N page 
 from __future__ import annotations
 
 import importlib
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +23,7 @@ from prefixcache.attention.fence import Fence
 from prefixcache.attention.flashinfer_plan import (
     KernelRows,
     check_supported,
+    check_workspace,
     needs_tensor_cores,
     pad_decodes,
     plan_options,
@@ -31,13 +34,17 @@ from prefixcache.exceptions import ConfigError
 
 Invariance = Literal["off", "split", "unified"]
 
+logger = logging.getLogger(__name__)
+
 _LAYOUT = "NHD"
+_BUILD_PAGE = 16
 # Partial results of split keys. FlashInfer recommends 128 MiB; wide models take more in large
 # batches, and it says so in an error when the workspace is too small.
 WORKSPACE_BYTES = 256 << 20
 # What every FlashInfer wrapper makes for itself until it is given a shared one.
 INT_WORKSPACE_BYTES = 8 << 20
 _HOPPER = 9
+_H200_MULTIPROCESSORS = 132
 
 
 class FlashInferAttention:
@@ -136,6 +143,8 @@ class FlashInferAttention:
         `max_page_indices` bounds the page indices of a step, before rows are added to it.
         """
         bound = self._require_bound()
+        if not self._unified:
+            self._makes.check_workspace(max(sizes))
         tables = _GraphTables(max(sizes), max_page_indices + max(sizes), self._device)
         make = self._makes.prefill if self._unified else self._makes.decode
         kernels = {size: make(bound.page_size, tables.rows(size)) for size in sizes}
@@ -182,17 +191,23 @@ class _Kernel:
     """A planned wrapper. `fixed` are the arguments that are the same in every plan.
 
     `adds_tiles` tells that FlashInfer launches more tiles than it plans (see
-    `planned_tiles_alone`).
+    `planned_tiles_alone`), `pins` that tables are given in pinned memory.
     """
 
-    def __init__(self, wrapper: Any, fixed: dict[str, Any], *, adds_tiles: bool) -> None:
+    def __init__(
+        self, wrapper: Any, fixed: dict[str, Any], *, adds_tiles: bool, pins: bool
+    ) -> None:
         self.wrapper = wrapper
         self._fixed = fixed
         self._adds_tiles = adds_tiles
+        self._pins = pins
 
     def plan(self, rows: KernelRows, indices: Tensor) -> None:
         """Plans for the next runs."""
-        self._plan(rows, indices[rows.pages], self._fixed)
+        lens = rows.kv_lens(self._fixed["page_size"])
+        pinned = rows.pinned() if self._pins else rows
+        pinned_lens = lens.pin_memory() if self._pins else lens
+        self._plan(pinned, indices[rows.pages], self._fixed | {"seq_lens": pinned_lens})
         if self._adds_tiles:
             group_size = self._fixed["num_qo_heads"] // self._fixed["num_kv_heads"]
             self.wrapper._plan_info = planned_tiles_alone(  # noqa: SLF001 (no other way to it)
@@ -217,7 +232,14 @@ class _Prefill(_Kernel):
 
     def _plan(self, rows: KernelRows, indices: Tensor, fixed: dict[str, Any]) -> None:
         self.wrapper.plan(
-            rows.qo_indptr, rows.kv_indptr, indices, rows.last_page_len, causal=True, **fixed
+            rows.qo_indptr,
+            rows.kv_indptr,
+            indices,
+            rows.last_page_len,
+            causal=True,
+            # FlashInfer would look for it entry by entry.
+            max_token_per_sequence=int(rows.qo_indptr.diff().max()),
+            **fixed,
         )
 
 
@@ -317,6 +339,7 @@ class _KernelMaker:
         self._spec = spec
         self._prefill_backend = prefill_backend
         self._splits_keys = split_keys
+        self._pins = device.type == "cuda"
         self._tensor_cores = needs_tensor_cores(spec) or not split_keys
         self._options = plan_options(spec, dtype) | {"disable_split_kv": not split_keys}
         self._workspace = workspace(workspace_bytes)
@@ -332,7 +355,7 @@ class _KernelMaker:
         wrapper.reset_workspace_buffer(self._workspace, self._prefill_plans)
         sizes = self._sizes(page_size) | {"head_dim_qk": self._spec.head_dim}
         adds_tiles = self._prefill_backend == "fa2" and self._adds_tiles(fixed_rows)
-        return _Prefill(wrapper, sizes | self._options, adds_tiles=adds_tiles)
+        return _Prefill(wrapper, sizes | self._options, adds_tiles=adds_tiles, pins=self._pins)
 
     def decode(self, page_size: int, fixed_rows: _FixedRows | None = None) -> _Decode:
         """A kernel for single rows, over tables of fixed addresses when these are given.
@@ -345,7 +368,20 @@ class _KernelMaker:
         )
         wrapper.reset_workspace_buffer(self._workspace, self._decode_plans)
         sizes = self._sizes(page_size) | {"head_dim": self._spec.head_dim}
-        return _Decode(wrapper, sizes | self._options, adds_tiles=self._adds_tiles(fixed_rows))
+        return _Decode(
+            wrapper, sizes | self._options, adds_tiles=self._adds_tiles(fixed_rows), pins=self._pins
+        )
+
+    def check_workspace(self, num_seqs: int) -> None:
+        """Raises `ConfigError` when the workspace cannot hold decodes of `num_seqs` sequences."""
+        if self._tensor_cores and self._splits_keys:
+            device = self._workspace.device
+            count = (
+                torch.cuda.get_device_properties(device).multi_processor_count
+                if device.type == "cuda"
+                else _H200_MULTIPROCESSORS
+            )
+            check_workspace(self._spec, num_seqs, count, len(self._workspace))
 
     def _adds_tiles(self, fixed_rows: _FixedRows | None) -> bool:
         """Whether FA2 does: in graphs, where it masks added tiles only beside split keys."""
@@ -373,13 +409,63 @@ def make_flashinfer(
     kernels = load_kernels(device)
     check_supported(spec, dtype)
     major, _ = torch.cuda.get_device_capability(device)
-    return FlashInferAttention(
+    attention = FlashInferAttention(
         spec,
         dtype=dtype,
         device=device,
         kernels=kernels,
         invariance=invariance,
         hopper=major == _HOPPER,
+    )
+    build_kernels(attention, spec, dtype, device)
+    return attention
+
+
+def build_kernels(
+    attention: FlashInferAttention, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Runs each kernel once on a page of its own: what is not prebuilt is compiled here.
+
+    Leaves `attention` bound to that page. Raises `ConfigError` when a kernel cannot be had.
+    """
+    logger.info(
+        "Loading FlashInfer's kernels for head_dim %d; those that are not prebuilt are compiled "
+        "once, for minutes.",
+        spec.head_dim,
+    )
+    begun = time.perf_counter()
+    shape = attention.kv_shape(1, _BUILD_PAGE, spec.num_kv_heads, spec.head_dim)
+    rows = torch.zeros(3, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim).to(device, dtype)
+    q, k, v = rows.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+    try:
+        attention.bind([torch.zeros(shape, dtype=dtype, device=device)])
+        attention.plan(_decode_and_chunk(device))
+        attention.run(0, q.contiguous(), k.contiguous(), v.contiguous())
+    except Exception as error:
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise ConfigError(
+            f"FlashInfer cannot build or load its kernels for head_dim {spec.head_dim} and "
+            f"{dtype} ({reason}). Install prebuilt ones (flashinfer-jit-cache, from FlashInfer's "
+            "own index for your CUDA), or a CUDA toolkit with nvcc, and ninja; or use "
+            "--attention torch."
+        ) from error
+    logger.info("FlashInfer's kernels are there after %.0f s.", time.perf_counter() - begun)
+
+
+def _decode_and_chunk(device: torch.device) -> AttentionBatch:
+    """A decode and a chunk of two tokens, both in the first page."""
+
+    def table(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    return AttentionBatch(
+        qo_indptr=table(0, 1, 3),
+        kv_indptr=table(0, 1, 2),
+        kv_indices=table(0, 0),
+        last_page_len=table(1, 2),
+        slot_mapping=torch.tensor([0, 0, 1], device=device),
+        max_q_len=2,
+        num_decodes=1,
     )
 
 

@@ -5,8 +5,9 @@ Letters of shapes: S sequences, N page indices. Pages of a step are CSR, as in `
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 _FA2_PLAN_ENTRIES = 15
 _LAUNCHED_TILES = 0
 _ROWS_OF_TILE = 3
+_TILE_SIZES = (16, 64, 128)
 
 # Query heads a key-value head for which the decode kernel without tensor cores is compiled.
 _PLAIN_DECODE_GROUPS = frozenset({1, 2, 3, 4, 8})
@@ -39,6 +41,19 @@ class KernelRows:
     kv_indptr: Tensor  # [S + 1]
     last_page_len: Tensor  # [S]
     pages: slice
+
+    def kv_lens(self, page_size: int) -> Tensor:
+        """Keys of each sequence, int32 [S]."""
+        return (self.kv_indptr.diff() - 1) * page_size + self.last_page_len
+
+    def pinned(self) -> KernelRows:
+        """The same in pinned memory: a copy from other memory waits for the device's work."""
+        return replace(
+            self,
+            qo_indptr=self.qo_indptr.pin_memory(),
+            kv_indptr=self.kv_indptr.pin_memory(),
+            last_page_len=self.last_page_len.pin_memory(),
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -99,6 +114,28 @@ def planned_tiles_alone(plan_info: Sequence[int], num_rows: int, group_size: int
         )
     tiles = num_rows * -(-group_size // plan_info[_ROWS_OF_TILE])
     return [tiles, *plan_info[_LAUNCHED_TILES + 1 :]]
+
+
+def check_workspace(
+    spec: AttentionSpec, num_seqs: int, num_multiprocessors: int, workspace_bytes: int
+) -> None:
+    """Raises `ConfigError` when a captured FA2 decode with split keys has no room for its parts."""
+
+    def needed(count: int) -> int:
+        rows = spec.num_heads // spec.num_kv_heads
+        tile = next((size for size in _TILE_SIZES if rows <= size), _TILE_SIZES[-1])
+        tiles = max(
+            2 * num_multiprocessors // spec.num_kv_heads, -(-count * rows // tile) + count - 1
+        )
+        return spec.num_heads * tiles * tile * (spec.head_dim + 1) * 4
+
+    if needed(num_seqs) > workspace_bytes:
+        fits = bisect.bisect_right(range(num_seqs), workspace_bytes, key=needed) - 1
+        raise ConfigError(
+            f"CUDA graphs of {num_seqs} sequences need {needed(num_seqs) >> 20} MiB of "
+            f"FlashInfer's workspace, which has {workspace_bytes >> 20}. Set "
+            f"--max-num-seqs to {fits} at most, or use --enforce-eager."
+        )
 
 
 def needs_tensor_cores(spec: AttentionSpec) -> bool:

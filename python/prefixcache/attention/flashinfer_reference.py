@@ -149,8 +149,13 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         kv_data_type: torch.dtype | None = None,
         fixed_split_size: int | None = None,  # noqa: ARG002 (order of additions is not modelled)
         disable_split_kv: bool = False,
+        seq_lens: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
     ) -> None:
         """Takes one step's tables, on the CPU but for the page indices."""
+        _check_lens(seq_lens, paged_kv_indptr, paged_kv_last_page_len, page_size)
+        longest = int(qo_indptr.diff().max())
+        _check(max_token_per_sequence in (None, longest), f"max_token_per_sequence of {longest}")
         _check(num_qo_heads % num_kv_heads == 0, "num_qo_heads must divide by num_kv_heads")
         self._options = {
             "scale": 1 / math.sqrt(head_dim_qk) if sm_scale is None else sm_scale,
@@ -221,8 +226,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         kv_data_type: torch.dtype | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        seq_lens: Tensor | None = None,
     ) -> None:
         """Takes one step's tables, on the CPU but for the page indices."""
+        _check_lens(seq_lens, indptr, last_page_len, page_size)
         group, rest = divmod(num_qo_heads, num_kv_heads)
         _check(rest == 0, "num_qo_heads must divide by num_kv_heads")
         _check(self._use_tensor_cores or group in (1, 2, 3, 4, 8), f"no plain kernel for {group}")
@@ -270,6 +277,14 @@ def append_paged_kv_cache(
     pages = kv_indices[places // page_size].long()
     paged_kv_cache[pages, 0, places % page_size] = append_key
     paged_kv_cache[pages, 1, places % page_size] = append_value
+
+
+def _check_lens(
+    seq_lens: Tensor | None, indptr: Tensor, last_page_len: Tensor, page_size: int
+) -> None:
+    if seq_lens is not None:
+        lens = (indptr.diff() - 1) * page_size + last_page_len
+        _check(seq_lens.dtype == torch.int32 and torch.equal(seq_lens, lens), "seq_lens")
 
 
 def _gather(kv: Tensor, table: Tensor, last_page_len: int) -> tuple[Tensor, Tensor]:

@@ -92,9 +92,9 @@ def race(
     """
     num_rows, vocab_size = logits_RV.shape
     num_tiles = triton.cdiv(vocab_size, _TILE)
-    options = {"device": logits_RV.device}
-    scores_RT = torch.empty(num_rows, num_tiles, dtype=torch.float64, **options)
-    tokens_RT = torch.empty(num_rows, num_tiles, dtype=torch.int64, **options)
+    device = logits_RV.device
+    scores_RT = torch.empty(num_rows, num_tiles, dtype=torch.float64, device=device)
+    tokens_RT = torch.empty(num_rows, num_tiles, dtype=torch.int64, device=device)
     if num_rows:
         _launch(
             _race,

@@ -9,7 +9,9 @@ follows outside, on the graph's logits. Letters of shapes: S sequences of the st
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -97,7 +99,10 @@ class DecodeGraphs:
         self._logits_SV: Tensor | None = None
         attention.reserve_graphs(self._sizes, max_page_indices)
         # The largest first: smaller ones then find room in the memory it took.
-        self._replays = {size: self._capture(size, capture) for size in sorted(sizes, reverse=True)}
+        with _no_garbage_collection():
+            self._replays = {
+                size: self._capture(size, capture) for size in sorted(sizes, reverse=True)
+            }
 
     def fits(self, batch: Batch) -> bool:
         """Whether the step is a pure decode that a graph holds."""
@@ -172,6 +177,19 @@ class CudaCapture:
             step()
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         return graph.replay
+
+
+@contextmanager
+def _no_garbage_collection() -> Generator[None, None, None]:
+    """Graphs and tensors of an engine before are freed now: a capture may not free memory."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _null_decode(device: torch.device) -> AttentionBatch:

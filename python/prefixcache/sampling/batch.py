@@ -18,6 +18,7 @@ from prefixcache.sampling_params import SamplingParams
 from prefixcache.step_plan import SamplingInput
 
 T = TypeVar("T")
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ def add_draws(
 
 
 def _add_cut(
-    upload: Upload, limits: Mapping[int, T], add_limits: Callable[[Sequence[T]], Field]
+    upload: Upload, limits: Mapping[int, Number], add_limits: Callable[[Sequence[Number]], Field]
 ) -> Later[Cut | None]:
     """Of the rows that `limits` holds; None when it is empty."""
     if not limits:

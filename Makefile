@@ -11,7 +11,7 @@ FUZZ_SECONDS   ?= 20
 STRESS_SECONDS ?= 20
 SCHEDULES      ?= 200
 WORKERS        ?= auto
-LONG_CASES     ?= 2000
+LONG_CASES     ?= 1000
 LOOM    := RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 SHUTTLE := RUSTFLAGS="--cfg shuttle" CARGO_TARGET_DIR=target/shuttle
 

@@ -7,7 +7,7 @@ use common::{Layer, Step, Tokens, reference};
 use prefixcache_attention::{Attention, KvElement};
 use prefixcache_cpu::{Bf16, Form, Team};
 use proptest::prelude::*;
-use proptest::test_runner::RngSeed;
+use proptest::test_runner::FileFailurePersistence;
 
 fn attentions() -> impl Strategy<Value = Attention> {
     let heads = prop_oneof![
@@ -131,8 +131,18 @@ fn check_schedule<E: KvElement + PartialEq>(
     }
 }
 
+/// PROPTEST_CASES asks for more. A failing case is kept beside this file, and drawn first from then on.
+fn cases(usual: u32) -> ProptestConfig {
+    let asked = std::env::var("PROPTEST_CASES").ok();
+    ProptestConfig {
+        cases: asked.and_then(|cases| cases.parse().ok()).unwrap_or(usual),
+        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("regressions"))),
+        ..ProptestConfig::default()
+    }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, rng_seed: RngSeed::Fixed(1), ..Default::default() })]
+    #![proptest_config(cases(48))]
 
     #[test]
     fn near_the_reference(attention in attentions(), form in forms(), length in 1_usize..200) {

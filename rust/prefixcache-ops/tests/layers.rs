@@ -5,7 +5,7 @@ use prefixcache_cpu::{Bf16, Element, Form, Rows, RowsMut, Team, WeightMemory};
 use prefixcache_ops::PackedLinear;
 use prefixcache_ops::rowwise::{Gate, gated, rms_norm, rotate};
 use proptest::prelude::*;
-use proptest::test_runner::RngSeed;
+use proptest::test_runner::FileFailurePersistence;
 
 /// Numbers from -1 to 1, a function of the seed and the index.
 fn noise<E: Element>(seed: u64, count: usize) -> Vec<E> {
@@ -211,8 +211,18 @@ fn check_rotate<E: Element + PartialEq + std::fmt::Debug>(
     assert_near(&out, &want);
 }
 
+/// PROPTEST_CASES asks for more. A failing case is kept beside this file, and drawn first from then on.
+fn cases(usual: u32) -> ProptestConfig {
+    let asked = std::env::var("PROPTEST_CASES").ok();
+    ProptestConfig {
+        cases: asked.and_then(|cases| cases.parse().ok()).unwrap_or(usual),
+        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("regressions"))),
+        ..ProptestConfig::default()
+    }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, rng_seed: RngSeed::Fixed(1), ..Default::default() })]
+    #![proptest_config(cases(64))]
 
     #[test]
     fn linear(

@@ -186,8 +186,10 @@ impl Drop for Team {
         // Relaxed: the new round publishes it.
         self.shared.stop.store(true, Ordering::Relaxed);
         self.shared.open_round();
+        // All are woken before one is waited for: they end side by side.
+        let threads = self.members.iter().map(JoinHandle::thread);
+        threads.for_each(Thread::unpark);
         for member in self.members.drain(..) {
-            member.thread().unpark();
             // A member catches its tasks' panics and has nothing else to fail with.
             let _ = member.join();
         }

@@ -179,6 +179,9 @@ pub(crate) enum Claim {
     Raced,
 }
 
+/// In `seq`: the registration is entered in the index, and its final number is still to come.
+pub(crate) const OPEN: u64 = 1 << 63;
+
 /// One block. The order of the fields keeps what a probe reads in one cache line.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
@@ -393,6 +396,12 @@ impl Block {
         self.seq.store(0, Release);
     }
 
+    /// Gives the registration, whose number is `open`, its final one, unless another thread has.
+    pub(crate) fn number_registration<M: Mode>(&self, open: u64, number: u64) {
+        // A lost exchange means that the number is final, or the content gone.
+        let _ = M::exchange(&self.seq, open, number);
+    }
+
     /// The number of the registration whose content the block has; 0 for none.
     #[inline]
     pub(crate) fn seq(&self) -> u64 {
@@ -423,13 +432,32 @@ impl Block {
         differing(0) | differing(1) | differing(2) | differing(3) | group == 0
     }
 
-    /// The registration that gave the block `content` in `epoch`, if that is what it holds.
+    /// The registration that gave the block `content` in `epoch`, if that is what it holds. One whose
+    /// number is open is not found yet.
     #[inline]
     pub(crate) fn matches(&self, content: &Content, epoch: Epoch) -> Option<NonZeroU64> {
-        let seq = NonZeroU64::new(self.seq())?;
+        let seq = self.seq();
+        // One comparison for both: 0 wraps around.
+        if seq.wrapping_sub(1) >= OPEN - 1 {
+            return None;
+        }
+        self.stays_same(seq, content, epoch)
+    }
+
+    /// The open number of a registration that gives the block `content` in `epoch`.
+    pub(crate) fn matches_open(&self, content: &Content, epoch: Epoch) -> Option<u64> {
+        let seq = self.seq();
+        let same = seq & OPEN != 0 && self.stays_same(seq, content, epoch).is_some();
+        same.then_some(seq)
+    }
+
+    /// `seq`, if the block holds `content` of `epoch` from before it was read until after.
+    #[inline]
+    fn stays_same(&self, seq: u64, content: &Content, epoch: Epoch) -> Option<NonZeroU64> {
         let same = self.epoch() == epoch && self.equals(content);
         // Relaxed: the loads of the content acquire, so this one cannot pass before them.
-        (same && self.seq.load(Relaxed) == seq.get()).then_some(seq)
+        let same = same && self.seq.load(Relaxed) == seq;
+        same.then(|| NonZeroU64::new(seq)).flatten()
     }
 }
 

@@ -14,7 +14,7 @@ use crate::hash::{ChainConfig, Extras, HashChain, Scope, root};
 use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
 use crate::sequence::{BlockHashes, Holding, Sequence};
 use crate::store::{BlockKey, BlockStore, Registration};
-use crate::sync::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering};
 
 /// How many blocks before its registration the store is told of a block.
 const EXPECT_AHEAD: usize = 8;
@@ -55,8 +55,6 @@ pub struct PrefixCache<S> {
     store: S,
     chain_config: Arc<ChainConfig>,
     weight_version: AtomicU64,
-    /// Whether pins or a smaller size may have let a block be evicted before one that follows it.
-    disordered: AtomicBool,
     queries: AtomicU64,
     hits: AtomicU64,
 }
@@ -69,7 +67,6 @@ impl<S: BlockStore> PrefixCache<S> {
             store,
             chain_config: Arc::new(chain_config),
             weight_version: AtomicU64::new(0),
-            disordered: AtomicBool::new(false),
             queries: AtomicU64::new(0),
             hits: AtomicU64::new(0),
         })
@@ -133,18 +130,29 @@ impl<S: BlockStore> PrefixCache<S> {
         self.store.count_leading(keys) / self.num_groups()
     }
 
-    /// Whether a block hits only if all before it do, so that a binary search finds the last hit.
+    /// Whether a block hits only if all blocks before it do, so that a binary search finds the last hit.
     ///
-    /// A block is registered by a sequence that holds a cached block for each position before it, and
-    /// whoever takes it as a hit holds such blocks too. Whoever releases it last releases theirs after
-    /// it, and they are touched only to stand later in line. So in LRU order it is evicted first. Pins
-    /// break that order, and so does whatever else than eviction takes content away.
+    /// To show: for a block that hits and each position before it, there is a block with the content
+    /// of that position that is lost later. "Held" is later than every place in line, the pinned tier
+    /// later than the regular one, and within a tier the end later than the front.
+    ///
+    /// 1. Whoever holds a block holds one for each position before it: hits are taken from the first
+    ///    position on, and blocks are published in order. All of them can be found: a copy too many is
+    ///    taken out of the index only while it is free, and for one that is held.
+    /// 2. A sequence is released tail first. So when its block joins the line, the blocks before it
+    ///    are still held, or join the line behind it: in the same tier by the order of release, and
+    ///    never in an earlier tier, because of 3. A touch takes the blocks before it along.
+    /// 3. Among the blocks that a sequence holds, the pinned ones come first. `pin` pins from the first
+    ///    position on, and where a key has one block alone, all who hold that key hold the pin. A pin
+    ///    beside a twin ends the order instead, and so does unpinning, which may leave pins behind it.
+    /// 4. `demote` takes the oldest pinned blocks, so those that follow a block go before it, and it
+    ///    appends them to the regular tier in that order.
+    /// 5. A shrinking pool loses blocks by their ids, and a full ring those released last: both end the
+    ///    order. A clear takes everything, and the order is whole again.
     ///
     /// A commit looks at every block again: beside a writer a count may be out of date in any case.
     fn keeps_prefixes(&self) -> bool {
-        // Relaxed: see above, a count that comes too late is only out of date.
-        let in_order = !self.disordered.load(Ordering::Relaxed);
-        in_order && self.chain_config.groups.need_whole_prefixes() && self.store.evicts_in_order()
+        self.chain_config.groups.need_whole_prefixes() && self.store.evicts_in_order()
     }
 
     fn is_hit(&self, hash: BlockHash) -> bool {
@@ -519,14 +527,13 @@ impl<S: BlockStore> PrefixCache<S> {
         self.with_hits(sequence.hashes(), |blocks| self.store.unpin(blocks))
     }
 
-    /// Calls `act`, which sets pins, on the leading blocks that hit, which are held meanwhile: no other thread can
-    /// recycle one between its being found and its being pinned.
+    /// Calls `act`, which sets pins, on the leading blocks that hit. They are held meanwhile, so that no
+    /// other thread recycles a block after it was found and before it is pinned.
     fn with_hits(
         &self,
         hashes: &[BlockHash],
         act: impl FnOnce(&[BlockId]) -> Result<usize, Misuse>,
     ) -> Result<usize, CacheError> {
-        self.disordered.store(true, Ordering::Relaxed);
         let Some(Taken { tables, .. }) = self.take(hashes, 0)? else {
             return Ok(0);
         };
@@ -546,7 +553,6 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// Sets the number of blocks as [`BlockStore::resize`] does.
     pub fn resize(&self, num_blocks: usize) -> Result<usize, InvalidArgument> {
-        self.disordered.store(true, Ordering::Relaxed);
         self.store.resize(num_blocks)
     }
 

@@ -23,7 +23,7 @@
 //! # Who changes an entry
 //!
 //! An entry is emptied by the thread that forgets its block (the block's state admits one at a time),
-//! or taken over by an insertion. Both exchange the entry as they read it, so one of them succeeds, and
+//! or taken over by an insertion, of which [`MAX_COPIES`](crate::store::MAX_COPIES) speaks, too. Both exchange the entry as they read it, so one of them succeeds, and
 //! that one takes the counts back. A block's record is rewritten only after its old entry is gone.
 //! So when the exchange of an insertion succeeds, the record that it read just before, which
 //! says what buckets the old entry had passed, was that entry's.
@@ -320,29 +320,46 @@ impl Index {
         }
     }
 
-    /// Removes a block's entry; false when an insertion has taken its place.
-    pub(crate) fn remove<M: Mode>(&self, spot: Spot, block: BlockId) -> bool {
+    /// Removes a block's entry, unless an insertion has taken its place.
+    pub(crate) fn remove<M: Mode>(&self, spot: Spot, block: BlockId) {
         let entry = spot.entry(block);
+        let Some((passed, place)) = self.find_entry(spot, entry) else {
+            return;
+        };
+        let removed = if planted(Fault::BlindRemoval) {
+            place.store(0, Release);
+            true
+        } else {
+            M::exchange(place, entry, 0).is_ok()
+        };
+        if removed {
+            self.uncount::<M>(spot, passed);
+        }
+    }
+
+    /// Puts a block in the place of another one of the same spot; whether that one still stood there.
+    ///
+    /// The counts of the buckets before it stay, as both come from the same home.
+    pub(crate) fn replace<M: Mode>(&self, spot: Spot, old: BlockId, new: BlockId) -> bool {
+        let (old, new) = (spot.entry(old), spot.entry(new));
+        self.find_entry(spot, old)
+            .is_some_and(|(_, place)| M::exchange(place, old, new).is_ok())
+    }
+
+    /// Where an entry stands, and how many buckets it has passed.
+    #[inline]
+    fn find_entry(&self, spot: Spot, entry: u64) -> Option<(usize, &AtomicU64)> {
         for (passed, bucket) in self.chain(spot).enumerate() {
             if let Some(place) = bucket.place_of(entry) {
-                let removed = if planted(Fault::BlindRemoval) {
-                    place.store(0, Release);
-                    true
-                } else {
-                    M::exchange(place, entry, 0).is_ok()
-                };
-                if removed {
-                    self.uncount::<M>(spot, passed);
-                }
-                return removed;
+                return Some((passed, place));
             }
-            // As long as the entry stands, all buckets before it count it: this thread sees its own
+            // As long as the entry stands, all buckets before it count it: who removes it sees its own
             // counts, or those of the block's last owner, through the block's state.
             if !bucket.is_passed() {
-                return false;
+                return None;
             }
         }
-        false
+        None
     }
 
     fn uncount<M: Mode>(&self, spot: Spot, passed: usize) {
@@ -504,9 +521,9 @@ mod models {
             assert!(self.index.insert::<Shared>(spot, block, ended));
         }
 
-        fn remove(&self, number: usize) -> bool {
+        fn remove(&self, number: usize) {
             self.index
-                .remove::<Shared>(self.spots[number], Self::block(number))
+                .remove::<Shared>(self.spots[number], Self::block(number));
         }
 
         fn finds(&self, number: usize) -> bool {
@@ -544,7 +561,7 @@ mod models {
     fn insert_beside_remove_and_lookup() {
         let table = Table::new(&[NOW; 3]);
         let inserting = beside(&table, |table| table.insert(3));
-        let removing = beside(&table, |table| assert!(table.remove(2)));
+        let removing = beside(&table, |table| table.remove(2));
         table.look(3);
         inserting.join().unwrap();
         removing.join().unwrap();

@@ -106,6 +106,8 @@ struct Counters {
     allocations: AtomicU64,
     touches: AtomicU64,
     drops: AtomicU64,
+    /// Copies that lost their index entry to one registered later.
+    surplus: AtomicU64,
 }
 
 impl<M: Mode> std::fmt::Debug for BlockPool<M> {
@@ -181,6 +183,11 @@ impl<M: Mode> BlockPool<M> {
         self.counters.drops.load(Relaxed)
     }
 
+    /// How many copies of content lost their index entry to one registered later.
+    pub(crate) fn surplus(&self) -> u64 {
+        self.counters.surplus.load(Relaxed)
+    }
+
     #[inline]
     pub(crate) fn block(&self, id: BlockId) -> &Block {
         &self.blocks[id.index()]
@@ -226,7 +233,7 @@ impl<M: Mode> BlockStore for BlockPool<M> {
     }
 
     fn evicts_in_order(&self) -> bool {
-        !M::SHARED && self.content_drops() == 0
+        !M::SHARED && self.content_drops() == 0 && self.contents.is_in_order()
     }
 
     fn commit(
@@ -266,11 +273,11 @@ impl<M: Mode> BlockStore for BlockPool<M> {
     }
 
     fn pin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
-        self.set_pins(blocks, true)
+        self.pin_all(blocks)
     }
 
     fn unpin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
-        self.set_pins(blocks, false)
+        self.unpin_all(blocks)
     }
 
     fn demote(&self, count: usize) -> usize {

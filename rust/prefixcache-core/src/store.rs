@@ -10,8 +10,10 @@
 //! them is handed out next; a hashed block joins the end of its tier. With [`FreeOrder::Append`]
 //! every released block joins the end of its tier (the regular one for a block without a hash).
 //!
-//! **Twins.** Two blocks may hold the same key. The one registered first hits; when it loses its
-//! hash the next one hits.
+//! **Twins.** Several blocks may hold the same key. The one registered first hits; when it loses its
+//! hash the next one hits. Where [`MAX_COPIES`] or more hold a key already, a registration takes the
+//! last registered free copy of the regular tier, but for the first of all, out of the index: that one
+//! keeps its hash and its place in line, and hits no more. A copy that is held is never taken out.
 //!
 //! **Retiring.** `resize` below a block's id retires it: it loses its hash at once, a free one
 //! leaves the line at once, a held one when its last holder releases it.
@@ -21,6 +23,9 @@ use std::iter;
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse};
 use crate::id::{BlockHash, BlockId, Epoch, GroupId, MAX_BLOCKS};
 use crate::stats::StoreStats;
+
+/// Copies of a key that are found one after the other before free ones are taken out of the index.
+pub const MAX_COPIES: usize = if cfg!(loom) { 2 } else { 32 };
 
 /// What a block is found by: the hash of its content, and the group whose layers filled it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -120,8 +125,10 @@ pub trait BlockStore {
         keys.take_while(|key| self.lookup(key).is_some()).count()
     }
 
-    /// Whether a block has lost its content, so far, only by being handed out again or by a clear,
-    /// and all changes came from one thread.
+    /// Whether all content of this epoch is lost in order: of two keys that one request held, the one
+    /// that comes first in it is lost last. As long as it is asked for in order, see
+    /// [`PrefixCache`](crate::cache::PrefixCache), that is so without twins of pinned blocks, without
+    /// [`unpin`](Self::unpin), without shrinking, and when one thread makes all changes.
     fn evicts_in_order(&self) -> bool {
         false
     }

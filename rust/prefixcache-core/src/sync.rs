@@ -209,6 +209,8 @@ pub(crate) enum Fault {
     EpochOfNow,
     /// A registration looks for a twin before its own entry stands.
     LookEarly,
+    /// A registration has its final number before its entry stands.
+    NumberEarly,
     /// A call takes or gives back blocks without looking whether a resize is under way.
     EnterResize,
     /// A registration does not look whether its block left the pool meanwhile.

@@ -3,14 +3,14 @@
 use std::num::NonZeroU64;
 
 use super::BlockPool;
-use crate::block::{Block, Claim, Content, GiveUp, State};
+use crate::block::{Block, Claim, Content, GiveUp, OPEN, State, Tier};
 use crate::error::Misuse;
 use crate::id::{BlockId, Epoch};
 use crate::index::{Index, Only, Spot};
-use crate::store::{BlockKey, Registration};
+use crate::store::{BlockKey, MAX_COPIES, Registration};
 use crate::sync::{AtomicU32, AtomicU64, Fault, Mode, Ordering, OwnLine, planted, prefetch};
 
-use Ordering::Acquire;
+use Ordering::{Acquire, Release};
 
 /// Keys that are looked up together.
 const BATCH: usize = 16;
@@ -23,6 +23,8 @@ const FORGET_BATCH: usize = 32;
 pub(crate) struct Contents {
     /// On a line of its own: every lookup reads it and almost nobody writes it.
     epoch: OwnLine<AtomicU32>,
+    /// One more than the epoch in which content was last lost, or may be lost yet, out of order; 0: none.
+    disordered: AtomicU64,
     census: OwnLine<Census>,
 }
 
@@ -45,6 +47,19 @@ impl Contents {
     pub(super) fn clear<M: Mode>(&self) {
         M::add_short(&self.epoch.0, 1);
         self.count::<M>(self.epoch(), 0);
+    }
+
+    /// Says that content of this epoch may be lost out of order.
+    pub(super) fn disorder(&self) {
+        // Release: whoever reads it sees the change that it stands for.
+        self.disordered
+            .store(u64::from(self.epoch().get()) + 1, Release);
+    }
+
+    /// Whether all content of this epoch is lost in order.
+    pub(super) fn is_in_order(&self) -> bool {
+        // Acquire: pairs with the store.
+        self.disordered.load(Acquire) != u64::from(self.epoch().get()) + 1
     }
 
     /// The number of the next registration; they start at 1.
@@ -303,29 +318,58 @@ impl<M: Mode> BlockPool<M> {
         };
         let content = Content::from(key);
         let spot = self.index.spot(&content, epoch);
-        let twin = || self.find_at(self.now(), spot, &content, Some(id));
-        let early = planted(Fault::LookEarly).then(twin);
-        block.write_content(&content, epoch, self.contents.next_seq::<M>());
-        let entered = self.enter_index(id, spot, epoch);
+        let look = || self.find_at(self.now(), spot, &content, Some(id));
+        let early = planted(Fault::LookEarly).then(look);
+        let open = M::SHARED && !planted(Fault::NumberEarly);
+        let seq = self.contents.next_seq::<M>() | if open { OPEN } else { 0 };
+        block.write_content(&content, epoch, seq);
+        let entered = self.enter_index(id, spot, &content, epoch);
+        if entered && open {
+            self.number(block, seq);
+            self.number_others(spot, &content, epoch);
+        }
+        let before = |other: &Found| other.seq.get() < block.seq();
+        let twin = early.unwrap_or_else(|| look().filter(before));
         self.end_claim(id, entered);
-        match early.unwrap_or_else(twin) {
+        match twin {
             _ if !entered => Registration::Stale,
-            Some(other) => Registration::Twin(other.id),
+            Some(other) => {
+                self.note_twins_of_pinned(spot, &content);
+                Registration::Twin(other.id)
+            }
             None => Registration::New,
         }
     }
 
+    /// Gives a registration its final number. The content can be found from here on.
+    ///
+    /// Of several threads that register the same content exactly one is told that it is the first, and
+    /// its block is the one that hits. A number is drawn after the entry stands, by the registering
+    /// thread or one that helps it. So whoever draws a later number sees the entry, and numbers it
+    /// before it compares. If that comes in time, the helped registration is the later one after all.
+    fn number(&self, block: &Block, open: u64) {
+        block.number_registration::<M>(open, self.contents.next_seq::<M>());
+    }
+
+    fn number_others(&self, spot: Spot, content: &Content, epoch: Epoch) {
+        self.index.for_each_candidate(spot, |id| {
+            let block = self.block(id);
+            if let Some(open) = block.matches_open(content, epoch) {
+                self.number(block, open);
+            }
+        });
+    }
+
     /// Makes the index entry of a claimed block whose content is written, or takes that content back;
     /// whether the entry stands.
-    fn enter_index(&self, id: BlockId, spot: Spot, epoch: Epoch) -> bool {
-        let room = self
-            .index
-            .insert::<M>(spot, id, |id| self.spot_if_ended(id));
+    fn enter_index(&self, id: BlockId, spot: Spot, content: &Content, epoch: Epoch) -> bool {
+        let ended = |id| self.spot_if_ended(id);
+        let room =
+            self.replace_surplus(id, spot, content) || self.index.insert::<M>(spot, id, ended);
         if !room {
             M::add(&self.counters.drops, 1);
         }
-        // Of two threads that register the same content at least one sees the other. And a resize that
-        // does not see the claim on a block which it retires has its new size seen here.
+        // A resize that does not see the claim on a block which it retires has its new size seen here.
         M::fence();
         let retired = self.is_retired(id) && !planted(Fault::RegisterRetired);
         // Where the epoch has ended meanwhile, one of the next may have passed the place already.
@@ -340,6 +384,91 @@ impl<M: Mode> BlockPool<M> {
             self.block(id).erase_content();
         }
         entered
+    }
+
+    // Twins.
+
+    /// Gives a block the index entry of a copy of its content that is one too many; whether there was one.
+    ///
+    /// The copy is free and the block is held, so the block is given back after it: whatever stands in
+    /// line before the copy still stands before a block with its content. In a pool that several
+    /// threads change, the copy may be touched meanwhile. It is a valid hit, and can be found no more.
+    fn replace_surplus(&self, id: BlockId, spot: Spot, content: &Content) -> bool {
+        if self.index.only_candidate(spot) != Only::Unclear {
+            return false;
+        }
+        let surplus = self.surplus_copy(spot, content);
+        let replaced = surplus.is_some_and(|copy| self.index.replace::<M>(spot, copy, id));
+        if replaced {
+            M::add(&self.counters.surplus, 1);
+        }
+        replaced
+    }
+
+    /// Of [`MAX_COPIES`] or more blocks with one content, the last registered one, but for the first, that
+    /// is free in the regular tier.
+    #[cold]
+    fn surplus_copy(&self, spot: Spot, content: &Content) -> Option<BlockId> {
+        let (mut copies, mut first, mut last_free) = (0, None::<Found>, None::<Found>);
+        self.for_each_copy(spot, content, |copy| {
+            copies += 1;
+            if first.is_none_or(|first| copy.seq < first.seq) {
+                first = Some(copy);
+            }
+            let place = self.block(copy.id).state().place();
+            let is_free = place.is_some_and(|place| place.tier == Tier::Regular);
+            if is_free && last_free.is_none_or(|last| last.seq < copy.seq) {
+                last_free = Some(copy);
+            }
+        });
+        let surplus = last_free.filter(|last| first.is_some_and(|first| first.seq < last.seq))?;
+        (copies >= MAX_COPIES).then_some(surplus.id)
+    }
+
+    fn for_each_copy(&self, spot: Spot, content: &Content, mut look: impl FnMut(Found)) {
+        let now = self.now();
+        self.index.for_each_candidate(spot, |id| {
+            if let Some(found) = Self::matching(now, id, content) {
+                look(found);
+            }
+        });
+    }
+
+    /// Content with a pinned copy and others may be lost out of order: those who hold one of the others
+    /// may hold, further on, blocks that outlive it by their pins.
+    fn note_twins_of_pinned(&self, spot: Spot, content: &Content) {
+        let (mut copies, mut pinned) = (0, false);
+        self.for_each_copy(spot, content, |copy| {
+            copies += 1;
+            pinned |= self.block(copy.id).state().tier() == Tier::Pinned;
+        });
+        if pinned && copies > 1 {
+            self.contents.disorder();
+        }
+    }
+
+    /// Sets the pins of held blocks; how many were not pinned before.
+    pub(super) fn pin_all(&self, ids: &[BlockId]) -> Result<usize, Misuse> {
+        let outcome = self.set_pins(ids, true);
+        for block in ids.iter().filter_map(|id| self.blocks.get(id.index())) {
+            if block.state().is_hashed() && self.is_current(block) {
+                let content = block.content();
+                let spot = self.index.spot(&content, block.epoch());
+                self.note_twins_of_pinned(spot, &content);
+            }
+        }
+        outcome
+    }
+
+    /// Takes the pins of held blocks; how many were pinned.
+    ///
+    /// Blocks that follow them, in other requests, may stay pinned and outlive them.
+    pub(super) fn unpin_all(&self, ids: &[BlockId]) -> Result<usize, Misuse> {
+        let outcome = self.set_pins(ids, false);
+        if outcome != Ok(0) {
+            self.contents.disorder();
+        }
+        outcome
     }
 
     /// Where the content that a block's record names belongs, if that content's epoch has ended.
@@ -398,7 +527,7 @@ impl<M: Mode> BlockPool<M> {
             return None;
         }
         block.erase_content();
-        // Content of an ended epoch may have lost its entry to a registration.
+        // The entry is gone already where a registration took its place.
         self.index.remove::<M>(spot, id);
         Some(block.epoch())
     }

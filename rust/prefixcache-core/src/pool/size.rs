@@ -96,6 +96,8 @@ impl<M: Mode> BlockPool<M> {
     /// Takes the blocks from `floor` on out of the pool; the held ones only lose their content.
     fn shrink(&self, before: usize, floor: usize) {
         self.size.set(floor);
+        // Which blocks go is decided by their ids alone.
+        self.contents.disorder();
         // A registration that does not see the new size has its claim seen here.
         M::fence();
         let fresh = self.fresh.cut::<M>(floor);

@@ -16,7 +16,7 @@ use crate::sequence::{BlockHashes, Holding, Sequence};
 use crate::store::{BlockKey, BlockStore, Registration};
 use crate::sync::{AtomicU64, Ordering};
 
-/// How many blocks before its registration the store is told of a block.
+/// How many registrations ahead the store is told of a key, so that it fetches the key's bucket.
 const EXPECT_AHEAD: usize = 8;
 
 /// A block that was registered while another block already held the same content.
@@ -196,7 +196,8 @@ impl<S: BlockStore> PrefixCache<S> {
             return Err(fault("sequence", SequenceFault::Committed));
         }
         self.check_plan(sequence, hit_tokens, num_tokens)?;
-        // Before the blocks are taken: a clear in between leaves them unregistered, never stale.
+        // Read before the blocks are taken: after a clear in between, they are refused at registration.
+        // Read later, they would be registered in an epoch that their hits may not belong to.
         let epoch = self.store.epoch();
         self.refresh(sequence);
         let hit_blocks = hit_tokens / self.block_size();
@@ -255,7 +256,7 @@ impl<S: BlockStore> PrefixCache<S> {
         let likely_new = self.store.num_free().min(new);
         let mut blocks = Vec::with_capacity(hits.len() * groups + likely_new);
         let outcome = if groups == 1 {
-            // As every key costs: nothing is counted where there is nothing to count.
+            // The common case without the iterator over groups, which costs a few ns for each key.
             let key = |&hash| BlockKey::new(hash, GroupId::default());
             self.store.commit(hits.iter().map(key), new, &mut blocks)
         } else {
@@ -265,7 +266,7 @@ impl<S: BlockStore> PrefixCache<S> {
         let Ok(taken) = outcome else {
             return Ok(None);
         };
-        // A hit that only some groups still have is none.
+        // A position hits where every group has its block: those of the last, if some are gone, go back.
         let partial = taken - taken % groups..taken;
         self.store.release(&blocks[partial.clone()])?;
         blocks.drain(partial);
@@ -497,7 +498,7 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// Forgets everything cached, and hashes under the next version of the weights from now on.
     pub fn new_weight_version(&self) -> u64 {
-        // AcqRel, and before the clear: whoever sees the new epoch hashes under the new version.
+        // AcqRel, and before the clear: a thread that sees the new epoch sees the new version too.
         let version = self.weight_version.fetch_add(1, Ordering::AcqRel) + 1;
         self.store.clear_index();
         version

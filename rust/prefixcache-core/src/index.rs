@@ -1,4 +1,4 @@
-//! From content to block: a fixed table with open addressing, whose readers never wait.
+//! From content to block: a fixed table with open addressing, whose readers wait for nobody.
 //!
 //! A bucket is one cache line: a word that counts overflows, and seven entries of
 //! `block:32 | epoch:8 | fingerprint:24`. The null block is never registered, so 0 is an empty entry.

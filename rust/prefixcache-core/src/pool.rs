@@ -7,7 +7,8 @@
 //!
 //! # What each call promises
 //!
-//! * Lookups only load, in a bounded number of steps: wait-free, beside any number of writers.
+//! * Lookups only load, in a bounded number of steps: wait-free, beside any number of writers. The bound
+//!   is argued in [`index`](crate::index). The model checker looks for wrong results, not for steps.
 //! * `commit`, `register`, `release`, `pin`, `unpin` and `clear_index` are lock-free: a thread that is
 //!   stalled anywhere keeps no other from finishing. `commit` is all or nothing, as its credits are
 //!   taken first. It is not one atomic point: two threads that allocate at once may interleave their
@@ -22,7 +23,7 @@
 //!
 //! # What being lock-free buys, and what it costs
 //!
-//! It buys readers that never wait: beside a thread that commits batches of 2,048 blocks, a probe of 8
+//! It buys readers that wait for nobody: beside a thread that commits batches of 2,048 blocks, a probe of 8
 //! blocks takes 0.2 us, and 0.3 us at the 99.9th percentile, where behind a mutex around a plain pool
 //! it waits for a batch, or for many when the writer gets the lock back first. And nobody holds a lock
 //! while attached to the Python interpreter.

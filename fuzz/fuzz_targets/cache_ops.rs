@@ -1,23 +1,32 @@
 //! Bytes as calls of a scheduler, to a cache over the plain pool and to one over a lock-free pool:
-//! the same answers, block tables and free order after every call.
+//! the same answers, hits, block tables and free order after every call.
 
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
-use prefixcache_core::hash::{ChainConfig, Scope};
+use prefixcache_core::hash::{ChainConfig, Extras, Scope};
+use prefixcache_core::id::{BlockId, GroupId};
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockStore, PoolConfig};
+use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
 
 const BLOCK_SIZE: usize = 4;
 
+/// Blocks that the pool may grow by.
+const ROOM: usize = 16;
+
 fuzz_target!(|input: (u8, Vec<[u8; 3]>)| {
     let (choice, calls) = input;
     let groups = 1 + usize::from(choice >> 1 & 1);
-    let config = PoolConfig::new(8 + usize::from(choice >> 2));
+    let num_blocks = 8 + usize::from(choice >> 2);
+    let config = PoolConfig {
+        num_blocks,
+        max_blocks: num_blocks + ROOM,
+        free_order: FreeOrder::default(),
+    };
     if choice & 1 == 0 {
         run::<Shared>(groups, config, &calls);
     } else {
@@ -43,19 +52,31 @@ impl<S: BlockStore> Side<S> {
         Self { cache: PrefixCache::new(config, store).unwrap(), sequences: Vec::new() }
     }
 
+    /// A request of tokens from a small alphabet, so that requests share prefixes; most are of one scope
+    /// and without extras.
+    fn new_sequence(&self, [what, a, b]: [u8; 3]) -> Sequence {
+        let scope = Scope {
+            lora: (what & 0xc0 == 0xc0).then(|| "adapter".into()),
+            cache_salt: [None, None, Some(String::new()), Some("salt".into())]
+                [usize::from(what >> 4 & 3)]
+            .clone(),
+        };
+        let extras: Extras = if a & 0xe0 == 0xe0 { vec![vec![], vec![b]] } else { vec![] };
+        let tokens = (0..b % 40).map(|place| u32::from(a >> (place / 8 % 8) & 1)).collect();
+        self.cache.new_sequence(tokens, scope, extras)
+    }
+
     /// Makes one call, to the request that `a` names; what came back.
     fn call(&mut self, [what, a, b]: [u8; 3]) -> String {
         let cache = &self.cache;
-        if what % 8 == 0 || self.sequences.is_empty() {
-            // Tokens from a small alphabet, so that requests share prefixes.
-            let tokens = (0..b % 40).map(|place| u32::from(a >> (place / 8 % 8) & 1)).collect();
-            self.sequences.push(cache.new_sequence(tokens, Scope::default(), Vec::new()));
+        if what % 10 == 0 || self.sequences.is_empty() {
+            self.sequences.push(self.new_sequence([what, a, b]));
             return String::new();
         }
         let at = usize::from(a) % self.sequences.len();
         let sequence = &mut self.sequences[at];
         let tokens = sequence.num_tokens();
-        match what % 8 {
+        match what % 10 {
             1 => {
                 let hits = cache.count_prefix_hits(sequence).unwrap();
                 let new = tokens - hits + usize::from(b % 3);
@@ -74,6 +95,18 @@ impl<S: BlockStore> Side<S> {
                 }
                 format!("{outcome:?}")
             }
+            7 => {
+                let (group, index) = (GroupId::new(u16::from(b >> 7)), usize::from(b & 15));
+                let hash = sequence.hashes().get(index);
+                let hits = hash.and_then(|&hash| cache.store().lookup(&BlockKey::new(hash, group)));
+                // Now and then a block that does not hit.
+                let block = hits.filter(|_| b & 0x70 != 0).unwrap_or(BlockId::new(u32::from(b & 7)));
+                format!("{:?}", cache.replace_block(sequence, group, index, block))
+            }
+            8 if a & 3 == 0 => {
+                let most = cache.store().num_blocks() + ROOM;
+                format!("{:?}", cache.resize(usize::from(b) % most))
+            }
             _ => match b % 8 {
                 0 => format!("{:?}", cache.clear_cache_index()),
                 1 => format!("{:?}", cache.new_weight_version()),
@@ -85,6 +118,15 @@ impl<S: BlockStore> Side<S> {
         }
     }
 
+    /// How much of two prompts hits.
+    fn hits(&self) -> [usize; 2] {
+        [0, 1].map(|token| {
+            let hashes =
+                self.cache.compute_block_hashes(&[token; 39], &Scope::default(), Vec::new());
+            self.cache.probe(&hashes)
+        })
+    }
+
     /// All that can be seen of it.
     fn view(&self) -> String {
         let store = self.cache.store();
@@ -94,7 +136,7 @@ impl<S: BlockStore> Side<S> {
             .map(|sequence| [sequence.block_table(0), sequence.block_table(1)])
             .collect();
         let pool = (store.free_order(), store.cached_blocks(), store.stats());
-        format!("{tables:?} {pool:?} {:?}", self.cache.stats())
+        format!("{:?} {tables:?} {pool:?} {:?}", self.hits(), self.cache.stats())
     }
 }
 

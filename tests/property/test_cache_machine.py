@@ -45,7 +45,7 @@ class CacheMachine(RuleBasedStateMachine):
         num_blocks=st.integers(MAX_BLOCKS // 2, MAX_BLOCKS),
         order=st.sampled_from(["unhashed_first", "append"]),
         threads=st.sampled_from(["single_writer", "shared"]),
-        lru_only=st.booleans(),
+        in_order=st.booleans(),
     )
     def start(
         self,
@@ -54,9 +54,10 @@ class CacheMachine(RuleBasedStateMachine):
         num_blocks: int,
         order: str,
         threads: str,
-        lru_only: bool,
+        in_order: bool,
     ) -> None:
-        self.lru_only = lru_only  # neither pins nor resizes: the core then finds hits by bisection
+        # Neither unpins nor resizes: the core then finds hits by bisection, pins or not.
+        self.in_order = in_order
         self.real = PrefixCache(
             num_blocks,
             block_size,
@@ -220,12 +221,12 @@ class CacheMachine(RuleBasedStateMachine):
     def new_weights(self) -> None:
         self.both("new_weight_version")
 
-    @precondition(lambda self: self.pairs and not self.lru_only)
+    @precondition(lambda self: self.pairs)
     @rule(data=st.data(), num_tokens=st.integers(0, 50))
     def pin(self, data: st.DataObject, num_tokens: int) -> None:
         self.both("pin", data.draw(st.sampled_from(self.pairs)), num_tokens)
 
-    @precondition(lambda self: self.pairs)
+    @precondition(lambda self: self.pairs and not self.in_order)
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         self.both("unpin", data.draw(st.sampled_from(self.pairs)))
@@ -234,7 +235,7 @@ class CacheMachine(RuleBasedStateMachine):
     def demote(self, count: int) -> None:
         self.both("demote", count)
 
-    @precondition(lambda self: not self.lru_only)
+    @precondition(lambda self: not self.in_order)
     @rule(num_blocks=st.integers(2, MAX_BLOCKS))
     def resize(self, num_blocks: int) -> None:
         self.both("resize", num_blocks)

@@ -50,7 +50,7 @@ test: setup-dev model              ## what a change must pass (WORKERS=...)
 	$(MAKE) --no-print-directory test-python
 
 test-long: setup-dev model         ## the same tests in their long forms
-	PROPTEST_CASES=$(LONG_CASES) $(MAKE) --no-print-directory test-rust
+	PROPTEST_CASES=$(LONG_CASES) PREFIXCACHE_RESETS=1000000 $(MAKE) --no-print-directory test-rust
 	PREFIXCACHE_LONG_TESTS=1 $(PYTEST) --timeout=1800
 
 test-rust:

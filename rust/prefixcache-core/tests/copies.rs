@@ -163,8 +163,14 @@ fn answers(pool: &impl BlockStore, steps: &[Step]) -> Vec<String> {
     steps.iter().map(look).collect()
 }
 
+/// As many as fit a test run; more by the environment, as proptest has it.
+fn cases() -> u32 {
+    let asked = std::env::var("PROPTEST_CASES").ok();
+    asked.and_then(|cases| cases.parse().ok()).unwrap_or(64)
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
 
     #[test]
     fn all_pools_find_the_same_copy(steps in vec(step(), 1..80)) {

@@ -1,6 +1,6 @@
 //! However often the index was cleared, the cache is as good as new: every prompt can be cached, and is
-//! found as quickly as before. PREFIXCACHE_RESETS sets the number of clears (20,000; a million takes
-//! half a minute).
+//! found as quickly as before. PREFIXCACHE_RESETS sets the number of clears (20,000; `make test-long`
+//! makes it a million).
 
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};

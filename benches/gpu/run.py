@@ -54,9 +54,10 @@ FULL = (
     Job("peer", "qwen2.5-7b", "vllm"),
     Job("peer", "qwen3-0.6b", "nano-vllm"),
     Job("peer", "qwen2.5-7b", "transformers"),
+    Job("compiled_kernels"),
 )
 DRY = (
-    Job("kernels+equality+steps+workload", "tiny"),
+    Job("kernels+compiled_kernels+equality+steps+workload", "tiny"),
     Job("peer", "tiny", "vllm"),
     Job("peer", "tiny", "nano-vllm"),
     Job("peer", "tiny", "transformers"),
@@ -76,7 +77,10 @@ def run_job(job: Job, device: str, scale: str, seconds: float) -> list[dict[str,
                 command, timeout=seconds, check=False, stderr=subprocess.PIPE, text=True
             )
             failure = _last_line(done.stderr) if done.returncode else None
-        except subprocess.TimeoutExpired:
+            sys.stderr.write(done.stderr)
+        except subprocess.TimeoutExpired as expired:
+            told = expired.stderr or b""
+            sys.stderr.write(told if isinstance(told, str) else told.decode(errors="replace"))
             failure = f"stopped after {seconds:.0f} s"
         rows = json.loads(result.read_text()) if result.exists() else []
     if failure is not None:

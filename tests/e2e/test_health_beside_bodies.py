@@ -121,6 +121,16 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], int]] = {
         lambda: b'{"prompt":"' + b"\\u4e00" * 5_000_000 + b'"}',
         400,
     ),
+    "4,096 prompts to complete": (
+        "/v1/completions",
+        lambda: _completion(prompt=["word"] * 4096),
+        200,
+    ),
+    "160,000 log probabilities in a stream": (
+        "/v1/completions",
+        lambda: _completion(prompt=[100] * 8000, echo=True, logprobs=20, stream=True),
+        200,
+    ),
     "a million token ids": ("/v1/completions", lambda: _completion(prompt=[100] * _MILLION), 400),
 }
 

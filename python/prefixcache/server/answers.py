@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.server.backend import EngineClient
 from prefixcache.server.errors import ApiError, error_body, is_unexpected
 from prefixcache.server.protocol import StreamOptions
+from prefixcache.server.rendering import object_json
 from prefixcache.server.requests import Job
 from prefixcache.server.workers import Workers
 
@@ -27,6 +28,10 @@ DONE = "data: [DONE]\n\n"
 # Tokens of requests that are checked in one go; a request counts as some beside its prompt.
 _CHECKED_AT_ONCE = 2**14
 _REQUEST_COST = 256
+# Log probabilities that are written in one go.
+_LONG_ANSWER = 2**16
+# Requests that are handed to the engine in one go.
+_STARTED_AT_ONCE = 64
 
 
 @dataclass(slots=True)
@@ -90,18 +95,25 @@ async def whole_answer(engine: EngineClient, job: Job, form: AnswerForm, workers
         async for index, output in outputs:
             choices[index].add(output)
 
-    def body() -> bytes:
-        return to_json({**form.response(job, choices), "usage": usage(job, choices)})
+    size = _size(job, choices)
 
-    return await workers.run(_size(job, choices), body)
+    def body() -> bytes:
+        write = to_json if size < _LONG_ANSWER else object_json
+        return write({**form.response(job, choices), "usage": usage(job, choices)})
+
+    return await workers.run(size, body)
 
 
 async def streamed_answer(
-    engine: EngineClient, job: Job, form: AnswerForm, options: StreamOptions | None
+    engine: EngineClient,
+    job: Job,
+    form: AnswerForm,
+    options: StreamOptions | None,
+    workers: Workers,
 ) -> AsyncGenerator[str, None]:
     """Server-sent events of an answer. What is wrong with the request is raised here, at once."""
     streams = await _start(engine, job)
-    return _events(streams, job, form, options or StreamOptions())
+    return _events(streams, job, form, options or StreamOptions(), workers)
 
 
 def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -120,7 +132,7 @@ def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
 
 def event(payload: dict[str, Any]) -> str:
     """One server-sent event."""
-    return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {to_json(payload).decode()}\n\n"
 
 
 async def _events(
@@ -128,11 +140,12 @@ async def _events(
     job: Job,
     form: AnswerForm,
     options: StreamOptions,
+    workers: Workers,
 ) -> AsyncGenerator[str, None]:
     try:
-        async with aclosing(_payloads(streams, job, form, options)) as payloads:
-            async for payload in payloads:
-                yield event(payload)
+        async with aclosing(_chunk_events(streams, job, form, options, workers)) as events:
+            async for text in events:
+                yield text
     except Exception as error:  # the status is sent already: the error goes into the stream
         if is_unexpected(error):
             logger.exception("A stream failed.")
@@ -140,12 +153,13 @@ async def _events(
     yield DONE
 
 
-async def _payloads(
+async def _chunk_events(
     streams: Sequence[AsyncGenerator[RequestOutput, None]],
     job: Job,
     form: AnswerForm,
     options: StreamOptions,
-) -> AsyncGenerator[dict[str, Any], None]:
+    workers: Workers,
+) -> AsyncGenerator[str, None]:
     choices = _new_choices(job)
     always = bool(options.continuous_usage_stats)
     told = bool(options.include_usage) or always
@@ -153,11 +167,21 @@ async def _payloads(
         async for index, output in outputs:
             _raise_if_void(output)
             choices[index].add(output)
-            for chunk in form.chunks(job, choices[index], output):
-                shown = {"usage": usage(job, choices) if always else None} if told else {}
-                yield {**chunk, **shown}
+            shown = {"usage": usage(job, choices) if always else None} if told else {}
+            texts = partial(_texts, form.chunks(job, choices[index], output), shown)
+            # Log probabilities of a prompt come all in one chunk.
+            for text in await workers.run(_prompt_size(job, output.prompt_logprobs), texts):
+                yield text
     if told:
-        yield {**form.last_chunk(job), "usage": usage(job, choices)}
+        yield event({**form.last_chunk(job), "usage": usage(job, choices)})
+
+
+def _texts(chunks: Iterable[dict[str, Any]], shown: dict[str, Any]) -> list[str]:
+    return [event({**chunk, **shown}) for chunk in chunks]
+
+
+def _prompt_size(job: Job, logprobs: Sequence[TokenLogprobs | None] | None) -> int:
+    return len(logprobs or ()) * (1 + (job.params.prompt_logprobs or 0))
 
 
 def _raise_if_void(output: RequestOutput) -> None:
@@ -200,11 +224,13 @@ async def _merge(
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Outputs of all streams as they come. Closing it, or an error in one, closes every stream."""
     arrived: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue()
-    tasks = [
-        asyncio.create_task(_pump(index, stream, arrived)) for index, stream in enumerate(streams)
-    ]
+    tasks: list[asyncio.Task[None]] = []
     open_streams = len(streams)
     try:
+        for index, stream in enumerate(streams):
+            tasks.append(asyncio.create_task(_pump(index, stream, arrived)))
+            if len(tasks) % _STARTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
         while open_streams:
             index, item = await arrived.get()
             if isinstance(item, Exception):

@@ -36,7 +36,9 @@ def chat_router(maker: JobMaker) -> APIRouter:
             job = await chat_job(maker, fields, len(body), new_call(request, "chatcmpl"))
             form = ChatForm(maker.served.tokenizer, fields)
             if fields.stream:
-                events = await streamed_answer(maker.engine, job, form, fields.stream_options)
+                events = await streamed_answer(
+                    maker.engine, job, form, fields.stream_options, maker.workers
+                )
                 return EventStream(events)
             work = whole_answer(maker.engine, job, form, maker.workers)
             return json_response(await answer_unless_disconnected(request, work))

@@ -43,7 +43,9 @@ def completions_router(maker: JobMaker) -> APIRouter:
         job = await completion_job(maker, fields, prompts, new_call(request, "cmpl"))
         form = CompletionForm(maker.served.tokenizer, fields, prompts)
         if fields.stream:
-            events = await streamed_answer(maker.engine, job, form, fields.stream_options)
+            events = await streamed_answer(
+                maker.engine, job, form, fields.stream_options, maker.workers
+            )
             return EventStream(events)
         work = whole_answer(maker.engine, job, form, maker.workers)
         return json_response(await answer_unless_disconnected(request, work))

@@ -7,12 +7,11 @@ import json
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -24,7 +23,8 @@ from prefixcache.metrics import Gauges, Metrics
 from prefixcache.request import Request, RequestOutput
 from prefixcache.server.app import create_app
 from prefixcache.server.backend import ServedModel
-from prefixcache.server.serve import ServeOptions, server_config
+from prefixcache.server.context import Lifecycle
+from prefixcache.server.serve import ServeOptions, Server
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 MODEL = "tiny"
@@ -59,17 +59,26 @@ async def client_of(
 @contextmanager
 def running(app: FastAPI, **options: Any) -> Generator[str, None, None]:
     """The application on a free loopback port, in a thread; gives its address."""
-    config = server_config(app, ServeOptions(**options))
-    config.port = 0
-    server = uvicorn.Server(config)
+    with serving(app, Lifecycle(), **options) as (_, address):
+        yield address
+
+
+@contextmanager
+def serving(
+    app: FastAPI, lifecycle: Lifecycle, **options: Any
+) -> Generator[tuple[Server, str], None, None]:
+    """As `running`; gives the server too."""
+    server = Server(app, ServeOptions(**options), lifecycle)
+    server.config.port = 0
+    server.capture_signals = nullcontext
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
         wait_until(lambda: server.started)
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}"
+        yield server, f"http://127.0.0.1:{port}"
     finally:
-        server.should_exit = True
+        server.stop()
         thread.join()
 
 
@@ -141,10 +150,12 @@ class FakeEngine:
             self.num_open -= 1
 
 
-def fake_app(engine: FakeEngine, tokenizer: Tokenizer, **served: Any) -> FastAPI:
+def fake_app(
+    engine: FakeEngine, tokenizer: Tokenizer, *, lifecycle: Lifecycle | None = None, **served: Any
+) -> FastAPI:
     """The application around a scripted engine."""
     model = {"names": (MODEL,), "generation": GenerationDefaults(), **served}
-    return create_app(engine, ServedModel(tokenizer=tokenizer, **model))
+    return create_app(engine, ServedModel(tokenizer=tokenizer, **model), lifecycle=lifecycle)
 
 
 async def says(request: Request, *texts: str) -> AsyncIterator[RequestOutput]:

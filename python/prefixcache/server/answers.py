@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -19,11 +19,10 @@ from prefixcache.server.errors import ApiError, error_body, is_unexpected
 from prefixcache.server.protocol import StreamOptions
 from prefixcache.server.rendering import object_json
 from prefixcache.server.requests import Job
+from prefixcache.server.sse import DONE, event
 from prefixcache.server.workers import Workers
 
 logger = logging.getLogger(__name__)
-
-DONE = "data: [DONE]\n\n"
 
 # Tokens of requests that are checked in one go; a request counts as some beside its prompt.
 _CHECKED_AT_ONCE = 2**14
@@ -91,9 +90,10 @@ class AnswerForm(Protocol):
 async def whole_answer(engine: EngineClient, job: Job, form: AnswerForm, workers: Workers) -> bytes:
     """The body of an answer that is not streamed."""
     choices = _new_choices(job)
-    async with aclosing(_merge(await _start(engine, job))) as outputs:
-        async for index, output in outputs:
-            choices[index].add(output)
+    with _told_to_the_log(job, choices):
+        async with aclosing(_merge(await _start(engine, job))) as outputs:
+            async for index, output in outputs:
+                choices[index].add(output)
 
     size = _size(job, choices)
 
@@ -130,11 +130,6 @@ def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def event(payload: dict[str, Any]) -> str:
-    """One server-sent event."""
-    return f"data: {to_json(payload).decode()}\n\n"
-
-
 async def _events(
     streams: Sequence[AsyncGenerator[RequestOutput, None]],
     job: Job,
@@ -148,8 +143,9 @@ async def _events(
                 yield text
     except Exception as error:  # the status is sent already: the error goes into the stream
         if is_unexpected(error):
-            logger.exception("A stream failed.")
-        yield event(error_body(error)[1])
+            logger.exception("The stream %s failed.", job.id)
+        job.call.outcome.failed_status, body = error_body(error)
+        yield event(body)
     yield DONE
 
 
@@ -163,15 +159,16 @@ async def _chunk_events(
     choices = _new_choices(job)
     always = bool(options.continuous_usage_stats)
     told = bool(options.include_usage) or always
-    async with aclosing(_merge(streams)) as outputs:
-        async for index, output in outputs:
-            _raise_if_void(output)
-            choices[index].add(output)
-            shown = {"usage": usage(job, choices) if always else None} if told else {}
-            texts = partial(_texts, form.chunks(job, choices[index], output), shown)
-            # Log probabilities of a prompt come all in one chunk.
-            for text in await workers.run(_prompt_size(job, output.prompt_logprobs), texts):
-                yield text
+    with _told_to_the_log(job, choices):
+        async with aclosing(_merge(streams)) as outputs:
+            async for index, output in outputs:
+                _raise_if_void(output)
+                choices[index].add(output)
+                shown = {"usage": usage(job, choices) if always else None} if told else {}
+                texts = partial(_texts, form.chunks(job, choices[index], output), shown)
+                # Log probabilities of a prompt come all in one chunk.
+                for text in await workers.run(_prompt_size(job, output.prompt_logprobs), texts):
+                    yield text
     if told:
         yield event({**form.last_chunk(job), "usage": usage(job, choices)})
 
@@ -182,6 +179,19 @@ def _texts(chunks: Iterable[dict[str, Any]], shown: dict[str, Any]) -> list[str]
 
 def _prompt_size(job: Job, logprobs: Sequence[TokenLogprobs | None] | None) -> int:
     return len(logprobs or ()) * (1 + (job.params.prompt_logprobs or 0))
+
+
+@contextmanager
+def _told_to_the_log(job: Job, choices: Sequence[Choice]) -> Generator[None, None, None]:
+    """However the answer ends, the log has what came of it."""
+    try:
+        yield
+    finally:
+        counts, outcome = usage(job, choices), job.call.outcome
+        outcome.num_prompt_tokens = counts["prompt_tokens"]
+        outcome.num_cached_tokens = counts["prompt_tokens_details"]["cached_tokens"]
+        outcome.num_completion_tokens = counts["completion_tokens"]
+        outcome.finish(choice.finish_reason for choice in choices)
 
 
 def _raise_if_void(output: RequestOutput) -> None:

@@ -11,7 +11,7 @@ from prefixcache.server.admin import admin_router
 from prefixcache.server.backend import EngineClient, ServedModel
 from prefixcache.server.chat import chat_router
 from prefixcache.server.completions import completions_router
-from prefixcache.server.context import RequestContext
+from prefixcache.server.context import Lifecycle, RequestContext
 from prefixcache.server.control import control_router
 from prefixcache.server.errors import install_error_handlers
 from prefixcache.server.model_dirs import ModelDirs
@@ -26,10 +26,12 @@ def create_app(
     *,
     rules: AccessRules | None = None,
     model_dirs: ModelDirs | None = None,
+    lifecycle: Lifecycle | None = None,
 ) -> FastAPI:
     """The application that serves `engine`; who made the engine shuts it down.
 
-    `rules` say who may use it, `model_dirs` where new weights may come from.
+    `rules` say who may use it, `model_dirs` where new weights come from, and `lifecycle` whether
+    the server is about to end.
     """
     release = package_version()
     app = FastAPI(
@@ -48,7 +50,7 @@ def create_app(
     app.include_router(control_router(engine, model_dirs or ModelDirs()))
     install_error_handlers(app)
     app.add_middleware(AccessCheck, rules=rules or AccessRules())
-    app.add_middleware(RequestContext)
+    app.add_middleware(RequestContext, lifecycle=lifecycle or Lifecycle())
     return app
 
 

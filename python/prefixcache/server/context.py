@@ -7,41 +7,77 @@ import logging
 import re
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from prefixcache.exceptions import EngineDeadError
 from prefixcache.server.access import Caller
-from prefixcache.server.errors import error_response
+from prefixcache.server.errors import error_body, error_response, server_stopping
+from prefixcache.server.sse import DONE, event
 
 logger = logging.getLogger(__name__)
 
 _QUIET_PATHS = frozenset({"/health", "/metrics"})
+_CLIENT_LEFT = 499
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """Whether the server is about to end: it answers what it has begun, and takes nothing more."""
+
+    stopping: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What the log tells of an answer. `failed_status` is set when a stream ended with an error."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_completion_tokens: int = 0
+    finish_reasons: frozenset[str] = frozenset()
+    failed_status: int | None = None
+
+    def __str__(self) -> str:
+        if not self.num_prompt_tokens:
+            return ""
+        return (
+            f", {self.num_prompt_tokens} prompt tokens ({self.num_cached_tokens} cached), "
+            f"{self.num_completion_tokens} completion tokens, "
+            f"{'+'.join(sorted(self.finish_reasons))}"
+        )
+
+    def finish(self, reasons: Iterable[str | None]) -> None:
+        """Takes the choices' finish reasons; None is a choice that was not finished."""
+        self.finish_reasons = frozenset(reason or "unfinished" for reason in reasons)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One HTTP request: the id of its answer, and who asks."""
+    """One HTTP request: the id of its answer, who asks, and what the log is to tell."""
 
     id: str
     caller: Caller
+    outcome: Outcome = field(default_factory=Outcome)
 
 
 def new_call(request: Request, prefix: str) -> Call:
     """The answer's id tells the request's own."""
-    return Call(id=f"{prefix}-{request.state.request_id}", caller=request.state.caller)
+    state = request.state
+    return Call(id=f"{prefix}-{state.request_id}", caller=state.caller, outcome=state.outcome)
 
 
 class RequestContext:
     """ASGI middleware. The id is the client's `X-Request-Id` where that is usable."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
         self._app = app
+        self._lifecycle = lifecycle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
@@ -49,42 +85,70 @@ class RequestContext:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(Headers(scope=scope))
-        scope.setdefault("state", {})["request_id"] = request_id
+        outcome = Outcome()
+        scope.setdefault("state", {}).update(request_id=request_id, outcome=outcome)
         answer = _Answer(scope, receive, send, request_id)
         begun = time.perf_counter()
         try:
+            await self._answer(scope, receive, answer)
+        finally:
+            status = outcome.failed_status or answer.final_status
+            _log(scope, status, time.perf_counter() - begun, request_id, outcome)
+
+    async def _answer(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        try:
+            if self._lifecycle.stopping:
+                raise server_stopping()
             await self._app(scope, receive, answer.send)
         except ClientDisconnect:
             pass
         except Exception as error:  # noqa: BLE001 - the last resort: `fail` logs it
             await answer.fail(error)
-        except asyncio.CancelledError:  # the server stops
-            await answer.fail(EngineDeadError("The server is shutting down."))
-        finally:
-            _log(scope, answer.status, time.perf_counter() - begun, request_id)
+        except asyncio.CancelledError:  # the time to finish answers is over
+            await answer.fail(server_stopping())
 
 
 class _Answer:
-    """Adds the id to the answer's head and remembers its status."""
+    """Adds the id to the answer's head, and remembers its status and whether all of it was sent."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         self._scope = scope
         self._receive = receive
         self._send = send
         self._request_id = request_id
-        self.status: int | None = None
+        self._status: int | None = None
+        self._streams_events = False
+        self._complete = False
+
+    @property
+    def final_status(self) -> int:
+        """What was told, or nginx's status for a client who left before the end."""
+        return self._status if self._status is not None and self._complete else _CLIENT_LEFT
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.status = message["status"]
-            MutableHeaders(scope=message)["X-Request-Id"] = self._request_id
+            headers = MutableHeaders(scope=message)
+            headers["X-Request-Id"] = self._request_id
+            self._status = message["status"]
+            self._streams_events = headers.get("content-type", "").startswith("text/event-stream")
         await self._send(message)
+        self._complete = message["type"] == "http.response.body" and not message.get("more_body")
 
     async def fail(self, error: Exception) -> None:
-        """Sends the error where no answer has begun; an answer cut short closes the connection."""
-        response = error_response(error)
-        if self.status is None:
+        """Sends the error, as an event where those have begun.
+
+        Any other answer cut short closes the connection.
+        """
+        stopping = {"Retry-After": "1", "Connection": "close"}
+        headers = stopping if getattr(error, "code", None) == "server_stopping" else None
+        response = error_response(error, headers, request_id=self._request_id)
+        if self._status is None:
             await response(self._scope, self._receive, self.send)
+            return
+        self._status = response.status_code
+        if self._streams_events and not self._complete:
+            body = f"{event(error_body(error)[1])}{DONE}".encode()
+            await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def _request_id(headers: Headers) -> str:
@@ -92,8 +156,10 @@ def _request_id(headers: Headers) -> str:
     return given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
 
 
-def _log(scope: Scope, status: int | None, seconds: float, request_id: str) -> None:
+def _log(scope: Scope, status: int, seconds: float, request_id: str, outcome: Outcome) -> None:
     level = logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
-    shown = "client left" if status is None else f"{status} {HTTPStatus(status).phrase}"
-    path = scope["path"].encode("unicode_escape").decode()
-    logger.log(level, "%s %s: %s in %.3f s (%s)", scope["method"], path, shown, seconds, request_id)
+    phrase = "Client Closed Request" if status == _CLIENT_LEFT else HTTPStatus(status).phrase
+    what = f"{scope['method']} {scope['path'].encode('unicode_escape').decode()}"
+    client = (scope.get("client") or ("-",))[0]
+    shown = f"{status} {phrase} in {seconds:.3f} s{outcome}"
+    logger.log(level, "%s: %s from %s (%s)", what, shown, client, request_id)

@@ -61,6 +61,15 @@ def model_not_found(name: str, served: str) -> ApiError:
     )
 
 
+def server_stopping() -> ApiError:
+    """503 for what comes, or is not finished, when the server ends."""
+    return ApiError(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "The server is shutting down. Send the request again.",
+        code="server_stopping",
+    )
+
+
 def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
     """HTTP status and body of an error. What was not raised on purpose shows nothing of itself."""
     status, message = _status_and_message(error)
@@ -73,11 +82,13 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
     return status, {"error": body}
 
 
-def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> JSONResponse:
+def error_response(
+    error: Exception, headers: Mapping[str, str] | None = None, *, request_id: str = ""
+) -> JSONResponse:
     """The error as an answer; logs what nobody expected."""
     status, body = error_body(error)
     if is_unexpected(error):
-        logger.error("A request failed.", exc_info=error)
+        logger.error("The request %s failed.", request_id, exc_info=error)
     response = JSONResponse(body, status_code=status, headers=dict(headers or {}))
     if isinstance(error, QueueFullError):
         response.headers["Retry-After"] = str(error.retry_after)
@@ -95,8 +106,8 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _on_http_exception)
 
 
-async def _on_error(_: Request, error: Exception) -> Response:
-    return error_response(error)
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(error, request_id=request.state.request_id)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -52,12 +52,17 @@ _PASSED_ON = (
 class Job:
     """What one HTTP request asks of the engine: `params.n` requests for each prompt, in order."""
 
-    id: str
+    call: Call
     model: str
     created: int
     prompts: tuple[Sequence[int], ...]
     params: SamplingParams
     requests: tuple[Request, ...]
+
+    @property
+    def id(self) -> str:
+        """The id of the answer."""
+        return self.call.id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +129,7 @@ class JobMaker:
         self._check_priority(fields.priority or 0)
         make = partial(self._requests, fields, prompts, params, call, fit_max_tokens)
         return Job(
-            id=call.id,
+            call=call,
             model=self.check_model(fields.model),
             created=int(time.time()),
             prompts=tuple(prompts),

@@ -23,6 +23,7 @@ from fastapi import FastAPI
 from prefixcache.exceptions import ConfigError
 from prefixcache.server.access import AccessRules, is_host_name, is_loopback
 from prefixcache.server.connections import Connection, ConnectionLimits
+from prefixcache.server.context import Lifecycle
 from prefixcache.server.model_dirs import ModelDirs
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 _INFINITE = resource.RLIM_INFINITY
 # Model files, pipes and libraries, beside the connections.
 _OWN_FILES = 256
+# For clients to read the last of what they were sent.
+_CLOSE_SECONDS = 1
 _EVERY_ADDRESS = ("", "0.0.0.0", "::")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -92,10 +95,14 @@ def serve(make_config: Callable[[], EngineConfig], options: ServeOptions) -> Non
         engine = AsyncEngine(built.engine, max_queue=options.max_queue or None)
         try:
             rules = replace(options.rules, allowed_hosts=options.known_hosts())
-            app = create_app(engine, served, rules=rules, model_dirs=options.model_dirs)
+            lifecycle = Lifecycle()
+            app = create_app(
+                engine, served, rules=rules, model_dirs=options.model_dirs, lifecycle=lifecycle
+            )
             _collect_what_is_new_alone()
             address = f"http://{_shown_host(options.host)}:{listener.getsockname()[1]}"
-            _run(app, listener, options, lambda: _announce(address, served, options, begun))
+            ready = partial(_announce, address, served, options, begun)
+            _run(Server(app, options, lifecycle, ready), listener, options)
         finally:
             gc.unfreeze()
             engine.close()
@@ -169,11 +176,9 @@ def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOption
     )
 
 
-def _run(
-    app: FastAPI, listener: socket.socket, options: ServeOptions, ready: Callable[[], None]
-) -> None:
+def _run(server: Server, listener: socket.socket, options: ServeOptions) -> None:
     try:
-        _Server(server_config(app, options), ready).run(sockets=[listener])
+        server.run(sockets=[listener])
     except OSError as error:  # another process listened first
         raise _cannot_listen(options.host, options.port, error) from error
 
@@ -192,40 +197,85 @@ def server_config(app: FastAPI, options: ServeOptions) -> uvicorn.Config:
         proxy_headers=False,  # `access` wants to know who connects, whatever a client claims
         server_header=False,
         timeout_keep_alive=options.keep_alive_seconds,
-        timeout_graceful_shutdown=options.drain_seconds,
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
 
 
-class _Server(uvicorn.Server):
-    """Tells when it is ready; ends without the traceback or exit status of a signal."""
+class Server(uvicorn.Server):
+    """Tells when it is ready; ends without the traceback or exit status of a signal.
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
+    While open answers end it still listens, so that health checks and clients hear 503 rather than
+    find nobody.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        options: ServeOptions,
+        lifecycle: Lifecycle,
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(server_config(app, options))
+        self._drain_seconds = options.drain_seconds
+        self._lifecycle = lifecycle
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to listen."""
         await super().startup(sockets)
         self._ready()
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
+        """SIGINT and SIGTERM stop the server while this is open."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self._stop)
+            loop.add_signal_handler(number, self.stop)
         try:
             yield
         finally:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
 
-    def _stop(self) -> None:
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lets answers end, cuts those that take too long, and only then closes the listener."""
+        await self._drain()
+        await self._cut_answers()
+        await self._close_connections()
+        await super().shutdown(sockets)
+
+    def stop(self) -> None:
+        """Lets open answers end and takes nothing more; the second call cuts them at once."""
         if not self.should_exit:
             logger.info("Stopping: open answers may end; once more stops at once.")
+            self._lifecycle.stopping = True
             self.should_exit = True
             return
         self.force_exit = True
         for task in self.server_state.tasks:
             task.cancel()
+
+    async def _drain(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._drain_seconds
+        while self.server_state.tasks and not self.force_exit and loop.time() < deadline:
+            await asyncio.wait(set(self.server_state.tasks), timeout=deadline - loop.time())
+
+    async def _cut_answers(self) -> None:
+        """Each tells its client; who does not read that is not waited for."""
+        for task in self.server_state.tasks:
+            task.cancel()
+        if self.server_state.tasks:
+            await asyncio.wait(set(self.server_state.tasks), timeout=_CLOSE_SECONDS)
+
+    async def _close_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while self.server_state.connections and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def _shown_host(host: str) -> str:

@@ -7,11 +7,19 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+
+DONE = "data: [DONE]\n\n"
+
+
+def event(payload: dict[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {to_json(payload).decode()}\n\n"
 
 
 class EventStream(Response):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 
@@ -107,3 +109,23 @@ def test_fill_writes_pages_and_slots() -> None:
     assert tables.last_page_len[:2].tolist() == [1, 2]
     expected = [b[1] * 4, *(a[0] * 4 + i for i in range(4)), a[1] * 4, a[1] * 4 + 1]
     assert tables.slot_mapping[:7].tolist() == expected
+
+
+def test_debugging_shows_what_the_cache_does(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "prefixcache")
+    cache = CacheManager(9, 4)
+    cache.commit(started(cache, "a", 10), 0, 12)
+    cache.mark_filled(["a"], [10])
+    cache.commit(started(cache, "b", 10), 8, 4)
+    cache.release(["b"])
+    assert cache.commit(started(cache, "c", 99), 0, 99) is None
+    cache.free(["a"])
+    cache.reset()
+    assert [record.getMessage() for record in caplog.records] == [
+        "Request a hits 0 tokens in the cache.",
+        "Request b hits 8 tokens in the cache.",
+        "Request b gives its blocks back and waits.",
+        "Request c waits: too few free blocks.",
+        "Request a ends and gives its blocks back.",
+        "All cached prefixes are forgotten.",
+    ]

@@ -5,6 +5,7 @@ Every call is one for the whole batch, never one per block.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from prefixcache._core import PrefixCache
@@ -12,6 +13,8 @@ from prefixcache._core import Sequence as CoreSequence
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.request import Request
 from prefixcache.step_plan import StepPlan
+
+logger = logging.getLogger(__name__)
 
 
 class CacheManager:
@@ -113,7 +116,12 @@ class CacheManager:
         Returns the hit tokens taken, or None when blocks are lacking; then nothing has changed.
         """
         sequence = self._sequences[request_id]
-        return self._cache.commit_prefix_plan(sequence, hit_tokens, num_tokens)
+        taken = self._cache.commit_prefix_plan(sequence, hit_tokens, num_tokens)
+        if taken is None:
+            logger.debug("Request %s waits: too few free blocks.", request_id)
+        else:
+            logger.debug("Request %s hits %d tokens in the cache.", request_id, taken)
+        return taken
 
     def append(self, wanted: Sequence[tuple[str, int]]) -> int:
         """Slots for more tokens of each request, in order.
@@ -147,10 +155,14 @@ class CacheManager:
             for sequence, group, index, holder in twins:
                 self._cache.replace_block(sequences[sequence], group, index, holder)
             self.num_merged_blocks += len(twins)
+            if twins:
+                logger.debug("%d blocks with the same content were merged.", len(twins))
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Gives the blocks back; the requests stay known and can be committed again."""
         self._cache.release(self._of(request_ids))
+        for request_id in request_ids:
+            logger.debug("Request %s gives its blocks back and waits.", request_id)
 
     def free(self, request_ids: Sequence[str]) -> None:
         """Gives the blocks back and forgets the requests."""
@@ -158,6 +170,7 @@ class CacheManager:
         for request_id in request_ids:
             self._prompt_lengths.pop(request_id, None)
             self._unhashed.discard(request_id)
+            logger.debug("Request %s ends and gives its blocks back.", request_id)
         self._cache.release([sequence for sequence in sequences if sequence.is_committed])
 
     def fill(self, plan: StepPlan, buffers: Sequence[BlockTableBuffers]) -> None:
@@ -181,6 +194,7 @@ class CacheManager:
     def reset(self) -> None:
         """Forgets all cached prefixes; running requests keep their blocks."""
         self._cache.clear_cache_index()
+        logger.debug("All cached prefixes are forgotten.")
 
     @property
     def weight_version(self) -> int:

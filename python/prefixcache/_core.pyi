@@ -214,7 +214,7 @@ class PrefixCache:
         """Tokens in a block."""
     @property
     def num_blocks(self) -> int:
-        """Blocks that can be handed out: the null block is not counted."""
+        """Blocks, block 0, the null block, counted: it is never handed out."""
     @property
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds."""
@@ -292,7 +292,7 @@ class BlockPool:
         """Set the number of blocks, the null block counted; how many above it are still held."""
     @property
     def num_blocks(self) -> int:
-        """Blocks that can be handed out: the null block is not counted."""
+        """Blocks, block 0, the null block, counted: it is never handed out."""
     @property
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds."""

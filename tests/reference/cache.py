@@ -328,7 +328,7 @@ class ReferenceCache:
 
     @property
     def num_blocks(self) -> int:
-        return self.pool.num_blocks - 1
+        return self.pool.num_blocks
 
     @property
     def num_free_blocks(self) -> int:

@@ -153,6 +153,6 @@ async def test_shutting_down_a_halted_engine_ends_its_requests(served: Served, d
     await asyncio.wait_for(served.engine.shutdown(drain=drain), 5)
     assert (await running)[-1].finish_reason == "abort"
     assert (await waiting)[-1].finish_reason == "abort"
-    assert served.cache.num_free_blocks == served.cache.num_blocks
+    assert served.cache.num_free_blocks == served.cache.num_blocks - 1
     with pytest.raises(EngineDeadError):
         await served.engine.update_weights_from_disk("1")

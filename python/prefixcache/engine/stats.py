@@ -13,7 +13,8 @@ class PrefixCacheStats:
     are requests looked up and those with a hit, `queried_tokens` and `hit_tokens` their tokens,
     `evictions` blocks whose content was overwritten. `recent_hit_ratio` is the cached share, 0 to
     1, of the tokens of the last `recent_queries` requests, at most 1000. Blocks are `blocks_in_use`
-    by requests or `free_blocks`, `num_blocks` together; `cached_blocks` of both can be hit.
+    by requests or `free_blocks`; `cached_blocks` of both can be hit. `num_blocks` counts them all
+    and the null block, which pads tables and is neither.
     """
 
     enabled: bool

@@ -21,10 +21,10 @@ class CacheManager:
     """One core sequence per request: its tokens, block hashes and block tables.
 
     One thread makes all calls but `probe` and `stats`, the first to change something or the last to
-    `adopt_writer`; attributes may be read from any. The `num_blocks` given counts the null block,
-    the attribute those that requests can hold. Errors of the core pass through: `ValueError` names
-    an argument, `RuntimeError` tells of misuse. Without `publish_answers` only blocks of prompts
-    are shared, for attention whose decodes write other bits than its prefills.
+    `adopt_writer`; attributes may be read from any. `num_blocks` counts the null block, which no
+    request can hold; `num_usable_blocks` does not. Errors of the core pass through: `ValueError`
+    names an argument, `RuntimeError` tells of misuse. Without `publish_answers` only blocks of
+    prompts are shared, for attention whose decodes write other bits than its prefills.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class CacheManager:
         )
         self.block_size = block_size
         self.num_blocks = self._cache.num_blocks
+        self.num_usable_blocks = self.num_blocks - 1
         self._num_groups = num_groups
         self._merge_twins = merge_twins
         self.num_merged_blocks = 0
@@ -65,7 +66,7 @@ class CacheManager:
     @property
     def usage(self) -> float:
         """Share of the blocks that requests hold, 0 to 1."""
-        return 1.0 - self.num_free_blocks / self.num_blocks
+        return 1.0 - self.num_free_blocks / self.num_usable_blocks
 
     def stats(self) -> dict[str, int]:
         """Lifetime counters of the core, and blocks by state. From any thread."""

@@ -293,7 +293,7 @@ class Scheduler:
         return len(request.prompt_token_ids) + request.params.max_tokens
 
     def _check_blocks(self, num_tokens: int) -> None:
-        have = self._cache.num_blocks
+        have = self._cache.num_usable_blocks
         need = -(-num_tokens // self._cache.block_size)
         if need > have:
             raise RequestTooLargeError(

@@ -240,10 +240,10 @@ max_blocks=None)"
         busy.map_err(IntoPyErr::into_py_err)
     }
 
-    /// Blocks that can be handed out: the null block is not counted.
+    /// Blocks, the null block counted, as `num_blocks` is wherever it is given or told.
     #[getter]
     fn num_blocks(&self) -> usize {
-        self.pool.num_blocks() - 1
+        self.pool.num_blocks()
     }
 
     /// Blocks that nobody holds.

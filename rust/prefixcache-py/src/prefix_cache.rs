@@ -524,10 +524,10 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
         Ok(on!(self.0.core()?, |cache| cache.block_size()))
     }
 
-    /// Blocks that can be handed out: the null block is not counted.
+    /// Blocks, the null block counted, as `num_blocks` is wherever it is given or told.
     #[getter]
     fn num_blocks(&self) -> PyResult<usize> {
-        Ok(self.0.core()?.num_blocks() - 1)
+        Ok(self.0.core()?.num_blocks())
     }
 
     /// Blocks that nobody holds.

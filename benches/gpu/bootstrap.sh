@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Installs a folder of `pack.sh` into TARGET, without network and without touching the system:
+#     FOLDER/bootstrap.sh TARGET && . TARGET/activate
+# A folder in PYTHONPATH, since a virtual environment would not see the packages of another one,
+# and torch may live in one. PYTHON names the interpreter that has torch.
+set -euo pipefail
+
+here=$(cd "$(dirname "$0")" && pwd)
+python=${PYTHON:-python3}
+[ $# -eq 1 ] || { sed -n '2,3s/^# //p' "$0" >&2; exit 2; }
+mkdir -p "$1"
+target=$(cd "$1" && pwd)
+
+# The pip of the folder: the interpreter may have none.
+"$python" "$(echo "$here"/wheels/pip-*.whl)/pip" install --quiet --disable-pip-version-check \
+    --no-index --no-deps --no-compile --upgrade --target "$target" "$here"/wheels/*.whl
+rm -rf "$target/flashinfer_jit_cache"
+if [ -f "$here/kernels.tar.gz" ]; then
+    tar --extract --file "$here/kernels.tar.gz" --directory "$target" --no-same-owner
+fi
+cat > "$target/activate" <<END
+export PYTHONPATH=$(printf %q "$target")\${PYTHONPATH:+:\$PYTHONPATH}
+END
+PYTHONPATH=$target "$python" - <<'END'
+import importlib.util
+import sys
+
+import torch
+
+import prefixcache
+from prefixcache import _core
+
+del _core
+packages = ("flashinfer", "flashinfer_jit_cache", "triton", "transformers", "pytest")
+found = [name for name in packages if importlib.util.find_spec(name)]
+print(f"python {sys.version.split()[0]}, torch {torch.__version__}, cuda {torch.version.cuda}")
+print(f"prefixcache {prefixcache.__version__} with {', '.join(found)}")
+END

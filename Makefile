@@ -105,7 +105,8 @@ bench-core: setup                  ## the core's operations from Rust and from P
 	$(BIN)/python benches/core/bench_python.py
 
 bench-gpu-dry: setup-dev           ## what runs on a GPU, with a tiny model on the CPU
-	$(BIN)/python benches/gpu/run.py --dry-run --device cpu
+	$(BIN)/python benches/gpu/run.py --dry-run --device cpu --record target/gpu-dry
+	$(BIN)/python benches/gpu/run.py --dry-run --device cpu --record target/gpu-dry --jit
 
 equality: setup-dev model          ## no bit of an answer changes (SCHEDULES=..., ARGS="--dialogues 4")
 	$(BIN)/python tests/equality.py --schedules $(SCHEDULES)

@@ -1,39 +1,52 @@
-"""Everything that only a GPU can show, in one command without network: checks, speed, peers.
+"""Everything that only a GPU can show, without network: checks, speed, peers.
 
-    python benches/gpu/run.py                            # about 10 minutes on an H200
-    python benches/gpu/run.py --dry-run --device cpu     # all of it with a tiny model
+    python benches/gpu/run.py                            # with prebuilt kernels, 480 s on an H200
+    python benches/gpu/run.py --jit                      # kernels to compile first, and peers
+    python benches/gpu/run.py --dry-run --device cpu     # the same steps with a tiny model
 
-Prints one table and writes it as JSON. Sections that do not fit into the budget are named as such.
+`rows.jsonl` of the record's folder gets the machine and then each row as it is measured, so that a
+run which is cut off loses none; the folder also keeps all that each section printed. Every section
+is a process with a time limit of its own. The table comes last.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from peers import PEERS
+from record import append_row, read_rows
 
 from prefixcache.bench.machine import machine_facts
 
 HERE = Path(__file__).parent
+TESTS = HERE.parents[1] / "tests" / "gpu"
 _LEAST_SECONDS = 15
-_PEER_SECONDS = {"full": 120, "dry": 15}
+_SHOWN_LINES = 30
+# What a process gets to print its stacks before it is killed.
+_ABORT_SECONDS = 5
 
 
 @dataclass(frozen=True)
 class Job:
-    """A section with its options."""
+    """A section with its options, and the seconds that it may take."""
 
     section: str
     shape: str = ""
     peer: str = ""
+    marks: str = ""
+    seconds: float = 60
 
     @property
     def title(self) -> str:
@@ -42,76 +55,135 @@ class Job:
 
 
 FULL = (
-    Job("kernels"),
-    Job("equality", "qwen3-0.6b"),
-    Job("steps", "qwen2.5-7b"),
-    Job("workload", "qwen2.5-7b"),
-    Job("equality", "qwen2.5-7b"),
-    Job("workload", "qwen3-0.6b"),
-    Job("workload", "llama-3.2-1b"),
-    Job("steps", "qwen3-0.6b"),
-    Job("steps", "llama-3.2-1b"),
-    Job("peer", "qwen2.5-7b", "vllm"),
-    Job("peer", "qwen3-0.6b", "nano-vllm"),
-    Job("peer", "qwen2.5-7b", "transformers"),
-    Job("compiled_kernels"),
+    Job("smoke", "two-layers", seconds=60),
+    Job("tests", marks="not jit", seconds=120),
+    Job("steps", "qwen2.5-7b", seconds=90),
+    Job("equality", "qwen2.5-7b", seconds=90),
+    Job("workload", "qwen2.5-7b", seconds=90),
+    Job("kernels", seconds=30),
+    Job("equality", "qwen3-0.6b", seconds=60),
+    Job("workload", "qwen3-0.6b", seconds=60),
+    Job("steps", "qwen3-0.6b", seconds=60),
+    Job("peer", "qwen2.5-7b", "transformers", seconds=60),
+)
+# Heads of 64, windows and soft caps have no prebuilt kernel.
+JIT = (
+    Job("compiled_kernels", seconds=240),
+    Job("steps", "llama-3.2-1b", seconds=60),
+    Job("workload", "llama-3.2-1b", seconds=60),
+    Job("peer", "qwen2.5-7b", "vllm", seconds=150),
+    Job("peer", "qwen3-0.6b", "nano-vllm", seconds=90),
+    Job("peer", "qwen2.5-7b", "transformers", seconds=60),
+    Job("tests", marks="jit", seconds=120),
 )
 DRY = (
-    Job("kernels+compiled_kernels+equality+steps+workload", "tiny"),
-    Job("peer", "tiny", "vllm"),
-    Job("peer", "tiny", "nano-vllm"),
-    Job("peer", "tiny", "transformers"),
+    Job("smoke+kernels+steps+equality+workload", "tiny"),
+    Job("tests", marks="not jit"),
+    Job("peer", "tiny", "transformers", seconds=15),
+)
+DRY_JIT = (
+    Job("compiled_kernels", "tiny"),
+    Job("peer", "tiny", "vllm", seconds=15),
+    Job("peer", "tiny", "nano-vllm", seconds=15),
+    Job("tests", marks="jit"),
 )
 
 
-def run_job(job: Job, device: str, scale: str, seconds: float) -> list[dict[str, Any]]:
-    """Rows of one section, in a process of its own; a failure becomes a row."""
-    with tempfile.TemporaryDirectory() as folder:
-        options, result = Path(folder) / "options.json", Path(folder) / "result.json"
-        options.write_text(
-            json.dumps({"device": device, "scale": scale, "shape": job.shape, "peer": job.peer})
-        )
-        command = [sys.executable, HERE / "sections.py", job.section, options, result]
-        try:
-            done = subprocess.run(
-                command, timeout=seconds, check=False, stderr=subprocess.PIPE, text=True
+@dataclass(frozen=True)
+class Run:
+    """Where sections run and what they leave behind."""
+
+    folder: Path
+    device: str = "cuda"
+    scale: str = "full"
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    @property
+    def record(self) -> Path:
+        """The rows so far, one JSON object a line."""
+        return self.folder / "rows.jsonl"
+
+    def job(self, job: Job, seconds: float) -> None:
+        """Runs one section; that it fails becomes a row after those it measured."""
+        failure = self.process(self._command(job), job.title, seconds)
+        if failure is not None:
+            row = {"section": job.section, "what": job.title, "unit": failure}
+            append_row(self.record, row if job.peer else row | {"ok": False})
+
+    def process(self, command: Sequence[str | Path], title: str, seconds: float) -> str | None:
+        """Runs a command with its output in a file of the folder; says how it failed."""
+        log = self.folder / f"{title.replace(' ', '-')}.log"
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=output,
+                env=dict(self.environment),
+                # So that compilers and workers that a section started end with it.
+                start_new_session=True,
             )
-            failure = _last_line(done.stderr) if done.returncode else None
-            sys.stderr.write(done.stderr)
-        except subprocess.TimeoutExpired as expired:
-            told = expired.stderr or b""
-            sys.stderr.write(told if isinstance(told, str) else told.decode(errors="replace"))
-            failure = f"stopped after {seconds:.0f} s"
-        rows = json.loads(result.read_text()) if result.exists() else []
-    if failure is not None:
-        failed: dict[str, Any] = {"section": job.section, "what": job.title, "unit": failure}
-        rows.append(failed if job.peer else failed | {"ok": False})
-    return rows
+            try:
+                status = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                status = None
+                process.send_signal(signal.SIGABRT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_ABORT_SECONDS)
+            finally:
+                _kill_group(process)
+        if status == 0:
+            return None
+        lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
+        print("\n".join(lines[-_SHOWN_LINES:]), file=sys.stderr, flush=True)
+        return f"stopped after {seconds:.0f} s" if status is None else f"failed: {lines[-1]}"
+
+    def _command(self, job: Job) -> list[str | Path]:
+        if job.section == "tests":
+            options = ["-m", job.marks, "-v", "--tb=short", "-p", "no:cacheprovider"]
+            rows = ["-p", "pytest_rows", "--rows", self.record]
+            return [sys.executable, "-X", "faulthandler", "-m", "pytest", TESTS, *options, *rows]
+        given = {"device": self.device, "scale": self.scale, "shape": job.shape, "peer": job.peer}
+        sections = [HERE / "sections.py", job.section, json.dumps(given), self.record]
+        return [sys.executable, "-X", "faulthandler", *sections]
 
 
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return f"failed: {lines[-1]}" if lines else "failed"
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends what is left of a section. A process that hangs in the driver is left behind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_ABORT_SECONDS)
 
 
-def run_all(jobs: tuple[Job, ...], device: str, scale: str, budget: float) -> list[dict[str, Any]]:
+def run_all(run: Run, jobs: Sequence[Job], budget: float) -> None:
     """All sections in order, the most wanted first, until the budget is spent."""
     end = time.monotonic() + budget
-    rows: list[dict[str, Any]] = []
     for job in jobs:
-        left = end - time.monotonic()
-        if left < _LEAST_SECONDS:
-            rows.append(
-                {"section": job.section, "what": job.title, "unit": "skipped: no time left"}
-            )
-            continue
-        if job.peer and not PEERS[job.peer].installed:
-            rows.append({"section": job.section, "what": job.title, "unit": "not installed"})
+        left = end - time.monotonic() - _ABORT_SECONDS
+        if (missing := _missing(job, left)) is not None:
+            append_row(run.record, {"section": job.section, "what": job.title, "unit": missing})
             continue
         begun = time.monotonic()
-        rows += run_job(job, device, scale, min(left, _PEER_SECONDS[scale]) if job.peer else left)
+        run.job(job, min(left, job.seconds))
         print(f"{job.title}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
-    return rows
+
+
+def _missing(job: Job, left: float) -> str | None:
+    if left < min(_LEAST_SECONDS, job.seconds):
+        return "skipped: no time left"
+    if job.peer and not PEERS[job.peer].installed:
+        return "not installed"
+    return None
+
+
+def section_environment(jit: bool) -> dict[str, str]:
+    """Sections find the modules beside this file; where kernels are prebuilt, none is compiled."""
+    environment = dict(os.environ)
+    paths = [str(HERE), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    if importlib.util.find_spec("flashinfer_jit_cache") is not None and not jit:
+        environment["FLASHINFER_DISABLE_JIT"] = "1"
+    return environment
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -133,40 +205,58 @@ def facts(device: str) -> dict[str, Any]:
     """The machine, and the GPU as its driver names it."""
     found: dict[str, Any] = dict(machine_facts())
     if device == "cuda":
-        query = [
-            "nvidia-smi",
-            "--query-gpu=name,driver_version,memory.total",
-            "--format=csv,noheader",
-        ]
-        found["gpu"] = subprocess.run(
-            query, check=True, capture_output=True, text=True
-        ).stdout.strip()
+        fields = "--query-gpu=name,driver_version,memory.total"
+        command = ["nvidia-smi", fields, "--format=csv,noheader"]
+        try:
+            told = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20)
+            found["gpu"] = told.stdout.strip()
+        except (OSError, subprocess.TimeoutExpired) as failure:
+            found["gpu"] = f"unknown: {failure}"
     return found
 
 
 def main() -> int:
     """Exit status 1 when something that must hold does not."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model and short workloads")
-    parser.add_argument("--budget", type=float, default=570, help="seconds for all of it")
+    parser.add_argument("--jit", action="store_true", help="kernels to compile first, and peers")
+    parser.add_argument("--budget", type=float, default=480, help="seconds for all of it")
     parser.add_argument("--only", help="sections to run, by comma")
-    parser.add_argument("--json", type=Path, help="where the rows go")
+    parser.add_argument("--record", type=Path, help="a folder for the rows and all output")
     options = parser.parse_args()
     if options.device == "cpu" and not options.dry_run:
         parser.error("--device cpu is for --dry-run: the models are too large")
-    jobs = DRY if options.dry_run else FULL
-    if options.only:
-        jobs = tuple(job for job in jobs if job.section in options.only.split(","))
+    # So that a run that is ended from outside ends its section too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     begun = time.monotonic()
-    scale = "dry" if options.dry_run else "full"
-    rows = run_all(jobs, options.device, scale, options.budget)
+    run = Run(
+        folder=options.record or Path(time.strftime("gpu-record-%Y%m%d-%H%M%S")),
+        device=options.device,
+        scale="dry" if options.dry_run else "full",
+        environment=section_environment(options.jit),
+    )
+    run.folder.mkdir(parents=True, exist_ok=True)
+    first = len(read_rows(run.record))
+    append_row(run.record, {"machine": facts(options.device)})
+    run_all(run, _jobs(options), options.budget)
+    rows = read_rows(run.record)[first + 1 :]
     print(table(rows))
-    print(f"\n{len(rows)} rows in {time.monotonic() - begun:.0f} s")
-    if options.json is not None:
-        record = {"machine": facts(options.device), "rows": rows}
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"\n{len(rows)} rows in {time.monotonic() - begun:.0f} s, kept in {run.folder}")
     return 0 if all(row.get("ok", True) for row in rows) else 1
+
+
+def _jobs(options: argparse.Namespace) -> list[Job]:
+    jobs = {
+        (False, False): FULL,
+        (False, True): JIT,
+        (True, False): DRY,
+        (True, True): DRY_JIT,
+    }[options.dry_run, options.jit]
+    wanted = options.only.split(",") if options.only else None
+    return [job for job in jobs if wanted is None or job.section in wanted]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The parts of a run. Each is a process of its own, since matmuls are pinned before CUDA starts.
 
-`python sections.py NAME[+NAME...] OPTIONS.json RESULT.json`; a section gives rows of the table.
+`python sections.py NAME[+NAME...] OPTIONS RECORD`, OPTIONS in JSON; a section gives rows, which are
+added to the record as they come.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ import dataclasses
 import gc
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import peers
 import torch
+from record import Row, append_row
 from shapes import SHAPES, Shape
 from system import Setup, System, random_model, random_prompts, reference_attention
 
 from prefixcache.attention.base import AttentionBatch, AttentionSpec, kv_shape_nhd
 from prefixcache.attention.registry import AttentionOptions, make_attention
+from prefixcache.config import RopeConfig
+from prefixcache.ops import activation, norm, rope
 from prefixcache.ops.cuda import pin_matmul
 
 
@@ -89,7 +95,6 @@ class Options:
         return torch.device(self.device)
 
 
-Row = dict[str, Any]
 PREBUILT_CASES: tuple[dict[str, Any], ...] = (
     {"num_heads": 28, "num_kv_heads": 4, "head_dim": 128},
     {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128},
@@ -102,6 +107,62 @@ COMPILED_CASES: tuple[dict[str, Any], ...] = (
 )
 RELATIVE_ERROR = 0.02
 ABSOLUTE_ERROR = {"cuda": 0.02, "cpu": 1e-4}
+
+
+def smoke(options: Options) -> Iterator[Row]:
+    """Each fused op once, then each mode: a few steps, eagerly and from graphs."""
+    device = options.torch_device
+    for name, check in _fused_ops(device):
+        yield _tried(name, check)
+    scale = SCALES["dry"]
+    model = random_model(SHAPES[options.shape], device, scale.max_model_len)
+    prompts = random_prompts(4, 0, scale.context, model.config.vocab_size, seed=6)
+    for attention, invariant in _modes(device):
+        answers: list[Any] = []
+
+        def answered(setup: Setup, answers: list[Any] = answers) -> bool:
+            answers.append(System(model, setup).answer(prompts, 4, logprobs=True))
+            # Graphs add rows to a batch: bits are kept only where they are promised.
+            return not setup.batch_invariant or answers[0] == answers[-1]
+
+        for eager in (True, False) if device.type == "cuda" else (True,):
+            setup = _setup(scale, attention=attention, batch_invariant=invariant, eager=eager)
+            mode = f"{attention}{' invariant' if invariant else ''}"
+            how = "eager" if eager else "graphs"
+            yield _tried(f"{mode}, {how}", partial(answered, setup))
+
+
+def _fused_ops(device: torch.device) -> Iterator[tuple[str, Callable[[], bool]]]:
+    """Ops whose device form is one Triton kernel, against their plain forms."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    heads = torch.randn(33, 12, 128, generator=generator).to(dtype)
+    weight = torch.randn(12, 128, generator=generator).to(dtype)
+
+    def same(op: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> bool:
+        there = op(*(tensor.to(device) for tensor in inputs)).cpu()
+        return torch.allclose(there, op(*inputs), atol=2**-7, rtol=2**-7)
+
+    table = rope.RotaryEmbedding(RopeConfig(), 128, 64, torch.device("cpu")).at(torch.arange(33))
+    yield "rms_norm", partial(same, partial(norm.rms_norm, eps=1e-6), heads, weight)
+    yield "silu_and_mul", partial(same, activation.silu_and_mul, heads.flatten(1))
+    yield "apply_rope", partial(same, rope.apply_rope, heads, *table)
+
+
+def _tried(what: str, check: Callable[[], bool]) -> Row:
+    """Seconds of a check; that it fails is its row, so that the others are still tried."""
+    row: Row = {"section": "smoke", "what": what}
+    begun = time.perf_counter()
+    try:
+        ok = check()
+    except Exception as failure:  # noqa: BLE001 - whatever a kernel raises
+        traceback.print_exc()
+        return row | {"unit": _first_line(failure), "ok": False}
+    return row | {"value": time.perf_counter() - begun, "unit": "s", "ok": ok}
+
+
+def _first_line(failure: Exception) -> str:
+    return f"failed: {str(failure).strip() or repr(failure)}".splitlines()[0]
 
 
 def kernels(options: Options) -> Iterator[Row]:
@@ -126,7 +187,7 @@ def _kernel_row(case: dict[str, Any], device: torch.device) -> Row:
         error = _attention_error(AttentionSpec(scale=case["head_dim"] ** -0.5, **case), device)
     except Exception as failure:  # noqa: BLE001 - whatever a kernel raises
         traceback.print_exc()
-        return row | {"unit": f"failed: {failure}".splitlines()[0], "ok": False}
+        return row | {"unit": _first_line(failure), "ok": False}
     return row | {
         "value": error,
         "unit": f"largest error beyond {RELATIVE_ERROR:.0%}",
@@ -242,7 +303,10 @@ def peer(options: Options) -> Iterator[Row]:
         }
 
 
+# Their matmuls must not depend on the batch.
+PINNED = ("smoke", "equality")
 SECTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
+    "smoke": smoke,
     "kernels": kernels,
     "compiled_kernels": compiled_kernels,
     "equality": equality,
@@ -345,18 +409,16 @@ def _indptr(counts: list[int]) -> torch.Tensor:
 
 
 def main() -> None:
-    """Runs one section and writes its rows, those before a failure included."""
-    names, options_file, result_file = sys.argv[1:]
-    options = Options(**json.loads(Path(options_file).read_text()))
+    """Runs sections and writes their rows, those before a failure included."""
+    names, options_json, record = sys.argv[1:]
+    options = Options(**json.loads(options_json))
     if options.device == "cpu":
         torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much to waiting
-    if names == "equality" and options.device == "cuda":
+    if names in PINNED and options.device == "cuda":
         pin_matmul()
-    rows: list[Row] = []
     for name in names.split("+"):
         for row in SECTIONS[name](options):
-            rows.append(row)
-            Path(result_file).write_text(json.dumps(rows))
+            append_row(Path(record), row)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,24 @@ SHAPES = {
             {"prefill": 2.61, "1": 0.58, "64": 1.07, "256": 2.57},
         ),
         Shape(
+            # The attention of qwen2.5-7b and little else.
+            "two-layers",
+            _config(
+                "Qwen2ForCausalLM",
+                "qwen2",
+                hidden_size=3584,
+                intermediate_size=1024,
+                num_hidden_layers=2,
+                num_attention_heads=28,
+                num_key_value_heads=4,
+                vocab_size=1024,
+                max_position_embeddings=512,
+                rms_norm_eps=1e-6,
+                rope_theta=1e6,
+                tie_word_embeddings=False,
+            ),
+        ),
+        Shape(
             "tiny",
             _config(
                 "Qwen3ForCausalLM",

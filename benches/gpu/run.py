@@ -60,7 +60,9 @@ FULL = (
     Job("steps", "qwen2.5-7b", seconds=90),
     Job("equality", "qwen2.5-7b", seconds=90),
     Job("workload", "qwen2.5-7b", seconds=90),
-    Job("kernels", seconds=30),
+    Job("kernels+attention+sampling+profiles", "qwen2.5-7b", seconds=90),
+    Job("matmuls", "qwen2.5-7b", seconds=30),
+    Job("pinned_matmuls", "qwen2.5-7b", seconds=30),
     Job("equality", "qwen3-0.6b", seconds=60),
     Job("workload", "qwen3-0.6b", seconds=60),
     Job("steps", "qwen3-0.6b", seconds=60),
@@ -77,8 +79,9 @@ JIT = (
     Job("tests", marks="jit", seconds=120),
 )
 DRY = (
-    Job("smoke+kernels+steps+equality+workload", "tiny"),
-    Job("tests", marks="not jit"),
+    Job("smoke+kernels+steps+equality+workload", "tiny", seconds=120),
+    Job("attention+sampling+profiles+matmuls+pinned_matmuls", "tiny", seconds=120),
+    Job("tests", marks="not jit", seconds=120),
     Job("peer", "tiny", "transformers", seconds=15),
 )
 DRY_JIT = (

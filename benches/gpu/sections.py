@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import details
 import peers
 import torch
 from record import Row, append_row
 from shapes import SHAPES, Shape
-from system import Setup, System, random_model, random_prompts, reference_attention
+from system import Setup, System, mixed_batch, random_model, random_prompts, reference_attention
 
-from prefixcache.attention.base import AttentionBatch, AttentionSpec, kv_shape_nhd
+from prefixcache.attention.base import AttentionSpec, kv_shape_nhd
 from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.config import RopeConfig
 from prefixcache.ops import activation, norm, rope
@@ -43,6 +44,7 @@ class Scale:
     decode_steps: int
     step_tokens: int
     chunk: int
+    matmul_rows: int
 
     @property
     def max_model_len(self) -> int:
@@ -63,6 +65,7 @@ SCALES = {
         decode_steps=32,
         step_tokens=8192,
         chunk=300,
+        matmul_rows=512,
     ),
     "dry": Scale(
         requests=4,
@@ -74,6 +77,7 @@ SCALES = {
         decode_steps=4,
         step_tokens=64,
         chunk=30,
+        matmul_rows=8,
     ),
 }
 
@@ -303,8 +307,44 @@ def peer(options: Options) -> Iterator[Row]:
         }
 
 
+def profiles(options: Options) -> Iterator[Row]:
+    """The longest kernels of a prefill and of a decode step."""
+    scale = SCALES[options.scale]
+    setup = _setup(scale, attention=_fast(options.torch_device), prefix_caching=False)
+    yield from details.profiles(SHAPES[options.shape], setup, options.torch_device, scale.context)
+
+
+def sampling(options: Options) -> Iterator[Row]:
+    """Sampled against greedy steps, and the host's time to plan one."""
+    scale = SCALES[options.scale]
+    setup = _setup(scale, attention=_fast(options.torch_device))
+    yield from details.sampling(SHAPES[options.shape], setup, options.torch_device, scale.context)
+
+
+def attention(options: Options) -> Iterator[Row]:
+    """FA2 and FA3 side by side, one layer."""
+    scale = SCALES[options.scale]
+    shape, device = SHAPES[options.shape], options.torch_device
+    yield from details.attention(shape, device, scale.requests, scale.context)
+
+
+def matmuls(options: Options) -> Iterator[Row]:
+    """Each linear as torch runs it."""
+    yield from _matmuls(options, "as they come")
+
+
+def pinned_matmuls(options: Options) -> Iterator[Row]:
+    """Each linear as batch-invariant mode runs it."""
+    yield from _matmuls(options, "pinned")
+
+
+def _matmuls(options: Options, kind: str) -> Iterator[Row]:
+    rows = SCALES[options.scale].matmul_rows
+    yield from details.matmuls(SHAPES[options.shape], options.torch_device, rows, kind)
+
+
 # Their matmuls must not depend on the batch.
-PINNED = ("smoke", "equality")
+PINNED = ("smoke", "equality", "pinned_matmuls")
 SECTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "smoke": smoke,
     "kernels": kernels,
@@ -313,6 +353,11 @@ SECTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "workload": workload,
     "steps": steps,
     "peer": peer,
+    "profiles": profiles,
+    "sampling": sampling,
+    "attention": attention,
+    "matmuls": matmuls,
+    "pinned_matmuls": pinned_matmuls,
 }
 
 
@@ -352,7 +397,7 @@ def _attention_error(spec: AttentionSpec, device: torch.device) -> float:
     """
     lengths = [(700, 1), (33, 1), (16, 1), (0, 130), (250, 77), (15, 1)]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    batch, num_blocks = _mixed_batch(lengths, num_decodes=3, device=device)
+    batch, num_blocks = mixed_batch(lengths, num_decodes=3, device=device)
     generator = torch.Generator(device).manual_seed(0)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -378,38 +423,19 @@ def _attention_error(spec: AttentionSpec, device: torch.device) -> float:
     return float(((ours - plain).abs() - RELATIVE_ERROR * plain.abs()).clamp(min=0).max())
 
 
-def _mixed_batch(
-    lengths: list[tuple[int, int]], num_decodes: int, device: torch.device
-) -> tuple[AttentionBatch, int]:
-    pages = [-(-(start + count) // 16) for start, count in lengths]
-    table = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(1)) + 1
-    parts = table.split(pages)
-    slots = [
-        int(part[p // 16]) * 16 + p % 16
-        for (start, count), part in zip(lengths, parts, strict=True)
-        for p in range(start, start + count)
-    ]
-    batch = AttentionBatch(
-        qo_indptr=_indptr([count for _, count in lengths]),
-        kv_indptr=_indptr(pages),
-        kv_indices=table.to(torch.int32),
-        last_page_len=torch.tensor(
-            [s + c - (n - 1) * 16 for (s, c), n in zip(lengths, pages, strict=True)],
-            dtype=torch.int32,
-        ),
-        slot_mapping=torch.tensor(slots, device=device),
-        max_q_len=max(count for _, count in lengths),
-        num_decodes=num_decodes,
-    )
-    return batch, sum(pages) + 1
-
-
-def _indptr(counts: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+def _rows(name: str, options: Options) -> Iterator[Row]:
+    """A section's rows, those before a failure included; the failure is the last one."""
+    try:
+        yield from SECTIONS[name](options)
+    except Exception as failure:  # noqa: BLE001 - whatever a kernel or another engine raises
+        traceback.print_exc()
+        what = " ".join(part for part in (name, options.shape, options.peer) if part)
+        row: Row = {"section": name, "what": what, "unit": _first_line(failure)}
+        yield row if options.peer else row | {"ok": False}
 
 
 def main() -> None:
-    """Runs sections and writes their rows, those before a failure included."""
+    """Runs sections and writes their rows as they come."""
     names, options_json, record = sys.argv[1:]
     options = Options(**json.loads(options_json))
     if options.device == "cpu":
@@ -417,7 +443,7 @@ def main() -> None:
     if names in PINNED and options.device == "cuda":
         pin_matmul()
     for name in names.split("+"):
-        for row in SECTIONS[name](options):
+        for row in _rows(name, options):
             append_row(Path(record), row)
 
 

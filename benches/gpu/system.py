@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,7 +12,7 @@ import torch
 from shapes import Shape
 
 from prefixcache.attention import flashinfer_reference
-from prefixcache.attention.base import AttentionBackend, AttentionSpec
+from prefixcache.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
 from prefixcache.attention.flashinfer import FlashInferAttention
 from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -157,9 +157,21 @@ class System:
         self.answer(prompts, max_tokens)
         return time.perf_counter() - begun
 
-    def decode_ms(self, prompts: Sequence[Sequence[int]], num_steps: int) -> float:
+    def stepper(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Callable[[], object]:
+        """Adds prompts; each call is one step of the engine."""
+        self._add(prompts, max_tokens)
+        return self.engine.step
+
+    def finish(self) -> None:
+        """Steps until every request is answered."""
+        while self.engine.has_unfinished():
+            self.engine.step()
+
+    def decode_ms(
+        self, prompts: Sequence[Sequence[int]], num_steps: int, *, temperature: float = 0.0
+    ) -> float:
         """Median wall time of a step in which every prompt is answered by one more token."""
-        self._add(prompts, num_steps + 2, logprobs=False)
+        self._add(prompts, num_steps + 2, temperature=temperature)
         times: list[float] = []
         while self.engine.has_unfinished():
             begun = time.perf_counter()
@@ -169,11 +181,16 @@ class System:
         return 1000 * statistics.median(times[-num_steps:])
 
     def _add(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, logprobs: bool
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        *,
+        logprobs: bool = False,
+        temperature: float = 0.0,
     ) -> list[str]:
         params = SamplingParams(
             max_tokens=max_tokens,
-            temperature=0.0,
+            temperature=temperature,
             ignore_eos=True,
             logprobs=0 if logprobs else None,
         )
@@ -207,6 +224,37 @@ def reference_attention(spec: AttentionSpec, device: torch.device) -> AttentionB
         hopper=False,
         workspace_bytes=16,
     )
+
+
+def mixed_batch(
+    lengths: list[tuple[int, int]], num_decodes: int, device: torch.device
+) -> tuple[AttentionBatch, int]:
+    """A step of (tokens before it, tokens in it) each, in pages in no order, and a pool's size."""
+    pages = [-(-(start + count) // 16) for start, count in lengths]
+    table = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(1)) + 1
+    parts = table.split(pages)
+    slots = [
+        int(part[p // 16]) * 16 + p % 16
+        for (start, count), part in zip(lengths, parts, strict=True)
+        for p in range(start, start + count)
+    ]
+    batch = AttentionBatch(
+        qo_indptr=_indptr([count for _, count in lengths]),
+        kv_indptr=_indptr(pages),
+        kv_indices=table.to(torch.int32),
+        last_page_len=torch.tensor(
+            [s + c - (n - 1) * 16 for (s, c), n in zip(lengths, pages, strict=True)],
+            dtype=torch.int32,
+        ),
+        slot_mapping=torch.tensor(slots, device=device),
+        max_q_len=max(count for _, count in lengths),
+        num_decodes=num_decodes,
+    )
+    return batch, sum(pages) + 1
+
+
+def _indptr(counts: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
 
 
 def _empty_model(config: ModelConfig, device: torch.device, max_positions: int) -> LlamaModel:

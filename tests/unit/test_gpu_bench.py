@@ -76,6 +76,7 @@ def test_the_dry_run_needs_no_package_that_the_machine_may_lack(
     assert "torch" in machine["machine"]
     measured = {row["section"] for row in rows if "value" in row}
     wanted = {"smoke", "kernels", "steps", "equality", "workload", "tests"}
+    wanted |= {"attention", "sampling", "profiles", "matmuls"}
     assert measured == ({"kernels", "tests"} if command else wanted)
     assert {row["unit"] for row in rows if row["section"] == "peer"} == {"not installed"}
 
@@ -133,6 +134,22 @@ def test_a_section_that_fails_is_a_row_and_the_others_are_run(
         ("peer", "not installed", None),
     ]
     assert "| NO |" in bench.table(_rows(tmp_path))
+
+
+def test_a_section_that_raises_does_not_end_those_after_it(tmp_path: Path, bench: Any) -> None:
+    run = bench.Run(
+        folder=tmp_path, device="cpu", scale="dry", environment=bench.section_environment(jit=False)
+    )
+    run.job(bench.Job("steps+kernels", "no such shape"), 120)
+    first, *others = _rows(tmp_path)
+    assert first == {
+        "section": "steps",
+        "what": "steps no such shape",
+        "unit": "failed: 'no such shape'",
+        "ok": False,
+    }
+    assert {row["section"] for row in others} == {"kernels"}
+    assert all(row["ok"] for row in others)
 
 
 def test_what_the_budget_leaves_no_time_for_is_said(tmp_path: Path, bench: Any) -> None:

@@ -1,0 +1,220 @@
+"""What explains a step's time: its kernels, matmuls, attention, sampling, and its host work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from record import Row
+from shapes import Shape
+from system import Setup, System, mixed_batch, random_model, random_prompts
+from torch.autograd import DeviceType
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+from prefixcache.attention import flashinfer_reference
+from prefixcache.attention.base import AttentionSpec, kv_shape_nhd
+from prefixcache.attention.flashinfer import FlashInferAttention, load_kernels
+
+_SHOWN_KERNELS = 14
+_STEPS = 4
+_REPEATS = 20
+# About 10 ms: longer than the host takes to launch the repeats.
+_SLEEP_CYCLES = 20_000_000
+
+
+def profiles(shape: Shape, setup: Setup, device: torch.device, context: int) -> Iterator[Row]:
+    """The kernels of a prefill and of a decode step that take longest, and the whole tables."""
+    model = random_model(shape, device, setup.max_model_len)
+    system = System(model, setup)
+    vocab = model.config.vocab_size
+    prefills = -(-setup.max_seqs * context // setup.max_tokens)
+    for what, batch, skipped, steps in (
+        (f"prefill of {context}", 1, 0, 1),
+        (f"decode of {setup.max_seqs}", setup.max_seqs, prefills + 4, _STEPS),
+    ):
+        # The first of two, to warm up.
+        for seed in (7, 8):
+            prompts = random_prompts(batch, 0, context, vocab, seed=seed)
+            step = system.stepper(prompts, max_tokens=skipped + steps + 4)
+            for _ in range(skipped):
+                step()
+            averages = _profiled(step, steps, device)
+            system.finish()
+        print(averages.table(row_limit=40), flush=True)
+        longest = _longest(averages, device)
+        total = ("all kernels", sum(us for _, us, _ in longest), sum(n for _, _, n in longest))
+        for name, us, calls in [total, *longest[:_SHOWN_KERNELS]]:
+            yield {
+                "section": "profiles",
+                "what": f"{shape.name}, {what}: {name[:70]}",
+                "value": us / steps,
+                "unit": f"us a step, {calls / steps:g} launches",
+            }
+
+
+def _profiled(step: Callable[[], Any], steps: int, device: torch.device) -> Any:
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        for _ in range(steps):
+            step()
+        _wait(device)
+    return profiler.key_averages()
+
+
+def _longest(averages: Any, device: torch.device) -> list[tuple[str, float, int]]:
+    if device.type == "cuda":
+        found = [
+            (event.key, event.self_device_time_total, event.count)
+            for event in averages
+            if event.device_type == DeviceType.CUDA
+        ]
+    else:
+        found = [(event.key, event.self_cpu_time_total, event.count) for event in averages]
+    return sorted(found, key=lambda kernel: -kernel[1])
+
+
+def matmuls(shape: Shape, device: torch.device, most_rows: int, kind: str) -> Iterator[Row]:
+    """Microseconds of each linear, and whether a row's bits depend on the number of rows."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+    for name, (width, out) in _linears(shape).items():
+        weight = torch.randn(out, width, generator=generator, device=device).to(dtype)
+        x = torch.randn(most_rows, width, generator=generator, device=device).to(dtype)
+        what = f"{shape.name} {name} {width}x{out}, {kind}"
+        rows = 1
+        while rows <= most_rows:
+            us = _microseconds(lambda m=rows, x=x, w=weight: functional.linear(x[:m], w), device)
+            yield {"section": "matmuls", "what": f"{what}, {rows} rows", "value": us, "unit": "us"}
+            rows *= 2
+        whole = functional.linear(x, weight)
+        differing = [
+            count
+            for count in range(1, most_rows)
+            if not torch.equal(functional.linear(x[:count], weight), whole[:count])
+        ]
+        some = f", as {differing[0]} and {differing[-1]}" if differing else ""
+        unit = f"row counts below {most_rows} give other bits{some}"
+        yield {"section": "matmuls", "what": what, "value": len(differing), "unit": unit}
+
+
+def _linears(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Width in and out of a layer's linears, fused as ours are."""
+    config = shape.hf_config
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = config["num_key_value_heads"]
+    return {
+        "qkv": (hidden, (heads + 2 * kv_heads) * head_dim),
+        "o": (heads * head_dim, hidden),
+        "gate_up": (hidden, 2 * config["intermediate_size"]),
+        "down": (config["intermediate_size"], hidden),
+        "lm_head": (hidden, config["vocab_size"]),
+    }
+
+
+def attention(shape: Shape, device: torch.device, batch: int, context: int) -> Iterator[Row]:
+    """One layer of FA2 and FA3: a chunk of `context` tokens, and decodes of `batch` sequences."""
+    config = shape.hf_config
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    spec = AttentionSpec(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5
+    )
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    kernels = load_kernels(device) if device.type == "cuda" else flashinfer_reference
+    for name, lengths, invariance, hopper in (
+        ("chunk, FA2", [(0, context)], "off", False),
+        ("chunk, FA3", [(0, context)], "off", True),
+        ("decode, FA2", [(context, 1)] * batch, "off", True),
+        ("decode, FA2 without split keys", [(context, 1)] * batch, "split", True),
+        ("decode, FA3", [(context, 1)] * batch, "unified", True),
+    ):
+        decodes = batch if lengths[0][1] == 1 else 0
+        step, num_blocks = mixed_batch(lengths, num_decodes=decodes, device=device)
+        backend = FlashInferAttention(
+            spec,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+            invariance=invariance,
+            hopper=hopper,
+            **({} if device.type == "cuda" else {"workspace_bytes": 16}),
+        )
+        total = len(step.slot_mapping)
+        noise = torch.randn(total, heads + 2 * kv_heads, head_dim, device=device).to(dtype)
+        q, k, v = (p.contiguous() for p in noise.split([heads, kv_heads, kv_heads], dim=1))
+        pool = torch.randn(kv_shape_nhd(num_blocks, 16, kv_heads, head_dim), device=device)
+        backend.bind([pool.to(dtype)])
+        backend.plan(step)
+        us = _microseconds(lambda b=backend, q=q, k=k, v=v: b.run(0, q, k, v), device)
+        what = f"{shape.name}, {name}, {len(lengths)} of context {context}"
+        yield {"section": "attention", "what": what, "value": us, "unit": "us a layer"}
+
+
+def sampling(shape: Shape, setup: Setup, device: torch.device, context: int) -> Iterator[Row]:
+    """A decode step with a temperature against a greedy one, and the host's time to plan."""
+    model = random_model(shape, device, setup.max_model_len)
+    system = System(model, replace(setup, prefix_caching=False))
+    prompts = random_prompts(setup.max_seqs, 0, context, model.config.vocab_size, seed=9)
+    times = {
+        temperature: system.decode_ms(prompts, 16, temperature=temperature)
+        for temperature in (0.0, 1.0)
+    }
+    what = f"{shape.name}, decode of {setup.max_seqs}"
+    for temperature, ms in times.items():
+        name = f"{what}, temperature {temperature:g}"
+        yield {"section": "sampling", "what": name, "value": ms, "unit": "ms"}
+    ratio = times[1.0] / times[0.0]
+    yield {"section": "sampling", "what": f"{what}, sampled / greedy", "value": ratio, "unit": ""}
+    plans = _timed_plans(system.attention)
+    system.decode_ms(prompts, 16)
+    us = 1e6 * sorted(plans)[len(plans) // 2]
+    yield {"section": "sampling", "what": f"{what}, plan", "value": us, "unit": "us of the host"}
+
+
+def _timed_plans(backend: Any) -> list[float]:
+    """Seconds of each plan of the backend from now on."""
+    seconds: list[float] = []
+
+    def timed(plan: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return plan(*args, **kwargs)
+            finally:
+                seconds.append(time.perf_counter() - begun)
+
+        return call
+
+    backend.plan, backend.plan_graph = timed(backend.plan), timed(backend.plan_graph)
+    return seconds
+
+
+def _microseconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Mean of some calls in a row, warm; on a GPU of the device alone."""
+    for _ in range(3):
+        work()
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        for _ in range(_REPEATS):
+            work()
+        return 1e6 * (time.perf_counter() - begun) / _REPEATS
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_SLEEP_CYCLES)  # noqa: SLF001 - so that the host has launched all calls
+    begin.record()
+    for _ in range(_REPEATS):
+        work()
+    end.record()
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end) / _REPEATS
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

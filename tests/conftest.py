@@ -2,4 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Generator
+
+import pytest
+
 pytest_plugins = ["repeatable", "workers", "checkpoints"]
+
+
+@pytest.fixture(autouse=True)
+def _log_level_as_before() -> Generator[None, None, None]:
+    """Commands set the level of the whole process, in which other tests look at the log."""
+    logger = logging.getLogger("prefixcache")
+    level = logger.level
+    yield
+    logger.setLevel(level)

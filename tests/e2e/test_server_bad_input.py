@@ -63,7 +63,7 @@ BOTH = [
     ("min_p", -0.5, "0.0"),
     ("presence_penalty", 2.1, "2.0"),
     ("frequency_penalty", -2.1, "-2.0"),
-    ("repetition_penalty", 0, "(0.0"),
+    ("repetition_penalty", 0, "[0.01"),
     ("n", 0, "1"),
     ("n", 129, "128"),
     ("n", True, "integer"),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,6 @@ from typer.testing import CliRunner, Result
 
 from prefixcache.cli import app, parse_size
 from prefixcache.exceptions import ConfigError
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_before() -> Generator[None, None, None]:
-    logger = logging.getLogger("prefixcache")
-    level = logger.level
-    yield
-    logger.setLevel(level)
 
 
 def _run(*arguments: str) -> Result:

@@ -14,12 +14,12 @@ use crate::id::{BlockHash, BlockId, GroupId};
 use crate::store::{BlockKey, BlockStore, FreeOrder, PoolConfig};
 use crate::sync::{AtomicU64, Fault, Ordering, faults};
 
-const BLOCKS: usize = 10;
-const SHRUNK: usize = 7;
-const CONTENTS: u64 = 9;
+const BLOCKS: usize = 12;
+const SHRUNK: usize = 9;
+const CONTENTS: u64 = 12;
 
-/// Two hits or new blocks, and one more.
-const PER_REQUEST: u64 = 3;
+/// Two hits or new blocks, one more, and one that is being demoted.
+const PER_REQUEST: u64 = 4;
 const REQUESTS: usize = 6;
 
 /// Schedules for each test, or PREFIXCACHE_SCHEDULES of them.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from prefixcache.attention.base import AttentionBackend, AttentionSpec
-from prefixcache.attention.cpu import TorchAttention
+from prefixcache.attention.torch_attention import TorchAttention
 from prefixcache.config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.models.llama import LlamaModel

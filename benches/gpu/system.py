@@ -16,7 +16,7 @@ from prefixcache.attention.base import AttentionBackend, AttentionBatch, Attenti
 from prefixcache.attention.flashinfer import FlashInferAttention
 from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from prefixcache.engine.cuda import make_graphs, trial_blocks
+from prefixcache.engine.device import make_graphs, trial_blocks
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.kv.cache_manager import CacheManager

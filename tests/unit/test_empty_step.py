@@ -11,8 +11,8 @@ import torch
 from paged_models import CPU, MakeAttention, PagedServer
 from prefixcache._core import Cpu
 from prefixcache.attention.base import AttentionSpec
-from prefixcache.attention.cpu import TorchAttention
-from prefixcache.attention.cpu_kernel import CpuAttention
+from prefixcache.attention.cpu import CpuAttention
+from prefixcache.attention.torch_attention import TorchAttention
 from prefixcache.config import ModelConfig
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.registry import load_model

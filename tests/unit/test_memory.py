@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefixcache.attention.cpu import TorchAttention
 from prefixcache.attention.flashinfer import FlashInferAttention
+from prefixcache.attention.torch_attention import TorchAttention
 from prefixcache.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from prefixcache.engine import cuda as engine_cuda
 from prefixcache.exceptions import ConfigError, OutOfMemoryError
-from prefixcache.kv.memory import DeviceMemory, fitting_blocks
+from prefixcache.kv.sizing import DeviceMemory, fitting_blocks
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.registry import load_model
 from prefixcache.ops import cuda as ops_cuda

@@ -20,7 +20,7 @@ from prefixcache import LLM
 from prefixcache.attention.base import AttentionBatch
 from prefixcache.attention.flashinfer import FlashInferAttention
 from prefixcache.config import ModelConfig
-from prefixcache.engine.cuda import shares_answers
+from prefixcache.engine.device import shares_answers
 from prefixcache.engine.engine import Engine
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.models.registry import load_model

@@ -1,134 +1,116 @@
-"""Paged attention in plain torch: gathers a sequence's blocks, then SDPA.
+"""Paged attention on the CPU by our own kernel, whose rows do not depend on the batch.
 
-The straightforward form, which other backends are checked against. Letters of shapes: see
-`base.py`; N keys of a sequence, L query rows of it.
+It reads keys and values where they are, through the block table, in tiles of 64 positions counted
+from the sequence's first token, each row in the same order of additions. Tiled softmax as in
+FlashAttention (Dao et al., 2022); the kernel is in `rust/prefixcache-attention`. Letters of shapes:
+see `base.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from prefixcache.attention.base import AttentionBatch, AttentionSpec, kv_shape_nhd
+from prefixcache._core import Cpu, PagedAttention
+from prefixcache.attention.base import AttentionBatch, AttentionSpec
+from prefixcache.exceptions import ConfigError
+from prefixcache.ops.invariant import InvariantStack, kernel_dtype
 
 
-@dataclass(frozen=True, slots=True)
-class _SequencePlan:
-    """One sequence of the step: its query rows, its blocks and who sees whom."""
+class CpuAttention:
+    """Attention of one group of layers, for bfloat16 and float32 and heads of 16 to 512 numbers."""
 
-    rows: slice
-    blocks: Tensor  # int64, the sequence's blocks in order
-    num_keys: int
-    visible_LN: Tensor | None  # None: every query sees every key
+    name = "cpu"
+    batch_invariant = True
+    decode_matches_prefill = True
 
-
-class TorchAttention:
-    """Attention of one group of layers by torch's `scaled_dot_product_attention`."""
-
-    name = "torch"
-    batch_invariant = False
-    decode_matches_prefill = False
-
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, spec: AttentionSpec, cpu: Cpu, dtype: torch.dtype) -> None:
         self._spec = spec
+        self._dtype = dtype
         self._kv_layers: Sequence[Tensor] = ()
-        self._block_size = 0
-        self._sequences: list[_SequencePlan] = []
-        self._slot_blocks_T = torch.empty(0, dtype=torch.int64)
-        self._slot_offsets_T = torch.empty(0, dtype=torch.int64)
+        self._num_tokens = 0
+        self._kernel = _make_kernel(spec, cpu, dtype)
 
     def kv_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> tuple[int, ...]:
-        """[P, 2, B, K, D]."""
-        return kv_shape_nhd(num_blocks, block_size, num_kv_heads, head_dim)
+        """[P, 2, K, B, D], whose last two dimensions the kernel orders as it reads them."""
+        return (num_blocks, 2, num_kv_heads, block_size, head_dim)
 
     def bind(self, kv_layers: Sequence[Tensor]) -> None:
-        """Takes the KV tensors, one a layer."""
+        """Takes the KV tensors, one a layer: contiguous, of one shape, on the CPU."""
+        shape = kv_layers[0].shape
+        spec = self._spec
+        wanted = self.kv_shape(shape[0], shape[3], spec.num_kv_heads, spec.head_dim)
+        for kv_P2KBD in kv_layers:
+            dense = kv_P2KBD.is_cpu and kv_P2KBD.is_contiguous()
+            if not dense or kv_P2KBD.dtype is not self._dtype or kv_P2KBD.shape != wanted:
+                raise ValueError(f"kv_layers must be contiguous {self._dtype} {list(wanted)}")
         self._kv_layers = kv_layers
-        self._block_size = kv_layers[0].shape[2]
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepares masks and block lists of the step."""
-        self._slot_blocks_T = batch.slot_mapping // self._block_size
-        self._slot_offsets_T = batch.slot_mapping % self._block_size
-        qo_indptr: list[int] = batch.qo_indptr.tolist()
-        kv_indptr: list[int] = batch.kv_indptr.tolist()
-        last_page_len: list[int] = batch.last_page_len.tolist()
-        device = batch.slot_mapping.device
-        blocks = batch.kv_indices.to(device=device, dtype=torch.int64)
-        self._sequences = [
-            self._plan_sequence(
-                slice(qo_indptr[s], qo_indptr[s + 1]),
-                blocks[kv_indptr[s] : kv_indptr[s + 1]],
-                last_page_len[s],
-            )
-            for s in range(len(last_page_len))
-        ]
-
-    def _plan_sequence(self, rows: slice, blocks: Tensor, last_page_len: int) -> _SequencePlan:
-        num_keys = (len(blocks) - 1) * self._block_size + last_page_len
-        visible_LN = self._visible(rows.stop - rows.start, num_keys, blocks.device)
-        return _SequencePlan(rows, blocks, num_keys, visible_LN)
-
-    def _visible(self, num_rows: int, num_keys: int, device: torch.device) -> Tensor | None:
-        window = self._spec.sliding_window
-        if num_rows == 1 and (window is None or window >= num_keys):
-            return None
-        query_L1 = torch.arange(num_keys - num_rows, num_keys, device=device).unsqueeze(1)
-        key_1N = torch.arange(num_keys, device=device).unsqueeze(0)
-        visible_LN = key_1N <= query_L1
-        return visible_LN if window is None else visible_LN & (key_1N > query_L1 - window)
+        """Checks and takes the step's block tables."""
+        num_blocks, _, _, block_size, _ = self._kv_layers[0].shape
+        self._num_tokens = len(batch.slot_mapping)
+        self._kernel.plan(
+            num_blocks,
+            block_size,
+            batch.qo_indptr.numpy(),
+            batch.kv_indptr.numpy(),
+            batch.kv_indices.numpy(),
+            batch.last_page_len.numpy(),
+            batch.slot_mapping.numpy(),
+        )
 
     def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         """Writes k and v to their slots, then attends; [T, H, D] in the type of `q_THD`."""
-        kv_P2BKD = self._kv_layers[layer]
-        kv_P2BKD[self._slot_blocks_T, 0, self._slot_offsets_T] = k_TKD
-        kv_P2BKD[self._slot_blocks_T, 1, self._slot_offsets_T] = v_TKD
-        out_THD = torch.empty_like(q_THD)
-        for sequence in self._sequences:
-            out_THD[sequence.rows] = self._attend(q_THD[sequence.rows], kv_P2BKD, sequence)
+        q_THD = self._dense_heads(q_THD, self._spec.num_heads)
+        k_TKD = self._dense_heads(k_TKD, self._spec.num_kv_heads)
+        v_TKD = self._dense_heads(v_TKD, self._spec.num_kv_heads)
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        self._kernel.run(
+            self._kv_layers[layer].data_ptr(),
+            q_THD.data_ptr(),
+            q_THD.stride(0),
+            k_TKD.data_ptr(),
+            k_TKD.stride(0),
+            v_TKD.data_ptr(),
+            v_TKD.stride(0),
+            out_THD.data_ptr(),
+        )
         return out_THD
 
-    def _attend(self, q_LHD: Tensor, kv_P2BKD: Tensor, sequence: _SequencePlan) -> Tensor:
-        kv_N2BKD = kv_P2BKD.index_select(0, sequence.blocks)
-        k_NKD = kv_N2BKD[:, 0].flatten(0, 1)[: sequence.num_keys]
-        v_NKD = kv_N2BKD[:, 1].flatten(0, 1)[: sequence.num_keys]
-        out_1HLD = self._scores_and_values(
-            q_LHD.transpose(0, 1).unsqueeze(0),
-            k_NKD.transpose(0, 1).unsqueeze(0),
-            v_NKD.transpose(0, 1).unsqueeze(0),
-            sequence.visible_LN,
-        )
-        return out_1HLD.squeeze(0).transpose(0, 1)
+    def run_stack(
+        self, stack: InvariantStack, x_TE: Tensor, rotation: tuple[Tensor, Tensor]
+    ) -> None:
+        """Takes `x_TE` through all layers of a model in place, as its layers one by one would."""
+        if x_TE.shape[0] != self._num_tokens:
+            raise ValueError(f"x_TE must have {self._num_tokens} rows, as the step that is planned")
+        stack(x_TE, rotation, self._kernel, self._kv_layers)
 
-    def _scores_and_values(
-        self, q_1HLD: Tensor, k_1KND: Tensor, v_1KND: Tensor, visible_LN: Tensor | None
-    ) -> Tensor:
-        if self._spec.softcap is not None:
-            return self._softcapped(q_1HLD, k_1KND, v_1KND, visible_LN, self._spec.softcap)
-        return F.scaled_dot_product_attention(
-            q_1HLD, k_1KND, v_1KND, visible_LN, scale=self._spec.scale, enable_gqa=True
-        )
+    def _dense_heads(self, x_TND: Tensor, num_heads: int) -> Tensor:
+        """The tensor itself if each token's heads follow each other, else a copy."""
+        head_dim = self._spec.head_dim
+        shape = (self._num_tokens, num_heads, head_dim)
+        if x_TND.shape != shape or x_TND.dtype is not self._dtype or not x_TND.is_cpu:
+            raise ValueError(f"q, k and v must be {self._dtype} {list(shape)} on the CPU")
+        dense = x_TND.stride(2) == 1 and x_TND.stride(1) == head_dim
+        return x_TND if dense else x_TND.contiguous()
 
-    def _softcapped(
-        self,
-        q_1HLD: Tensor,
-        k_1KND: Tensor,
-        v_1KND: Tensor,
-        visible_LN: Tensor | None,
-        cap: float,
-    ) -> Tensor:
-        """Written out in float32, since SDPA has no soft cap."""
-        group = self._spec.num_heads // self._spec.num_kv_heads
-        k_1HND = k_1KND.float().repeat_interleave(group, dim=1)
-        v_1HND = v_1KND.float().repeat_interleave(group, dim=1)
-        scores = q_1HLD.float() @ k_1HND.transpose(-1, -2) * self._spec.scale
-        scores = cap * torch.tanh(scores / cap)
-        if visible_LN is not None:
-            scores = scores.masked_fill(~visible_LN, float("-inf"))
-        return (torch.softmax(scores, dim=-1) @ v_1HND).to(q_1HLD.dtype)
+
+def _make_kernel(spec: AttentionSpec, cpu: Cpu, dtype: torch.dtype) -> PagedAttention:
+    try:
+        return PagedAttention(
+            cpu,
+            kernel_dtype(dtype),
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.scale,
+            window_left=None if spec.sliding_window is None else spec.sliding_window - 1,
+            softcap=spec.softcap,
+        )
+    except ValueError as error:
+        raise ConfigError(f"The CPU's attention cannot compute this model: {error}") from None

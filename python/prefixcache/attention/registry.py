@@ -31,13 +31,13 @@ _Factory = Callable[[AttentionSpec, AttentionOptions], AttentionBackend]
 
 
 def _torch(spec: AttentionSpec, _options: AttentionOptions) -> AttentionBackend:
-    from prefixcache.attention.cpu import TorchAttention
+    from prefixcache.attention.torch_attention import TorchAttention
 
     return TorchAttention(spec)
 
 
 def _cpu(spec: AttentionSpec, options: AttentionOptions) -> AttentionBackend:
-    from prefixcache.attention.cpu_kernel import CpuAttention
+    from prefixcache.attention.cpu import CpuAttention
 
     return CpuAttention(spec, options.cpu or Cpu(torch.get_num_threads()), options.dtype)
 

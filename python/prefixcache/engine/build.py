@@ -15,7 +15,7 @@ from prefixcache._core import Cpu
 from prefixcache.attention.base import AttentionBackend
 from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from prefixcache.engine.cuda import (
+from prefixcache.engine.device import (
     choose_device,
     is_sized_by_trial,
     make_graphs,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prefixcache.attention.base import AttentionBackend, AttentionSpec
-from prefixcache.attention.cpu_kernel import CpuAttention
+from prefixcache.attention.cpu import CpuAttention
 from prefixcache.config import ModelConfig
 from prefixcache.models.weights import NamedTensor, Slot, copy_into
 from prefixcache.ops.linear import Linear

@@ -13,7 +13,7 @@ A sum of floating-point numbers depends on its order, so the rule is about the o
 - A linear adds each output along the input features, one after the other, however many rows are
   computed with it. torch's own (`F.linear`, packed or not) changes its blocking with that number.
 - A norm adds the squares of a row in an order that depends on the row's width alone.
-- Attention meets keys in tiles aligned to the sequence's first token (`attention/cpu_kernel.py`).
+- Attention meets keys in tiles aligned to the sequence's first token (`attention/cpu.py`).
 - Element by element there is nothing to add, but a function must be the same for the elements of
   a vector and those left over at a row's end. torch's `silu`, `sigmoid` and `gelu` are not; our own
   kernels compute leftovers with the vector's instructions. Copies, lookups, +, * and / are safe.

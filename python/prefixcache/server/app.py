@@ -12,11 +12,11 @@ from prefixcache.server.backend import EngineClient, ServedModel
 from prefixcache.server.chat import chat_router
 from prefixcache.server.completions import completions_router
 from prefixcache.server.context import Lifecycle, RequestContext
-from prefixcache.server.control import control_router
 from prefixcache.server.errors import install_error_handlers
+from prefixcache.server.info import info_router
+from prefixcache.server.job_maker import JobMaker
 from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.probe import probe_router
-from prefixcache.server.requests import JobMaker
 from prefixcache.server.tokens import tokens_router
 
 
@@ -46,8 +46,8 @@ def create_app(
     app.include_router(chat_router(maker))
     app.include_router(tokens_router(maker))
     app.include_router(probe_router(maker))
-    app.include_router(admin_router(maker, release))
-    app.include_router(control_router(engine, model_dirs or ModelDirs()))
+    app.include_router(info_router(maker, release))
+    app.include_router(admin_router(engine, model_dirs or ModelDirs()))
     install_error_handlers(app)
     app.add_middleware(AccessCheck, rules=rules or AccessRules())
     app.add_middleware(RequestContext, lifecycle=lifecycle or Lifecycle())

@@ -15,10 +15,7 @@ from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.answers import Choice, streamed_answer, whole_answer
 from prefixcache.server.body import parse_fields, parse_object, read_body
 from prefixcache.server.context import Call, new_call
-from prefixcache.server.logprobs import ScoredToken, completion_logprobs, prompt_logprobs
-from prefixcache.server.protocol import CompletionRequest
-from prefixcache.server.rendering import json_response
-from prefixcache.server.requests import (
+from prefixcache.server.job_maker import (
     Job,
     JobMaker,
     check_ids,
@@ -26,6 +23,9 @@ from prefixcache.server.requests import (
     parse_prompts,
     sampling_params,
 )
+from prefixcache.server.logprobs import ScoredToken, completion_logprobs, prompt_logprobs
+from prefixcache.server.protocol import CompletionRequest
+from prefixcache.server.rendering import json_response
 from prefixcache.server.sse import EventStream, answer_unless_disconnected
 from prefixcache.tokenization.tokenizer import Tokenizer
 

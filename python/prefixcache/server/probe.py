@@ -20,8 +20,8 @@ from prefixcache.server.body import parse_fields, parse_object, read_body
 from prefixcache.server.chat import chat_job, chat_names
 from prefixcache.server.completions import completion_job
 from prefixcache.server.context import new_call
+from prefixcache.server.job_maker import Job, JobMaker, fields_named, parse_prompts
 from prefixcache.server.protocol import ChatRequest, CompletionRequest, SamplingFields
-from prefixcache.server.requests import Job, JobMaker, fields_named, parse_prompts
 
 # Prompts looked up in one go; then it is another client's turn.
 _PROMPTS_AT_ONCE = 64

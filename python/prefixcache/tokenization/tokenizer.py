@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as _Backend
 
 from prefixcache.config import read_json_object
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError
-from prefixcache.tokenization.chat import ChatTemplate, load_chat_template
+from prefixcache.tokenization.chat_template import ChatTemplate, load_chat_template
 
 _NAMED_TOKENS = (
     "bos_token",

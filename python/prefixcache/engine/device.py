@@ -10,7 +10,7 @@ import torch
 from prefixcache.attention.base import AttentionBackend
 from prefixcache.config import EngineConfig
 from prefixcache.exceptions import ConfigError
-from prefixcache.kv.memory import DeviceMemory, fitting_blocks, measure_peak
+from prefixcache.kv.sizing import DeviceMemory, fitting_blocks, measure_peak
 from prefixcache.kv.specs import kv_groups
 from prefixcache.models.llama import LlamaModel
 from prefixcache.ops.cuda import pin_matmul

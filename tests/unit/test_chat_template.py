@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError
-from prefixcache.tokenization.chat import ChatTemplate
+from prefixcache.tokenization.chat_template import ChatTemplate
 from prefixcache.tokenization.tokenizer import Tokenizer
 from tiny_models import CHAT_TEMPLATE, save_tokenizer
 

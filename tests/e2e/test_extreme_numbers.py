@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from prefixcache.server import control, protocol
+from prefixcache.server import admin, protocol
 from serving import client_of, serve_folder
 
 _PROMPT = {"prompt": "hello", "max_tokens": 2}
@@ -27,10 +27,10 @@ _ENDPOINTS: list[tuple[str, type[BaseModel], dict[str, Any]]] = [
     ("/tokenize", protocol.TokenizeRequest, {"prompt": "hello"}),
     ("/tokenize", protocol.TokenizeChatRequest, {"messages": _CHAT["messages"]}),
     ("/detokenize", protocol.DetokenizeRequest, {"tokens": [5]}),
-    ("/sleep", control.SleepRequest, {}),
-    ("/wake_up", control.WakeUpRequest, {}),
-    ("/pause", control.PauseRequest, {}),
-    ("/update_weights_from_disk", control.UpdateWeightsRequest, {"model_path": "/nowhere"}),
+    ("/sleep", admin.SleepRequest, {}),
+    ("/wake_up", admin.WakeUpRequest, {}),
+    ("/pause", admin.PauseRequest, {}),
+    ("/update_weights_from_disk", admin.UpdateWeightsRequest, {"model_path": "/nowhere"}),
 ]
 _EDGES = [0, 1, 2**31, 2**32, 2**53, 2**63, 2**64, 2**127, 10**308, 10**309, 10**310, 10**4299]
 _SMALL = [5e-324, 1e-320, 1e-310, 1e-45, 1e-38, 1e-10, 0.5, 1e10, 3.5e38, 1.7e308]

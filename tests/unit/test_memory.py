@@ -11,7 +11,7 @@ import torch
 from prefixcache.attention.flashinfer import FlashInferAttention
 from prefixcache.attention.torch_attention import TorchAttention
 from prefixcache.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from prefixcache.engine import cuda as engine_cuda
+from prefixcache.engine import device as engine_device
 from prefixcache.exceptions import ConfigError, OutOfMemoryError
 from prefixcache.kv.sizing import DeviceMemory, fitting_blocks
 from prefixcache.models.llama import LlamaModel
@@ -91,10 +91,10 @@ def test_a_pool_is_sized_by_trial_where_nothing_says_its_size(
     tiny_checkpoint: TinyCheckpoint,
 ) -> None:
     cuda = torch.device("cuda", 1)
-    assert engine_cuda.is_sized_by_trial(config(), cuda)
-    assert not engine_cuda.is_sized_by_trial(config(), CPU)
-    assert not engine_cuda.is_sized_by_trial(config(cache=CacheConfig(num_blocks=9)), cuda)
-    assert not engine_cuda.is_sized_by_trial(config(cache=CacheConfig(kv_cache_memory=9)), cuda)
+    assert engine_device.is_sized_by_trial(config(), cuda)
+    assert not engine_device.is_sized_by_trial(config(), CPU)
+    assert not engine_device.is_sized_by_trial(config(cache=CacheConfig(num_blocks=9)), cuda)
+    assert not engine_device.is_sized_by_trial(config(cache=CacheConfig(kv_cache_memory=9)), cuda)
     model = load(tiny_checkpoint("qwen3"))
     ran = []
 
@@ -104,7 +104,7 @@ def test_a_pool_is_sized_by_trial_where_nothing_says_its_size(
         return DeviceMemory(total=1000 * 2**14, free=900 * 2**14, reserved=0, peak=0)
 
     attention = TorchAttention(model.attention_spec)
-    blocks = engine_cuda.trial_blocks(config(), model, attention, 100, measure)
+    blocks = engine_device.trial_blocks(config(), model, attention, 100, measure)
     per_block = 2 * 2 * 16 * 2 * 32 * 4  # layers, keys and values, tokens, heads, size, bytes
     assert blocks == (900 - 100) * 2**14 // per_block
     assert ran == [model.device]
@@ -121,28 +121,28 @@ def test_graphs_are_made_where_backend_and_flags_allow(tiny_checkpoint: TinyChec
         workspace_bytes=16,
     )
     attention.bind([torch.zeros(3, 2, 16, 2, 32) for _ in range(2)])
-    assert engine_cuda.make_graphs(config(), model, attention, 64, capture) is not None
+    assert engine_device.make_graphs(config(), model, attention, 64, capture) is not None
     assert (
-        engine_cuda.make_graphs(config(enforce_eager=True), model, attention, 64, capture) is None
+        engine_device.make_graphs(config(enforce_eager=True), model, attention, 64, capture) is None
     )
     plain = TorchAttention(model.attention_spec)
-    assert engine_cuda.make_graphs(config(), model, plain, 64, capture) is None
-    assert engine_cuda.make_graphs(config(), model, attention, 64) is None, "a CPU has no graphs"
+    assert engine_device.make_graphs(config(), model, plain, 64, capture) is None
+    assert engine_device.make_graphs(config(), model, attention, 64) is None, "a CPU has no graphs"
 
 
 def test_the_device_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = []
-    monkeypatch.setattr(engine_cuda, "pin_matmul", lambda: pinned.append(True))
+    monkeypatch.setattr(engine_device, "pin_matmul", lambda: pinned.append(True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert engine_cuda.choose_device(config()) == CPU
+    assert engine_device.choose_device(config()) == CPU
     with pytest.raises(ConfigError, match="finds no CUDA device"):
-        engine_cuda.choose_device(config(device="cuda"))
+        engine_device.choose_device(config(device="cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    assert engine_cuda.choose_device(config(device="cpu")) == CPU
-    assert engine_cuda.choose_device(config()) == torch.device("cuda", 2)
+    assert engine_device.choose_device(config(device="cpu")) == CPU
+    assert engine_device.choose_device(config()) == torch.device("cuda", 2)
     assert not pinned, "CUDA is not batch-invariant unless it is asked to be"
-    assert engine_cuda.choose_device(config(batch_invariant=True)) == torch.device("cuda", 2)
+    assert engine_device.choose_device(config(batch_invariant=True)) == torch.device("cuda", 2)
     assert pinned
 
 

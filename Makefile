@@ -31,8 +31,9 @@ setup-dev: .venv/.built .venv/.dev ## and what the tests need
 	$(BIN)/pip install --disable-pip-version-check -r $<
 	touch $@
 
-.venv/.dev: requirements/dev.txt | .venv/.runtime
+.venv/.dev: requirements/dev.txt benches/gpu/requirements-alone.in | .venv/.runtime
 	$(BIN)/pip install --disable-pip-version-check -r $<
+	$(BIN)/pip install --disable-pip-version-check --no-deps -r benches/gpu/requirements-alone.in
 	touch $@
 
 .venv/.built: $(RUST_SOURCES) | .venv/.runtime

@@ -37,7 +37,10 @@ def test_the_fastest_that_keep_what_was_promised(
     assert ours == (expected[0] == "cpu")
 
 
-def test_heads_that_our_kernel_cannot_compute_go_to_torch_where_nothing_is_promised() -> None:
-    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=24, scale=1.0)
+@pytest.mark.parametrize(("head_dim", "expected"), [(24, "torch"), (512, "cpu"), (528, "torch")])
+def test_heads_that_our_kernel_cannot_compute_go_to_torch_where_nothing_is_promised(
+    head_dim: int, expected: str
+) -> None:
+    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=head_dim, scale=1.0)
     options = AttentionOptions(cpu=Cpu(1), batch_invariant=False)
-    assert make_attention("auto", spec, options).name == "torch"
+    assert make_attention("auto", spec, options).name == expected

@@ -8,13 +8,16 @@ size, P pages (blocks), B tokens a block. Arrays of a batch are CSR, in FlashInf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from prefixcache.exceptions import ConfigError
+
+if TYPE_CHECKING:
+    from prefixcache.ops.invariant import InvariantStack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +68,18 @@ class AttentionBackend(Protocol):
 
     `batch_invariant` says that a row's bits depend on its own sequence alone, whatever its chunk
     and batch; `decode_matches_prefill` that it makes no difference either whether the row was
-    computed as one of `num_decodes` or in a chunk.
+    computed as one of `num_decodes` or in a chunk. `run_stack` is None where a model must go layer
+    by layer.
     """
 
     name: str
     batch_invariant: bool
     decode_matches_prefill: bool
+
+    @property
+    def run_stack(self) -> Callable[[InvariantStack, Tensor, tuple[Tensor, Tensor]], None] | None:
+        """Takes hidden states [T, E] through all layers in place, with the step's rotation."""
+        ...
 
     def kv_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int

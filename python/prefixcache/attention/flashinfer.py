@@ -64,6 +64,8 @@ class FlashInferAttention:
     needs no `workspace_bytes`.
     """
 
+    run_stack = None
+
     def __init__(
         self,
         spec: AttentionSpec,

@@ -77,16 +77,21 @@ def make_attention(
     package or device is missing.
     """
     options = options or AttentionOptions()
-    chosen = _best(spec, options) if name == "auto" else name
-    factory = _FACTORIES.get(chosen)
+    if name == "auto":
+        return _best(spec, options)
+    factory = _FACTORIES.get(name)
     if factory is None:
         raise ConfigError(f"attention must be one of auto, {', '.join(_FACTORIES)}, got {name!r}.")
     return factory(spec, options)
 
 
-def _best(spec: AttentionSpec, options: AttentionOptions) -> str:
-    """On a CPU ours; torch's where no promise asks for ours and it cannot compute the heads."""
+def _best(spec: AttentionSpec, options: AttentionOptions) -> AttentionBackend:
+    """On a CPU our kernel; torch where no promise asks for ours, or it refuses the model."""
     if options.device.type == "cuda":
-        return "flashinfer"
-    can = options.cpu is not None and spec.head_dim % 16 == 0
-    return "cpu" if options.batch_invariant or can else "torch"
+        return _flashinfer(spec, options)
+    if options.batch_invariant:
+        return _cpu(spec, options)
+    try:
+        return _torch(spec, options) if options.cpu is None else _cpu(spec, options)
+    except ConfigError:
+        return _torch(spec, options)

@@ -32,6 +32,7 @@ class TorchAttention:
     name = "torch"
     batch_invariant = False
     decode_matches_prefill = False
+    run_stack = None
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec

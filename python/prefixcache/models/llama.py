@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prefixcache.attention.base import AttentionBackend, AttentionSpec
-from prefixcache.attention.cpu import CpuAttention
 from prefixcache.config import ModelConfig
 from prefixcache.models.weights import NamedTensor, Slot, copy_into
 from prefixcache.ops.linear import Linear
@@ -212,8 +211,8 @@ class LlamaModel:
     def _through_layers(
         self, x_TE: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionBackend
     ) -> Tensor:
-        """In one call where ops and attention are both the CPU's kernels, which changes no bit."""
-        if self._stack is not None and isinstance(attention, CpuAttention):
+        """In one call where ops and attention both can, which changes no bit."""
+        if self._stack is not None and attention.run_stack is not None:
             attention.run_stack(self._stack, x_TE, rotation)
             return x_TE
         for layer in self._layers:

@@ -123,6 +123,23 @@ def test_byte_fallback_tokens_have_their_byte():
     assert [tokenizer.token_bytes(i) for i in range(3)] == [b"\xe4", b" a", b"a"]
 
 
+def test_a_token_adds_what_its_decoder_makes_of_it():
+    backend = Backend(models.WordPiece({"[UNK]": 0, "pre": 1, "##fix": 2}))
+    backend.decoder = decoders.WordPiece()
+    tokenizer = Tokenizer(backend)
+    assert [tokenizer.token_bytes(i) for i in (1, 2)] == [b" pre", b"fix"]
+
+
+def test_the_replacement_character_and_broken_bytes_are_told_apart(tokenizer):
+    backend = Backend.from_str(tokenizer._backend.to_str())
+    backend.add_tokens(["\ufffd", "é"])
+    added = Tokenizer(backend)
+    assert added.token_bytes(backend.token_to_id("\ufffd")) == "\ufffd".encode()
+    assert added.token_bytes(backend.token_to_id("é")) == "é".encode()
+    broken = added.encode("🦙", add_special_tokens=False)[0]
+    assert added.token_bytes(broken)[:1] == b"\xf0"
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", ["{", "[]", "\x00"])
 def test_a_broken_file_is_a_load_error(folder, tmp_path, name, content):

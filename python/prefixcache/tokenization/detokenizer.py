@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
@@ -9,9 +10,7 @@ from prefixcache._core import StopStrings
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.tokenization.tokenizer import Tokenizer
 
-_REPLACEMENT = "\ufffd"
-_LONGEST_WAIT = 8
-_LONGEST_TAIL = 3
+_Utf8Decoder = getincrementaldecoder("utf-8")
 
 
 class Detokenizers:
@@ -41,9 +40,9 @@ class Detokenizers:
 class IncrementalDetokenizer:
     """Text of one request, piece by piece. `stops` may be the automaton of `params.stop`.
 
-    The pieces joined are the text that the tokens add behind a prompt: `Tokenizer.decode` of all,
-    with a leading space kept, up to a stop string, and less a character that the last token left
-    unfinished. How the tokens are split over calls of `push` makes no difference.
+    The pieces joined are the text that the tokens add behind a prompt, a leading space kept, up to
+    a stop string, and less a character that the last token left unfinished. Bytes that make no
+    character are shown as U+FFFD. How the tokens are split over calls makes no difference.
     """
 
     def __init__(
@@ -53,7 +52,9 @@ class IncrementalDetokenizer:
         stops: StopStrings | None = None,
     ) -> None:
         params = params or SamplingParams()
-        self._characters = _CharacterStream(tokenizer, params.skip_special_tokens)
+        self._token_bytes = tokenizer.token_bytes
+        self._skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
+        self._utf8 = _Utf8Decoder("replace")
         self._automaton = stops or (StopStrings(params.stop) if params.stop else None)
         self._held = self._automaton and _HeldBack(
             self._automaton, params.stop, params.include_stop_str_in_output
@@ -78,69 +79,17 @@ class IncrementalDetokenizer:
 
     def finish(self) -> str:
         """The text that was held back; call once, when no more tokens come."""
-        rest = self._characters.finish()
-        return rest if self._held is None else self._held.push(rest) + self._held.finish()
+        return "" if self._held is None else self._held.finish()
 
     def _push_one(self, token_id: int) -> str:
         if self.stopped_by is not None:
             return ""
         self._num_tokens += 1
-        text = self._characters.push(token_id)
+        skipped = token_id in self._skipped
+        text = "" if skipped else self._utf8.decode(self._token_bytes(token_id))
         if self._held is None or self._num_tokens <= self._min_tokens:
             return text
         return self._held.push(text)
-
-
-class _CharacterStream:
-    """Whole characters of a token stream.
-
-    Tokens wait until their text ends in a whole character. They are decoded behind an anchor, a
-    token of plain text, since decoders treat the start of a text in a way of its own.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special = skip_special_tokens
-        self._anchor = tokenizer.plain_token_ids
-        self._anchor_length = len(tokenizer.decode(self._anchor))
-        self._waiting: list[int] = []
-
-    def push(self, token_id: int) -> str:
-        if self._adds_nothing(token_id):
-            return ""
-        self._waiting.append(token_id)
-        text = self._text(self._waiting)
-        if text.endswith(_REPLACEMENT):
-            return self._certain_head(text)
-        self._waiting = []
-        return text
-
-    def finish(self) -> str:
-        text = self._text(self._waiting).rstrip(_REPLACEMENT)
-        self._waiting = []
-        return text
-
-    def _adds_nothing(self, token_id: int) -> bool:
-        special = self._skip_special and token_id in self._tokenizer.special_token_ids
-        return special or self._tokenizer.token(token_id) is None
-
-    def _text(self, token_ids: list[int]) -> str:
-        text = self._tokenizer.decode(
-            [*self._anchor, *token_ids], skip_special_tokens=self._skip_special
-        )
-        return text[self._anchor_length :]
-
-    def _certain_head(self, text: str) -> str:
-        """In a long run of broken bytes all is certain but what the last few tokens may begin."""
-        if len(self._waiting) < _LONGEST_WAIT:
-            return ""
-        for length in range(_LONGEST_TAIL, 0, -1):
-            head, tail = self._waiting[:-length], self._waiting[-length:]
-            head_text = self._text(head)
-            if head_text + self._text(tail) == text:
-                self._waiting = tail
-                return head_text
-        return ""
 
 
 class _HeldBack:

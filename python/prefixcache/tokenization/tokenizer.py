@@ -13,6 +13,7 @@ from prefixcache.config import read_json_object
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError
 from prefixcache.tokenization.chat_template import ChatTemplate, load_chat_template
 
+_REPLACEMENT = "\ufffd"
 _NAMED_TOKENS = (
     "bos_token",
     "eos_token",
@@ -27,9 +28,7 @@ _NAMED_TOKENS = (
 class Tokenizer:
     """Encodes text as the model's folder says, and decodes token ids.
 
-    `plain_token_ids` holds one token of plain text (or none, if the vocabulary has none),
-    `longest_token` is the most characters that a token spells.
-    Safe to share between threads: nothing is written after construction.
+    `longest_token` is the most characters that a token spells. Safe to share between threads.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class Tokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         self.longest_token = max(map(len, vocabulary), default=1)
-        self.plain_token_ids = _plain_token(backend)
         self._token_bytes = _TokenBytes(backend, frozenset(added))
 
     @classmethod
@@ -109,8 +107,11 @@ class Tokenizer:
         return self._backend.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for in running text: possibly a part of a character."""
-        return self._token_bytes(token_id)
+        """The bytes a token adds behind other text: possibly a part of a character.
+
+        Ids outside the vocabulary add none.
+        """
+        return self._token_bytes[token_id]
 
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
@@ -118,6 +119,7 @@ class Tokenizer:
 
 
 def _plain_token(backend: _Backend) -> tuple[int, ...]:
+    """One token of plain text, or none where the vocabulary has none."""
     candidates = [*backend.encode("a", add_special_tokens=False).ids[-1:], *range(512)]
     plain = (i for i in candidates if backend.decode([i]).strip().isalnum())
     return tuple([i for i in plain if backend.decode([i]).isascii()][:1])
@@ -134,22 +136,36 @@ def check_text(text: str, param: str) -> None:
         ) from None
 
 
-class _TokenBytes:
-    """Bytes of single tokens, for byte-level and byte-fallback vocabularies."""
+class _TokenBytes(dict[int, bytes]):
+    """Bytes of single tokens, each worked out when it is first asked for."""
 
     def __init__(self, backend: _Backend, added: frozenset[int]) -> None:
+        super().__init__()
         self._backend = backend
         self._added = added
-        self._byte_level = _BYTE_OF if "ByteLevel" in repr(backend.decoder) else None
+        self._anchor = _plain_token(backend)
+        self._anchor_length = len(backend.decode(self._anchor))
+        self._byte_level = "ByteLevel" in repr(backend.decoder)
 
-    def __call__(self, token_id: int) -> bytes:
+    def __missing__(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
+        text = self._text(token_id)
+        found = self._spelled(token, token_id) if _REPLACEMENT in text else text.encode()
+        return self.setdefault(token_id, found)
+
+    def _text(self, token_id: int) -> str:
+        """Decoded behind plain text, since decoders treat the start of a text in their own way."""
+        text = self._backend.decode([*self._anchor, token_id], skip_special_tokens=False)
+        return text[self._anchor_length :]
+
+    def _spelled(self, token: str, token_id: int) -> bytes:
+        """What the vocabulary's spelling stands for where a token's bytes alone are no text."""
         if token_id in self._added:
             return token.encode()
-        if self._byte_level is not None and all(char in self._byte_level for char in token):
-            return bytes(self._byte_level[char] for char in token)
+        if self._byte_level and all(char in _BYTE_OF for char in token):
+            return bytes(_BYTE_OF[char] for char in token)
         return _fallback_byte(token) or token.replace("\u2581", " ").encode()
 
 

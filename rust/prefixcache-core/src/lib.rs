@@ -6,7 +6,6 @@
 
 mod block;
 pub mod cache;
-mod compactor;
 mod credits;
 pub mod error;
 mod free_stack;
@@ -21,5 +20,4 @@ pub mod stats;
 pub mod store;
 mod sync;
 pub mod tables;
-mod validate;
 mod zeroed;

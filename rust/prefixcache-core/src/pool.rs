@@ -50,6 +50,7 @@ mod models;
 mod schedules;
 mod size;
 mod take;
+mod validate;
 
 use crate::block::{Block, ByTier, Content, Place, Tier};
 use crate::credits::Credits;
@@ -78,15 +79,15 @@ const SLOTS_PER_BLOCK: usize = 4;
 /// With [`SingleWriter`] one thread at a time may call the methods that change the pool (its caller
 /// sees to that), and any number may call [`lookup`](BlockStore::lookup) beside it.
 pub struct BlockPool<M: Mode> {
-    pub(crate) config: PoolConfig,
-    pub(crate) blocks: Zeroed<Block>,
-    pub(crate) index: Index,
-    pub(crate) stack: FreeStack,
-    pub(crate) fresh: FreshRun,
-    pub(crate) rings: ByTier<Ring<M>>,
-    pub(crate) credits: Credits,
-    pub(crate) contents: content::Contents,
-    pub(crate) size: size::Size,
+    config: PoolConfig,
+    blocks: Zeroed<Block>,
+    index: Index,
+    stack: FreeStack,
+    fresh: FreshRun,
+    rings: ByTier<Ring<M>>,
+    credits: Credits,
+    contents: content::Contents,
+    size: size::Size,
     counters: Counters,
 }
 
@@ -185,12 +186,12 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// How many copies of content lost their index entry to one registered later.
-    pub(crate) fn surplus(&self) -> u64 {
+    fn surplus(&self) -> u64 {
         self.counters.surplus.load(Relaxed)
     }
 
     #[inline]
-    pub(crate) fn block(&self, id: BlockId) -> &Block {
+    fn block(&self, id: BlockId) -> &Block {
         &self.blocks[id.index()]
     }
 
@@ -325,6 +326,6 @@ impl<M: Mode> BlockStore for BlockPool<M> {
     }
 
     fn validate(&self) -> Result<(), Broken> {
-        crate::validate::validate(self)
+        validate::validate(self)
     }
 }

@@ -28,6 +28,7 @@
 //! times as long as the pool has blocks, so a thread must have stalled between rule 1's two steps), a
 //! release gets no ticket and drops the block's content instead.
 
+mod compactor;
 #[cfg(all(test, loom))]
 mod models;
 mod walk;
@@ -35,11 +36,11 @@ mod walk;
 use std::marker::PhantomData;
 
 use crate::block::{Block, Place, Ticket, Tier, Transition};
-use crate::compactor::Compactor;
 use crate::id::BlockId;
 use crate::sync::{AtomicU32, AtomicU64, Fault, Mode, Ordering, OwnLine, planted, prefetch};
 use crate::zeroed::Zeroed;
 
+use compactor::Compactor;
 use walk::Walk;
 
 use Ordering::{Acquire, Relaxed};
@@ -55,7 +56,7 @@ const PREFETCH_AHEAD: u64 = 12;
 
 /// What a slot says at a ticket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Slot {
+enum Slot {
     /// Handed out, and not written yet (or no longer of this lap).
     Pending,
     /// Written without a block.
@@ -149,7 +150,7 @@ pub(crate) struct Ring<M> {
     tail: OwnLine<AtomicU64>,
     /// Slots vacated so far in all segments, counted from where the tail began.
     num_vacated: OwnLine<AtomicU64>,
-    pub(crate) compactor: OwnLine<Compactor>,
+    compactor: OwnLine<Compactor>,
     mode: PhantomData<M>,
 }
 
@@ -221,7 +222,7 @@ impl<M: Mode> Ring<M> {
     }
 
     #[inline]
-    pub(crate) fn slot(&self, ticket: Ticket) -> Slot {
+    fn slot(&self, ticket: Ticket) -> Slot {
         // Acquire: with the word comes the state that was published before it.
         match Self::unpack(self.word(ticket).load(Acquire)) {
             (found, _) if found != ticket => Slot::Pending,
@@ -350,7 +351,7 @@ impl<M: Mode> Ring<M> {
     }
 
     /// Moves the head over up to `budget` vacant slots and segments.
-    pub(crate) fn skip_vacant(&self, blocks: &[Block], budget: usize) {
+    fn skip_vacant(&self, blocks: &[Block], budget: usize) {
         let mut walk = Walk::new(self);
         for _ in 0..budget {
             match walk.next_slot() {
@@ -363,7 +364,7 @@ impl<M: Mode> Ring<M> {
 
     /// Whether the slot, as it was read at `ticket`, names no block that stands there.
     #[inline]
-    pub(crate) fn is_vacant(&self, blocks: &[Block], ticket: Ticket, slot: Slot) -> bool {
+    fn is_vacant(&self, blocks: &[Block], ticket: Ticket, slot: Slot) -> bool {
         match slot {
             Slot::Pending => false,
             Slot::Empty => true,
@@ -379,12 +380,12 @@ impl<M: Mode> Ring<M> {
     }
 
     #[inline]
-    pub(crate) fn starts_segment(&self, ticket: Ticket) -> bool {
+    fn starts_segment(&self, ticket: Ticket) -> bool {
         ticket.get() & ((1 << self.segment_bits) - 1) == 0
     }
 
     /// The first ticket of the segment of `ticket`.
-    pub(crate) fn segment_start(&self, ticket: Ticket) -> Ticket {
+    fn segment_start(&self, ticket: Ticket) -> Ticket {
         ticket.minus(ticket.get() & ((1 << self.segment_bits) - 1))
     }
 
@@ -394,7 +395,7 @@ impl<M: Mode> Ring<M> {
 
     /// Whether every slot of the segment has been vacated in the lap of `ticket` (rule 4).
     #[inline]
-    pub(crate) fn segment_is_vacant(&self, ticket: Ticket) -> bool {
+    fn segment_is_vacant(&self, ticket: Ticket) -> bool {
         // Acquire: from now on the states with which blocks vacated these slots can be seen.
         self.still_occupied(ticket, Acquire) == 0
     }
@@ -403,52 +404,6 @@ impl<M: Mode> Ring<M> {
         let laps = ticket.get() >> self.capacity_bits;
         let all = (laps << self.segment_bits) as u32;
         all.wrapping_sub(self.vacated[self.segment(ticket)].load(order)) & self.count_mask
-    }
-
-    // For the compactor.
-
-    /// Makes a vacant slot pending again (rule 5); not if it belongs to a later lap by now.
-    pub(crate) fn reopen(&self, ticket: Ticket) -> bool {
-        let slot = self.word(ticket);
-        // Relaxed: the exchange checks again.
-        let word = slot.load(Relaxed);
-        if Self::unpack(word).0 != ticket {
-            return false;
-        }
-        self.count_reopened(ticket, 1_u32.wrapping_neg());
-        let reopened = M::exchange(slot, word, self.pending(ticket)).is_ok();
-        if !reopened {
-            self.count_reopened(ticket, 1);
-        }
-        reopened
-    }
-
-    fn count_reopened(&self, ticket: Ticket, change: u32) {
-        if !planted(Fault::SkipReopened) {
-            M::add_short(&self.vacated[self.segment(ticket)], change);
-            M::add(
-                &self.num_vacated.0,
-                i64::from(change.cast_signed()).cast_unsigned(),
-            );
-        }
-    }
-
-    /// The word that makes a slot pending: any of an earlier lap would do.
-    fn pending(&self, ticket: Ticket) -> u64 {
-        Self::pack(ticket.minus(self.capacity()), BlockId::NULL)
-    }
-
-    /// Fills a reopened slot, unless the block has left it and the head has passed it since.
-    pub(crate) fn fill_reopened(&self, ticket: Ticket, block: BlockId) {
-        let word = self.word(ticket);
-        // A lost exchange means a later lap: nothing of this one is left to do.
-        let _ = M::exchange(word, self.pending(ticket), Self::pack(ticket, block));
-    }
-
-    /// Gives a reopened slot up.
-    pub(crate) fn vacate_reopened(&self, ticket: Ticket) {
-        self.fill_reopened(ticket, BlockId::NULL);
-        self.count_reopened(ticket, 1);
     }
 
     // Looking.

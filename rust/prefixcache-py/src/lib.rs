@@ -19,6 +19,7 @@ mod names;
 mod prefix_cache;
 mod rowwise;
 mod sequence;
+mod shared_cache;
 mod stop_strings;
 mod tokens;
 mod writer;

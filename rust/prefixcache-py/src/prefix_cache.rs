@@ -1,18 +1,15 @@
 //! The Python class `PrefixCache`.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use prefixcache_core::cache;
 use prefixcache_core::error::CacheError;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{ChainConfig, Extras, Scope};
 use prefixcache_core::id::BlockId;
-use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
 use prefixcache_core::sequence as core;
 use prefixcache_core::store::{BlockStore, FreeOrder, PoolConfig};
 use prefixcache_core::tables::TableBuffers;
-use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyDict;
@@ -22,136 +19,14 @@ use crate::block_hashes::BlockHashes;
 use crate::detach::{run, run_on_tokens};
 use crate::errors::IntoPyErr;
 use crate::names;
-use crate::sequence::{Batch, Sequence, SharedSequence};
+use crate::sequence::{Batch, Sequence};
+use crate::shared_cache::{Cache, Core, on};
 use crate::tokens::Tokens;
-use crate::writer::{Threads, Writer, Writing};
-
-/// A cache over either form of the pool.
-enum Core {
-    SingleWriter(cache::PrefixCache<BlockPool<SingleWriter>>),
-    Shared(cache::PrefixCache<BlockPool<Shared>>),
-}
-
-/// Evaluates an expression about the cache, whichever form it has.
-macro_rules! on {
-    ($core:expr, |$cache:ident| $work:expr) => {
-        match $core {
-            Core::SingleWriter($cache) => $work,
-            Core::Shared($cache) => $work,
-        }
-    };
-}
+use crate::writer::Threads;
 
 /// A prefix cache: a pool of KV cache blocks, found again by the tokens that filled them.
 #[pyclass(frozen, module = "prefixcache._core")]
 pub struct PrefixCache(Arc<Cache>);
-
-/// What a sequence knows of its cache, which may be collected before it.
-pub struct Cache {
-    core: Core,
-    writer: Writer,
-    closed: AtomicBool,
-    abandoned: Abandoned,
-}
-
-/// Sequences that were collected with their blocks while their thread could not write.
-#[derive(Default)]
-struct Abandoned {
-    sequences: Mutex<Vec<SharedSequence>>,
-    /// Whether there are any: every call that writes asks.
-    any: AtomicBool,
-}
-
-impl Abandoned {
-    fn push(&self, sequence: SharedSequence) {
-        let mut sequences = self
-            .sequences
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        sequences.push(sequence);
-        // Relaxed, as wherever the flag is set: the lock orders it.
-        self.any.store(true, Ordering::Relaxed);
-    }
-
-    fn take_all(&self) -> Vec<SharedSequence> {
-        // Relaxed: what is missed here is found by the next call that writes.
-        if !self.any.load(Ordering::Relaxed) {
-            return Vec::new();
-        }
-        let mut sequences = self
-            .sequences
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        self.any.store(false, Ordering::Relaxed);
-        std::mem::take(&mut sequences)
-    }
-}
-
-impl Cache {
-    /// The cache, to read.
-    fn core(&self) -> PyResult<&Core> {
-        // Relaxed: the flag orders nothing; the pool itself outlives every call.
-        if self.closed.load(Ordering::Relaxed) {
-            return Err(PyRuntimeError::new_err("the cache is closed"));
-        }
-        Ok(&self.core)
-    }
-
-    /// The cache, to change while the second value lives.
-    fn core_to_write(&self) -> PyResult<(&Core, Writing<'_>)> {
-        let (core, writing) = (self.core()?, self.writer.write()?);
-        for sequence in self.abandoned.take_all() {
-            core.release_collected(&sequence);
-        }
-        Ok((core, writing))
-    }
-
-    /// Takes the blocks of a collected sequence back, now or in the next call that writes.
-    pub fn collect(&self, sequence: &SharedSequence) {
-        match self.writer.write() {
-            Ok(_writing) => self.core.release_collected(sequence),
-            // Another thread is the writer, or a call is writing.
-            Err(_) => self.abandoned.push(Arc::clone(sequence)),
-        }
-    }
-}
-
-impl Core {
-    fn new(chain: ChainConfig, pool: PoolConfig, threads: Threads) -> PyResult<Self> {
-        let core = match threads {
-            Threads::SingleWriter => BlockPool::new(pool)
-                .and_then(|pool| cache::PrefixCache::new(chain, pool))
-                .map(Self::SingleWriter),
-            Threads::Shared => BlockPool::new(pool)
-                .and_then(|pool| cache::PrefixCache::new(chain, pool))
-                .map(Self::Shared),
-        };
-        core.map_err(IntoPyErr::into_py_err)
-    }
-
-    /// Gives back the blocks of a sequence that no call can use any more.
-    fn release_collected(&self, sequence: &SharedSequence) {
-        let Some(mut sequence) = sequence.try_use() else {
-            return;
-        };
-        // It holds its blocks, so the pool takes them; there is nobody to tell of a broken invariant.
-        let _ = on!(self, |cache| cache.release(&mut [&mut *sequence]));
-    }
-
-    /// The null block counted.
-    fn num_blocks(&self) -> usize {
-        on!(self, |cache| cache.store().num_blocks())
-    }
-
-    /// How many of the blocks of a prompt a count of its hits looks at.
-    fn blocks_looked_at(&self, num_blocks: usize) -> usize {
-        match self {
-            // A binary search.
-            Self::SingleWriter(_) => num_blocks.checked_ilog2().unwrap_or(0) as usize,
-            Self::Shared(_) => num_blocks,
-        }
-    }
-}
 
 /// The argument `free_order`.
 pub struct FreeOrderWord(FreeOrder);
@@ -243,12 +118,7 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
             groups: Groups::new(specs).map_err(IntoPyErr::into_py_err)?,
         };
         chain.check().map_err(IntoPyErr::into_py_err)?;
-        Ok(Self(Arc::new(Cache {
-            core: Core::new(chain, pool, threads)?,
-            writer: Writer::new(threads),
-            closed: AtomicBool::new(false),
-            abandoned: Abandoned::default(),
-        })))
+        Ok(Self(Arc::new(Cache::new(chain, pool, threads)?)))
     }
 
     /// The chained hashes of the full blocks of `tokens`. Any thread.
@@ -538,7 +408,7 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
 
     /// The free blocks, the one to be handed out next first. For debugging.
     fn free_order(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
-        let (core, _paused) = (self.0.core()?, self.0.writer.pause()?);
+        let (core, _paused) = self.0.core_at_rest()?;
         Ok(run(py, core.num_blocks(), || {
             ids_of(&on!(core, |cache| cache.store().free_order()))
         }))
@@ -546,7 +416,7 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
 
     /// The blocks that hold a hash, lowest id first. For debugging.
     fn cached_blocks(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
-        let (core, _paused) = (self.0.core()?, self.0.writer.pause()?);
+        let (core, _paused) = self.0.core_at_rest()?;
         Ok(run(py, core.num_blocks(), || {
             ids_of(&on!(core, |cache| cache.store().cached_blocks()))
         }))
@@ -564,7 +434,7 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
 
     /// Check every invariant of the cache; raises RuntimeError that names the broken one.
     fn validate(&self, py: Python<'_>) -> PyResult<()> {
-        let (core, _paused) = (self.0.core()?, self.0.writer.pause()?);
+        let (core, _paused) = self.0.core_at_rest()?;
         let sound = run(py, core.num_blocks(), || {
             on!(core, |cache| cache.validate())
         });
@@ -573,12 +443,12 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
 
     /// Make the calling thread the one that may write; for a shared cache that changes nothing.
     fn adopt_writer(&self) -> PyResult<()> {
-        self.0.writer.adopt()
+        self.0.adopt_writer()
     }
 
     /// End the cache: every later call raises RuntimeError.
     fn close(&self) {
-        self.0.closed.store(true, Ordering::Relaxed);
+        self.0.close();
     }
 }
 

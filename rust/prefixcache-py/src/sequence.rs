@@ -12,11 +12,8 @@ use crate::detach;
 use crate::errors::{in_use, out_of_range};
 use crate::exclusive::{Exclusive, Using};
 use crate::names;
-use crate::prefix_cache::Cache;
+use crate::shared_cache::{Cache, SharedSequence};
 use crate::tokens::Tokens;
-
-/// A sequence that outlives its Python object where its blocks cannot be given back at once.
-pub type SharedSequence = Arc<Exclusive<core::Sequence>>;
 
 /// A request's tokens, block hashes and block tables. Made by `PrefixCache.new_sequence`.
 #[pyclass(frozen, module = "prefixcache._core")]

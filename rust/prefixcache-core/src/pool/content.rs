@@ -20,7 +20,7 @@ const FORGET_BATCH: usize = 32;
 
 /// The epoch, and counts over all content.
 #[derive(Debug, Default)]
-pub(crate) struct Contents {
+pub(super) struct Contents {
     /// On a line of its own: every lookup reads it and almost nobody writes it.
     epoch: OwnLine<AtomicU32>,
     /// One more than the epoch in which content was last lost, or may be lost yet, out of order; 0: none.
@@ -38,7 +38,7 @@ struct Census {
 
 impl Contents {
     #[inline]
-    pub(crate) fn epoch(&self) -> Epoch {
+    pub(super) fn epoch(&self) -> Epoch {
         // Acquire: who sees a cleared index sees all that came before the clearing.
         Epoch::new(self.epoch.0.load(Acquire))
     }
@@ -87,7 +87,7 @@ impl Contents {
     }
 
     /// How many blocks hold content of the epoch.
-    pub(crate) fn cached(&self) -> usize {
+    pub(super) fn cached(&self) -> usize {
         self.census.0.cached.load(Acquire) as u32 as usize
     }
 }
@@ -252,7 +252,7 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// Whether a lookup of the right key would find the block, or one registered before it.
-    pub(crate) fn is_cached(&self, id: BlockId) -> bool {
+    pub(super) fn is_cached(&self, id: BlockId) -> bool {
         let block = self.block(id);
         block.state().is_hashed() && self.is_current(block) && !self.is_retired(id)
     }

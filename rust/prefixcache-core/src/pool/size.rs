@@ -14,7 +14,7 @@ use Ordering::{Acquire, Release};
 
 /// How many blocks the pool has.
 #[derive(Debug)]
-pub(crate) struct Size {
+pub(super) struct Size {
     num_blocks: OwnLine<AtomicUsize>,
     /// Retired blocks that somebody holds still.
     retired_held: AtomicU64,
@@ -29,13 +29,13 @@ impl Size {
     }
 
     #[inline]
-    pub(crate) fn num_blocks(&self) -> usize {
+    pub(super) fn num_blocks(&self) -> usize {
         // Acquire: pairs with `set`.
         self.num_blocks.0.load(Acquire)
     }
 
     /// How many blocks that the pool has shrunk below are held still.
-    pub(crate) fn retired_held(&self) -> usize {
+    pub(super) fn retired_held(&self) -> usize {
         self.retired_held.load(Acquire) as usize
     }
 
@@ -57,7 +57,7 @@ fn ids(range: std::ops::Range<usize>) -> impl Iterator<Item = BlockId> + Clone {
 impl<M: Mode> BlockPool<M> {
     /// Whether the pool has shrunk below the block.
     #[inline]
-    pub(crate) fn is_retired(&self, id: BlockId) -> bool {
+    pub(super) fn is_retired(&self, id: BlockId) -> bool {
         id.index() >= self.size.num_blocks()
     }
 

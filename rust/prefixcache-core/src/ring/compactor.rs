@@ -8,16 +8,17 @@
 //! The compactor takes a credit for every block that it moves, for the time in which the block's old
 //! slot is vacant and its new one not yet written; with no credit to be had it stops for now.
 
+use super::{Ring, Slot};
 use crate::block::{Block, Ticket, Transition};
 use crate::credits::Credits;
-use crate::ring::{Ring, Slot};
+use crate::id::BlockId;
 use crate::sync::{AtomicBool, AtomicU64, Fault, Mode, Ordering, planted};
 
 use Ordering::{Relaxed, Release};
 
 /// The cursors of a pass.
 #[derive(Debug, Default)]
-pub(crate) struct Compactor {
+pub(super) struct Compactor {
     busy: AtomicBool,
     running: AtomicBool,
     source: AtomicU64,
@@ -61,7 +62,7 @@ impl<M: Mode> Ring<M> {
     }
 
     #[cold]
-    pub(crate) fn compact(&self, blocks: &[Block], credits: &Credits, steps: usize) {
+    pub(super) fn compact(&self, blocks: &[Block], credits: &Credits, steps: usize) {
         let compactor = &self.compactor.0;
         if !M::try_set(&compactor.busy) {
             return;
@@ -96,6 +97,50 @@ impl<M: Mode> Ring<M> {
             source,
             target,
         })
+    }
+
+    /// Makes a vacant slot pending again (rule 5); not if it belongs to a later lap by now.
+    fn reopen(&self, ticket: Ticket) -> bool {
+        let slot = self.word(ticket);
+        // Relaxed: the exchange checks again.
+        let word = slot.load(Relaxed);
+        if Self::unpack(word).0 != ticket {
+            return false;
+        }
+        self.count_reopened(ticket, 1_u32.wrapping_neg());
+        let reopened = M::exchange(slot, word, self.pending(ticket)).is_ok();
+        if !reopened {
+            self.count_reopened(ticket, 1);
+        }
+        reopened
+    }
+
+    fn count_reopened(&self, ticket: Ticket, change: u32) {
+        if !planted(Fault::SkipReopened) {
+            M::add_short(&self.vacated[self.segment(ticket)], change);
+            M::add(
+                &self.num_vacated.0,
+                i64::from(change.cast_signed()).cast_unsigned(),
+            );
+        }
+    }
+
+    /// The word that makes a slot pending: any of an earlier lap would do.
+    fn pending(&self, ticket: Ticket) -> u64 {
+        Self::pack(ticket.minus(self.capacity()), BlockId::NULL)
+    }
+
+    /// Fills a reopened slot, unless the block has left it and the head has passed it since.
+    fn fill_reopened(&self, ticket: Ticket, block: BlockId) {
+        let word = self.word(ticket);
+        // A lost exchange means a later lap: nothing of this one is left to do.
+        let _ = M::exchange(word, self.pending(ticket), Self::pack(ticket, block));
+    }
+
+    /// Gives a reopened slot up.
+    fn vacate_reopened(&self, ticket: Ticket) {
+        self.fill_reopened(ticket, BlockId::NULL);
+        self.count_reopened(ticket, 1);
     }
 }
 

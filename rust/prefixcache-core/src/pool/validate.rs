@@ -2,17 +2,17 @@
 
 use std::collections::HashSet;
 
+use super::BlockPool;
 use crate::block::{Block, State, Ticket, Tier};
 use crate::error::Broken;
 use crate::id::BlockId;
-use crate::pool::BlockPool;
 use crate::ring::Ring;
 use crate::sync::Mode;
 
 type Check = Result<(), Broken>;
 
 /// Checks the whole structure, on which no other thread may be working.
-pub(crate) fn validate<M: Mode>(pool: &BlockPool<M>) -> Check {
+pub(super) fn validate<M: Mode>(pool: &BlockPool<M>) -> Check {
     let mut free = vec![false; pool.config.max_blocks];
     let blank = check_blank(pool, &mut free)?;
     let mut found = blank;

@@ -1,0 +1,167 @@
+//! A cache in either form of its pool, shared between the Python object and the sequences it made.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use prefixcache_core::cache;
+use prefixcache_core::hash::ChainConfig;
+use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
+use prefixcache_core::sequence::Sequence;
+use prefixcache_core::store::{BlockStore, PoolConfig};
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+
+use crate::errors::IntoPyErr;
+use crate::exclusive::Exclusive;
+use crate::writer::{Threads, Writer, Writing};
+
+/// A sequence that outlives its Python object where its blocks cannot be given back at once.
+pub type SharedSequence = Arc<Exclusive<Sequence>>;
+
+/// A cache over either form of the pool.
+pub enum Core {
+    SingleWriter(cache::PrefixCache<BlockPool<SingleWriter>>),
+    Shared(cache::PrefixCache<BlockPool<Shared>>),
+}
+
+/// Evaluates an expression about the cache, whichever form it has.
+macro_rules! on {
+    ($core:expr, |$cache:ident| $work:expr) => {
+        match $core {
+            $crate::shared_cache::Core::SingleWriter($cache) => $work,
+            $crate::shared_cache::Core::Shared($cache) => $work,
+        }
+    };
+}
+pub(crate) use on;
+
+/// What a sequence knows of its cache, which may be collected before it.
+pub struct Cache {
+    core: Core,
+    writer: Writer,
+    closed: AtomicBool,
+    abandoned: Abandoned,
+}
+
+/// Sequences that were collected with their blocks while their thread could not write.
+#[derive(Default)]
+struct Abandoned {
+    sequences: Mutex<Vec<SharedSequence>>,
+    /// Whether there are any: every call that writes asks.
+    any: AtomicBool,
+}
+
+impl Abandoned {
+    fn lock(&self) -> MutexGuard<'_, Vec<SharedSequence>> {
+        self.sequences
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn push(&self, sequence: SharedSequence) {
+        let mut sequences = self.lock();
+        sequences.push(sequence);
+        // Relaxed, as wherever the flag is set: the lock orders it.
+        self.any.store(true, Ordering::Relaxed);
+    }
+
+    fn take_all(&self) -> Vec<SharedSequence> {
+        // Relaxed: what is missed here is found by the next call that writes.
+        if !self.any.load(Ordering::Relaxed) {
+            return Vec::new();
+        }
+        let mut sequences = self.lock();
+        self.any.store(false, Ordering::Relaxed);
+        std::mem::take(&mut sequences)
+    }
+}
+
+impl Cache {
+    pub fn new(chain: ChainConfig, pool: PoolConfig, threads: Threads) -> PyResult<Self> {
+        Ok(Self {
+            core: Core::new(chain, pool, threads)?,
+            writer: Writer::new(threads),
+            closed: AtomicBool::new(false),
+            abandoned: Abandoned::default(),
+        })
+    }
+
+    /// The cache, to read.
+    pub fn core(&self) -> PyResult<&Core> {
+        // Relaxed: the flag orders nothing; the pool itself outlives every call.
+        if self.closed.load(Ordering::Relaxed) {
+            return Err(PyRuntimeError::new_err("the cache is closed"));
+        }
+        Ok(&self.core)
+    }
+
+    /// The cache, to change while the second value lives.
+    pub fn core_to_write(&self) -> PyResult<(&Core, Writing<'_>)> {
+        let (core, writing) = (self.core()?, self.writer.write()?);
+        for sequence in self.abandoned.take_all() {
+            core.release_collected(&sequence);
+        }
+        Ok((core, writing))
+    }
+
+    /// The cache, which no single writer changes while the second value lives.
+    pub fn core_at_rest(&self) -> PyResult<(&Core, Writing<'_>)> {
+        Ok((self.core()?, self.writer.pause()?))
+    }
+
+    /// Makes the calling thread the writer.
+    pub fn adopt_writer(&self) -> PyResult<()> {
+        self.writer.adopt()
+    }
+
+    /// Refuses every later call.
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::Relaxed);
+    }
+
+    /// Takes the blocks of a collected sequence back, now or in the next call that writes.
+    pub fn collect(&self, sequence: &SharedSequence) {
+        match self.writer.write() {
+            Ok(_writing) => self.core.release_collected(sequence),
+            // Another thread is the writer, or a call is writing.
+            Err(_) => self.abandoned.push(Arc::clone(sequence)),
+        }
+    }
+}
+
+impl Core {
+    fn new(chain: ChainConfig, pool: PoolConfig, threads: Threads) -> PyResult<Self> {
+        let core = match threads {
+            Threads::SingleWriter => BlockPool::new(pool)
+                .and_then(|pool| cache::PrefixCache::new(chain, pool))
+                .map(Self::SingleWriter),
+            Threads::Shared => BlockPool::new(pool)
+                .and_then(|pool| cache::PrefixCache::new(chain, pool))
+                .map(Self::Shared),
+        };
+        core.map_err(IntoPyErr::into_py_err)
+    }
+
+    /// Gives back the blocks of a sequence that no call can use any more.
+    fn release_collected(&self, sequence: &SharedSequence) {
+        let Some(mut sequence) = sequence.try_use() else {
+            return;
+        };
+        // It holds its blocks, so the pool takes them; there is nobody to tell of a broken invariant.
+        let _ = on!(self, |cache| cache.release(&mut [&mut *sequence]));
+    }
+
+    /// The null block counted.
+    pub fn num_blocks(&self) -> usize {
+        on!(self, |cache| cache.store().num_blocks())
+    }
+
+    /// How many of the blocks of a prompt a count of its hits looks at.
+    pub fn blocks_looked_at(&self, num_blocks: usize) -> usize {
+        match self {
+            // A binary search.
+            Self::SingleWriter(_) => num_blocks.checked_ilog2().unwrap_or(0) as usize,
+            Self::Shared(_) => num_blocks,
+        }
+    }
+}

@@ -20,7 +20,7 @@ def gauges() -> Gauges:
 
 
 def samples(metrics: Metrics | LabelledMetrics) -> dict[str, float]:
-    text = generate_latest(metrics.registry).decode()
+    text = generate_latest(metrics).decode()
     return {
         sample.name
         + "".join(f"{{{k}={v}}}" for k, v in sorted(sample.labels.items())): sample.value
@@ -68,10 +68,10 @@ def test_every_sample_gets_the_labels_beside_its_own() -> None:
 
 
 def test_histogram_buckets_are_cumulative_and_bounds_belong_to_them() -> None:
-    histogram = Histogram((1, 2.5))
+    histogram = Histogram("x", "X.", (1, 2.5))
     for value in (0.5, 1, 2, 99):
         histogram.observe(value)
-    family = histogram.family("x", "X.")
+    family = histogram.family()
     found = {(s.name, s.labels.get("le")): s.value for s in family.samples}
     assert found == {
         ("prefixcache:x_bucket", "1.0"): 2,

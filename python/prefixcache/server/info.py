@@ -38,7 +38,7 @@ def info_router(maker: JobMaker, version: str) -> APIRouter:
 
     @router.get("/metrics")
     def metrics() -> Response:
-        text = generate_latest(labelled.registry)
+        text = generate_latest(labelled)
         return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
     return router

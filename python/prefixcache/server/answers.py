@@ -110,7 +110,7 @@ async def streamed_answer(
     form: AnswerForm,
     options: StreamOptions | None,
     workers: Workers,
-) -> AsyncGenerator[str, None]:
+) -> AsyncGenerator[bytes, None]:
     """Server-sent events of an answer. What is wrong with the request is raised here, at once."""
     streams = await _start(engine, job)
     return _events(streams, job, form, options or StreamOptions(), workers)
@@ -136,7 +136,7 @@ async def _events(
     form: AnswerForm,
     options: StreamOptions,
     workers: Workers,
-) -> AsyncGenerator[str, None]:
+) -> AsyncGenerator[bytes, None]:
     try:
         async with aclosing(_chunk_events(streams, job, form, options, workers)) as events:
             async for text in events:
@@ -155,7 +155,7 @@ async def _chunk_events(
     form: AnswerForm,
     options: StreamOptions,
     workers: Workers,
-) -> AsyncGenerator[str, None]:
+) -> AsyncGenerator[bytes, None]:
     choices = _new_choices(job)
     always = bool(options.continuous_usage_stats)
     told = bool(options.include_usage) or always
@@ -173,7 +173,7 @@ async def _chunk_events(
         yield event({**form.last_chunk(job), "usage": usage(job, choices)})
 
 
-def _texts(chunks: Iterable[dict[str, Any]], shown: dict[str, Any]) -> list[str]:
+def _texts(chunks: Iterable[dict[str, Any]], shown: dict[str, Any]) -> list[bytes]:
     return [event({**chunk, **shown}) for chunk in chunks]
 
 

@@ -147,7 +147,7 @@ class _Answer:
             return
         self._status = response.status_code
         if self._streams_events and not self._complete:
-            body = f"{event(error_body(error)[1])}{DONE}".encode()
+            body = event(error_body(error)[1]) + DONE
             await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic_core import to_json
@@ -14,39 +15,54 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
-DONE = "data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
+_COMMENT = b": ping\n\n"
 
 
-def event(payload: dict[str, Any]) -> str:
+def event(payload: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return f"data: {to_json(payload).decode()}\n\n"
+    return b"data: %b\n\n" % to_json(payload)
 
 
 class EventStream(Response):
-    """A `text/event-stream` answer. The generator is closed however the answer ends."""
+    """A `text/event-stream` answer. The generator is closed however the answer ends.
+
+    After `ping_seconds` without an event, and before twice as many, a comment is sent: proxies
+    close connections that are silent for long, as they are in the prefill of a long prompt.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], *, ping_seconds: float = 15) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._ping_seconds = ping_seconds
+        self._silent_since: float | None = None  # None while something is being sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         """Streams until the events or the client end."""
-        try:
-            await unless_disconnected(receive, self._stream(send))
-        except ClientDisconnect:
-            return
+        ping = partial(self._ping, send)
+        with suppress(ClientDisconnect):
+            await _unless_disconnected(receive, self._stream(send), ping, self._ping_seconds)
 
     async def _stream(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
         head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         async with aclosing(self._events) as events:
             await send(head)
-            async for text in events:
-                body = text.encode()
+            self._silent_since = clock()
+            async for body in events:
+                self._silent_since = None
                 await send({"type": "http.response.body", "body": body, "more_body": True})
+                self._silent_since = clock()
+        self._silent_since = None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _ping(self, send: Send) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._silent_since is not None and now - self._silent_since >= self._ping_seconds:
+            await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
 
 
 async def answer_unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -54,15 +70,23 @@ async def answer_unless_disconnected(request: Request, work: Coroutine[Any, Any,
 
     Raises `ClientDisconnect` then. The body must have been read.
     """
-    return await unless_disconnected(request.receive, work)
+    return await _unless_disconnected(request.receive, work)
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """As `answer_unless_disconnected`, for what an ASGI application is given."""
+async def _unless_disconnected(
+    receive: Receive,
+    work: Coroutine[Any, Any, T],
+    ping: Callable[[], Awaitable[None]] | None = None,
+    ping_seconds: float | None = None,
+) -> T:
+    """As `answer_unless_disconnected`; `ping` is called every `ping_seconds` meanwhile."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(receive))
+    first = partial(asyncio.wait, (working, leaving), return_when=asyncio.FIRST_COMPLETED)
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        while not (await first(timeout=ping_seconds))[0]:
+            if ping is not None:
+                await ping()
         if not working.done():
             raise ClientDisconnect
         return working.result()

@@ -20,6 +20,7 @@ from torch import Tensor
 from prefixcache.attention.flashinfer_reference import _attention, append_paged_kv_cache
 
 _MAX_TILES = 2 * 132
+_CAUSAL = 1  # of FlashInfer's MaskMode
 
 
 class _Module:
@@ -49,13 +50,15 @@ class _Module:
         last_page_len: Tensor,
         out: Tensor,
         _lse: None,
-        _mask: int,
+        mask: int,
         _layout: int,
         window_left: int,
         _pdl: bool,
         *rest: Any,
     ) -> None:
         soft_cap, scale = (rest[8], rest[9]) if self._kind == "fa2" else (rest[4], rest[5])
+        options = {"scale": scale, "soft_cap": soft_cap, "causal": mask == _CAUSAL}
+        options["window_left"] = window_left
         chosen = list(range(len(last_page_len)))
         if self._kind == "fa2":
             launched, splits = plan_info[0], plan_info[14]
@@ -65,9 +68,7 @@ class _Module:
         for s in chosen:
             rows = slice(int(qo_indptr[s]), int(qo_indptr[s + 1]))
             pages = indices[kv_indptr[s] : kv_indptr[s + 1]].long()
-            out[rows] = _rows(
-                q[rows], keys, values, pages, last_page_len[s], window_left, scale, soft_cap
-            )
+            out[rows] = _rows(q[rows], keys, values, pages, last_page_len[s], options)
 
     def run(
         self,
@@ -90,11 +91,11 @@ class _Module:
         scale: float,
         *_rope: float,
     ) -> None:
+        options = {"scale": scale, "soft_cap": soft_cap, "causal": True}
+        options["window_left"] = window_left
         for s in range(len(last_page_len)):
             pages = indices[kv_indptr[s] : kv_indptr[s + 1]].long()
-            out[s : s + 1] = _rows(
-                q[s : s + 1], keys, values, pages, last_page_len[s], window_left, scale, soft_cap
-            )
+            out[s : s + 1] = _rows(q[s : s + 1], keys, values, pages, last_page_len[s], options)
 
 
 def _plan_fa2(
@@ -133,12 +134,9 @@ def _rows(
     values: Tensor,
     pages: Tensor,
     last: Tensor,
-    window_left: int,
-    scale: float,
-    soft_cap: float,
+    options: dict[str, Any],
 ) -> Tensor:
     length = (len(pages) - 1) * keys.shape[1] + int(last)
-    options = {"scale": scale, "soft_cap": soft_cap, "causal": True, "window_left": window_left}
     return _attention(
         q, keys[pages].flatten(0, 1)[:length], values[pages].flatten(0, 1)[:length], options
     )

@@ -118,43 +118,88 @@ def _linears(shape: Shape) -> dict[str, tuple[int, int]]:
     }
 
 
+_FA2: dict[str, Any] = {"invariance": "off", "hopper": False}
+_FA3: dict[str, Any] = {"invariance": "unified"}
+_CHUNKS = {"FA2": _FA2, "FA3": _FA3}
+_DECODES: dict[str, dict[str, Any]] = {
+    "FA2": {"invariance": "off"},
+    "FA2 without split keys": {"invariance": "split"},
+    "FA3": _FA3,
+    "FA3, packed heads": _FA3 | {"packs_heads": True},
+}
+
+
 def attention(shape: Shape, device: torch.device, batch: int, context: int) -> Iterator[Row]:
-    """One layer of FA2 and FA3: a chunk of `context` tokens, and decodes of `batch` sequences."""
-    config = shape.hf_config
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    spec = AttentionSpec(
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5
-    )
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    kernels = load_kernels(device) if device.type == "cuda" else flashinfer_reference
-    for name, lengths, invariance, hopper in (
-        ("chunk, FA2", [(0, context)], "off", False),
-        ("chunk, FA3", [(0, context)], "off", True),
-        ("decode, FA2", [(context, 1)] * batch, "off", True),
-        ("decode, FA2 without split keys", [(context, 1)] * batch, "split", True),
-        ("decode, FA3", [(context, 1)] * batch, "unified", True),
-    ):
-        decodes = batch if lengths[0][1] == 1 else 0
-        step, num_blocks = mixed_batch(lengths, num_decodes=decodes, device=device)
-        backend = FlashInferAttention(
-            spec,
-            dtype=dtype,
-            device=device,
-            kernels=kernels,
-            invariance=invariance,
-            hopper=hopper,
-            **({} if device.type == "cuda" else {"workspace_bytes": 16}),
+    """One layer by each kernel: a chunk of `context` tokens, and decodes of `batch` sequences.
+
+    Decodes are planned as for a graph. What FA3 gives with packed heads must be the same bits.
+    """
+    layer = _Layer(shape, device, [(0, context)])
+    for name, options in _CHUNKS.items():
+        yield _layer_row(f"{shape.name}, chunk of {context}, {name}", layer, options)
+    layer = _Layer(shape, device, [(context, 1)] * batch)
+    what = f"{shape.name}, decode of {batch}"
+    for name, options in _DECODES.items():
+        yield _layer_row(f"{what} at context {context}, {name}", layer, options)
+    plain, packed = (layer.output(_DECODES[name]) for name in ("FA3", "FA3, packed heads"))
+    differing = int((plain != packed).sum())
+    yield {
+        "section": "attention",
+        "what": f"{what}, packed heads",
+        "value": differing,
+        "unit": f"of {plain.numel()} numbers differ from those of FA3",
+        **({"ok": differing == 0} if device.type == "cuda" else {}),
+    }
+
+
+def _layer_row(what: str, layer: _Layer, options: dict[str, Any]) -> Row:
+    us = _microseconds(layer.runs(options), layer.device)
+    return {"section": "attention", "what": what, "value": us, "unit": "us a layer"}
+
+
+class _Layer:
+    """Random queries, keys and values of one step, and a pool."""
+
+    def __init__(self, shape: Shape, device: torch.device, lengths: list[tuple[int, int]]) -> None:
+        config = shape.hf_config
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        self.device = device
+        self._spec = AttentionSpec(
+            num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5
         )
-        total = len(step.slot_mapping)
-        noise = torch.randn(total, heads + 2 * kv_heads, head_dim, device=device).to(dtype)
-        q, k, v = (p.contiguous() for p in noise.split([heads, kv_heads, kv_heads], dim=1))
+        self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        decodes = sum(count == 1 for _, count in lengths)
+        self._step, num_blocks = mixed_batch(lengths, num_decodes=decodes, device=device)
+        total = len(self._step.slot_mapping)
+        noise = torch.randn(total, heads + 2 * kv_heads, head_dim, device=device).to(self._dtype)
+        parts = noise.split([heads, kv_heads, kv_heads], dim=1)
+        self._qkv = tuple(part.contiguous() for part in parts)
         pool = torch.randn(kv_shape_nhd(num_blocks, 16, kv_heads, head_dim), device=device)
-        backend.bind([pool.to(dtype)])
-        backend.plan(step)
-        us = _microseconds(lambda b=backend, q=q, k=k, v=v: b.run(0, q, k, v), device)
-        what = f"{shape.name}, {name}, {len(lengths)} of context {context}"
-        yield {"section": "attention", "what": what, "value": us, "unit": "us a layer"}
+        self._pool = pool.to(self._dtype)
+
+    def output(self, options: dict[str, Any]) -> torch.Tensor:
+        """[T, H, D] by one kernel."""
+        return self.runs(options)()
+
+    def runs(self, options: dict[str, Any]) -> Callable[[], torch.Tensor]:
+        """The layer, planned; each call computes it."""
+        on_cuda = self.device.type == "cuda"
+        backend = FlashInferAttention(
+            self._spec,
+            dtype=self._dtype,
+            device=self.device,
+            kernels=load_kernels(self.device) if on_cuda else flashinfer_reference,
+            **({} if on_cuda else {"workspace_bytes": 1 << 20}) | options,
+        )
+        backend.bind([self._pool])
+        if self._step.num_decodes:
+            size = self._step.num_decodes
+            backend.reserve_graphs([size], len(self._step.kv_indices))
+            backend.plan_graph(self._step, size)
+        else:
+            backend.plan(self._step)
+        return lambda: backend.run(0, *self._qkv)
 
 
 def sampling(shape: Shape, setup: Setup, device: torch.device, context: int) -> Iterator[Row]:

@@ -380,7 +380,12 @@ def _modes(device: torch.device) -> tuple[tuple[str, bool], ...]:
     """The invariant modes, and the fast one for contrast."""
     if device.type != "cuda":
         return (("reference", False),)
-    return (("flashinfer", True), ("flashinfer-split", True), ("flashinfer", False))
+    return (
+        ("flashinfer", True),
+        ("flashinfer-packed", True),
+        ("flashinfer-split", True),
+        ("flashinfer", False),
+    )
 
 
 def _step_row(shape: Shape, what: str, ms: float, floor: str) -> Row:

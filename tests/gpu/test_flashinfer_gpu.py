@@ -61,6 +61,16 @@ def inputs(spec: AttentionSpec, rows: int, num_pages: int, device: torch.device)
     return pool, noise(rows, spec.num_heads, spec.head_dim), key, value
 
 
+def made(spec: AttentionSpec, mode: str, device: torch.device) -> FlashInferAttention:
+    return make_flashinfer(
+        spec,
+        dtype=torch.bfloat16,
+        device=device,
+        invariance="unified" if mode == "packed" else mode,
+        packs_heads=mode == "packed",
+    )
+
+
 def reference(spec: AttentionSpec, device: torch.device) -> FlashInferAttention:
     return FlashInferAttention(
         spec,
@@ -71,14 +81,14 @@ def reference(spec: AttentionSpec, device: torch.device) -> FlashInferAttention:
     )
 
 
-@pytest.mark.parametrize("invariance", ["off", "split", "unified"])
+@pytest.mark.parametrize("mode", ["off", "split", "unified", "packed"])
 @pytest.mark.parametrize("spec", CASES)
-def test_kernels_compute_what_their_reference_does(spec, invariance, device) -> None:
+def test_kernels_compute_what_their_reference_does(spec, mode, device) -> None:
     batch, num_pages = step(LENGTHS, device)
     pool, q, k, v = inputs(spec, len(batch.slot_mapping), num_pages, device)
     results = []
     for attention in (
-        make_flashinfer(spec, dtype=torch.bfloat16, device=device, invariance=invariance),
+        made(spec, mode, device),
         reference(spec, device),
     ):
         own = pool.clone()
@@ -90,10 +100,10 @@ def test_kernels_compute_what_their_reference_does(spec, invariance, device) -> 
     torch.testing.assert_close(ours, plain, atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("invariance", ["off", "split", "unified"])
-def test_a_replayed_graph_computes_what_a_plain_step_does(invariance, device) -> None:
+@pytest.mark.parametrize("mode", ["off", "split", "unified", "packed"])
+def test_a_replayed_graph_computes_what_a_plain_step_does(mode, device) -> None:
     spec = SPECS["group 7"]
-    attention = make_flashinfer(spec, dtype=torch.bfloat16, device=device, invariance=invariance)
+    attention = made(spec, mode, device)
     batch, num_pages = step(((700, 1), (33, 1), (15, 1)), device)
     pool, q, k, v = inputs(spec, 4, num_pages, device)
     attention.bind([pool])
@@ -111,14 +121,15 @@ def test_a_replayed_graph_computes_what_a_plain_step_does(invariance, device) ->
     attention.plan_graph(batch, 4)
     replay()
     torch.testing.assert_close(out[:3], plain, atol=0.02, rtol=0.02)
-    if invariance != "off":
+    if mode != "off":
         assert torch.equal(out[:3], plain)
 
 
+@pytest.mark.parametrize("mode", ["unified", "packed"])
 @pytest.mark.parametrize("spec", CASES)
-def test_bits_depend_on_neither_chunks_nor_batch(spec, device) -> None:
+def test_bits_depend_on_neither_chunks_nor_batch(spec, mode, device) -> None:
     """One prompt of 300 rows: whole, in chunks, beside others, its last row as a decode."""
-    attention = make_flashinfer(spec, dtype=torch.bfloat16, device=device, invariance="unified")
+    attention = made(spec, mode, device)
     if not attention.batch_invariant:
         pytest.skip("needs a Hopper device")
     _, q, k, v = inputs(spec, 300, 1, device)
@@ -134,7 +145,7 @@ def _computed(attention, spec, q, k, v, chunks, device) -> torch.Tensor:
     out, start = [], 0
     for count in chunks:
         sequences = [
-            SlowSequence(start, count, pages),
+            SlowSequence(start, count, pages, count == 1),
             SlowSequence(start // 2, 9, other),
         ]
         batch = batch_of(sequences, PAGE)

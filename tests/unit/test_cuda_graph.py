@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,12 @@ from tape import TapeCapture
 TinyCheckpoint = Callable[..., Path]
 
 
+MODES: dict[str, dict[str, Any]] = {
+    **{invariance: {"invariance": invariance} for invariance in ("off", "split", "unified")},
+    "packed": {"invariance": "unified", "packs_heads": True},
+}
+
+
 def load(folder: Path) -> LlamaModel:
     return load_model(ModelConfig.from_hf(folder), folder, dtype=torch.float32, device=CPU)
 
@@ -33,6 +40,7 @@ def server(model: LlamaModel, capture: TapeCapture, **options) -> PagedServer:
         device=CPU,
         kernels=capture.kernels,
         invariance=options.pop("invariance", "off"),
+        packs_heads=options.pop("packs_heads", False),
         workspace_bytes=16,
     )
     return PagedServer(model, attention, capture=capture, **options)
@@ -60,14 +68,14 @@ def test_no_size_holds_more_than_the_largest() -> None:
         graph_sizes(0)
 
 
-@pytest.mark.parametrize("invariance", ["off", "split", "unified"])
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 def test_replays_answer_as_plain_steps_do(
-    tiny_checkpoint: TinyCheckpoint, architecture: str, invariance: str
+    tiny_checkpoint: TinyCheckpoint, architecture: str, options: dict[str, Any]
 ) -> None:
     model = load(tiny_checkpoint(architecture))
     capture = TapeCapture()
-    graphs = server(model, capture, invariance=invariance)
+    graphs = server(model, capture, **options)
     asked = prompts(5, 19, 33)
     assert graphs.generate(asked, 9) == PagedServer(model).generate(asked, 9)
     assert capture.num_replays >= 7

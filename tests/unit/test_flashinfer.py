@@ -40,7 +40,12 @@ TinyCheckpoint = Callable[..., Path]
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5)
 
 
+MODES = ["off", "split", "unified", "packed"]
+
+
 def backend(spec: AttentionSpec = SPEC, **options) -> FlashInferAttention:
+    if options.get("invariance") == "packed":
+        options |= {"invariance": "unified", "packs_heads": True}
     return FlashInferAttention(
         spec,
         **{"dtype": torch.float32, "device": CPU, "kernels": flashinfer_reference}
@@ -63,7 +68,7 @@ def prompts(count: int, length: int, shared: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("invariance", ["off", "split", "unified"])
+@pytest.mark.parametrize("invariance", MODES)
 def test_models_answer_as_with_plain_torch_attention(
     tiny_checkpoint: TinyCheckpoint, architecture: str, invariance: str
 ) -> None:
@@ -91,7 +96,7 @@ def test_the_steps_mix_decodes_with_chunks_and_hit_the_cache(
 
 
 @pytest.mark.parametrize("hopper", [True, False])
-@pytest.mark.parametrize("invariance", ["off", "split", "unified"])
+@pytest.mark.parametrize("invariance", MODES)
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_graphs_step_computes_what_a_plain_one_does(
     window: int | None, invariance: str, hopper: bool
@@ -120,7 +125,7 @@ def test_a_graphs_step_computes_what_a_plain_one_does(
 
 
 @pytest.mark.parametrize("hopper", [True, False])
-@pytest.mark.parametrize("invariance", ["split", "unified"])
+@pytest.mark.parametrize("invariance", MODES[1:])
 def test_a_graph_launches_no_block_whose_tables_nobody_wrote(invariance: str, hopper: bool) -> None:
     """28 query heads on 4: FlashInfer would launch 66 tiles for one sequence, and 91 for 64."""
     spec = AttentionSpec(num_heads=28, num_kv_heads=4, head_dim=8, scale=0.5)
@@ -248,6 +253,7 @@ def test_decode_goes_to_tensor_cores_for_groups_without_a_plain_kernel() -> None
         ("off", True, (False, False)),
         ("split", True, (True, False)),
         ("unified", True, (True, True)),
+        ("packed", True, (True, True)),
         ("split", False, (False, False)),
         ("unified", False, (False, False)),
     ],
@@ -264,6 +270,7 @@ def test_a_backend_says_what_it_keeps_equal(invariance, hopper, kept) -> None:
         ("off", False, {("fa2", False, False), ("fa2", None, False)}),
         ("split", True, {("fa2", True, True), ("fa3", None, True)}),
         ("unified", True, {("fa3", None, True)}),
+        ("packed", True, {("fa3", None, True)}),
     ],
 )
 def test_kernels_are_chosen_by_name_and_never_split_keys_in_invariant_mode(
@@ -293,6 +300,53 @@ def test_kernels_are_chosen_by_name_and_never_split_keys_in_invariant_mode(
     mixed = [SlowSequence(2, 1, (1,), True), SlowSequence(0, 6, (2, 3))]
     attention.plan(batch_of(mixed, page_size=4))
     assert set(made) == expected
+
+
+def test_packed_decodes_are_a_tile_a_key_value_head_and_compute_the_same() -> None:
+    """28 query heads on 4: seven rows of each of four heads in place of 28 heads of one row."""
+    spec = AttentionSpec(num_heads=28, num_kv_heads=4, head_dim=8, scale=0.5)
+    shapes = []
+
+    class Kernels:
+        append_paged_kv_cache = staticmethod(flashinfer_reference.append_paged_kv_cache)
+
+        class BatchPrefillWithPagedKVCacheWrapper(
+            flashinfer_reference.BatchPrefillWithPagedKVCacheWrapper
+        ):
+            def run(self, q, kv, **kwargs):
+                shapes.append((tuple(q.shape), self._options["causal"]))
+                return super().run(q, kv, **kwargs)
+
+    lengths = ((9, 1), (2, 1), (0, 1), (4, 6), (0, 3))
+    pages = iter(range(1, 40))
+    batch = batch_of(
+        [
+            SlowSequence(start, count, tuple(next(pages) for _ in range(3)), count == 1)
+            for start, count in lengths
+        ],
+        page_size=4,
+    )
+    generator = torch.Generator().manual_seed(5)
+    pool = torch.randn(40, 2, 4, 4, 8, generator=generator)
+    q = torch.randn(12, 28, 8, generator=generator)
+    k, v = torch.randn(2, 12, 4, 8, generator=generator)
+    outputs = []
+    for mode in ("packed", "unified"):
+        attention = backend(spec, kernels=Kernels, invariance=mode)
+        attention.bind([pool.clone()])
+        attention.plan(batch)
+        outputs.append(attention.run(0, q, k, v))
+    torch.testing.assert_close(*outputs)
+    assert shapes == [((21, 4, 8), False), ((9, 28, 8), True), ((12, 28, 8), True)]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"sliding_window": 5}, {"num_kv_heads": 4}], ids=["window", "group of one"]
+)
+def test_what_cannot_be_packed_is_not(changes) -> None:
+    attention = backend(dataclasses.replace(SPEC, **changes), invariance="packed")
+    attention.bind([torch.zeros(2, 2, 4, changes.get("num_kv_heads", 2), 8)])
+    assert attention._bound.decode is None
 
 
 def test_calls_out_of_order_say_what_is_missing() -> None:

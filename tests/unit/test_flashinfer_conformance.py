@@ -37,13 +37,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     return replace_native_modules(monkeypatch), flashinfer_reference
 
 
-def _backend(spec: AttentionSpec, kernels: Any, invariance: str, hopper: bool = True):
+def _backend(spec: AttentionSpec, kernels: Any, mode: str, hopper: bool = True):
     return FlashInferAttention(
         spec,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
         kernels=kernels,
-        invariance=invariance,
+        invariance="unified" if mode == "packed" else mode,
+        packs_heads=mode == "packed",
         hopper=hopper,
         workspace_bytes=1 << 26,
     )
@@ -70,14 +71,14 @@ def _inputs(spec: AttentionSpec, rows: int, num_pages: int) -> list[torch.Tensor
 
 
 @pytest.mark.parametrize("hopper", [True, False])
-@pytest.mark.parametrize("invariance", ["off", "split", "unified"])
-def test_a_step_computes_what_the_reference_does(spec, kernels, invariance, hopper) -> None:
+@pytest.mark.parametrize("mode", ["off", "split", "unified", "packed"])
+def test_a_step_computes_what_the_reference_does(spec, kernels, mode, hopper) -> None:
     lengths = ((70, 1), (33, 1), (15, 1), (0, 130), (50, 77), (16, 1))
     batch = batch_of(_step(lengths), PAGE)
     pool, q, k, v = _inputs(spec, sum(count for _, count in lengths), 40)
     results = []
     for kernel in kernels:
-        attention, own = _backend(spec, kernel, invariance, hopper), pool.clone()
+        attention, own = _backend(spec, kernel, mode, hopper), pool.clone()
         attention.bind([own])
         attention.plan(batch)
         results.append((attention.run(0, q, k, v), own))
@@ -87,9 +88,9 @@ def test_a_step_computes_what_the_reference_does(spec, kernels, invariance, hopp
 
 
 @pytest.mark.parametrize("hopper", [True, False])
-@pytest.mark.parametrize("invariance", ["off", "split", "unified"])
+@pytest.mark.parametrize("mode", ["off", "split", "unified", "packed"])
 def test_graphs_of_several_sizes_compute_what_the_reference_does(
-    spec, kernels, invariance, hopper
+    spec, kernels, mode, hopper
 ) -> None:
     lengths = ((70, 1), (33, 1), (15, 1))
     batch = batch_of(_step(lengths), PAGE)
@@ -97,7 +98,7 @@ def test_graphs_of_several_sizes_compute_what_the_reference_does(
         pool, q, k, v = _inputs(spec, size, 40)
         results = []
         for kernel in kernels:
-            attention, own = _backend(spec, kernel, invariance, hopper), pool.clone()
+            attention, own = _backend(spec, kernel, mode, hopper), pool.clone()
             attention.bind([own])
             attention.reserve_graphs([size], max_page_indices=100)
             attention.plan_graph(batch, size)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from prefixcache.attention.base import AttentionBatch, AttentionSpec, kv_shape_n
 from prefixcache.attention.fence import Fence
 from prefixcache.attention.flashinfer_plan import (
     KernelRows,
+    can_pack_heads,
     check_supported,
     check_workspace,
     needs_tensor_cores,
@@ -57,7 +58,8 @@ class FlashInferAttention:
       never split, and decodes in the FA2 kernel without split keys. Each is independent of batch
       and chunks, but a decode's keys and values differ in bits from a prefill's, so only blocks
       that a prefill wrote may be shared.
-    - "unified": decodes run in the FA3 kernel too, and everything is equal.
+    - "unified": decodes run in the FA3 kernel too, and everything is equal. FA3 computes tiles of
+      128 rows of one head: with `packs_heads` the query heads of a key-value head are rows of one.
 
     `batch_invariant` and `decode_matches_prefill` tell what is really kept: without FA3, which is
     for Hopper devices alone, nothing is. `kernels` is the flashinfer module or its stand-in, which
@@ -74,6 +76,7 @@ class FlashInferAttention:
         device: torch.device,
         kernels: Any,
         invariance: Invariance = "off",
+        packs_heads: bool = False,
         hopper: bool = True,
         workspace_bytes: int = WORKSPACE_BYTES,
     ) -> None:
@@ -91,7 +94,10 @@ class FlashInferAttention:
             split_keys=invariance == "off",
             workspace_bytes=workspace_bytes,
         )
-        self._unified = invariance == "unified"
+        self._make_decode: _MakeKernel | None = self._makes.decode
+        if invariance == "unified":
+            packs = packs_heads and hopper and can_pack_heads(spec)
+            self._make_decode = self._makes.packed_decode if packs else None
         self._fence = Fence(device)
         self._kv: Sequence[Tensor] = ()
         self._bound: _Bound | None = None
@@ -116,7 +122,7 @@ class FlashInferAttention:
         self._graphs = self._step = None
         self._bound = _Bound(
             prefill=self._makes.prefill(page_size),
-            decode=None if self._unified else self._makes.decode(page_size),
+            decode=self._make_decode and self._make_decode(page_size),
             page_size=page_size,
             pool_table=_pool_table(num_pages, page_size, self._device),
         )
@@ -145,10 +151,9 @@ class FlashInferAttention:
         `max_page_indices` bounds the page indices of a step, before rows are added to it.
         """
         bound = self._require_bound()
-        if not self._unified:
-            self._makes.check_workspace(max(sizes))
+        self._makes.check_workspace(max(sizes))
         tables = _GraphTables(max(sizes), max_page_indices + max(sizes), self._device)
-        make = self._makes.prefill if self._unified else self._makes.decode
+        make = self._make_decode or self._makes.prefill
         kernels = {size: make(bound.page_size, tables.rows(size)) for size in sizes}
         self._graphs = _Graphs(tables, kernels)
 
@@ -180,7 +185,7 @@ class FlashInferAttention:
         )
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         for part in step.parts:
-            part.kernel.wrapper.run(q_THD[part.rows], kv, out=out_THD[part.rows])
+            part.kernel.run(q_THD[part.rows], kv, out_THD[part.rows])
         return out_THD
 
     def _require_bound(self) -> _Bound:
@@ -197,10 +202,17 @@ class _Kernel:
     """
 
     def __init__(
-        self, wrapper: Any, fixed: dict[str, Any], *, adds_tiles: bool, pins: bool
+        self,
+        wrapper: Any,
+        fixed: dict[str, Any],
+        *,
+        group_size: int,
+        adds_tiles: bool,
+        pins: bool,
     ) -> None:
         self.wrapper = wrapper
         self._fixed = fixed
+        self._group_size = group_size
         self._adds_tiles = adds_tiles
         self._pins = pins
 
@@ -211,12 +223,15 @@ class _Kernel:
         pinned_lens = lens.pin_memory() if self._pins else lens
         self._plan(pinned, indices[rows.pages], self._fixed | {"seq_lens": pinned_lens})
         if self._adds_tiles:
-            group_size = self._fixed["num_qo_heads"] // self._fixed["num_kv_heads"]
             self.wrapper._plan_info = planned_tiles_alone(  # noqa: SLF001 (no other way to it)
                 self.wrapper._plan_info,  # noqa: SLF001
                 rows.num_rows,
-                group_size,
+                self._group_size,
             )
+
+    def run(self, q_THD: Tensor, kv: Tensor, out_THD: Tensor) -> None:
+        """Computes the planned rows."""
+        self.wrapper.run(q_THD, kv, out=out_THD)
 
     def _plan(self, rows: KernelRows, indices: Tensor, fixed: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -232,17 +247,38 @@ class _Decode(_Kernel):
 class _Prefill(_Kernel):
     """Any number of query rows a sequence, causal at its last token."""
 
+    _causal = True
+
     def _plan(self, rows: KernelRows, indices: Tensor, fixed: dict[str, Any]) -> None:
         self.wrapper.plan(
             rows.qo_indptr,
             rows.kv_indptr,
             indices,
             rows.last_page_len,
-            causal=True,
+            causal=self._causal,
             # FlashInfer would look for it entry by entry.
             max_token_per_sequence=int(rows.qo_indptr.diff().max()),
             **fixed,
         )
+
+
+class _PackedDecode(_Prefill):
+    """One query row a sequence, whose G heads a key-value head become G rows of that one head.
+
+    All of them see all keys, as the row does: nothing is masked.
+    """
+
+    _causal = False
+
+    def plan(self, rows: KernelRows, indices: Tensor) -> None:
+        super().plan(replace(rows, qo_indptr=rows.qo_indptr * self._group_size), indices)
+
+    def run(self, q_THD: Tensor, kv: Tensor, out_THD: Tensor) -> None:
+        packed = q_THD.unflatten(1, (-1, self._group_size)).transpose(1, 2).flatten(0, 1)
+        out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
+        self.wrapper.run(packed, kv, out=out)
+        heads = out.unflatten(0, (-1, self._group_size)).transpose(1, 2)
+        out_THD.unflatten(1, (-1, self._group_size)).copy_(heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +302,8 @@ class _Step:
 class _Bound:
     """What depends on the KV tensors. Without `decode`, the prefill kernel computes all rows."""
 
-    prefill: _Prefill
-    decode: _Decode | None
+    prefill: _Kernel
+    decode: _Kernel | None
     page_size: int
     pool_table: tuple[Tensor, Tensor, Tensor]
 
@@ -341,6 +377,7 @@ class _KernelMaker:
         self._spec = spec
         self._prefill_backend = prefill_backend
         self._splits_keys = split_keys
+        self._group_size = spec.num_heads // spec.num_kv_heads
         self._pins = device.type == "cuda"
         self._tensor_cores = needs_tensor_cores(spec) or not split_keys
         self._options = plan_options(spec, dtype) | {"disable_split_kv": not split_keys}
@@ -350,14 +387,13 @@ class _KernelMaker:
 
     def prefill(self, page_size: int, fixed_rows: _FixedRows | None = None) -> _Prefill:
         """A kernel for chunks, over tables of fixed addresses when these are given."""
-        tables = {} if fixed_rows is None else _prefill_tables(fixed_rows)
-        wrapper = self._kernels.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, _LAYOUT, backend=self._prefill_backend, **tables
-        )
-        wrapper.reset_workspace_buffer(self._workspace, self._prefill_plans)
-        sizes = self._sizes(page_size) | {"head_dim_qk": self._spec.head_dim}
-        adds_tiles = self._prefill_backend == "fa2" and self._adds_tiles(fixed_rows)
-        return _Prefill(wrapper, sizes | self._options, adds_tiles=adds_tiles, pins=self._pins)
+        sizes = self._sizes(page_size)
+        return self._make_prefill(_Prefill, sizes, self._prefill_plans, fixed_rows)
+
+    def packed_decode(self, page_size: int, fixed_rows: _FixedRows | None = None) -> _Prefill:
+        """The same kernel for single rows, their heads packed into rows."""
+        sizes = self._sizes(page_size) | {"num_qo_heads": self._spec.num_kv_heads}
+        return self._make_prefill(_PackedDecode, sizes, self._decode_plans, fixed_rows)
 
     def decode(self, page_size: int, fixed_rows: _FixedRows | None = None) -> _Decode:
         """A kernel for single rows, over tables of fixed addresses when these are given.
@@ -369,9 +405,12 @@ class _KernelMaker:
             self._workspace, _LAYOUT, use_tensor_cores=self._tensor_cores, backend="fa2", **tables
         )
         wrapper.reset_workspace_buffer(self._workspace, self._decode_plans)
-        sizes = self._sizes(page_size) | {"head_dim": self._spec.head_dim}
         return _Decode(
-            wrapper, sizes | self._options, adds_tiles=self._adds_tiles(fixed_rows), pins=self._pins
+            wrapper,
+            self._sizes(page_size) | {"head_dim": self._spec.head_dim} | self._options,
+            group_size=self._group_size,
+            adds_tiles=self._adds_tiles(fixed_rows),
+            pins=self._pins,
         )
 
     def check_workspace(self, num_seqs: int) -> None:
@@ -385,6 +424,26 @@ class _KernelMaker:
             )
             check_workspace(self._spec, num_seqs, count, len(self._workspace))
 
+    def _make_prefill(
+        self,
+        kind: type[_Prefill],
+        sizes: dict[str, Any],
+        plans: Tensor,
+        fixed_rows: _FixedRows | None,
+    ) -> _Prefill:
+        tables = {} if fixed_rows is None else _prefill_tables(fixed_rows)
+        wrapper = self._kernels.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, _LAYOUT, backend=self._prefill_backend, **tables
+        )
+        wrapper.reset_workspace_buffer(self._workspace, plans)
+        return kind(
+            wrapper,
+            sizes | {"head_dim_qk": self._spec.head_dim} | self._options,
+            group_size=self._group_size,
+            adds_tiles=self._prefill_backend == "fa2" and self._adds_tiles(fixed_rows),
+            pins=self._pins,
+        )
+
     def _adds_tiles(self, fixed_rows: _FixedRows | None) -> bool:
         """Whether FA2 does: in graphs, where it masks added tiles only beside split keys."""
         return fixed_rows is not None and not self._splits_keys
@@ -397,12 +456,16 @@ class _KernelMaker:
         }
 
 
+_MakeKernel = Callable[..., _Kernel]
+
+
 def make_flashinfer(
     spec: AttentionSpec,
     *,
     dtype: torch.dtype,
     device: torch.device,
     invariance: Invariance = "off",
+    packs_heads: bool = False,
 ) -> FlashInferAttention:
     """FlashInfer's own kernels on a CUDA device.
 
@@ -417,6 +480,7 @@ def make_flashinfer(
         device=device,
         kernels=kernels,
         invariance=invariance,
+        packs_heads=packs_heads,
         hopper=major == _HOPPER,
     )
     build_kernels(attention, spec, dtype, device)

@@ -143,6 +143,11 @@ def needs_tensor_cores(spec: AttentionSpec) -> bool:
     return spec.num_heads // spec.num_kv_heads not in _PLAIN_DECODE_GROUPS
 
 
+def can_pack_heads(spec: AttentionSpec) -> bool:
+    """Whether a decode's query heads can be rows of one head: not in a window, which rows move."""
+    return spec.num_heads > spec.num_kv_heads and spec.sliding_window is None
+
+
 def plan_options(spec: AttentionSpec, dtype: torch.dtype) -> dict[str, Any]:
     """Keyword arguments that the plans of all kernels share.
 

@@ -55,11 +55,20 @@ def _flashinfer_split(spec: AttentionSpec, options: AttentionOptions) -> Attenti
     return make_flashinfer(spec, dtype=options.dtype, device=options.device, invariance="split")
 
 
+def _flashinfer_packed(spec: AttentionSpec, options: AttentionOptions) -> AttentionBackend:
+    from prefixcache.attention.flashinfer import make_flashinfer
+
+    return make_flashinfer(
+        spec, dtype=options.dtype, device=options.device, invariance="unified", packs_heads=True
+    )
+
+
 _FACTORIES: dict[str, _Factory] = {
     "torch": _torch,
     "cpu": _cpu,
     "flashinfer": _flashinfer,
     "flashinfer-split": _flashinfer_split,
+    "flashinfer-packed": _flashinfer_packed,
 }
 
 

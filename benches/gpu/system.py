@@ -21,7 +21,7 @@ from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_groups
-from prefixcache.kv.tensors import KVMemory
+from prefixcache.kv.tensors import KVTensors
 from prefixcache.models.llama import Builder, LlamaModel
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.ops.sets import make_ops
@@ -111,7 +111,7 @@ class System:
         )
         memory = ModelMemory(
             weights,
-            _kv_memory(model, self.attention, num_blocks),
+            _kv_tensors(model, self.attention, num_blocks),
             runner,
             lambda: make_graphs(config, weights.loaded, self.attention, setup.max_model_len),
         )
@@ -262,9 +262,9 @@ def _empty_model(config: ModelConfig, device: torch.device, max_positions: int) 
     return LlamaModel(config, Builder(make_ops(dtype, device, None)), max_positions)
 
 
-def _kv_memory(model: LlamaModel, attention: AttentionBackend, num_blocks: int) -> KVMemory:
+def _kv_tensors(model: LlamaModel, attention: AttentionBackend, num_blocks: int) -> KVTensors:
     (group,) = kv_groups(model.config)
-    return KVMemory(
+    return KVTensors(
         group=group,
         backend=attention,
         num_blocks=num_blocks,

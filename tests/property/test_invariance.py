@@ -15,7 +15,7 @@ from paged_driver import PagedDriver
 from prefixcache._core import Cpu
 from prefixcache.config import ModelConfig
 from prefixcache.models.llama import LlamaModel
-from prefixcache.models.registry import load_model
+from prefixcache.models.loader import load_model
 from repeatable import bounded
 
 Checkpoint = Callable[..., Path]

@@ -16,7 +16,7 @@ from paged_models import CPU, PagedServer
 from prefixcache.attention.flashinfer import FlashInferAttention
 from prefixcache.config import ModelConfig
 from prefixcache.models.llama import LlamaModel
-from prefixcache.models.registry import load_model
+from prefixcache.models.loader import load_model
 from prefixcache.runner.cuda_graph import choose_size, graph_sizes
 from tape import TapeCapture
 

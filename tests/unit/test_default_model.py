@@ -14,7 +14,7 @@ from paged_driver import PagedDriver
 from prefixcache.cli import app
 from prefixcache.config import DEFAULT_MODEL, GenerationDefaults, ModelConfig
 from prefixcache.models.hub import is_downloaded, read_config, resolve_model
-from prefixcache.models.registry import load_model
+from prefixcache.models.loader import load_model
 
 pytestmark = [
     pytest.mark.model,

@@ -15,7 +15,7 @@ from prefixcache.attention.cpu import CpuAttention
 from prefixcache.attention.torch_attention import TorchAttention
 from prefixcache.config import ModelConfig
 from prefixcache.models.llama import LlamaModel
-from prefixcache.models.registry import load_model
+from prefixcache.models.loader import load_model
 
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 14, 9)]
 

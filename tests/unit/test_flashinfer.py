@@ -33,7 +33,7 @@ from prefixcache.attention.flashinfer_plan import (
 from prefixcache.config import ModelConfig
 from prefixcache.exceptions import ConfigError
 from prefixcache.models.llama import LlamaModel
-from prefixcache.models.registry import load_model
+from prefixcache.models.loader import load_model
 from reference.paged_attention import SlowSequence, batch_of
 
 TinyCheckpoint = Callable[..., Path]

@@ -19,7 +19,7 @@ from prefixcache.config import DEFAULT_MODEL, ModelConfig
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 from prefixcache.models import hub
 from prefixcache.models.hub import WheelModel, cache_home, is_downloaded, resolve_model
-from prefixcache.models.registry import load_model
+from prefixcache.models.loader import load_model
 from tiny_gguf import write_gguf
 from tiny_models import make_checkpoint, make_model
 

@@ -13,7 +13,7 @@ from prefixcache.attention.registry import make_attention
 from prefixcache.config import CacheConfig, ModelConfig
 from prefixcache.exceptions import OutOfMemoryError
 from prefixcache.kv.specs import KVGroup, kv_groups
-from prefixcache.kv.tensors import KVMemory, allocate_kv, available_memory, choose_num_blocks
+from prefixcache.kv.tensors import KVTensors, allocate_kv, available_memory, choose_num_blocks
 
 CPU = torch.device("cpu")
 GROUP = KVGroup(layers=(0, 1, 2), num_kv_heads=2, head_dim=16)
@@ -108,7 +108,7 @@ def test_a_model_of_full_attention_is_one_group() -> None:
 def test_given_up_memory_goes_back_to_the_system() -> None:
     spec = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=16, scale=1.0)
     backend = make_attention("torch", spec)
-    memory = KVMemory(
+    memory = KVTensors(
         group=GROUP,
         backend=backend,
         num_blocks=6000,

@@ -15,7 +15,7 @@ from prefixcache.engine import device as engine_device
 from prefixcache.exceptions import ConfigError, OutOfMemoryError
 from prefixcache.kv.sizing import DeviceMemory, fitting_blocks
 from prefixcache.models.llama import LlamaModel
-from prefixcache.models.registry import load_model
+from prefixcache.models.loader import load_model
 from prefixcache.ops import cuda as ops_cuda
 from prefixcache.runner.trial import run_largest_step
 from tape import TapeCapture

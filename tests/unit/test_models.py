@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from paged_driver import PagedDriver
 from prefixcache.config import ModelConfig
 from prefixcache.models.llama import LlamaModel
-from prefixcache.models.registry import choose_dtype, load_model
+from prefixcache.models.loader import choose_dtype, load_model
 from prefixcache.models.weights import NamedTensor
 from tiny_models import ARCHITECTURES, make_model
 
@@ -134,6 +134,6 @@ def test_dtype_choice(asked: str, checkpoint: str | None, expected: torch.dtype)
 def test_auto_takes_bfloat16_only_where_the_processor_multiplies_it(
     monkeypatch: pytest.MonkeyPatch, fast: bool
 ) -> None:
-    monkeypatch.setattr("prefixcache.models.registry._multiplies_bfloat16", lambda device: fast)
+    monkeypatch.setattr("prefixcache.models.loader._multiplies_bfloat16", lambda device: fast)
     expected = torch.bfloat16 if fast else torch.float32
     assert choose_dtype("auto", "float16", CPU) == expected

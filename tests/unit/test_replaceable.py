@@ -18,7 +18,7 @@ from paged_driver import PagedDriver
 from prefixcache.config import ModelConfig
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.models import replaceable
-from prefixcache.models.registry import load_model, make_model
+from prefixcache.models.loader import load_model, make_model
 from prefixcache.models.replaceable import ReplaceableModel
 from tiny_models import edit_config
 

@@ -23,7 +23,7 @@ from prefixcache.config import ModelConfig
 from prefixcache.engine.device import shares_answers
 from prefixcache.engine.engine import Engine
 from prefixcache.kv.cache_manager import CacheManager
-from prefixcache.models.registry import load_model
+from prefixcache.models.loader import load_model
 from prefixcache.request import Request, RequestOutput
 from prefixcache.runner.batch import resolve_pending
 from prefixcache.runner.model_runner import ModelRunner

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from prefixcache.config import ModelConfig
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.llama import LlamaModel
-from prefixcache.models.registry import load_model
+from prefixcache.models.loader import load_model
 from prefixcache.models.weights import NamedTensor
 from tiny_models import edit_config
 

@@ -27,10 +27,10 @@ from prefixcache.engine.memory import ModelMemory
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_groups
-from prefixcache.kv.tensors import KVMemory, choose_num_blocks
+from prefixcache.kv.tensors import KVTensors, choose_num_blocks
 from prefixcache.models.hub import read_config, resolve_model
 from prefixcache.models.llama import LlamaModel
-from prefixcache.models.registry import choose_dtype, load_model, make_model
+from prefixcache.models.loader import choose_dtype, load_model, make_model
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.ops.sets import torch_is_faster
 from prefixcache.runner.decoder import Decoder
@@ -102,7 +102,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         ),
         folder,
     )
-    kv = _kv_memory(config, model, attention, num_blocks)
+    kv = _kv_tensors(config, model, attention, num_blocks)
     runner = _runner(config, weights, attention, max_model_len, device)
     memory = ModelMemory(
         weights, kv, runner, lambda: make_graphs(config, weights.loaded, attention, max_model_len)
@@ -154,7 +154,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
 
 
 def _log_choices(
-    config: EngineConfig, parts: EngineParts, runner: ModelRunner, kv: KVMemory, cpu: Cpu | None
+    config: EngineConfig, parts: EngineParts, runner: ModelRunner, kv: KVTensors, cpu: Cpu | None
 ) -> None:
     """What was chosen where nothing was said, in one line."""
     threads = "" if kv.device.type != "cpu" else f" with {torch.get_num_threads()} threads"
@@ -256,11 +256,11 @@ def _attention(config: EngineConfig, model: LlamaModel, cpu: Cpu | None) -> Atte
     return make_attention(config.attention, model.attention_spec, options)
 
 
-def _kv_memory(
+def _kv_tensors(
     config: EngineConfig, model: LlamaModel, attention: AttentionBackend, num_blocks: int
-) -> KVMemory:
+) -> KVTensors:
     (group,) = kv_groups(model.config)
-    return KVMemory(
+    return KVTensors(
         group=group,
         backend=attention,
         num_blocks=num_blocks,

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from prefixcache.kv.tensors import KVMemory, give_back
+from prefixcache.kv.tensors import KVTensors, give_back
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.runner.cuda_graph import DecodeGraphs
 from prefixcache.runner.model_runner import ModelRunner
@@ -93,7 +93,7 @@ class ModelMemory:
     def __init__(
         self,
         weights: ReplaceableModel,
-        kv: KVMemory,
+        kv: KVTensors,
         runner: ModelRunner,
         make_graphs: Callable[[], DecodeGraphs | None],
     ) -> None:

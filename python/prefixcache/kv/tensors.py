@@ -55,7 +55,7 @@ def choose_num_blocks(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KVMemory:
+class KVTensors:
     """The KV tensors of one group, bound to the backend that reads and writes them.
 
     `num_blocks` counts the null block, which alone is kept while the memory is given up.

@@ -10,7 +10,7 @@ from prefixcache.attention.base import AttentionBackend
 
 
 class Decoder(Protocol):
-    """A model of `models/registry.py`."""
+    """A model of `models/loader.py`."""
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionBackend, /

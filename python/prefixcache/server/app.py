@@ -17,7 +17,7 @@ from prefixcache.server.info import info_router
 from prefixcache.server.job_maker import JobMaker
 from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.probe import probe_router
-from prefixcache.server.tokens import tokens_router
+from prefixcache.server.tokenize import tokenize_router
 
 
 def create_app(
@@ -44,7 +44,7 @@ def create_app(
     maker = JobMaker(engine=engine, served=served)
     app.include_router(completions_router(maker))
     app.include_router(chat_router(maker))
-    app.include_router(tokens_router(maker))
+    app.include_router(tokenize_router(maker))
     app.include_router(probe_router(maker))
     app.include_router(info_router(maker, release))
     app.include_router(admin_router(engine, model_dirs or ModelDirs()))

@@ -14,7 +14,7 @@ from prefixcache.server.protocol import DetokenizeRequest, TokenizeChatRequest, 
 from prefixcache.server.rendering import json_response, list_json, text_json
 
 
-def tokens_router(maker: JobMaker) -> APIRouter:
+def tokenize_router(maker: JobMaker) -> APIRouter:
     """The endpoints, for one served model."""
     router = APIRouter()
     workers = maker.workers

@@ -1,9 +1,10 @@
 """The Rust core: block pool, prefix index, block tables, and the CPU's kernels.
 
 A number that is negative or out of its range raises ValueError; misuse (a released sequence, the
-sequence of another cache, a sequence that two calls use at once, a closed cache) RuntimeError; a
-wrong type TypeError; what there is no memory for MemoryError. Each names the argument. A call that
-raises has changed nothing unless it says so, and none ends the process.
+sequence of another cache, a sequence that two calls use at once, a closed cache) and a resize that
+another thread prevents RuntimeError; a wrong type TypeError; what there is no memory for
+MemoryError. Each names the argument. A call that raises has changed nothing unless it says so, and
+none ends the process.
 
 Arguments are read, by whatever code of the caller that runs, before anything is changed. An array
 that a call reads or writes must not be resized by another thread meanwhile, as with numpy.

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import array
 import re
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -381,6 +385,56 @@ def test_resize(cache: PrefixCache, pool: BlockPool, size: int) -> None:
     with pytest.raises(ValueError, match="num_blocks"):
         pool.resize(size)
     assert state(cache) == before
+
+
+@pytest.mark.parametrize("kind", [BlockPool, PrefixCache])
+def test_a_pool_too_large_for_the_memory(kind: Any) -> None:
+    """Seen by a process that may take little more memory than it has."""
+    code = f"""
+import resource
+from prefixcache._core import {kind.__name__}
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, size + 2**28))
+try:
+    {kind.__name__}(16, max_blocks=2**24)
+except MemoryError as error:
+    print(error)
+print({kind.__name__}(16).num_blocks)
+"""
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert shown.stdout == "max_blocks asks for more memory than there is: 16777216\n16\n"
+
+
+@pytest.mark.parametrize("kind", [BlockPool, PrefixCache])
+def test_a_resize_beside_another_thread_is_refused(kind: Any) -> None:
+    num_blocks, taken = 2**15, 2**14
+    pool = kind(num_blocks, threads="shared")
+    stop = threading.Event()
+
+    def take_and_give_back() -> None:
+        if isinstance(pool, BlockPool):
+            pool.release(pool.allocate(taken) or [])
+        else:
+            sequence = pool.new_sequence([])
+            pool.commit_prefix_plan(sequence, 0, taken * pool.block_size)
+            pool.release([sequence])
+
+    def change() -> None:
+        while not stop.is_set():
+            take_and_give_back()
+
+    def resize_until_refused() -> None:
+        for _ in range(1_000_000):
+            pool.resize(num_blocks)
+
+    with ThreadPoolExecutor(1) as executor:
+        changing = executor.submit(change)
+        try:
+            with pytest.raises(RuntimeError, match="num_blocks cannot change while another thread"):
+                resize_until_refused()
+        finally:
+            stop.set()
+        changing.result()
 
 
 def test_pins_outlast_a_hit(cache: PrefixCache) -> None:

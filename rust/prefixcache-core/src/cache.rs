@@ -9,7 +9,9 @@
 use std::iter;
 use std::sync::Arc;
 
-use crate::error::{Argument, Broken, CacheError, InvalidArgument, Misuse, SequenceFault};
+use crate::error::{
+    Argument, Broken, CacheError, InvalidArgument, Misuse, ResizeError, SequenceFault,
+};
 use crate::hash::{ChainConfig, Extras, HashChain, Scope, root};
 use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
 use crate::sequence::{BlockHashes, Holding, Sequence};
@@ -553,7 +555,7 @@ impl<S: BlockStore> PrefixCache<S> {
     // Size.
 
     /// Sets the number of blocks as [`BlockStore::resize`] does.
-    pub fn resize(&self, num_blocks: usize) -> Result<usize, InvalidArgument> {
+    pub fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError> {
         self.store.resize(num_blocks)
     }
 

@@ -91,6 +91,31 @@ impl InvalidArgument {
     }
 }
 
+/// Why a pool was not made.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum PoolError {
+    /// An argument outside its range.
+    #[error(transparent)]
+    Invalid(#[from] InvalidArgument),
+    /// The system has no memory for the records of so many blocks.
+    #[error("max_blocks asks for more memory than there is: {max_blocks}")]
+    OutOfMemory {
+        /// The most blocks that the pool was to have, the null block counted.
+        max_blocks: usize,
+    },
+}
+
+/// Why a pool kept its size.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum ResizeError {
+    /// A size that the pool cannot have.
+    #[error(transparent)]
+    Invalid(#[from] InvalidArgument),
+    /// Another thread is inside a call that changes the pool.
+    #[error("num_blocks cannot change while another thread is changing the pool: call again")]
+    Busy,
+}
+
 /// A broken invariant, found by `validate`.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("invariant broken: {0}")]

@@ -54,7 +54,7 @@ mod validate;
 
 use crate::block::{Block, ByTier, Content, Place, Tier};
 use crate::credits::Credits;
-use crate::error::{Broken, Exhausted, InvalidArgument, Misuse};
+use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, PoolError, ResizeError};
 use crate::free_stack::{FreeStack, FreshRun};
 use crate::id::{BlockId, Epoch};
 use crate::index::Index;
@@ -125,7 +125,7 @@ impl<M: Mode> BlockPool<M> {
     /// A pool whose blocks are all free and without content.
     ///
     /// Fails when a size is out of range or there is no memory for `max_blocks` blocks.
-    pub fn new(config: PoolConfig) -> Result<Self, InvalidArgument> {
+    pub fn new(config: PoolConfig) -> Result<Self, PoolError> {
         config.check()?;
         let slots = config
             .max_blocks
@@ -138,19 +138,14 @@ impl<M: Mode> BlockPool<M> {
     ///
     /// For tests and measurements: a ring of fewer than four slots a block can fill up, and then
     /// releases drop content ([`Self::content_drops`]).
-    pub fn with_ring_capacity(
-        config: PoolConfig,
-        ring_capacity: usize,
-    ) -> Result<Self, InvalidArgument> {
+    pub fn with_ring_capacity(config: PoolConfig, ring_capacity: usize) -> Result<Self, PoolError> {
         config.check()?;
         if !ring_capacity.is_power_of_two() || ring_capacity > 1 << 32 {
             let reason = format!("must be a power of two up to 2^32, not {ring_capacity}");
-            return Err(InvalidArgument::new("ring_capacity", reason));
+            return Err(InvalidArgument::new("ring_capacity", reason).into());
         }
-        Self::allocate_memory(config, ring_capacity).ok_or_else(|| {
-            let reason = format!("asks for more memory than there is: {}", config.max_blocks);
-            InvalidArgument::new("max_blocks", reason)
-        })
+        let max_blocks = config.max_blocks;
+        Self::allocate_memory(config, ring_capacity).ok_or(PoolError::OutOfMemory { max_blocks })
     }
 
     fn allocate_memory(config: PoolConfig, ring_capacity: usize) -> Option<Self> {
@@ -286,7 +281,7 @@ impl<M: Mode> BlockStore for BlockPool<M> {
         self.demote_oldest(count)
     }
 
-    fn resize(&self, num_blocks: usize) -> Result<usize, InvalidArgument> {
+    fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError> {
         self.config.check_num_blocks(num_blocks)?;
         self.resize_to(num_blocks)
     }

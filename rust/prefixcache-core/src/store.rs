@@ -20,7 +20,7 @@
 
 use std::iter;
 
-use crate::error::{Broken, Exhausted, InvalidArgument, Misuse};
+use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
 use crate::id::{BlockHash, BlockId, Epoch, GroupId, MAX_BLOCKS};
 use crate::stats::StoreStats;
 
@@ -191,7 +191,7 @@ pub trait BlockStore {
     /// the new size are still held; they retire at their release.
     ///
     /// Refused while another thread is inside a call that changes the pool. Lookups run beside it.
-    fn resize(&self, num_blocks: usize) -> Result<usize, InvalidArgument>;
+    fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError>;
 
     /// Blocks of the pool, the null block counted.
     fn num_blocks(&self) -> usize;

@@ -5,7 +5,7 @@
 
 use std::cell::RefCell;
 
-use prefixcache_core::error::{Broken, Exhausted, InvalidArgument, Misuse};
+use prefixcache_core::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
 use prefixcache_core::id::{BlockId, Epoch};
 use prefixcache_core::stats::StoreStats;
 use prefixcache_core::store::{
@@ -150,7 +150,7 @@ impl BlockStore for PlainPool {
         self.state.borrow_mut().demote(count)
     }
 
-    fn resize(&self, num_blocks: usize) -> Result<usize, InvalidArgument> {
+    fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError> {
         self.state.borrow_mut().resize(num_blocks)
     }
 
@@ -354,7 +354,7 @@ impl State {
 
     // Size.
 
-    fn resize(&mut self, num_blocks: usize) -> Result<usize, InvalidArgument> {
+    fn resize(&mut self, num_blocks: usize) -> Result<usize, ResizeError> {
         self.config.check_num_blocks(num_blocks)?;
         if num_blocks > self.num_blocks {
             self.grow(num_blocks);

@@ -91,7 +91,7 @@ max_blocks=None)"
         threads: Threads,
         max_blocks: Option<Number<names::MaxBlocks>>,
     ) -> PyResult<Self> {
-        let config = pool_config(num_blocks, max_blocks, free_order)?;
+        let config = pool_config(num_blocks, max_blocks, free_order);
         Ok(Self {
             pool: Pool::new(config, threads)?,
             writer: Writer::new(threads),

@@ -1,7 +1,9 @@
 //! The core's errors as Python exceptions: ValueError for an argument out of its range, RuntimeError
-//! for misuse and for a broken invariant, MemoryError where there is not enough.
+//! for misuse, a broken invariant and what another thread prevents, MemoryError where there is not enough.
 
-use prefixcache_core::error::{Argument, Broken, CacheError, InvalidArgument, Misuse};
+use prefixcache_core::error::{
+    Argument, Broken, CacheError, InvalidArgument, Misuse, PoolError, ResizeError,
+};
 use prefixcache_cpu::OutOfMemory;
 use pyo3::PyErr;
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
@@ -22,6 +24,24 @@ impl IntoPyErr for CacheError {
         match self {
             Self::Invalid(error) => error.into_py_err(),
             misuse => PyRuntimeError::new_err(misuse.to_string()),
+        }
+    }
+}
+
+impl IntoPyErr for PoolError {
+    fn into_py_err(self) -> PyErr {
+        match self {
+            Self::Invalid(error) => error.into_py_err(),
+            Self::OutOfMemory { .. } => PyMemoryError::new_err(self.to_string()),
+        }
+    }
+}
+
+impl IntoPyErr for ResizeError {
+    fn into_py_err(self) -> PyErr {
+        match self {
+            Self::Invalid(error) => error.into_py_err(),
+            Self::Busy => PyRuntimeError::new_err(self.to_string()),
         }
     }
 }

@@ -52,15 +52,13 @@ pub fn pool_config(
     num_blocks: Number<names::NumBlocks>,
     max_blocks: Option<Number<names::MaxBlocks>>,
     free_order: FreeOrderWord,
-) -> PyResult<PoolConfig> {
+) -> PoolConfig {
     let num_blocks = num_blocks.0;
-    let config = PoolConfig {
+    PoolConfig {
         num_blocks,
         max_blocks: max_blocks.map_or(num_blocks, |most| most.0),
         free_order: free_order.0,
-    };
-    config.check().map_err(IntoPyErr::into_py_err)?;
-    Ok(config)
+    }
 }
 
 /// The argument `extras`.
@@ -107,7 +105,7 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
         threads: Threads,
         max_blocks: Option<Number<names::MaxBlocks>>,
     ) -> PyResult<Self> {
-        let pool = pool_config(num_blocks, max_blocks, free_order)?;
+        let pool = pool_config(num_blocks, max_blocks, free_order);
         let num_groups = num_groups.map_or(1, |count| count.0);
         let specs = vec![GroupSpec::FullAttention; num_groups.into()];
         let chain = ChainConfig {
@@ -117,7 +115,6 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
             block_size: block_size.map_or(16, |size| size.0),
             groups: Groups::new(specs).map_err(IntoPyErr::into_py_err)?,
         };
-        chain.check().map_err(IntoPyErr::into_py_err)?;
         Ok(Self(Arc::new(Cache::new(chain, pool, threads)?)))
     }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use prefixcache_core::cache;
 use prefixcache_core::hash::ChainConfig;
-use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
+use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockStore, PoolConfig};
 use pyo3::exceptions::PyRuntimeError;
@@ -131,15 +131,10 @@ impl Cache {
 
 impl Core {
     fn new(chain: ChainConfig, pool: PoolConfig, threads: Threads) -> PyResult<Self> {
-        let core = match threads {
-            Threads::SingleWriter => BlockPool::new(pool)
-                .and_then(|pool| cache::PrefixCache::new(chain, pool))
-                .map(Self::SingleWriter),
-            Threads::Shared => BlockPool::new(pool)
-                .and_then(|pool| cache::PrefixCache::new(chain, pool))
-                .map(Self::Shared),
-        };
-        core.map_err(IntoPyErr::into_py_err)
+        Ok(match threads {
+            Threads::SingleWriter => Self::SingleWriter(cache_over(chain, pool)?),
+            Threads::Shared => Self::Shared(cache_over(chain, pool)?),
+        })
     }
 
     /// Gives back the blocks of a sequence that no call can use any more.
@@ -164,4 +159,12 @@ impl Core {
             Self::Shared(_) => num_blocks,
         }
     }
+}
+
+fn cache_over<M: Mode>(
+    chain: ChainConfig,
+    pool: PoolConfig,
+) -> PyResult<cache::PrefixCache<BlockPool<M>>> {
+    let pool = BlockPool::new(pool).map_err(IntoPyErr::into_py_err)?;
+    cache::PrefixCache::new(chain, pool).map_err(IntoPyErr::into_py_err)
 }

@@ -5,7 +5,7 @@
 
 use super::BlockPool;
 use crate::block::Claim;
-use crate::error::InvalidArgument;
+use crate::error::ResizeError;
 use crate::free_stack::Chain;
 use crate::id::BlockId;
 use crate::sync::{AtomicU64, AtomicUsize, Fault, Mode, Ordering, OwnLine, planted, yield_now};
@@ -62,10 +62,9 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// Sets the number of blocks; how many above it are still held. Refused beside another writer.
-    pub(super) fn resize_to(&self, num_blocks: usize) -> Result<usize, InvalidArgument> {
+    pub(super) fn resize_to(&self, num_blocks: usize) -> Result<usize, ResizeError> {
         let Some(_resizing) = self.credits.begin_resize::<M>() else {
-            let reason = "cannot change while another thread is changing the pool: call again";
-            return Err(InvalidArgument::new("num_blocks", reason));
+            return Err(ResizeError::Busy);
         };
         let before = self.size.num_blocks();
         if num_blocks < before {

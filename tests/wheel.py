@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from server_process import server_process
 
 ROOT = Path(__file__).parents[1]
 PINS = ROOT / "requirements" / "runtime.txt"
@@ -49,23 +50,10 @@ def serving(scripts: Path, folder: Path) -> Generator[str, None, None]:
     """The address of a server that sees nothing of this tree."""
     command = [scripts / "prefixcache", "serve", "--port", "0"]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PREFIXCACHE_"))}
-    process = subprocess.Popen(command, cwd=folder, env=clean, stdout=subprocess.PIPE, text=True)
-    try:
-        yield _address(process)
-        process.terminate()
-        assert process.wait(timeout=60) == 0
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _address(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        found = re.search(r"http://127\.0\.0\.1:\d+", line)
-        if found:
-            return found[0]
-    raise SystemExit("the server ended before it was ready")
+    with server_process(command, folder / "log", cwd=folder, env=clean) as server:
+        yield server.address
+        server.process.terminate()
+        assert server.end() == 0
 
 
 def ask(address: str) -> tuple[str, int]:

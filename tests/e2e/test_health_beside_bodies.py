@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 import subprocess
 import sys
 import threading
@@ -13,6 +12,8 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+
+from server_process import PREFIXCACHE, server_process
 
 # Seconds, beyond what a process that does nothing else waits for at the same time. A busy machine
 # delays answers now and then, a server that is held up delays them every time: so one try of
@@ -140,26 +141,10 @@ def address(
     tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Generator[str, None, None]:
     folder = tiny_checkpoint(max_position_embeddings=1 << 20)
-    command = [sys.executable, "-m", "prefixcache", "serve", str(folder), "--port", "0"]
-    flags = ["--dtype", "float32", "--num-blocks", "20000"]
+    flags = ["--port", "0", "--dtype", "float32", "--num-blocks", "20000"]
     log = tmp_path_factory.mktemp("server") / "log"
-    with log.open("w") as file:
-        process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=file)
-    try:
-        yield _address(process)
-        assert "Traceback" not in log.read_text()
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _address(process: subprocess.Popen[bytes]) -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        found = re.search(rb"http://(127\.0\.0\.1:\d+)", line)
-        if found:
-            return found[1].decode()
-    raise AssertionError("the server ended before it was ready")
+    with server_process([*PREFIXCACHE, "serve", str(folder), *flags], log) as server:
+        yield server.address.removeprefix("http://")
 
 
 @pytest.fixture(scope="module")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -21,49 +18,17 @@ import pytest
 from typer.testing import CliRunner
 
 from prefixcache.cli import app
+from server_process import PREFIXCACHE, ServerProcess, server_process
 from serving import events, wait_until
 
 _FLAGS = ["--dtype", "float32", "--num-blocks", "100", "--served-model-name", "tiny"]
 
 
-@dataclass
-class Server:
-    process: subprocess.Popen[str]
-    address: str
-    example: str
-
-    def end(self) -> int:
-        return self.process.wait(timeout=30)
-
-
-def _command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "prefixcache", *arguments]
-
-
 @contextmanager
-def _serving(folder: Path, tmp_path: Path, *flags: str) -> Generator[Server, None, None]:
-    log = tmp_path / "log"
-    command = _command("serve", str(folder), "--port", "0", *_FLAGS, *flags)
-    with log.open("w") as stderr:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
-    try:
-        yield _ready(process)
-        assert "Traceback" not in log.read_text()
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _ready(process: subprocess.Popen[str]) -> Server:
-    assert process.stdout is not None
-    lines: list[str] = []
-    while not (lines and lines[-1].lstrip().startswith("curl")):
-        line = process.stdout.readline()
-        assert line, "the server ended before it was ready"
-        lines.append(line)
-    address = re.search(r"http://127\.0\.0\.1:\d+", "".join(lines))
-    assert address is not None
-    return Server(process, address[0], lines[-1].strip())
+def _serving(folder: Path, tmp_path: Path, *flags: str) -> Generator[ServerProcess, None, None]:
+    command = [*PREFIXCACHE, "serve", str(folder), "--port", "0", *_FLAGS, *flags]
+    with server_process(command, tmp_path / "log") as server:
+        yield server
 
 
 @contextmanager
@@ -111,7 +76,7 @@ def test_a_busy_port_is_told_at_once_and_the_example_works(folder, tmp_path):
     with _serving(folder, tmp_path) as server:
         port = server.address.rpartition(":")[2]
         second = subprocess.run(
-            _command("serve", str(folder), "--port", port),
+            [*PREFIXCACHE, "serve", str(folder), "--port", port],
             capture_output=True,
             text=True,
             check=False,

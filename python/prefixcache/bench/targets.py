@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import socket
+import re
+import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import IO, Any
 
@@ -60,15 +60,13 @@ async def run_server(flags: Flags) -> AsyncGenerator[str, None]:
 
     Raises `BenchmarkError` with the end of the server's log when it does not come up.
     """
-    port = _free_port()
-    command = ["serve", "--host", "127.0.0.1", "--port", str(port), *serve_arguments(flags)]
+    command = ["serve", "--host", "127.0.0.1", "--port", "0", *serve_arguments(flags)]
     with tempfile.TemporaryFile("w+") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "prefixcache", *command, stdout=log, stderr=log
+            sys.executable, "-m", "prefixcache", *command, stdout=subprocess.PIPE, stderr=log
         )
         try:
-            await _wait_until_ready(process, f"http://127.0.0.1:{port}", log)
-            yield f"http://127.0.0.1:{port}"
+            yield await _wait_until_ready(process, log)
         finally:
             await _stop(process)
 
@@ -85,28 +83,22 @@ def serve_arguments(flags: Flags) -> list[str]:
     return arguments
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+async def _wait_until_ready(process: asyncio.subprocess.Process, log: IO[str]) -> str:
+    with suppress(asyncio.TimeoutError):
+        address = await asyncio.wait_for(_announced(process), _START_SECONDS)
+        if address is not None:
+            return address
+    raise BenchmarkError(f"The server did not start:\n{_tail(log)}")
 
 
-async def _wait_until_ready(
-    process: asyncio.subprocess.Process, base_url: str, log: IO[str]
-) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    async with httpx.AsyncClient(base_url=base_url) as client:
-        while not await _is_ready(client):
-            if process.returncode is not None or time.monotonic() > deadline:
-                raise BenchmarkError(f"The server did not start:\n{_tail(log)}")
-            await asyncio.sleep(0.1)
-
-
-async def _is_ready(client: httpx.AsyncClient) -> bool:
-    try:
-        return (await client.get("/health")).is_success
-    except httpx.TransportError:
-        return False
+async def _announced(process: asyncio.subprocess.Process) -> str | None:
+    """The address that the server tells when it is ready, or None when it ends before."""
+    assert process.stdout is not None
+    async for line in process.stdout:
+        found = re.search(r"http://127\.0\.0\.1:\d+", line.decode())
+        if found:
+            return found[0]
+    return None
 
 
 def _tail(log: IO[str], lines: int = 20) -> str:

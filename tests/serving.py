@@ -107,24 +107,13 @@ def metric(text: str, name: str) -> float:
     raise KeyError(name)
 
 
-def _idle() -> Gauges:
-    return Gauges(
-        num_running=0,
-        num_waiting=0,
-        cache_usage=0.0,
-        num_preemptions=0,
-        num_queried_tokens=0,
-        num_hit_tokens=0,
-    )
-
-
 class FakeEngine:
     """Plays back `script`, one list of outputs or an exception for every request."""
 
     def __init__(self, script: Callable[[Request], AsyncIterator[RequestOutput]]) -> None:
         self._script = script
         self.dead: EngineDeadError | None = None
-        self.metrics = Metrics(_idle)
+        self.metrics = Metrics(Gauges)
         self.max_model_len = 512
         self.requests: list[Request] = []
         self.num_open = 0

@@ -30,12 +30,12 @@ _TOKENS = tuple(2**power for power in range(15))
 class Gauges:
     """Values that are read at the moment somebody asks; the cache's are a share from 0 to 1."""
 
-    num_running: int
-    num_waiting: int
-    cache_usage: float
-    num_preemptions: int
-    num_queried_tokens: int
-    num_hit_tokens: int
+    num_running: int = 0
+    num_waiting: int = 0
+    cache_usage: float = 0
+    num_preemptions: int = 0
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
     num_in_flight_waits: int = 0
     num_below_threshold: Mapping[str, int] = field(default_factory=dict[str, int])
 

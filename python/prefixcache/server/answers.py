@@ -17,8 +17,8 @@ from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.server.backend import EngineClient
 from prefixcache.server.errors import ApiError, error_body, is_unexpected
 from prefixcache.server.job_maker import Job
+from prefixcache.server.json_text import object_json
 from prefixcache.server.protocol import StreamOptions
-from prefixcache.server.rendering import object_json
 from prefixcache.server.sse import DONE, event
 from prefixcache.server.workers import Workers
 

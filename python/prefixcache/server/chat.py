@@ -16,9 +16,9 @@ from prefixcache.server.answers import Choice, streamed_answer, whole_answer
 from prefixcache.server.body import parse_fields, parse_object, read_body
 from prefixcache.server.context import Call, new_call
 from prefixcache.server.job_maker import Job, JobMaker, check_ids, fields_named, sampling_params
+from prefixcache.server.json_text import json_response
 from prefixcache.server.logprobs import chat_logprobs, prompt_logprobs
 from prefixcache.server.protocol import ChatFields, ChatRequest
-from prefixcache.server.rendering import json_response
 from prefixcache.server.sse import EventStream, answer_unless_disconnected
 from prefixcache.tokenization.chat_template import ChatTemplate
 from prefixcache.tokenization.tokenizer import Tokenizer

@@ -23,9 +23,9 @@ from prefixcache.server.job_maker import (
     parse_prompts,
     sampling_params,
 )
+from prefixcache.server.json_text import json_response
 from prefixcache.server.logprobs import ScoredToken, completion_logprobs, prompt_logprobs
 from prefixcache.server.protocol import CompletionRequest
-from prefixcache.server.rendering import json_response
 from prefixcache.server.sse import EventStream, answer_unless_disconnected
 from prefixcache.tokenization.tokenizer import Tokenizer
 

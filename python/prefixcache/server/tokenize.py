@@ -10,8 +10,8 @@ from starlette.responses import Response
 from prefixcache.server.body import parse_fields, parse_object, read_body
 from prefixcache.server.chat import chat_prompt
 from prefixcache.server.job_maker import JobMaker, check_ids
+from prefixcache.server.json_text import json_response, list_json, text_json
 from prefixcache.server.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
-from prefixcache.server.rendering import json_response, list_json, text_json
 
 
 def tokenize_router(maker: JobMaker) -> APIRouter:

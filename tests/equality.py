@@ -24,7 +24,7 @@ import torch
 from fake_engine import RandomChunks
 from prefixcache.config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.engine.build import build
-from prefixcache.engine.engine import Engine, SubmittedStep
+from prefixcache.engine.engine import Engine
 from prefixcache.request import (
     CacheOptions,
     FinishReason,
@@ -32,6 +32,7 @@ from prefixcache.request import (
     RequestOutput,
     TokenLogprobs,
 )
+from prefixcache.runner.pending import PendingStep
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.step_plan import ScheduledSequence, StepPlan
 from tiny_models import VOCAB_SIZE, make_checkpoint
@@ -296,7 +297,7 @@ class Bench:
             hit_tokens=gauges.num_hit_tokens,
             chunks=self._chunks,
             preemptions=gauges.num_preemptions,
-            evictions=engine.stats()["evictions"],
+            evictions=engine.control.stats()["evictions"],
             waits_in_flight=gauges.num_in_flight_waits,
             merged_blocks=engine._cache.num_merged_blocks,
             interruptions=len(schedule.interruptions),
@@ -317,7 +318,7 @@ class Bench:
         engine = make_engine(self._folder, self._dtype, self._invariant, schedule)
         submit = engine._runner.submit
 
-        def watched(plan: StepPlan) -> SubmittedStep:
+        def watched(plan: StepPlan) -> PendingStep:
             step = submit(plan)
             self._chunks += sum(sequence.sampling is None for sequence in plan.sequences)
             self._witness.see(engine, plan)

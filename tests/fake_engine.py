@@ -13,7 +13,6 @@ from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.request import Request
 from prefixcache.sampling_params import SamplingParams
-from prefixcache.scheduler.budget import StepTimes
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.step_time import Load
 from prefixcache.step_plan import StepPlan
@@ -60,7 +59,7 @@ def make_engine(
     share_in_flight: bool = False,
     merge_twins: bool = False,
     ahead: bool = False,
-    step_times: StepTimes | None = None,
+    step_times: RandomChunks | None = None,
     max_step_ms: float = 0,
     **parts: Any,
 ) -> tuple[Engine, FakeRunner, CacheManager]:

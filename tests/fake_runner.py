@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from prefixcache.engine.async_engine import AsyncEngine
-from prefixcache.engine.engine import Runner, SubmittedStep
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.request import TokenLogprobs
 from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
@@ -125,14 +124,14 @@ async def loop_passes(engine: AsyncEngine) -> None:
 class StepGate:
     """A turnstile before a runner's steps, so that no test depends on how fast a step is."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: FakeRunner) -> None:
         self._changed = threading.Condition()
         self._steps_left: int | None = None
         self.num_steps = 0
         self._is_held = False
         start = runner.submit
 
-        def submit(plan: StepPlan) -> SubmittedStep:
+        def submit(plan: StepPlan) -> KnownOutputs:
             self._pass()
             self.num_steps += 1
             return start(plan)

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, 
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 from fastapi import FastAPI
@@ -18,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prefixcache.config import GenerationDefaults
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.build import build, config_from_flags
+from prefixcache.engine.control import Control
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
 from prefixcache.metrics import Gauges, Metrics
 from prefixcache.request import Request, RequestOutput
@@ -117,6 +119,7 @@ class FakeEngine:
         self.max_model_len = 512
         self.requests: list[Request] = []
         self.num_open = 0
+        self.control = Control(mock.Mock(), mock.Mock(), mock.Mock(), None)
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         if self.dead is not None:
@@ -126,9 +129,10 @@ class FakeEngine:
         self.requests.append(request)
         return self._outputs(request)
 
-    async def reset_prefix_cache(self) -> None:
+    async def run(self, operation: Callable[[Control], Any]) -> Any:
         if self.dead is not None:
             raise self.dead
+        return operation(self.control)
 
     async def _outputs(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         self.num_open += 1

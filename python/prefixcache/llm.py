@@ -5,6 +5,7 @@
     llm = LLM("smollm2-135m-instruct")
     for result in llm.generate(["Hello,", "Once upon a time"], SamplingParams(max_tokens=32)):
         print(result.outputs[0].text)
+    llm.control.reset_prefix_cache()  # as sleep, wake_up, update_weights_from_disk and the others
 
 Names and shapes are those that vLLM's users expect.
 """
@@ -14,23 +15,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from torch import Tensor
 
 from prefixcache.config import DEFAULT_MODEL
 from prefixcache.engine.build import build, config_from_flags
 from prefixcache.engine.control import Control
-from prefixcache.engine.modes import MemoryTag
-from prefixcache.engine.stats import PrefixCacheStats
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import CacheOptions, FinishReason, Request, RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
 
+T = TypeVar("T")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -89,10 +88,19 @@ class LLM:
     def __init__(self, model: str = DEFAULT_MODEL, **flags: Any) -> None:
         built = build(config_from_flags(model=model, **flags))
         self._engine = built.engine
+        self._engine.control.run_between_steps = self._run_here
         self._tokenizer = built.tokenizer
         self._generation = built.model.generation
         self._numbers = itertools.count()
         self._calls = itertools.count()
+
+    @property
+    def control(self) -> Control:
+        """The commands, `llm.control.sleep(1)`, and the engine's state and statistics.
+
+        Until `wake_up`, `resume` or `end_weight_update`, `generate` raises `EngineHaltedError`.
+        """
+        return self._engine.control
 
     @property
     def max_model_len(self) -> int:
@@ -184,81 +192,10 @@ class LLM:
         options = _for_each(cache_options or CacheOptions(), len(many), "cache_options")
         return [self._probe(*one) for one in zip(many, options, strict=True)]
 
-    def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes."""
-        self._control.reset_prefix_cache()
-
-    def pause(self) -> None:
-        """Lets `generate` raise `EngineHaltedError` until `resume`."""
-        self._control.pause()
-
-    def resume(self) -> None:
-        """Goes on after `pause`."""
-        self._control.resume()
-
-    def sleep(self, level: int = 1) -> None:
-        """Gives back the KV cache's memory, at level 2 that of the weights too.
-
-        Until `wake_up`, `generate` raises `EngineHaltedError`.
-        """
-        self._control.sleep(level)
-
-    def wake_up(self, tags: Collection[MemoryTag] | None = None) -> None:
-        """Brings back what `sleep` gave up, or of it "weights" or "kv_cache" alone.
-
-        Weights come from where they were last read; after an update from tensors the model sleeps
-        on until another one gives all of them. Raises `ModelLoadError` and `OutOfMemoryError`.
-        """
-        self._control.wake_up(tags)
-
-    def is_sleeping(self) -> bool:
-        """Whether weights or KV cache are given up."""
-        return self._engine.control.is_sleeping
-
-    def update_weights_from_disk(self, model_path: str, *, revision: str | None = None) -> int:
-        """Replaces all weights by those of a folder, a GGUF file or a hub id; their new version.
-
-        Raises `InvalidRequestError` when they are not of this very model; nothing has changed then.
-        """
-        control = self._control
-        return control.update_weights_from_folder(control.check_path(model_path, revision))
-
-    def begin_weight_update(self) -> None:
-        """Lets chunks of new weights come; `generate` raises until `end_weight_update`."""
-        self._control.begin_weight_update()
-
-    def update_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces the named weights; names and shapes are the checkpoint's.
-
-        Raises `InvalidRequestError` for a name or a shape that is none of the model's, and then
-        none of these is replaced.
-        """
-        self._control.update_weights(tensors)
-
-    def end_weight_update(self, *, full: bool = False) -> int:
-        """Goes on with the new weights, with `full` only if all were replaced; their version."""
-        return self._control.end_weight_update(full=full)
-
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> int:
-        """Replaces weights by a checkpoint's in memory, with `strict` all; their new version.
-
-        Raises `InvalidRequestError` before the first one is replaced.
-        """
-        return self._control.load_state_dict(state_dict, strict=strict)
-
-    def prefix_cache_stats(self) -> PrefixCacheStats:
-        """The prefix cache in numbers: counts of its lifetime, and the hit ratio of late."""
-        return self._engine.prefix_cache_stats()
-
-    def stats(self) -> dict[str, int]:
-        """Lifetime counters of the cache, and blocks by state."""
-        return self._engine.stats()
-
-    @property
-    def _control(self) -> Control:
-        """The engine's control, for the thread that calls."""
+    def _run_here(self, command: Callable[[], T]) -> T:
+        """The thread that calls a command becomes the one that steps."""
         self._engine.adopt_loop()
-        return self._engine.control
+        return command()
 
     def _probe(self, prompt: Prompt, cache: CacheOptions) -> int:
         _, token_ids = self._encode(prompt)

@@ -94,8 +94,8 @@ def test_a_batch_gives_the_lone_answers_with_the_cache_on_and_off(
         llm = make_llm(folder, enable_prefix_caching=caching, max_num_batched_tokens=64)
         for _ in range(2):
             assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected
-        assert (llm.stats()["hits"] > 0) is caching
-        assert llm.stats()["blocks_in_use"] == 0
+        assert (llm.control.stats()["hits"] > 0) is caching
+        assert llm.control.stats()["blocks_in_use"] == 0
 
 
 @pytest.mark.parametrize("chunk", [8, 17, 64, 512])
@@ -117,10 +117,14 @@ def test_preempted_requests_give_the_lone_answers(tiny_checkpoint: Checkpoint, s
         llm = make_llm(folder, num_blocks=14, max_model_len=160, max_num_seqs=8)
         results = answers(llm.generate(prompts, params, use_tqdm=False))
         assert results == alone(folder, prompts, params)
-        assert llm.stats()["blocks_in_use"] == 0
+        assert llm.control.stats()["blocks_in_use"] == 0
         sample = llm._engine.metrics.registry.get_sample_value
         hits = sample("prefixcache:prefix_cache_hits_total")
-        if sample("prefixcache:num_preemptions_total") and hits and llm.stats()["evictions"]:
+        if (
+            sample("prefixcache:num_preemptions_total")
+            and hits
+            and llm.control.stats()["evictions"]
+        ):
             return
     pytest.fail("nothing was preempted, hit and evicted")
 

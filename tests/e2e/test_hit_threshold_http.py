@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +94,16 @@ async def preempted(
     Its prompt is cached, and it asks for all of it.
     """
     await client.post("/v1/completions", json=body(**{**SECOND, "max_tokens": 1}))
-    await engine.pause()
-    before = await engine.prefix_cache_stats()
+    await engine.run(lambda control: control.pause())
+    before = engine.control.prefix_cache_stats()
     asked = [
         asyncio.create_task(client.post("/v1/completions", json=body(**{**FIRST, **first}))),
         asyncio.create_task(client.post("/v1/completions", json=body(**{**SECOND, **second}))),
     ]
     await until_waiting(engine, 2)
-    await engine.resume()
+    await engine.run(lambda control: control.resume())
     answered = [await one for one in asked]
-    stats = await engine.prefix_cache_stats()
+    stats = engine.control.prefix_cache_stats()
     assert stats.preemptions == before.preemptions + 1
     assert stats.blocks_in_use == 0
     assert ending(answered[0])[0] == "length"
@@ -171,15 +171,19 @@ async def test_after_a_sleep_and_a_weight_update_a_router_can_tell(
     answers = []
     try:
         async with client_of(app) as client:
-            for change in (engine.sleep, update_to(engine, tiny_checkpoint(seed=11))):
+            other = str(tiny_checkpoint(seed=11))
+            for change in (
+                lambda control: control.sleep(),
+                lambda control: control.update_weights_from_disk(other),
+            ):
                 warm = body(list(range(100, 140)), cache_hit_threshold=0.0)
                 await client.post("/v1/completions", json=warm)
                 gate.hold_after(3)
                 asked["prompt"] = list(range(100, 140))
                 task = asyncio.create_task(client.post("/v1/completions", json=asked))
                 await gate.until_held()
-                await gate.open_for(engine, change())
-                await engine.wake_up()
+                await gate.open_for(engine, engine.run(change))
+                await engine.run(lambda control: control.wake_up())
                 answers.append(await task)
     finally:
         gate.open()
@@ -192,10 +196,6 @@ async def test_after_a_sleep_and_a_weight_update_a_router_can_tell(
         return
     assert events(slept.text)[-1]["choices"][0]["finish_reason"] == "cache_threshold"
     assert events(updated.text)[-1]["error"]["code"] == "weights_replaced"
-
-
-def update_to(engine: AsyncEngine, folder: Path) -> Callable[[], Coroutine[Any, Any, int]]:
-    return lambda: engine.update_weights_from_disk(str(folder))
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

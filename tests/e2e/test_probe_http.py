@@ -135,9 +135,9 @@ async def test_an_engine_that_sleeps_or_is_gone_says_so(
     app, engine = serve_folder(tiny_checkpoint())
     try:
         async with client_of(app) as client:
-            await engine.sleep()
+            await engine.run(lambda control: control.sleep())
             asleep = await client.post(PROBE, json=body(PROMPT))
-            await engine.wake_up()
+            await engine.run(lambda control: control.wake_up())
             assert await counts(client, body(PROMPT)) == (80, 0)
             engine.close()
             gone = await client.post(PROBE, json=body(PROMPT))

@@ -45,13 +45,13 @@ async def test_a_full_queue_is_a_503_with_retry_after(
     app, engine = serve_folder(tiny_checkpoint(), max_queue=2)
     try:
         async with client_of(app) as client:
-            await engine.pause()
+            await engine.run(lambda control: control.pause())
             waiting = asyncio.gather(
                 *(client.post("/v1/completions", json=COMPLETION) for _ in range(2))
             )
             await until(lambda: num_waiting(engine) == 2)
             refused = await client.post(path, json={**body, "stream": stream})
-            await engine.resume()
+            await engine.run(lambda control: control.resume())
             assert await answered(waiting) == [200, 200]
             again = await client.post(path, json={**body, "stream": stream})
     finally:
@@ -72,13 +72,13 @@ async def test_a_list_of_prompts_is_let_in_and_counts_by_its_batches(
     body = {**COMPLETION, "prompt": [[5, 6, n] for n in range(10)], "n": 2, "temperature": 1}
     try:
         async with client_of(app) as client:
-            await engine.pause()
+            await engine.run(lambda control: control.pause())
             large = asyncio.create_task(client.post("/v1/completions", json=body))
             await until(lambda: num_waiting(engine) == 20)
             small = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
             await until(lambda: num_waiting(engine) == 21)
             refused = await client.post("/v1/completions", json=COMPLETION)
-            await engine.resume()
+            await engine.run(lambda control: control.resume())
             answers = await asyncio.gather(large, small)
     finally:
         engine.close()

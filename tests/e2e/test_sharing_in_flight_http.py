@@ -112,7 +112,7 @@ async def test_equal_answers_merge_their_blocks_between_steps(
     try:
         async with client_of(app) as client:
             alone = await client.post("/v1/completions", json={**body, "max_tokens": 100})
-            await engine.reset_prefix_cache()
+            await engine.run(lambda control: control.reset_prefix_cache())
             seen = await watch(engine, client, {**body, "max_tokens": 100})
             again = await client.post("/v1/completions", json={**body, "max_tokens": 100})
     finally:

@@ -40,10 +40,10 @@ def test_weights_from_disk_and_back(folders: tuple[Path, Path]) -> None:
     old, new = folders
     llm = make_llm(old)
     first = answer(llm)
-    assert llm.update_weights_from_disk(str(new)) == 1
+    assert llm.control.update_weights_from_disk(str(new)) == 1
     assert cached(llm) == 0
     assert answer(llm) == answer(make_llm(new)) != first
-    assert llm.update_weights_from_disk(str(old)) == 2
+    assert llm.control.update_weights_from_disk(str(old)) == 2
     assert answer(llm) == first
 
 
@@ -51,16 +51,16 @@ def test_state_dict_and_chunks(folders: tuple[Path, Path]) -> None:
     llm = make_llm(folders[0])
     tensors = load_file(folders[1] / "model.safetensors")
     with pytest.raises(InvalidRequestError, match="lacks") as caught:
-        llm.load_state_dict(dict(list(tensors.items())[1:]))
+        llm.control.load_state_dict(dict(list(tensors.items())[1:]))
     assert caught.value.param == "state_dict"
-    assert llm.load_state_dict(tensors) == 1
+    assert llm.control.load_state_dict(tensors) == 1
     assert answer(llm) == answer(make_llm(folders[1]))
-    llm.begin_weight_update()
+    llm.control.begin_weight_update()
     for name, tensor in load_file(folders[0] / "model.safetensors").items():
-        llm.update_weights({name: tensor})
+        llm.control.update_weights({name: tensor})
         with pytest.raises(EngineHaltedError, match="end_weight_update"):
             answer(llm)
-    assert llm.end_weight_update(full=True) == 2
+    assert llm.control.end_weight_update(full=True) == 2
     assert answer(llm) == answer(make_llm(folders[0]))
 
 
@@ -70,15 +70,15 @@ def test_sleep_and_wake_up(folders: tuple[Path, Path], level: int) -> None:
     first = answer(llm)
     model = weakref.ref(llm._engine._runner._model.loaded)
     kv = weakref.ref(llm._engine._runner._attention._kv_layers[0])
-    llm.sleep(level)
+    llm.control.sleep(level)
     gc.collect()
     assert kv() is None
     assert (model() is None) is (level == 2)
-    assert llm.is_sleeping()
+    assert llm.control.is_sleeping
     with pytest.raises(EngineHaltedError, match="asleep"):
         answer(llm)
-    llm.wake_up()
-    assert not llm.is_sleeping()
+    llm.control.wake_up()
+    assert not llm.control.is_sleeping
     assert cached(llm) == 0
     assert answer(llm) == first
 
@@ -86,20 +86,20 @@ def test_sleep_and_wake_up(folders: tuple[Path, Path], level: int) -> None:
 def test_the_way_of_reinforcement_learning(folders: tuple[Path, Path]) -> None:
     """Sleep, weights alone, their update, then the cache: as trainers call vLLM."""
     llm = make_llm(folders[0])
-    llm.sleep(level=2)
-    llm.wake_up(tags=["weights"])
-    llm.load_state_dict(load_file(folders[1] / "model.safetensors"))
-    assert llm.is_sleeping()
-    llm.wake_up(tags=["kv_cache"])
+    llm.control.sleep(level=2)
+    llm.control.wake_up(tags=["weights"])
+    llm.control.load_state_dict(load_file(folders[1] / "model.safetensors"))
+    assert llm.control.is_sleeping
+    llm.control.wake_up(tags=["kv_cache"])
     assert answer(llm) == answer(make_llm(folders[1]))
 
 
 def test_pause_and_resume(folders: tuple[Path, Path]) -> None:
     llm = make_llm(folders[0])
-    llm.pause()
+    llm.control.pause()
     with pytest.raises(EngineHaltedError, match="resume"):
         answer(llm)
-    llm.resume()
+    llm.control.resume()
     assert len(answer(llm)) == 12
 
 
@@ -108,7 +108,7 @@ def test_a_wrong_folder_changes_nothing(folders: tuple[Path, Path], tmp_path: Pa
     first = answer(llm)
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(InvalidRequestError) as caught:
-            llm.update_weights_from_disk(str(path))
+            llm.control.update_weights_from_disk(str(path))
         assert caught.value.param == "model_path"
     assert cached(llm) > 0
     assert answer(llm) == first
@@ -117,7 +117,7 @@ def test_a_wrong_folder_changes_nothing(folders: tuple[Path, Path], tmp_path: Pa
 def test_types_are_converted(tiny_checkpoint: Checkpoint) -> None:
     llm = make_llm(tiny_checkpoint("smollm2"))
     half = tiny_checkpoint("smollm2", seed=9, dtype=torch.bfloat16)
-    llm.update_weights_from_disk(str(half))
+    llm.control.update_weights_from_disk(str(half))
     assert answer(llm) == answer(make_llm(half))
 
 
@@ -125,7 +125,7 @@ def test_the_cache_in_numbers(folders: tuple[Path, Path]) -> None:
     llm = make_llm(folders[0])
     answer(llm)
     answer(llm)
-    stats = llm.prefix_cache_stats()
+    stats = llm.control.prefix_cache_stats()
     assert (stats.queries, stats.hits, stats.queried_tokens, stats.hit_tokens) == (2, 1, 80, 32)
     assert stats.recent_hit_ratio == pytest.approx(0.4)
     off = LLM(
@@ -133,6 +133,6 @@ def test_the_cache_in_numbers(folders: tuple[Path, Path]) -> None:
     )
     answer(off)
     answer(off)
-    stats = off.prefix_cache_stats()
+    stats = off.control.prefix_cache_stats()
     assert not stats.enabled
     assert (stats.queries, stats.hit_tokens, stats.cached_blocks, stats.recent_queries) == (0,) * 4

@@ -33,7 +33,7 @@ def test_answers_do_not_depend_on_run_ahead(
     for ahead in (False, True):
         assert resolve.call_count == 0
         llm._engine._runner.runs_ahead = ahead
-        llm.reset_prefix_cache()
+        llm.control.reset_prefix_cache()
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1]

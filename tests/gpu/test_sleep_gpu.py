@@ -29,12 +29,12 @@ def test_answers_are_the_same_before_and_after(
     )
     before = _answer(llm)
     held = torch.cuda.memory_reserved()
-    llm.sleep(level)
+    llm.control.sleep(level)
     given_back = held - torch.cuda.memory_reserved()
     assert given_back > BLOCKS * 16 * 2 * 128 * 2 * 2
-    llm.wake_up()
+    llm.control.wake_up()
     assert _answer(llm) == before
-    llm.update_weights_from_disk(str(tiny_checkpoint("qwen3", head_dim=128, seed=3)))
+    llm.control.update_weights_from_disk(str(tiny_checkpoint("qwen3", head_dim=128, seed=3)))
     assert _answer(llm) != before
 
 

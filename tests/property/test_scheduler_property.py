@@ -251,7 +251,7 @@ def test_preemption_resume_and_hits_really_happen() -> None:
     run.drive(work)
     run.check_end()
     assert preemptions(run.engine) >= 2
-    assert run.engine.stats()["hits"] >= 12
+    assert run.engine.control.stats()["hits"] >= 12
     assert any(len(plan.sequences) > 1 for plan in run.runner.plans)
     recomputed = sum(run.computed.values()) - sum(len(a.prompt) for a in work)
     assert recomputed != sum(len(tokens) - 1 for tokens in run.tokens.values())
@@ -301,7 +301,7 @@ def test_steps_are_really_planned_ahead() -> None:
     run = crowd_ahead()
     assert run.runner.num_ahead > len(run.runner.plans) / 2
     assert preemptions(run.engine) >= 2
-    assert run.engine.stats()["hits"] >= 12
+    assert run.engine.control.stats()["hits"] >= 12
     assert "stop" in run.ends.values()
     assert "abort" in run.ends.values()
 

@@ -22,6 +22,7 @@ from fake_memory import lone_answer, make_versioned_engine
 from prefixcache import LLM, SamplingParams
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.build import build, config_from_flags
+from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import EngineHaltedError
 from prefixcache.request import CacheOptions, Request, RequestOutput
@@ -223,7 +224,7 @@ class LiveHammer:
         final = await self.swap(0)
         for number in range(len(self.prompts)):
             assert await self.answer(f"last-{number}", number) == self.expected[0][number]
-        assert (await self.engine.prefix_cache_stats()).weight_version == final
+        assert self.engine.control.prefix_cache_stats().weight_version == final
 
     async def ask_on(self, client: int) -> None:
         count = 0
@@ -271,8 +272,9 @@ class LiveHammer:
             await asyncio.sleep(0.001)
 
     async def nap(self) -> None:
-        await self.engine.sleep(self.choose.choice([1, 2]))
-        await self.engine.wake_up()
+        level = self.choose.choice([1, 2])
+        await self.engine.run(lambda control: control.sleep(level))
+        await self.engine.run(lambda control: control.wake_up())
 
     async def swap(self, version: int) -> int:
         self.num_swaps += 1
@@ -280,16 +282,22 @@ class LiveHammer:
         return await way(self.folders[version])
 
     async def from_disk(self, folder: Path) -> int:
-        return await self.engine.update_weights_from_disk(str(folder))
+        return await self.engine.run(lambda control: control.update_weights_from_disk(str(folder)))
 
     async def from_memory(self, folder: Path) -> int:
-        return await self.engine.load_state_dict(load_file(folder / "model.safetensors"))
+        state = load_file(folder / "model.safetensors")
+        return await self.engine.run(lambda control: control.load_state_dict(state))
 
     async def in_chunks(self, folder: Path) -> int:
-        await self.engine.begin_weight_update("recompute")
-        for name, tensor in load_file(folder / "model.safetensors").items():
-            await self.engine.update_weights({name: tensor})
-        return await self.engine.end_weight_update(full=True)
+        tensors = load_file(folder / "model.safetensors")
+
+        def update(control: Control) -> int:
+            control.begin_weight_update("recompute")
+            for name, tensor in tensors.items():
+                control.update_weights({name: tensor})
+            return control.end_weight_update(full=True)
+
+        return await self.engine.run(update)
 
 
 @pytest.fixture
@@ -302,7 +310,7 @@ async def live(tiny_checkpoint: Checkpoint, seed: int) -> AsyncIterator[LiveHamm
 
 async def test_real_models_answer_as_alone_under_one_version(live: LiveHammer) -> None:
     await live.run()
-    stats = await live.engine.prefix_cache_stats()
+    stats = live.engine.control.prefix_cache_stats()
     assert stats.blocks_in_use == 0
     assert live.has_seen_all
 

@@ -17,6 +17,7 @@ import pytest
 from fake_engine import make_engine, make_request
 from fake_runner import StepGate, answer_alone, loop_passes
 from prefixcache.engine.async_engine import AsyncEngine
+from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError, QueueFullError
 from prefixcache.kv.cache_manager import CacheManager
@@ -197,10 +198,10 @@ async def test_abort_ends_the_stream(serve: Make) -> None:
 async def test_commands_run_between_steps(serve: Make) -> None:
     served = serve()
     await collect(served.engine, make_request("a", range(16)))
-    await served.engine.reset_prefix_cache()
+    await served.engine.run(lambda control: control.reset_prefix_cache())
     outputs = await collect(served.engine, make_request("b", range(17)))
     assert outputs[0].num_cached_tokens == 0
-    assert (await served.engine.stats())["hits"] == 0
+    assert served.engine.control.stats()["hits"] == 0
 
 
 def ask(name: str, job: str | None = None) -> Request:
@@ -265,12 +266,12 @@ async def test_one_job_of_many_requests_takes_turns_with_another(serve: Make) ->
         await collect(served.engine, request)
         ended.append(request.job)
 
-    await served.engine.pause()
+    await served.engine.run(lambda control: control.pause())
     large = [asyncio.create_task(run(ask(f"large {n}", "large"))) for n in range(40)]
     await until(lambda: served.num_waiting == 40)
     small = asyncio.create_task(run(ask("small")))
     await until(lambda: served.num_waiting == 41)
-    await served.engine.resume()
+    await served.engine.run(lambda control: control.resume())
     await asyncio.gather(*large, small)
     assert ended.index("small") < 4
 
@@ -288,11 +289,11 @@ async def test_a_refused_add_gives_its_place_up(serve: Make) -> None:
 async def test_looking_does_not_wait_for_a_step(serve: Make) -> None:
     served = serve()
     task = await start_held(served)
-    stats = await asyncio.wait_for(served.engine.prefix_cache_stats(), 10)
+    stats = served.engine.control.prefix_cache_stats()
     assert (stats.queries, stats.blocks_in_use) == (1, 2)
-    assert (await asyncio.wait_for(served.engine.stats(), 10))["blocks_in_use"] == 2
-    assert not await asyncio.wait_for(served.engine.is_paused(), 10)
-    assert not await asyncio.wait_for(served.engine.is_sleeping(), 10)
+    assert served.engine.control.stats()["blocks_in_use"] == 2
+    assert not served.engine.control.is_paused
+    assert not served.engine.control.is_sleeping
     assert not task.done()
 
 
@@ -343,14 +344,16 @@ async def test_draining_finishes_what_runs_and_refuses_what_comes(serve: Make) -
 
 async def test_shutdown_aborts_what_runs(serve: Make) -> None:
     served = serve()
-    task = await start_held(served)
+    task, control = await start_held(served), served.engine.control
     await served.gate.open_for(served.engine, served.engine.shutdown())
     assert (await task)[-1].finish_reason == "abort"
     assert served.cache.num_free_blocks == served.cache.num_blocks - 1
     await served.engine.shutdown()
-    for call in (served.engine.reset_prefix_cache, served.engine.stats):
+    for call in (lambda: served.engine.control, control.reset_prefix_cache):
         with pytest.raises(EngineDeadError, match="shut down"):
-            await call()
+            call()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await served.engine.run(Control.reset_prefix_cache)
     with pytest.raises(EngineDeadError, match="shut down"):
         served.engine.generate(make_request())
 
@@ -365,7 +368,7 @@ async def test_a_dead_engine_tells_everybody(
         for name in "abc"
     ]
     await until(lambda: served.engine.num_streams > 0)
-    command = asyncio.create_task(served.engine.reset_prefix_cache())
+    command = asyncio.create_task(served.engine.run(lambda control: control.reset_prefix_cache()))
     await asyncio.sleep(0)
 
     def broken(*_: Any) -> None:
@@ -404,7 +407,11 @@ async def test_a_caller_that_meets_the_engine_dying_is_answered(serve: Make, cal
     engine = serve().engine
     await engine.shutdown()
     inbox, engine._inbox = engine._inbox, _DyingInbox(engine)  # type: ignore[assignment]
-    waiting = collect(engine, make_request()) if call == "generate" else engine.reset_prefix_cache()
+    waiting = (
+        collect(engine, make_request())
+        if call == "generate"
+        else engine.run(lambda control: control.reset_prefix_cache())
+    )
     with pytest.raises(EngineDeadError):
         await asyncio.wait_for(waiting, 5)
     engine._inbox = inbox

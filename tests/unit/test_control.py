@@ -145,7 +145,7 @@ def test_recompute_reaches_preempted_requests() -> None:
     driver = Driver(num_blocks=10, max_model_len=32)
     driver.add("old", PROMPT[:8], max_tokens=20)
     driver.add("new", PROMPT[8:16], max_tokens=20)
-    while not driver.engine.prefix_cache_stats().preemptions:
+    while not driver.engine.control.prefix_cache_stats().preemptions:
         driver.step()
     assert driver.answers["new"]
     driver.swap(1)
@@ -200,7 +200,7 @@ def test_a_kept_request_that_is_preempted_restarts_under_the_new_root() -> None:
     driver.step(2)
     driver.swap(1, "keep")
     driver.run()
-    assert driver.engine.prefix_cache_stats().preemptions
+    assert driver.engine.control.prefix_cache_stats().preemptions
     assert len(driver.answers["kept"]) == 20
     assert driver.cache.stats()["cached_blocks"] > 0
     prompt = [*PROMPT[8:16], *driver.answers["kept"][:4], 1]
@@ -459,13 +459,13 @@ def test_an_engine_without_memory_can_still_pause() -> None:
 def test_the_stats_are_a_steady_line_across_updates(driver: Driver) -> None:
     driver.answer("a")
     driver.answer("b")
-    before = driver.engine.prefix_cache_stats()
+    before = driver.engine.control.prefix_cache_stats()
     assert (before.queries, before.hits) == (2, 1)
     assert (before.queried_tokens, before.hit_tokens) == (34, 16)
     assert before.recent_hit_ratio == pytest.approx(16 / 34)
     driver.swap(1)
     driver.control.sleep(2)
-    asleep = driver.engine.prefix_cache_stats()
+    asleep = driver.engine.control.prefix_cache_stats()
     assert (asleep.queries, asleep.hit_tokens) == (2, 16)
     assert (asleep.is_sleeping, asleep.is_paused, asleep.cached_blocks) == (True, False, 0)
     assert asleep.weight_version == 2
@@ -473,7 +473,7 @@ def test_the_stats_are_a_steady_line_across_updates(driver: Driver) -> None:
     driver.control.pause()
     driver.control.resume()
     driver.answer("c")
-    after = driver.engine.prefix_cache_stats()
+    after = driver.engine.control.prefix_cache_stats()
     assert (after.queries, after.hits, after.queried_tokens) == (3, 1, 51)
     assert after.blocks_in_use + after.free_blocks == after.num_blocks - 1
     assert after.is_sleeping is False

@@ -137,10 +137,10 @@ class Tenant:
         serve(self.engine, *before)
 
     def view(self, **cache: Any) -> dict[str, Any]:
-        before = self.engine.prefix_cache_stats()
+        before = self.engine.control.prefix_cache_stats()
         probed = self.engine.probe(ask("probe", **cache))
         steps = serve(self.engine, ask("mine", **cache))
-        after = self.engine.prefix_cache_stats()
+        after = self.engine.control.prefix_cache_stats()
         return {
             "probed": probed,
             "steps": steps,
@@ -225,6 +225,6 @@ def test_a_runner_that_cannot_share_kv_turns_the_cache_off_and_says_so(
     first, second = (llm.generate([[*range(5, 45)]], params, use_tqdm=False)[0] for _ in range(2))
     assert first.outputs[0].token_ids == second.outputs[0].token_ids
     assert second.num_cached_tokens == (32 if shares_kv else 0)
-    assert llm.prefix_cache_stats().enabled is shares_kv
+    assert llm.control.prefix_cache_stats().enabled is shares_kv
     said = [r for r in caplog.records if "cannot share KV" in r.message]
     assert len(said) == (0 if shares_kv else 1)

@@ -63,7 +63,7 @@ def test_a_second_run_hits_the_cache_and_answers_the_same(llm: LLM) -> None:
     first, second = (generate(llm, prompt, GREEDY)[0] for _ in range(2))
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 48)
     assert first.outputs[0].token_ids == second.outputs[0].token_ids
-    llm.reset_prefix_cache()
+    llm.control.reset_prefix_cache()
     assert generate(llm, prompt, GREEDY)[0].num_cached_tokens == 0
 
 
@@ -99,7 +99,7 @@ def test_chats_take_cache_options_and_priorities(llm: LLM) -> None:
         results = llm.chat([messages] * 2, GREEDY, use_tqdm=False, priority=[1, 0], **options)
         return [result.num_cached_tokens for result in results]
 
-    llm.reset_prefix_cache()
+    llm.control.reset_prefix_cache()
     assert hits(cache_options=CacheOptions(write=False)) == [0, 0]
     assert hits(cache_options=CacheOptions(salt="a"))[0] > 0, "the first waits for the second"
     assert min(hits(cache_options=CacheOptions(salt="a"))) > 0
@@ -162,11 +162,11 @@ def test_chat_uses_the_template(llm: LLM) -> None:
     ],
 )
 def test_wrong_input_computes_nothing(llm: LLM, prompts: Any, params: Any, message: str) -> None:
-    before = llm.stats()["queries"]
+    before = llm.control.stats()["queries"]
     with pytest.raises(InvalidRequestError, match=message):
         generate(llm, prompts, params)
-    assert llm.stats()["queries"] == before
-    assert llm.stats()["blocks_in_use"] == 0
+    assert llm.control.stats()["queries"] == before
+    assert llm.control.stats()["blocks_in_use"] == 0
 
 
 def test_no_prompts_give_no_results(llm: LLM) -> None:
@@ -184,7 +184,7 @@ def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.Monkey
     with pytest.raises(KeyboardInterrupt):
         generate(llm, [[1, 2, 3]] * 3, GREEDY)
     monkeypatch.undo()
-    assert llm.stats()["blocks_in_use"] == 0
+    assert llm.control.stats()["blocks_in_use"] == 0
     assert generate(llm, [1, 2, 3], GREEDY)[0].finished
 
 
@@ -209,7 +209,7 @@ def test_flags_reach_their_rooms(tiny_checkpoint: Checkpoint) -> None:
     assert small.max_model_len == 64
     for _ in range(2):
         assert generate(small, [*range(40)], GREEDY)[0].num_cached_tokens == 0
-    assert small.stats()["hits"] == 0
+    assert small.control.stats()["hits"] == 0
 
 
 def test_wrong_flags_are_named(tiny_checkpoint: Checkpoint) -> None:

@@ -67,9 +67,9 @@ async def test_a_probe_is_what_the_next_request_takes_but_for_its_last_token(
 async def test_a_probe_changes_nothing(serve: Callable[..., AsyncEngine]) -> None:
     engine = serve()
     await answer(engine, make_request("warm", PROMPT))
-    before = await engine.stats(), await engine.prefix_cache_stats()
+    before = engine.control.stats(), engine.control.prefix_cache_stats()
     assert [engine.probe(asking(PROMPT)) for _ in range(5)] == [8] * 5
-    assert (await engine.stats(), await engine.prefix_cache_stats()) == before
+    assert (engine.control.stats(), engine.control.prefix_cache_stats()) == before
 
 
 async def test_salt_and_read_decide_what_a_probe_sees(serve: Callable[..., AsyncEngine]) -> None:
@@ -107,7 +107,7 @@ async def test_without_a_cache_nothing_is_seen(serve: Callable[..., AsyncEngine]
 async def test_after_a_reset_nothing_is_seen(serve: Callable[..., AsyncEngine]) -> None:
     engine = serve()
     await answer(engine, make_request("warm", PROMPT))
-    await engine.reset_prefix_cache()
+    await engine.run(lambda control: control.reset_prefix_cache())
     assert engine.probe(asking(PROMPT)) == 0
 
 
@@ -169,7 +169,7 @@ async def test_probes_of_many_threads_beside_a_busy_engine() -> None:
             request = make_request(f"{turn}", [20 + turn % 6] * 40, max_tokens=1)
             assert await answer(engine, request) in range(0, 40, 4)
 
-    await engine._call(hold)
+    await asyncio.wrap_future(engine._submit(hold))
     with ThreadPoolExecutor(3) as executor:
         probes = [executor.submit(probe, number) for number in (20, 21, 22)]
         try:
@@ -215,11 +215,11 @@ async def test_only_the_loop_and_probes_reach_the_cache(monkeypatch: pytest.Monk
         await served.abort("stopped")
         served.probe(asking(PROMPT))
         list(served.metrics.collect())
-        await served.stats()
-        await served.prefix_cache_stats()
-        await served.reset_prefix_cache()
-        await served.pause()
-        await served.resume()
+        served.control.stats()
+        served.control.prefix_cache_stats()
+        await served.run(lambda control: control.reset_prefix_cache())
+        await served.run(lambda control: control.pause())
+        await served.run(lambda control: control.resume())
     finally:
         served.close()
     loop = {served.thread_id}
@@ -284,13 +284,13 @@ def test_llm_may_be_driven_by_one_thread_after_another(llm: LLM) -> None:
             hits.append(executor.submit(work).result())
         hits.append(work())
         with ThreadPoolExecutor(1) as executor:
-            executor.submit(llm.reset_prefix_cache).result()
+            executor.submit(llm.control.reset_prefix_cache).result()
     assert hits == [0, 48] * 2
 
 
 def test_a_sleeping_llm_is_not_probed(llm: LLM) -> None:
-    llm.sleep()
+    llm.control.sleep()
     with pytest.raises(EngineHaltedError):
         llm.probe([1, 2, 3])
-    llm.wake_up()
+    llm.control.wake_up()
     assert llm.probe([1, 2, 3]) == [0]

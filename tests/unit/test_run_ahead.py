@@ -256,7 +256,7 @@ def test_real_answers_do_not_depend_on_run_ahead(
         alone = [llm.generate([prompts[i]], params[i], use_tqdm=False)[0] for i in (0, 2, 4, 7)]
         crowd = llm.generate(prompts, params, use_tqdm=False)
         answers.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in (*alone, *crowd)])
-        assert llm.stats()["blocks_in_use"] == 0
+        assert llm.control.stats()["blocks_in_use"] == 0
     assert answers[0] == answers[1]
     assert resolve.call_count > 10
 

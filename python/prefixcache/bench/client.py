@@ -12,14 +12,17 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 
 from prefixcache.bench.workloads import SOURCE_TEXT, LoadConfig, Prompt
 from prefixcache.exceptions import PrefixCacheError
-from prefixcache.request import CacheOptions, Request, RequestOutput
+from prefixcache.request import CacheOptions, Request
 from prefixcache.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from prefixcache.engine.async_engine import AsyncEngine
 
 
 class BenchmarkError(PrefixCacheError):
@@ -107,22 +110,10 @@ async def _gather(tasks: list[asyncio.Future[RequestRecord]]) -> list[RequestRec
         raise
 
 
-class AsyncEngineLike(Protocol):
-    """The part of `AsyncEngine` a benchmark calls."""
-
-    def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
-        """Streams what each step adds to the request."""
-        ...
-
-    async def reset_prefix_cache(self) -> Any:
-        """Empties the prefix cache."""
-        ...
-
-
 class EngineTarget:
     """An engine in this process."""
 
-    def __init__(self, engine: AsyncEngineLike, encode: Callable[[str], Sequence[int]]) -> None:
+    def __init__(self, engine: AsyncEngine, encode: Callable[[str], Sequence[int]]) -> None:
         self._engine = engine
         self._encode = encode
         self._numbers = itertools.count()
@@ -153,7 +144,7 @@ class EngineTarget:
 
     async def reset_cache(self) -> None:
         """Empties the prefix cache."""
-        await self._engine.reset_prefix_cache()
+        await self._engine.run(lambda control: control.reset_prefix_cache())
 
     def _request(self, prompt: Prompt) -> Request:
         return Request(

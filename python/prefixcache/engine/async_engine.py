@@ -14,17 +14,13 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from torch import Tensor
-
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
-from prefixcache.engine.modes import InFlightMode, MemoryTag, SleepMode
-from prefixcache.engine.stats import PrefixCacheStats
 from prefixcache.exceptions import EngineDeadError, QueueFullError
 from prefixcache.metrics import Metrics
 from prefixcache.request import Request, RequestOutput
@@ -110,6 +106,7 @@ class AsyncEngine:
         self._streams: dict[str, _Stream] = {}
         self._error: EngineDeadError | None = None
         self._stopping = False
+        engine.control.run_between_steps = self._run_between_steps
         self._thread = threading.Thread(target=self._run, name="prefixcache-engine", daemon=True)
         self._thread.start()
 
@@ -170,91 +167,23 @@ class AsyncEngine:
         self._raise_if_dead()
         return self._engine.probe(request)
 
+    @property
+    def control(self) -> Control:
+        """The commands, which block until they are done, and what is known of the engine."""
+        self._raise_if_dead()
+        return self._engine.control
+
+    async def run(self, operation: Callable[[Control], T]) -> T:
+        """Runs commands in a thread: `await engine.run(lambda control: control.sleep(1))`.
+
+        Each command runs between two steps; what `operation` does besides is beside the steps.
+        """
+        return await asyncio.to_thread(operation, self.control)
+
     async def abort(self, request_id: str) -> None:
         """Ends the request, whose stream then ends with `finish_reason` "abort"."""
-        await self._call(lambda: self._deliver_outputs(self._engine.abort([request_id])))
-
-    async def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes; running requests keep their blocks."""
-        await self._control(lambda control: control.reset_prefix_cache())
-
-    async def pause(self, mode: InFlightMode = "keep") -> None:
-        """Computes nothing until `resume`; requests that come meanwhile wait."""
-        await self._control(lambda control: control.pause(mode))
-
-    async def resume(self) -> None:
-        """Goes on after `pause`."""
-        await self._control(lambda control: control.resume())
-
-    async def is_paused(self) -> bool:
-        """Whether `pause` holds the requests back. Does not wait for a step."""
-        self._raise_if_dead()
-        return self._engine.control.is_paused
-
-    async def sleep(self, level: int = 1, mode: SleepMode = "recompute") -> None:
-        """Gives back the KV cache's memory, at level 2 that of the weights too.
-
-        Until `wake_up`, new requests raise `EngineHaltedError`; those in flight wait or, with
-        "abort", end. Raises `InvalidRequestError`.
-        """
-        await self._control(lambda control: control.sleep(level, mode))
-
-    async def wake_up(self, tags: Collection[MemoryTag] | None = None) -> None:
-        """Brings back what `sleep` gave up, or of it "weights" or "kv_cache" alone.
-
-        Raises `ModelLoadError` and `OutOfMemoryError`; the engine sleeps on then.
-        """
-        await self._control(lambda control: control.wake_up(tags))
-
-    async def is_sleeping(self) -> bool:
-        """Whether weights or KV cache are given up. Does not wait for a step."""
-        self._raise_if_dead()
-        return self._engine.control.is_sleeping
-
-    async def update_weights_from_disk(
-        self, model_path: str, mode: InFlightMode = "recompute", *, revision: str | None = None
-    ) -> int:
-        """Replaces all weights by those of a folder, a GGUF file or a hub id; their new version.
-
-        The files are found and checked while requests are served; only the reading is between two
-        steps. Raises `InvalidRequestError`, and then the old weights keep serving. See
-        `engine/control.py` for `mode`, what happens to requests in flight.
-        """
-        self._raise_if_dead()
-        folder = await asyncio.to_thread(self._engine.control.check_path, model_path, revision)
-        return await self._control(lambda c: c.update_weights_from_folder(folder, mode))
-
-    async def begin_weight_update(self, mode: InFlightMode = "recompute") -> None:
-        """Computes nothing until `end_weight_update`; chunks of new weights come meanwhile."""
-        await self._control(lambda control: control.begin_weight_update(mode))
-
-    async def update_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces the named weights; names and shapes are the checkpoint's."""
-        await self._control(lambda control: control.update_weights(tensors))
-
-    async def end_weight_update(self, *, full: bool = False) -> int:
-        """Goes on with the new weights, with `full` only if all were replaced; their version."""
-        return await self._control(lambda control: control.end_weight_update(full=full))
-
-    async def load_state_dict(
-        self,
-        state_dict: Mapping[str, Tensor],
-        mode: InFlightMode = "recompute",
-        *,
-        strict: bool = True,
-    ) -> int:
-        """Replaces weights by a checkpoint's in memory, with `strict` all; their new version."""
-        return await self._control(lambda c: c.load_state_dict(state_dict, mode, strict=strict))
-
-    async def prefix_cache_stats(self) -> PrefixCacheStats:
-        """The prefix cache in numbers, read beside the loop: it does not wait for a step."""
-        self._raise_if_dead()
-        return self._engine.prefix_cache_stats()
-
-    async def stats(self) -> dict[str, int]:
-        """Lifetime counters of the cache, and blocks by state, read beside the loop."""
-        self._raise_if_dead()
-        return self._engine.stats()
+        abort = partial(self._engine.abort, [request_id])
+        await asyncio.wrap_future(self._submit(lambda: self._deliver_outputs(abort())))
 
     async def shutdown(self, *, drain: bool = False) -> None:
         """Ends the loop: after all requests with `drain`, else they are aborted. Idempotent."""
@@ -281,15 +210,17 @@ class AsyncEngine:
             if not finished:
                 self._inbox.put(partial(self._abandon, stream))
 
-    async def _control(self, operation: Callable[[Control], T]) -> T:
-        """Runs `operation` between two steps, and tells the requests what it did to them."""
-        return await self._call(partial(self._operate, operation))
+    def _run_between_steps(self, command: Callable[[], T]) -> T:
+        """Waits for the loop to run a command, unless it is a part of another one."""
+        if threading.current_thread() is self._thread:
+            return command()
+        return self._submit(partial(self._operate, command)).result()
 
-    async def _call(self, function: Callable[[], T]) -> T:
-        """Runs `function` between two steps, on the loop's thread."""
+    def _submit(self, function: Callable[[], T]) -> Future[T]:
+        """Lets the loop call `function` between two steps."""
         future: Future[T] = Future()
         self._send(partial(self._resolve, future, function))
-        return await asyncio.wrap_future(future)
+        return future
 
     def _send(self, command: Callable[[], None]) -> None:
         """Hands a command to the loop; one that comes too late is run here, and so refused."""
@@ -378,9 +309,10 @@ class AsyncEngine:
         else:
             future.set_result(result)
 
-    def _operate(self, operation: Callable[[Control], T]) -> T:
+    def _operate(self, command: Callable[[], T]) -> T:
+        """Runs a command, and tells the requests what it did to them."""
         try:
-            return operation(self._engine.control)
+            return command()
         finally:
             self._deliver_outputs(self._engine.take_outputs())
 

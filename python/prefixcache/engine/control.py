@@ -1,6 +1,7 @@
-"""What may be changed about a running engine: always between two steps, never beside one.
+"""What may be asked and changed of a running engine; changes always between two steps.
 
-Callers on other threads reach these through `AsyncEngine`'s queue, so that the loop needs no lock.
+A command is one method of `Control`. `LLM.control` and `AsyncEngine.control` give it to callers as
+it stands here, and `endpoint` gives it a path on the server.
 
 Whoever changes something says what happens to the requests in flight, their `mode`:
 
@@ -16,30 +17,56 @@ Whoever changes something says what happens to the requests in flight, their `mo
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial, wraps
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, get_args
 
 from torch import Tensor
 
-from prefixcache.engine.memory import Memory
+from prefixcache.engine.memory import ModelMemory
 from prefixcache.engine.modes import InFlightMode, MemoryTag, SleepMode
+from prefixcache.engine.stats import PrefixCacheStats
 from prefixcache.exceptions import EngineHaltedError, InvalidRequestError, ModelLoadError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.weights import listed
+from prefixcache.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-MODES: tuple[InFlightMode, ...] = get_args(InFlightMode)
-SLEEP_MODES: tuple[SleepMode, ...] = get_args(SleepMode)
-TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
-LEVELS = (1, 2)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def between_steps(
+    command: Callable[Concatenate[Control, P], T],
+) -> Callable[Concatenate[Control, P], T]:
+    """Lets `command` run between two steps, whichever thread calls it; the caller waits for it."""
+
+    @wraps(command)
+    def call(control: Control, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return control.run_between_steps(partial(command, control, *args, **kwargs))
+
+    return call
+
+
+def endpoint(path: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Lets administrators call the command by `POST path`, with its arguments as options.
+
+    A result other than None is the answer, in JSON.
+    """
+
+    def mark(command: Callable[P, T]) -> Callable[P, T]:
+        command.__dict__["endpoint_path"] = path
+        return command
+
+    return mark
 
 
 class InFlightRequests(Protocol):
-    """What is done to the requests in flight; `Engine` does it."""
+    """The part of `Engine` that commands need. Named here, since `Engine` imports this module."""
 
     def drain(self) -> None:
         """Waits until no step is under way."""
@@ -59,21 +86,40 @@ class InFlightRequests(Protocol):
 
 
 class Control:
-    """Operations on the engine's parts; the thread that runs the loop calls them.
+    """The commands, and what is known of the engine; any thread may use both.
 
-    Only `check_path` and the properties may be used from another thread. Wrong arguments, and
-    operations that do not fit the engine's state, raise `InvalidRequestError`. Without `memory` the
-    engine can neither sleep nor change its weights.
+    A command that is marked so runs between two steps and returns when it is done. Everything else
+    runs beside the steps and waits for none: properties, statistics, looking for new weights. Wrong
+    arguments, and commands that do not fit the engine's state, raise `InvalidRequestError`. Without
+    `memory` the engine can neither sleep nor change its weights.
+
+    `run_between_steps` takes a call to the thread that runs the steps; who runs them sets it.
+    Without it that is the thread that calls.
     """
 
     def __init__(
-        self, requests: InFlightRequests, cache: CacheManager, memory: Memory | None
+        self,
+        requests: InFlightRequests,
+        scheduler: Scheduler,
+        cache: CacheManager,
+        memory: ModelMemory | None,
     ) -> None:
+        self.run_between_steps: Callable[[Callable[[], Any]], Any] = _call
         self._requests = requests
+        self._scheduler = scheduler
         self._cache = cache
         self._memory = memory
         self._paused = False
         self._updated: set[str] | None = None
+
+    @classmethod
+    def endpoints(cls) -> Iterator[tuple[str, Callable[..., Any]]]:
+        """The paths of the commands that have one, and the commands, still without a control."""
+        for name in dir(cls):
+            command = getattr(cls, name)
+            path = getattr(command, "endpoint_path", None)
+            if path is not None:
+                yield path, command
 
     @property
     def is_paused(self) -> bool:
@@ -113,6 +159,36 @@ class Control:
 
     # The cache.
 
+    def stats(self) -> dict[str, int]:
+        """Lifetime counters of the cache, and blocks by state."""
+        return self._cache.stats()
+
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """The prefix cache in numbers: counts of its lifetime, and the hit ratio of late."""
+        scheduler, core = self._scheduler, self._cache.stats()
+        counter = scheduler.hit_counter
+        return PrefixCacheStats(
+            enabled=scheduler.caches_prefixes,
+            queries=counter.queries,
+            hits=counter.hits,
+            queried_tokens=counter.queried_tokens,
+            hit_tokens=counter.hit_tokens,
+            recent_queries=counter.num_recent,
+            recent_hit_ratio=counter.recent_ratio,
+            evictions=core["evictions"],
+            preemptions=scheduler.num_preemptions,
+            num_blocks=self._cache.num_blocks,
+            blocks_in_use=core["blocks_in_use"],
+            free_blocks=core["free_blocks"],
+            cached_blocks=core["cached_blocks"],
+            block_size=self._cache.block_size,
+            weight_version=self.weight_version,
+            is_sleeping=self.is_sleeping,
+            is_paused=self.is_paused,
+        )
+
+    @endpoint("/reset_prefix_cache")
+    @between_steps
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes, in constant time.
 
@@ -122,27 +198,33 @@ class Control:
 
     # Pausing.
 
+    @endpoint("/pause")
+    @between_steps
     def pause(self, mode: InFlightMode = "keep") -> None:
         """Computes nothing until `resume`. Requests that come meanwhile wait."""
-        _check_choice("mode", mode, MODES)
+        _check_choice("mode", mode, InFlightMode)
         self._requests.drain()
         self._interrupt(mode)
         self._paused = True
 
+    @endpoint("/resume")
+    @between_steps
     def resume(self) -> None:
         """Goes on after `pause`; does nothing otherwise."""
         self._paused = False
 
     # Sleeping.
 
+    @endpoint("/sleep")
+    @between_steps
     def sleep(self, level: int = 1, mode: SleepMode = "recompute") -> None:
         """Gives the KV cache's memory back, at level 2 that of the weights too.
 
         Cached prefixes are forgotten. Requests in flight wait for the wake-up, or are aborted; at
         level 2, where other weights may come back, their answers begin anew.
         """
-        _check_choice("level", level, LEVELS)
-        _check_choice("mode", mode, SLEEP_MODES)
+        _check_choice("level", level, Literal[1, 2])
+        _check_choice("mode", mode, SleepMode)
         memory = self._require_memory()
         self._raise_if_updating()
         self._requests.drain()
@@ -155,7 +237,9 @@ class Control:
         memory.give_up_kv()
         memory.settle()
 
-    def wake_up(self, tags: Collection[MemoryTag] | None = None) -> None:
+    @endpoint("/wake_up")
+    @between_steps
+    def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
         """Brings back what `sleep` gave up; does nothing otherwise.
 
         `tags` chooses "weights" or "kv_cache" alone; the engine sleeps on until both are there.
@@ -164,10 +248,10 @@ class Control:
         `OutOfMemoryError`; the engine sleeps on then.
         """
         for tag in tags or ():
-            _check_choice("tags", tag, TAGS)
+            _check_choice("tags", tag, MemoryTag)
         memory = self._require_memory()
         self._raise_if_updating()
-        wanted = TAGS if tags is None else tags
+        wanted = get_args(MemoryTag) if tags is None else tags
         try:
             if "weights" in wanted and not memory.weights.complete:
                 _reload(memory)
@@ -186,13 +270,24 @@ class Control:
     def check_path(self, model_path: str, revision: str | None = None) -> Path:
         """The folder of a model whose weights `update_weights_from_folder` can take.
 
-        Reads all but the weights themselves. From any thread.
+        Reads all but the weights themselves.
         """
         with _blaming("model_path"):
             folder = resolve_model(model_path, revision)
             self._require_memory().weights.check_folder(folder)
         return folder
 
+    def update_weights_from_disk(
+        self, model_path: str, mode: InFlightMode = "recompute", *, revision: str | None = None
+    ) -> int:
+        """Replaces all weights by those of a folder, a GGUF file or a hub id; their new version.
+
+        The files are found and checked while requests are served; only the reading is between two
+        steps. When they are not of this very model nothing has changed.
+        """
+        return self.update_weights_from_folder(self.check_path(model_path, revision), mode)
+
+    @between_steps
     def update_weights_from_folder(self, folder: Path, mode: InFlightMode = "recompute") -> int:
         """Replaces all weights by those of a folder that `check_path` gave; returns their version.
 
@@ -200,7 +295,7 @@ class Control:
         old weights are put back, or the engine falls asleep where no folder holds them; it raises
         `ModelLoadError`.
         """
-        _check_choice("mode", mode, MODES)
+        _check_choice("mode", mode, InFlightMode)
         memory = self._require_memory()
         self._requests.drain()
         try:
@@ -210,15 +305,17 @@ class Control:
         self._updated = None
         return self._new_weight_version(mode)
 
+    @between_steps
     def begin_weight_update(self, mode: InFlightMode = "recompute") -> None:
         """Computes nothing until `end_weight_update`; chunks of new weights come meanwhile."""
-        _check_choice("mode", mode, MODES)
+        _check_choice("mode", mode, InFlightMode)
         self._require_memory()
         self._raise_if_updating()
         self._requests.drain()
         self._new_weight_version(mode)
         self._updated = set()
 
+    @between_steps
     def update_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Replaces the named weights: names and shapes are the checkpoint's, types are converted.
 
@@ -228,6 +325,7 @@ class Control:
         with _blaming("weights"):
             updated |= weights.write(tensors)
 
+    @between_steps
     def end_weight_update(self, *, full: bool = False) -> int:
         """Goes on with the new weights; returns their version.
 
@@ -245,6 +343,7 @@ class Control:
         memory.settle()
         return self.weight_version
 
+    @between_steps
     def load_state_dict(
         self,
         state_dict: Mapping[str, Tensor],
@@ -256,7 +355,7 @@ class Control:
 
         With `strict` all must be there. Everything is checked before the first one is replaced.
         """
-        _check_choice("mode", mode, MODES)
+        _check_choice("mode", mode, InFlightMode)
         weights = self._require_memory().weights
         self._raise_if_updating()
         with _blaming("state_dict"):
@@ -283,7 +382,7 @@ class Control:
         elif mode == "abort":
             self._requests.abort_all()
 
-    def _require_memory(self) -> Memory:
+    def _require_memory(self) -> ModelMemory:
         if self._memory is None:
             raise InvalidRequestError("This engine's model cannot be changed or given up.")
         return self._memory
@@ -298,7 +397,11 @@ class Control:
             raise InvalidRequestError("A weight update has begun; end_weight_update ends it.")
 
 
-def _reload(memory: Memory) -> None:
+def _call(command: Callable[[], T]) -> T:
+    return command()
+
+
+def _reload(memory: ModelMemory) -> None:
     folder = memory.weights.folder
     if folder is None:
         logger.warning("No folder holds the weights: the engine sleeps until an update brings all.")
@@ -315,8 +418,9 @@ def _blaming(param: str) -> Generator[None, None, None]:
         raise InvalidRequestError(str(error), param=param) from error
 
 
-def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    """Raises `InvalidRequestError` unless `value` is one of `choices`; true is not 1."""
+def _check_choice(name: str, value: object, literal: object) -> None:
+    """Raises `InvalidRequestError` unless the `Literal` has `value`; true is not 1."""
+    choices = get_args(literal)
     if isinstance(value, bool) or value not in choices:
         shown = ", ".join(map(repr, choices))
         raise InvalidRequestError(f"{name} must be one of {shown}, got {value!r}.", param=name)

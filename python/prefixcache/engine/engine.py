@@ -9,64 +9,31 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
 from prefixcache.engine.control import Control
-from prefixcache.engine.memory import Memory
-from prefixcache.engine.output import Answer, Detokenizer
-from prefixcache.engine.stats import PrefixCacheStats
+from prefixcache.engine.memory import ModelMemory
+from prefixcache.engine.output import Answer
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
-from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.metrics import Gauges, Metrics
 from prefixcache.request import FinishReason, Request, RequestOutput
+from prefixcache.runner.model_runner import ModelRunner
+from prefixcache.runner.pending import PendingStep
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
+from prefixcache.tokenization.detokenizer import IncrementalDetokenizer
 
 logger = logging.getLogger(__name__)
 
 
-class SubmittedStep(Protocol):
-    """What a runner gives for a step: `runner.pending.PendingStep`."""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether `outputs` need not wait; else the next step may be submitted before."""
-        ...
-
-    def outputs(self) -> list[SequenceOutput]:
-        """One output for each sequence of the plan."""
-        ...
-
-
-class Runner(Protocol):
-    """What computes a step: `runner.model_runner.ModelRunner`.
-
-    With `runs_ahead` a failed step may have left steps before it unfinished.
-    """
-
-    runs_ahead: bool
-
-    @property
-    def block_tables(self) -> Sequence[BlockTableBuffers]:
-        """Arrays for the cache to fill before each `submit`."""
-        ...
-
-    def submit(self, plan: StepPlan) -> SubmittedStep:
-        """Starts the step, and may return before it ends."""
-        ...
-
-    def run_empty_step(self) -> None:
-        """Computes a step of no request; raises whatever keeps the device from computing."""
-        ...
-
-
 class _StepUnderWay(NamedTuple):
     plan: StepPlan
-    step: SubmittedStep
+    step: PendingStep
     since: float
 
 
@@ -79,23 +46,23 @@ class EngineParts:
 
     scheduler: Scheduler
     cache: CacheManager
-    runner: Runner
-    make_detokenizer: Callable[[SamplingParams], Detokenizer]
+    runner: ModelRunner
+    make_detokenizer: Callable[[SamplingParams], IncrementalDetokenizer]
     vocab_size: int
     eos_token_ids: Collection[int]
     max_model_len: int
     seed: int = 0
-    memory: Memory | None = None
+    memory: ModelMemory | None = None
     clock: Callable[[], float] = time.perf_counter
 
 
 class Engine:
     """Serves requests step by step, while `control` does not hold it back.
 
-    Only `check`, `probe`, `stats`, `prefix_cache_stats` and `metrics` may be used from a thread
-    other than the loop's. A request that fails ends with `finish_reason` "error"; a step that fails
-    ends its requests so, and `EngineDeadError` is raised when the device cannot compute an empty
-    step either. What `control` does to requests is told by `take_outputs`.
+    Only `check`, `probe`, `control` and `metrics` may be used from a thread other than the loop's.
+    A request that fails ends with `finish_reason` "error"; a step that fails ends its requests so,
+    and `EngineDeadError` is raised when the device cannot compute an empty step either. What
+    `control` does to requests is told by `take_outputs`.
 
     Where the runner keeps a step's tokens on the device, the next step is submitted before they are
     read. A token past the end of an answer may be computed then; nobody gets it.
@@ -117,7 +84,7 @@ class Engine:
         self._host_time = _HostTime()
         self._cache_usage = 0.0
         self._outbox: list[RequestOutput] = []
-        self.control = Control(self, parts.cache, parts.memory)
+        self.control = Control(self, parts.scheduler, parts.cache, parts.memory)
         self.metrics = Metrics(self._gauges)
 
     def has_unfinished(self) -> bool:
@@ -244,34 +211,6 @@ class Engine:
             self._outbox += self._read_oldest()
         self._cache_usage = self._cache.usage
 
-    def stats(self) -> dict[str, int]:
-        """Lifetime counters of the cache, and blocks by state. From any thread."""
-        return self._cache.stats()
-
-    def prefix_cache_stats(self) -> PrefixCacheStats:
-        """The prefix cache in numbers. From any thread; beside a step, numbers of its middle."""
-        scheduler, control, core = self._scheduler, self.control, self._cache.stats()
-        counter = scheduler.hit_counter
-        return PrefixCacheStats(
-            enabled=scheduler.caches_prefixes,
-            queries=counter.queries,
-            hits=counter.hits,
-            queried_tokens=counter.queried_tokens,
-            hit_tokens=counter.hit_tokens,
-            recent_queries=counter.num_recent,
-            recent_hit_ratio=counter.recent_ratio,
-            evictions=core["evictions"],
-            preemptions=scheduler.num_preemptions,
-            num_blocks=self._cache.num_blocks,
-            blocks_in_use=core["blocks_in_use"],
-            free_blocks=core["free_blocks"],
-            cached_blocks=core["cached_blocks"],
-            block_size=self._cache.block_size,
-            weight_version=control.weight_version,
-            is_sleeping=control.is_sleeping,
-            is_paused=control.is_paused,
-        )
-
     def _is_ahead(self) -> bool:
         """Whether the step under way may stay so until the next one is submitted."""
         newest = self._under_way[-1]
@@ -285,7 +224,7 @@ class Engine:
             with self._host_time.paused():
                 step = self._runner.submit(plan)
         except Exception as error:  # noqa: BLE001 - raised again when the steps before are read
-            step = _FailedStep(error)
+            step = PendingStep(partial(_raise, error), is_known=True)
         self._under_way.append(_StepUnderWay(plan, step, since))
 
     def _read_oldest(self) -> list[RequestOutput]:
@@ -408,17 +347,8 @@ class Engine:
         )
 
 
-class _FailedStep:
-    """A step that failed as it was submitted."""
-
-    is_known = True
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def outputs(self) -> list[SequenceOutput]:
-        """Raises the error."""
-        raise self._error
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 class _HostTime:

@@ -2,84 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
-from typing import Protocol
-
-from torch import Tensor
+from collections.abc import Callable
 
 from prefixcache.kv.tensors import KVTensors, give_back
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.runner.cuda_graph import DecodeGraphs
 from prefixcache.runner.model_runner import ModelRunner
-
-
-class Weights(Protocol):
-    """The part of `models.replaceable.ReplaceableModel` that control needs; see there."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether the weights are there, every one of them."""
-        ...
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder that holds just these weights; None when some came from elsewhere."""
-        ...
-
-    def check_folder(self, folder: Path) -> None:
-        """Raises `ModelLoadError` unless `load` can load it. From any thread."""
-        ...
-
-    def check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises `ModelLoadError` unless `write` can write them."""
-        ...
-
-    def check_all_named(self, names: Collection[str]) -> None:
-        """Raises `ModelLoadError` unless every weight is named."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Takes all weights from a folder."""
-        ...
-
-    def write(self, tensors: Mapping[str, Tensor]) -> set[str]:
-        """Replaces some weights; returns their names."""
-        ...
-
-    def missing(self) -> set[str]:
-        """Weights that are not there."""
-        ...
-
-    def give_up(self) -> None:
-        """Frees the weights' memory."""
-        ...
-
-
-class Memory(Protocol):
-    """What control needs of `ModelMemory`."""
-
-    @property
-    def weights(self) -> Weights:
-        """The weights, there or not."""
-        ...
-
-    @property
-    def has_kv(self) -> bool:
-        """Whether the KV tensors are there."""
-        ...
-
-    def make_kv(self) -> None:
-        """Allocates the KV tensors."""
-        ...
-
-    def give_up_kv(self) -> None:
-        """Frees the KV tensors' memory."""
-        ...
-
-    def settle(self) -> None:
-        """To be called when weights or KV tensors were given up or made."""
-        ...
 
 
 class ModelMemory:

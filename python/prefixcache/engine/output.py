@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 from prefixcache.metrics import Metrics
 from prefixcache.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from prefixcache.step_plan import SequenceOutput
-
-
-class Detokenizer(Protocol):
-    """What is needed of `tokenization.detokenizer.IncrementalDetokenizer`."""
-
-    @property
-    def stopped_by(self) -> str | None:
-        """The stop string that ended the text, if one did."""
-        ...
-
-    def push(self, token_ids: Sequence[int], *, ended_by_token: bool = False) -> str:
-        """New text that is certain after these tokens."""
-        ...
-
-    def finish(self) -> str:
-        """The text that was held back."""
-        ...
+from prefixcache.tokenization.detokenizer import IncrementalDetokenizer
 
 
 class Answer:
@@ -37,7 +20,7 @@ class Answer:
     def __init__(
         self,
         request: Request,
-        detokenizer: Detokenizer,
+        detokenizer: IncrementalDetokenizer,
         *,
         eos_token_ids: Collection[int],
         max_tokens: int,
@@ -51,7 +34,7 @@ class Answer:
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._last_token_time: float | None = None
 
-    def restart(self, detokenizer: Detokenizer) -> RequestOutput | None:
+    def restart(self, detokenizer: IncrementalDetokenizer) -> RequestOutput | None:
         """Begins anew, with an unused detokenizer; says so where tokens were handed out."""
         begun = self._num_tokens > 0
         self._detokenizer = detokenizer

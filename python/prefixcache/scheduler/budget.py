@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from prefixcache.scheduler.step_time import Load
-from prefixcache.step_plan import StepPlan
+from prefixcache.scheduler.step_time import Load, StepTimeModel
 
 MIN_CHUNK = 8
 """Tokens of prompts in a step whose decodes alone take all its time: no prompt stands still."""
@@ -14,27 +11,13 @@ TIMES_LONGER_ALONE = 8
 """How much longer a step may take while no answer waits: short chunks make a prompt slower."""
 
 
-class StepTimes(Protocol):
-    """What is needed of `StepTimeModel`; see there."""
-
-    def most_tokens(
-        self, load: Load, start: int, wanted: int, seconds: float, *, stays_near: bool
-    ) -> int:
-        """How many of `wanted` tokens may join a step of `load`."""
-        ...
-
-    def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learns that the step took so long."""
-        ...
-
-
 class StepBudget:
     """Tokens that a step may still take, and time: `max_seconds`, if `times` knows what they cost.
 
     While no answer waits for its next token the step may take several times as long.
     """
 
-    def __init__(self, max_tokens: int, max_seconds: float, times: StepTimes | None) -> None:
+    def __init__(self, max_tokens: int, max_seconds: float, times: StepTimeModel | None) -> None:
         self._tokens_left = max_tokens
         self._max_seconds = max_seconds
         self._times = times

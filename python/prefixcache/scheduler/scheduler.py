@@ -28,12 +28,13 @@ from prefixcache.exceptions import RequestTooLargeError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.request import FinishReason, Request
 from prefixcache.scheduler.admission import Admission, Verdict
-from prefixcache.scheduler.budget import StepBudget, StepTimes
+from prefixcache.scheduler.budget import StepBudget
 from prefixcache.scheduler.hit_counter import HitCounter
 from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.scheduler.jobs import Jobs
 from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestState
+from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 
 
@@ -74,7 +75,7 @@ class Scheduler:
         *,
         max_model_len: int,
         enable_prefix_caching: bool = True,
-        step_times: StepTimes | None = None,
+        step_times: StepTimeModel | None = None,
         max_step_ms: float = 0,
     ) -> None:
         self._cache = cache

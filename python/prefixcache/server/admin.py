@@ -1,45 +1,30 @@
-"""Control of a running engine: cache, weights, pause and sleep, at the paths of vLLM and SGLang.
+"""What administrators do to a running engine, at the paths of vLLM and SGLang.
 
-Options are read from the query string, as vLLM's clients send them, and from a JSON body.
+A command of `engine.control.Control` that is marked as an endpoint is one; its parameters are the
+options. They are read from the query string, as vLLM's clients send them, and from a JSON body.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any, ClassVar
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 
 from fastapi import APIRouter, Request
-from pydantic import ValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError, create_model
 from starlette.responses import Response
 
-from prefixcache.engine.modes import InFlightMode, MemoryTag, SleepMode
+from prefixcache.engine.modes import InFlightMode
 from prefixcache.exceptions import InvalidRequestError
-from prefixcache.server.backend import EngineClient
 from prefixcache.server.body import Fields, parse_fields, parse_object, read_body
 from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.protocol import RequestFields, invalid_field
 
-_LISTS = ("tags",)
-
-
-class PauseRequest(RequestFields):
-    """Options of `POST /pause`."""
-
-    mode: InFlightMode | None = None
-
-
-class SleepRequest(RequestFields):
-    """Options of `POST /sleep`."""
-
-    level: int | None = None
-    mode: SleepMode | None = None
-
-
-class WakeUpRequest(RequestFields):
-    """Options of `POST /wake_up`."""
-
-    tags: list[MemoryTag] | None = None
+if TYPE_CHECKING:
+    from prefixcache.engine.async_engine import AsyncEngine
 
 
 class UpdateWeightsRequest(RequestFields):
@@ -77,23 +62,58 @@ class UpdateWeightsRequest(RequestFields):
         return "abort"
 
 
-def admin_router(engine: EngineClient, model_dirs: ModelDirs) -> APIRouter:
+def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
     """The endpoints, for one engine."""
     router = APIRouter()
-    _add_cache(router, engine)
-    _add_pausing(router, engine)
-    _add_sleeping(router, engine)
+    for path, command in engine.control.endpoints():
+        call = _endpoint(engine, command)
+        router.post(path, name=command.__name__, description=inspect.getdoc(command))(call)
+
+    @router.get("/is_paused")
+    async def is_paused() -> dict[str, bool]:
+        return {"is_paused": engine.control.is_paused}
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        return {"is_sleeping": engine.control.is_sleeping}
+
+    @router.get("/prefix_cache/stats")
+    async def prefix_cache_stats() -> dict[str, Any]:
+        return dataclasses.asdict(engine.control.prefix_cache_stats())
 
     @router.post("/update_weights_from_disk")
     async def update_weights_from_disk(request: Request) -> dict[str, Any]:
         fields = await read_options(request, UpdateWeightsRequest)
         path, mode = fields.chosen_path(), fields.chosen_mode()
         with model_dirs.checked(path) as found:
-            version = await engine.update_weights_from_disk(found, mode, revision=fields.revision)
+            version = await engine.run(
+                lambda control: control.update_weights_from_disk(
+                    found, mode, revision=fields.revision
+                )
+            )
         message = f"The weights are those of {path}."
         return {"success": True, "message": message, "weight_version": version}
 
     return router
+
+
+def _endpoint(engine: AsyncEngine, command: Callable[..., Any]) -> Callable[..., Any]:
+    """What calls a command with a request's options; those left out or null keep their defaults."""
+    _, *parameters = inspect.signature(command, eval_str=True).parameters.values()
+    types: dict[str, Any] = {one.name: (one.annotation | None, None) for one in parameters}
+    options = create_model(command.__name__, __base__=RequestFields, **types)
+    required = [one.name for one in parameters if one.default is one.empty]
+
+    async def call(request: Request) -> Response:
+        fields = await read_options(request, options) if parameters else options()
+        given = fields.model_dump(include=set(types), exclude_none=True)
+        for name in required:
+            if name not in given:
+                raise InvalidRequestError(f"{name} is required.", param=name)
+        result = await engine.run(lambda control: command(control, **given))
+        return Response() if result is None else JSONResponse(result)
+
+    return call
 
 
 async def read_options(request: Request, model: type[Fields]) -> Fields:
@@ -107,56 +127,15 @@ async def read_options(request: Request, model: type[Fields]) -> Fields:
 def _query(request: Request, model: type[Fields]) -> dict[str, Any]:
     """The query's options, each text read as its field's type wants it."""
     query = request.query_params
-    texts = {name: text for name, text in query.items() if name not in _LISTS}
+    lists = {name for name, field in model.model_fields.items() if _takes_list(field.annotation)}
+    texts = {name: text for name, text in query.items() if name not in lists}
     try:
         given = model.model_validate_strings(texts).model_dump(exclude_unset=True)
     except ValidationError as error:
         raise invalid_field(error) from None
-    return given | {name: query.getlist(name) for name in _LISTS if name in query}
+    return given | {name: query.getlist(name) for name in lists if name in query}
 
 
-def _add_cache(router: APIRouter, engine: EngineClient) -> None:
-    @router.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> Response:
-        await engine.reset_prefix_cache()
-        return Response()
-
-    @router.get("/prefix_cache/stats")
-    async def prefix_cache_stats() -> dict[str, Any]:
-        return dataclasses.asdict(await engine.prefix_cache_stats())
-
-
-def _add_pausing(router: APIRouter, engine: EngineClient) -> None:
-    @router.post("/pause")
-    async def pause(request: Request) -> Response:
-        fields = await read_options(request, PauseRequest)
-        await engine.pause(fields.mode or "keep")
-        return Response()
-
-    @router.post("/resume")
-    async def resume() -> Response:
-        await engine.resume()
-        return Response()
-
-    @router.get("/is_paused")
-    async def is_paused() -> dict[str, bool]:
-        return {"is_paused": await engine.is_paused()}
-
-
-def _add_sleeping(router: APIRouter, engine: EngineClient) -> None:
-    @router.post("/sleep")
-    async def sleep(request: Request) -> Response:
-        fields = await read_options(request, SleepRequest)
-        level = 1 if fields.level is None else fields.level
-        await engine.sleep(level, fields.mode or "recompute")
-        return Response()
-
-    @router.post("/wake_up")
-    async def wake_up(request: Request) -> Response:
-        fields = await read_options(request, WakeUpRequest)
-        await engine.wake_up(fields.tags)
-        return Response()
-
-    @router.get("/is_sleeping")
-    async def is_sleeping() -> dict[str, bool]:
-        return {"is_sleeping": await engine.is_sleeping()}
+def _takes_list(annotation: object) -> bool:
+    choices = (annotation, *get_args(annotation))
+    return any(get_origin(choice) in (list, Sequence) for choice in choices)

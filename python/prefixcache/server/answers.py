@@ -9,18 +9,20 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic_core import to_json
 
 from prefixcache.request import RequestOutput, TokenLogprobs
-from prefixcache.server.backend import EngineClient
 from prefixcache.server.errors import ApiError, error_body, is_unexpected
 from prefixcache.server.job_maker import Job
 from prefixcache.server.json_text import object_json
 from prefixcache.server.protocol import StreamOptions
 from prefixcache.server.sse import DONE, event
 from prefixcache.server.workers import Workers
+
+if TYPE_CHECKING:
+    from prefixcache.engine.async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +89,7 @@ class AnswerForm(Protocol):
         ...
 
 
-async def whole_answer(engine: EngineClient, job: Job, form: AnswerForm, workers: Workers) -> bytes:
+async def whole_answer(engine: AsyncEngine, job: Job, form: AnswerForm, workers: Workers) -> bytes:
     """The body of an answer that is not streamed."""
     choices = _new_choices(job)
     with _told_to_the_log(job, choices):
@@ -105,7 +107,7 @@ async def whole_answer(engine: EngineClient, job: Job, form: AnswerForm, workers
 
 
 async def streamed_answer(
-    engine: EngineClient,
+    engine: AsyncEngine,
     job: Job,
     form: AnswerForm,
     options: StreamOptions | None,
@@ -216,7 +218,7 @@ def _size(job: Job, choices: Sequence[Choice]) -> int:
     return sum(choice.num_prompt_tokens + choice.num_tokens for choice in choices) * (1 + most)
 
 
-async def _start(engine: EngineClient, job: Job) -> list[AsyncGenerator[RequestOutput, None]]:
+async def _start(engine: AsyncEngine, job: Job) -> list[AsyncGenerator[RequestOutput, None]]:
     """All requests are checked before the first one runs; other clients are served meanwhile."""
     streams: list[AsyncGenerator[RequestOutput, None]] = []
     checked = 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
 from prefixcache.server.access import AccessCheck, AccessRules
 from prefixcache.server.admin import admin_router
-from prefixcache.server.backend import EngineClient, ServedModel
+from prefixcache.server.backend import ServedModel
 from prefixcache.server.chat import chat_router
 from prefixcache.server.completions import completions_router
 from prefixcache.server.context import Lifecycle, RequestContext
@@ -19,9 +20,12 @@ from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.probe import probe_router
 from prefixcache.server.tokenize import tokenize_router
 
+if TYPE_CHECKING:
+    from prefixcache.engine.async_engine import AsyncEngine
+
 
 def create_app(
-    engine: EngineClient,
+    engine: AsyncEngine,
     served: ServedModel,
     *,
     rules: AccessRules | None = None,

@@ -9,20 +9,23 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from prefixcache.config import GenerationDefaults
 from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError
 from prefixcache.request import CacheOptions, Request
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.access import Caller
-from prefixcache.server.backend import EngineClient, ServedModel
+from prefixcache.server.backend import ServedModel
 from prefixcache.server.context import Call
 from prefixcache.server.errors import model_not_found
 from prefixcache.server.limits import MAX_SEQUENCES
 from prefixcache.server.protocol import SamplingFields
 from prefixcache.server.workers import Workers
 from prefixcache.tokenization.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from prefixcache.engine.async_engine import AsyncEngine
 
 # Characters that are encoded in one go; then it is another client's turn.
 _SLICE = 2**18
@@ -69,7 +72,7 @@ class Job:
 class JobMaker:
     """Makes jobs for one served model; `workers` do what takes long."""
 
-    engine: EngineClient
+    engine: AsyncEngine
     served: ServedModel
     workers: Workers = dataclasses.field(default_factory=Workers)
 

@@ -1,7 +1,8 @@
 """The wheel alone: built, installed in an empty environment, and asked outside of the tree.
 
-`python tests/wheel.py` keeps nothing. The requirements are those of the wheel's own metadata at the
-pinned versions; the default model must have been fetched.
+`python tests/wheel.py` keeps nothing. First the cache alone, beside numpy and nothing else; then
+the server with the requirements of the wheel's own metadata at the pinned versions, for which the
+default model must have been fetched.
 """
 
 from __future__ import annotations
@@ -37,12 +38,21 @@ def build(folder: Path) -> Path:
     return wheel
 
 
-def install(wheel: Path, folder: Path) -> Path:
-    """The scripts of a new environment that holds the wheel and what it asks for."""
+def install(folder: Path, *what: Path | str) -> Path:
+    """The scripts of a new environment, in which pip has installed what it was told."""
     venv.create(folder, with_pip=True)
-    command = [folder / "bin" / "pip", "install", "--quiet", "--constraint", PINS, wheel]
+    command = [folder / "bin" / "pip", "install", "--quiet", "--constraint", PINS, *what]
     subprocess.run(command, check=True)
     return folder / "bin"
+
+
+def use_core_alone(wheel: Path, folder: Path) -> None:
+    """The life of a request, with the wheel and numpy installed and nothing else."""
+    scripts = install(folder, "--no-deps", wheel, "numpy")
+    names = subprocess.check_output([scripts / "pip", "list", "--format", "freeze"], text=True)
+    installed = {line.partition("==")[0] for line in names.splitlines()}
+    assert installed - {"pip", "setuptools"} == {"prefixcache", "numpy"}, installed
+    subprocess.run([scripts / "python", "-I", ROOT / "tests" / "core_alone.py"], check=True)
 
 
 @contextmanager
@@ -73,8 +83,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         wheel = build(folder)
-        scripts = install(wheel, folder / "environment")
         print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB", flush=True)
+        use_core_alone(wheel, folder / "core")
+        scripts = install(folder / "environment", wheel)
         with serving(scripts, folder) as address:
             (first, cold), (second, warm) = ask(address), ask(address)
     print(f"{first!r}: {cold} tokens cached, then {warm}")

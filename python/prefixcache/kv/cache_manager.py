@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from prefixcache._core import PrefixCache
-from prefixcache._core import Sequence as CoreSequence
+from prefixcache.core import PrefixCache
+from prefixcache.core import Sequence as CoreSequence
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.request import Request
 from prefixcache.step_plan import StepPlan

@@ -60,7 +60,7 @@ test-rust:
 test-python:
 	$(PYTEST) --cov --cov-report=term:skip-covered --cov-fail-under=95
 
-test-wheel: setup model            ## the wheel in an empty environment serves an answer
+test-wheel: setup model            ## the wheel in empty environments: the cache alone, and a served answer
 	$(BIN)/python tests/wheel.py
 
 lint: lint-rust lint-python

@@ -68,6 +68,7 @@ lint: lint-rust lint-python
 lint-rust:
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 
 lint-python:
 	$(BIN)/ruff check

@@ -12,13 +12,13 @@ const TASK_ROWS: usize = 128;
 /// tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockTables<'a> {
-    /// [S + 1]
+    /// `[S + 1]`
     pub qo_indptr: &'a [i32],
-    /// [S + 1]
+    /// `[S + 1]`
     pub kv_indptr: &'a [i32],
     /// At least `kv_indptr[S]` pages.
     pub kv_indices: &'a [i32],
-    /// [S]
+    /// `[S]`
     pub last_page_len: &'a [i32],
 }
 

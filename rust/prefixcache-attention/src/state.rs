@@ -9,17 +9,17 @@ use crate::paged::{GROUP, TILE};
 
 /// What a task keeps while it goes through the tiles; all are words of 4 bytes.
 pub(crate) struct Workspace {
-    /// [TILE / 16, D / numbers a word, 16]: keys of a tile whose blocks hold no packed groups.
+    /// `[TILE / 16, D / numbers a word, 16]`: keys of a tile whose blocks hold no packed groups.
     pub(crate) keys: AlignedWords,
-    /// [TILE / numbers a word, D]: values of such a tile.
+    /// `[TILE / numbers a word, D]`: values of such a tile.
     pub(crate) values: AlignedWords,
     /// A packed group of zeros, for those behind a window.
     pub(crate) zeros: AlignedWords,
-    /// [MAX_HEIGHT, TILE]: scores, in `f32`.
+    /// `[MAX_HEIGHT, TILE]`: scores, in `f32`.
     pub(crate) scores: AlignedWords,
-    /// [MAX_HEIGHT, TILE]: probabilities, in the type of the cache.
+    /// `[MAX_HEIGHT, TILE]`: probabilities, in the type of the cache.
     pub(crate) probabilities: AlignedWords,
-    /// [rows, D]: weighted sums of values, in `f32`.
+    /// `[rows, D]`: weighted sums of values, in `f32`.
     pub(crate) sums: AlignedWords,
     /// One a row.
     pub(crate) softmax: Vec<Softmax>,

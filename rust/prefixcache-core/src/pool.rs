@@ -1,14 +1,14 @@
 //! The lock-free block pool.
 //!
-//! Free blocks stand in one line: the [stack](crate::free_stack) of blank ones, those that were never
-//! used, the [ring](crate::ring) of the regular tier, the ring of the pinned tier. The
-//! [index](crate::index) finds blocks by content, the [block](crate::block)'s own state word decides
-//! every race about it, and [credits](crate::credits) are taken before blocks are.
+//! Free blocks stand in one line: the stack of blank ones (`free_stack.rs`), those that were never used,
+//! the ring of the regular tier (`ring.rs`), the ring of the pinned tier. The index (`index.rs`) finds
+//! blocks by content, the block's own state word (`block.rs`) decides every race about it, and credits
+//! (`credits.rs`) are taken before blocks are.
 //!
 //! # What each call promises
 //!
 //! * Lookups only load, in a bounded number of steps: wait-free, beside any number of writers. The bound
-//!   is argued in [`index`](crate::index). The model checker looks for wrong results, not for steps.
+//!   is argued in `index.rs`. The model checker looks for wrong results, not for steps.
 //! * `commit`, `register`, `release`, `pin`, `unpin` and `clear_index` are lock-free: a thread that is
 //!   stalled anywhere keeps no other from finishing. `commit` is all or nothing, as its credits are
 //!   taken first. It is not one atomic point: two threads that allocate at once may interleave their

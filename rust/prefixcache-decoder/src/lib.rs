@@ -15,15 +15,15 @@ use prefixcache_ops::rowwise::{Gate, gated, rms_norm, rotate};
 
 /// The weights of a layer: attention, then a gated MLP, each behind a norm.
 pub struct DecoderLayer<'a, E> {
-    /// [E]
+    /// `[E]`
     pub input_norm: &'a [E],
     /// E to (H + 2 K) * D: queries, keys, values.
     pub qkv: &'a PackedLinear<E>,
-    /// [(H + K) * D]: the norm of each query and key head, where there is one.
+    /// `[(H + K) * D]`: the norm of each query and key head, where there is one.
     pub qk_norm: Option<&'a [E]>,
     /// H * D to E
     pub out: &'a PackedLinear<E>,
-    /// [E]
+    /// `[E]`
     pub post_norm: &'a [E],
     /// E to 2 F: gates, then what they let pass.
     pub gate_up: &'a PackedLinear<E>,
@@ -43,11 +43,11 @@ pub struct Step<'a> {
     pub eps: f32,
     /// Where the tokens stand.
     pub plan: &'a Plan,
-    /// [T]: where their keys and values go.
+    /// `[T]`: where their keys and values go.
     pub slots: &'a [i64],
-    /// [T, D / 2]: cosines of the tokens' positions.
+    /// `[T, D / 2]`: cosines of the tokens' positions.
     pub cos: Rows<'a, f32>,
-    /// [T, D / 2]: sines of them.
+    /// `[T, D / 2]`: sines of them.
     pub sin: Rows<'a, f32>,
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,23 @@ def make_model(architecture: str, *, seed: int = 0, **arguments: Any) -> PreTrai
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         _stir(model)
     return model.eval()
+
+
+def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
+    """The `count` tokens that transformers' own loop adds to the prompt."""
+    ids = torch.tensor([list(prompt)])
+    whole = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        eos_token_id=None,
+        pad_token_id=2,
+    )
+    return whole[0, len(prompt) :].tolist()
 
 
 def _config_arguments() -> dict[str, Any]:

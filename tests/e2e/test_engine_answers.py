@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from prefixcache import LLM, SamplingParams
 from prefixcache.llm import GenerationResult
+from tiny_models import greedy
 
 Checkpoint = Callable[..., Path]
 
@@ -70,18 +71,7 @@ def test_greedy_answers_equal_those_of_transformers(
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     results = make_llm(folder).generate(prompts, params, use_tqdm=False)
     for prompt, answer in zip(prompts, answers(results), strict=True):
-        ids = torch.tensor([prompt])
-        expected = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=24,
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            eos_token_id=None,
-            pad_token_id=2,
-        )
-        assert answer == expected[0, len(prompt) :].tolist()
+        assert answer == greedy(model, prompt, 24)
 
 
 def test_a_batch_gives_the_lone_answers_with_the_cache_on_and_off(

@@ -11,6 +11,7 @@ from prefixcache import LLM, SamplingParams
 from prefixcache.config import DEFAULT_MODEL
 from prefixcache.models.hub import is_downloaded, resolve_model
 from repeatable import bounded
+from tiny_models import greedy
 
 pytestmark = [
     pytest.mark.model,
@@ -31,16 +32,5 @@ def test_greedy_text_equals_that_of_transformers() -> None:
     folder = resolve_model(DEFAULT_MODEL)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for result in results:
-        ids = torch.tensor([result.prompt_token_ids])
-        expected = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            eos_token_id=None,
-            pad_token_id=2,
-        )
-        assert result.outputs[0].token_ids == expected[0, len(ids[0]) :].tolist()
+        expected = greedy(model, result.prompt_token_ids, NEW_TOKENS)
+        assert result.outputs[0].token_ids == expected

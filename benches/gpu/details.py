@@ -12,12 +12,12 @@ from record import Row
 from shapes import Shape
 from system import Setup, System, mixed_batch, random_model, random_prompts
 from torch.autograd import DeviceType
-from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from prefixcache.attention import flashinfer_reference
 from prefixcache.attention.base import AttentionSpec, kv_shape_nhd
 from prefixcache.attention.flashinfer import FlashInferAttention, load_kernels
+from prefixcache.ops.linear import TorchLinear
 
 _SHOWN_KERNELS = 14
 _STEPS = 4
@@ -79,24 +79,27 @@ def _longest(averages: Any, device: torch.device) -> list[tuple[str, float, int]
     return sorted(found, key=lambda kernel: -kernel[1])
 
 
-def matmuls(shape: Shape, device: torch.device, most_rows: int, kind: str) -> Iterator[Row]:
+def matmuls(
+    shape: Shape, device: torch.device, most_rows: int, kind: str, make: type[TorchLinear]
+) -> Iterator[Row]:
     """Microseconds of each linear, and whether a row's bits depend on the number of rows."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
     for name, (width, out) in _linears(shape).items():
         weight = torch.randn(out, width, generator=generator, device=device).to(dtype)
         x = torch.randn(most_rows, width, generator=generator, device=device).to(dtype)
+        linear = make(weight)
         what = f"{shape.name} {name} {width}x{out}, {kind}"
         rows = 1
         while rows <= most_rows:
-            us = _microseconds(lambda m=rows, x=x, w=weight: functional.linear(x[:m], w), device)
+            us = _microseconds(lambda m=rows, x=x, linear=linear: linear(x[:m]), device)
             yield {"section": "matmuls", "what": f"{what}, {rows} rows", "value": us, "unit": "us"}
             rows *= 2
-        whole = functional.linear(x, weight)
+        whole = linear(x)
         differing = [
             count
             for count in range(1, most_rows)
-            if not torch.equal(functional.linear(x[:count], weight), whole[:count])
+            if not torch.equal(linear(x[:count]), whole[:count])
         ]
         some = f", as {differing[0]} and {differing[-1]}" if differing else ""
         unit = f"row counts below {most_rows} give other bits{some}"

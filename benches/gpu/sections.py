@@ -29,6 +29,7 @@ from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.config import RopeConfig
 from prefixcache.ops import activation, norm, rope
 from prefixcache.ops.cuda import pin_matmul
+from prefixcache.ops.linear import TorchLinear
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,8 @@ COMPILED_CASES: tuple[dict[str, Any], ...] = (
     {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "sliding_window": 37},
     {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "softcap": 30.0},
 )
+# Rows, weight and residual.
+_LINEAR_SHAPES = ((70, 3584), (4608, 3584), (70, 4608))
 RELATIVE_ERROR = 0.02
 ABSOLUTE_ERROR = {"cuda": 0.02, "cpu": 1e-4}
 
@@ -151,6 +154,12 @@ def _fused_ops(device: torch.device) -> Iterator[tuple[str, Callable[[], bool]]]
     yield "rms_norm", partial(same, partial(norm.rms_norm, eps=1e-6), heads, weight)
     yield "silu_and_mul", partial(same, activation.silu_and_mul, heads.flatten(1))
     yield "apply_rope", partial(same, rope.apply_rope, heads, *table)
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return _fixed_tiles(x.device)(weight / 64)(x, residual.clone())
+
+    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in _LINEAR_SHAPES]
+    yield "linear in fixed tiles", partial(same, linear, *inputs)
 
 
 def _tried(what: str, check: Callable[[], bool]) -> Row:
@@ -290,6 +299,46 @@ def steps(options: Options) -> Iterator[Row]:
         gc.collect()
 
 
+def invariant_steps(options: Options) -> Iterator[Row]:
+    """Decode steps by each way to keep bits, and their equality where tiles are fixed.
+
+    What they cost is the ratio to the same step of the section before.
+    """
+    device, scale, shape = options.torch_device, SCALES[options.scale], SHAPES[options.shape]
+    prompts = random_prompts(scale.requests, 0, scale.context, shape.hf_config["vocab_size"], 5)
+    for fixed_tiles in (False, True) if device.type == "cuda" else (False,):
+        model = random_model(shape, device, scale.max_model_len, fixed_tiles=fixed_tiles)
+        for attention, invariant in _modes(device):
+            if device.type == "cuda" and not invariant:
+                continue
+            system = System(
+                model,
+                _setup(scale, attention=attention, batch_invariant=invariant, prefix_caching=False),
+            )
+            ms = system.decode_ms(prompts, scale.decode_steps)
+            kind = f"{attention}{', fixed tiles' if fixed_tiles else ', pinned'}"
+            what = f"invariant decode of {scale.requests}, {kind}"
+            yield _step_row(shape, what, ms, str(scale.requests))
+            if fixed_tiles:
+                differing = _differing(system, prompts[:8], scale.outputs[1])
+                yield {
+                    "section": "equality",
+                    "what": f"{shape.name}, {kind}, in a batch",
+                    "value": differing,
+                    "unit": "of 8 answers differ",
+                    "ok": differing == 0,
+                }
+            del system
+            gc.collect()
+
+
+def _differing(system: System, prompts: list[list[int]], num_tokens: int) -> int:
+    """Answers that are others in a batch than alone, bit for bit."""
+    alone = [system.answer([prompt], num_tokens, logprobs=True)[0] for prompt in prompts]
+    together = system.answer(prompts, num_tokens, logprobs=True)
+    return sum(a != b for a, b in zip(alone, together, strict=True))
+
+
 def peer(options: Options) -> Iterator[Row]:
     """The same workload by another engine, where it is installed."""
     scale = SCALES[options.scale]
@@ -330,21 +379,35 @@ def attention(options: Options) -> Iterator[Row]:
 
 def matmuls(options: Options) -> Iterator[Row]:
     """Each linear as torch runs it."""
-    yield from _matmuls(options, "as they come")
+    yield from _matmuls(options, "as they come", TorchLinear)
 
 
 def pinned_matmuls(options: Options) -> Iterator[Row]:
     """Each linear as batch-invariant mode runs it."""
-    yield from _matmuls(options, "pinned")
+    yield from _matmuls(options, "pinned", TorchLinear)
 
 
-def _matmuls(options: Options, kind: str) -> Iterator[Row]:
+def fixed_matmuls(options: Options) -> Iterator[Row]:
+    """Each linear in fixed tiles."""
+    yield from _matmuls(options, "fixed tiles", _fixed_tiles(options.torch_device))
+
+
+def _matmuls(options: Options, kind: str, make: type[TorchLinear]) -> Iterator[Row]:
     rows = SCALES[options.scale].matmul_rows
-    yield from details.matmuls(SHAPES[options.shape], options.torch_device, rows, kind)
+    yield from details.matmuls(SHAPES[options.shape], options.torch_device, rows, kind, make)
+
+
+def _fixed_tiles(device: torch.device) -> type[TorchLinear]:
+    """The kernel, or on a CPU what it stands in for."""
+    if device.type != "cuda":
+        return TorchLinear
+    from prefixcache.ops.triton_matmul import FixedTileLinear
+
+    return FixedTileLinear
 
 
 # Their matmuls must not depend on the batch.
-PINNED = ("smoke", "equality", "pinned_matmuls")
+PINNED = ("smoke", "equality", "invariant_steps", "pinned_matmuls")
 SECTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "smoke": smoke,
     "kernels": kernels,
@@ -352,12 +415,14 @@ SECTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "equality": equality,
     "workload": workload,
     "steps": steps,
+    "invariant_steps": invariant_steps,
     "peer": peer,
     "profiles": profiles,
     "sampling": sampling,
     "attention": attention,
     "matmuls": matmuls,
     "pinned_matmuls": pinned_matmuls,
+    "fixed_matmuls": fixed_matmuls,
 }
 
 

@@ -24,7 +24,7 @@ from prefixcache.kv.specs import kv_groups
 from prefixcache.kv.tensors import KVTensors
 from prefixcache.models.llama import Builder, LlamaModel
 from prefixcache.models.replaceable import ReplaceableModel
-from prefixcache.ops.sets import make_ops
+from prefixcache.ops.sets import TorchOps
 from prefixcache.request import Request
 from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.sampling_params import SamplingParams
@@ -70,9 +70,12 @@ class NoText:
         return ""
 
 
-def random_model(shape: Shape, device: torch.device, max_positions: int) -> LlamaModel:
+def random_model(
+    shape: Shape, device: torch.device, max_positions: int, *, fixed_tiles: bool = False
+) -> LlamaModel:
     """The shape's decoder; the same weights on every call. Linears keep activations in range."""
-    model = _empty_model(ModelConfig.from_hf(shape.hf_config), device, max_positions)
+    config = ModelConfig.from_hf(shape.hf_config)
+    model = _empty_model(config, device, max_positions, fixed_tiles=fixed_tiles)
     generator = torch.Generator(device).manual_seed(0)
     for name, slot in model.slots.items():
         values = torch.randn(slot.shape, generator=generator, device=device)
@@ -257,9 +260,12 @@ def _indptr(counts: list[int]) -> torch.Tensor:
     return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
 
 
-def _empty_model(config: ModelConfig, device: torch.device, max_positions: int) -> LlamaModel:
+def _empty_model(
+    config: ModelConfig, device: torch.device, max_positions: int, *, fixed_tiles: bool = False
+) -> LlamaModel:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return LlamaModel(config, Builder(make_ops(dtype, device, None)), max_positions)
+    ops = TorchOps(dtype, device, fixed_tiles=fixed_tiles)
+    return LlamaModel(config, Builder(ops), max_positions)
 
 
 def _kv_tensors(model: LlamaModel, attention: AttentionBackend, num_blocks: int) -> KVTensors:

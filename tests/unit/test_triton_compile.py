@@ -23,6 +23,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from prefixcache.ops import triton_kernels as fused  # noqa: E402
+from prefixcache.ops import triton_matmul  # noqa: E402
+from prefixcache.ops.triton_matmul import FixedTileLinear  # noqa: E402
 
 _HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -49,6 +51,10 @@ def _heads() -> Tensor:
     return _bf16(3, 36, 128)[:, :32]
 
 
+def _linear(outputs: int, *, bias: bool = False) -> FixedTileLinear:
+    return FixedTileLinear(_bf16(outputs, 3584), _bf16(outputs) if bias else None)
+
+
 CALLS: dict[str, Callable[[], Any]] = {
     "norm": lambda: fused.rms_norm(_bf16(3, 3584), _bf16(3584), 1e-6),
     "norm of heads": lambda: fused.rms_norm(_heads(), _bf16(32, 128), 1e-6),
@@ -59,6 +65,9 @@ CALLS: dict[str, Callable[[], Any]] = {
         torch.empty(2, dtype=torch.int64),
         torch.empty(2, dtype=torch.int64),
     ),
+    "linear with a bias": lambda: _linear(4608, bias=True)(_bf16(3, 3584)),
+    "linear on a residual": lambda: _linear(3584)(_bf16(3, 3584), _bf16(3, 3584)),
+    "linear of many outputs": lambda: _linear(37888)(_bf16(3, 3584)),
     "rotation": lambda: fused.apply_rope(_heads(), torch.empty(3, 1, 64), torch.empty(3, 1, 64)),
 }
 
@@ -86,9 +95,11 @@ def test_every_kernel_compiles_and_adds_as_the_plain_ops_do(compiled: list[Any])
     for kernel in compiled:
         assert kernel.asm["cubin"]
         assert "fma.rn.f32" not in kernel.asm["ptx"]
+        assert ("wgmma.mma_async" in kernel.asm["ptx"]) == (kernel.name == "_linear")
     kernels = {
         name
-        for name, value in vars(fused).items()
+        for module in (fused, triton_matmul)
+        for name, value in vars(module).items()
         if isinstance(value, JITFunction) and value.fn.__annotations__["return"] == "None"
     }
     assert {kernel.name for kernel in compiled} == kernels

@@ -13,6 +13,38 @@ import pytest
 
 pytest.importorskip("triton")
 
+_MATMUL = """
+import torch
+from prefixcache.ops import triton_matmul
+from prefixcache.ops.linear import TorchLinear
+
+triton_matmul._MANY_OUTPUTS = 90
+torch.manual_seed(0)
+# The interpreter multiplies no matrices of bfloat16.
+for dtype, tolerance in {torch.float32: 1e-5, torch.float16: 2**-8}.items():
+    for rows, outputs, inputs in ((0, 40, 8), (1, 40, 72), (70, 100, 64), (600, 33, 130)):
+        x, residual = torch.randn(rows, inputs).to(dtype), torch.randn(rows, outputs).to(dtype)
+        weight, bias = torch.randn(outputs, inputs).to(dtype) / 8, torch.randn(outputs).to(dtype)
+        for bias in (None, bias):
+            ours = triton_matmul.FixedTileLinear(weight, bias)
+            plain = TorchLinear(weight.float(), None if bias is None else bias.float())
+            for given in (None, residual):
+                expected = plain(x.float(), None if given is None else given.float().clone())
+                result = ours(x, None if given is None else given.clone())
+                assert result.dtype == dtype
+                torch.testing.assert_close(
+                    result.float(), expected, rtol=tolerance, atol=tolerance
+                )
+layer = triton_matmul.FixedTileLinear(torch.randn(20, 70))
+x = torch.randn(300, 70)
+whole = layer(x)
+for count in range(1, 300):
+    assert torch.equal(layer(x[:count]), whole[:count]), count
+for row in range(0, 300, 7):
+    assert torch.equal(layer(x[row : row + 1]), whole[row : row + 1]), row
+print("checked")
+"""
+
 _CHECK = """
 import torch
 from prefixcache.config import RopeConfig
@@ -67,9 +99,10 @@ print("checked")
 """
 
 
-def test_fused_kernels_compute_what_the_plain_ops_do() -> None:
+@pytest.mark.parametrize("check", [_CHECK, _MATMUL], ids=["fused", "matmul"])
+def test_kernels_compute_what_the_plain_ops_do(check: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _CHECK],
+        [sys.executable, "-c", check],
         capture_output=True,
         text=True,
         check=False,

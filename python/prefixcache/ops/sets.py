@@ -57,11 +57,21 @@ class Ops(Protocol):
 
 
 class TorchOps:
-    """Torch's own kernels, and the fused ones where the device has them."""
+    """Torch's own kernels, and the fused ones where the device has them.
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    With `fixed_tiles`, which needs CUDA and triton, linears are those of `ops/triton_matmul.py`.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, *, fixed_tiles: bool = False
+    ) -> None:
         self.dtype = dtype
         self.device = device
+        self._linear = TorchLinear
+        if fixed_tiles:
+            from prefixcache.ops.triton_matmul import FixedTileLinear
+
+            self._linear = FixedTileLinear
 
     def linear(
         self, inputs: int, outputs: int, *, bias: bool = False, tied_to_OI: Tensor | None = None
@@ -71,7 +81,7 @@ class TorchOps:
         if weight_OI is None:
             weight_OI = torch.empty(outputs, inputs, dtype=self.dtype, device=self.device)
         bias_O = torch.empty(outputs, dtype=self.dtype, device=self.device) if bias else None
-        return TorchLinear(weight_OI, bias_O)
+        return self._linear(weight_OI, bias_O)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `ops/norm.py`."""

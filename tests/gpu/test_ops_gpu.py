@@ -7,6 +7,7 @@ import torch
 
 from prefixcache.config import RopeConfig
 from prefixcache.ops import activation, norm, rope
+from prefixcache.sampling.sampler import greedy_token_ids
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,3 +40,27 @@ def test_a_row_of_a_fused_op_does_not_depend_on_the_others(device: torch.device)
     for count in (1, 7, 128):
         assert torch.equal(norm.rms_norm(rows[:count], weight, 1e-6), whole[:count])
         assert torch.equal(activation.silu_and_mul(rows[:count]), gated[:count])
+
+
+@pytest.mark.parametrize(("outputs", "width"), [(4608, 3584), (3584, 18944), (37888, 3584)])
+def test_a_row_of_a_linear_in_fixed_tiles_does_not_depend_on_the_others(
+    outputs: int, width: int, device: torch.device
+) -> None:
+    from prefixcache.ops.triton_matmul import FixedTileLinear
+
+    x = torch.randn(300, width, device=device).bfloat16()
+    linear = FixedTileLinear((torch.randn(outputs, width, device=device) / 64).bfloat16())
+    residual = torch.randn(300, outputs, device=device).bfloat16()
+    whole = linear(x, residual.clone())
+    plain = torch.nn.functional.linear(x.float(), linear._weight_OI.float()) + residual.float()
+    torch.testing.assert_close(whole.float(), plain, atol=0.02, rtol=0.02)
+    for count in (1, 7, 63, 65, 128, 299):
+        assert torch.equal(linear(x[:count], residual[:count].clone()), whole[:count])
+
+
+def test_likeliest_tokens_are_the_first_of_equals(device: torch.device) -> None:
+    generator = torch.Generator(device).manual_seed(1)
+    logits = torch.randint(0, 9, (64, 152064), generator=generator, device=device).bfloat16()
+    first = logits.float().cpu().numpy().argmax(axis=1).tolist()
+    assert greedy_token_ids(logits).tolist() == first
+    assert greedy_token_ids(logits.float()).tolist() == first

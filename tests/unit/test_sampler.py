@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from prefixcache.ops.linear import TorchLinear
 from prefixcache.sampling.batch import SampledRow, add_draws
 from prefixcache.sampling.cuts import floors
 from prefixcache.sampling.noise import RowNoise, row_keys
@@ -94,6 +97,39 @@ def test_every_token_banned_is_an_error_and_not_a_token() -> None:
     outputs = sample(logits(1, 4), [row(temperature=0, banned=(0, 1, 2, 3))])
     assert outputs[0].token_id is None
     assert outputs[0].error
+
+
+@pytest.mark.parametrize("vocab_size", [5, 384, 5000])
+def test_likeliest_tokens_of_narrow_logits_are_those_of_wide_ones(vocab_size: int) -> None:
+    """Few values, so that most rows have ties: the first of equals."""
+    values = (logits(200, vocab_size, scale=0.02).bfloat16() * 64).round()
+    values[0, 1], values[1] = math.nan, -math.inf
+    values[2, 3] = math.inf
+    ids = greedy_token_ids(values)
+    assert torch.equal(ids, greedy_token_ids(values.float()))
+    assert ids[:3].tolist() == [-1, -1, -1]
+    assert ids[3:].tolist() == values[3:].float().numpy().argmax(axis=1).tolist()
+    assert (values[3:] == values[3:].amax(dim=1, keepdim=True)).sum(dim=1).max() > 1
+
+
+def test_greedy_rows_need_no_wide_copy_of_the_logits() -> None:
+    class Made(TorchDispatchMode):
+        """Float32 tensors that operations make."""
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            made.extend(leaf for leaf in leaves if leaf.dtype == torch.float32)
+            return result
+
+    made: list[torch.Tensor] = []
+    narrow = TorchLinear(torch.randn(384, 64).bfloat16())
+    rows = [SampledRow(f"{r}", 2, row(temperature=0)) for r in range(3)]
+    hidden = torch.randn(3, 64).bfloat16()
+    with Made():
+        greedy = Sampler(3, CPU).sample(narrow.wide(hidden), rows)
+    assert greedy.token_ids_R.shape == (3,)
+    assert made == []
 
 
 def test_greedy_ids_mark_unusable_rows() -> None:

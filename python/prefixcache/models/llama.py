@@ -221,7 +221,7 @@ class LlamaModel:
 
     @torch.inference_mode()
     def compute_logits(self, hidden_RE: Tensor) -> Tensor:
-        """Logits [R, V] in float32 of the given rows of `forward`'s result."""
+        """Logits [R, V] of the given rows of `forward`'s result, not rounded any further."""
         return self._head.wide(hidden_RE)
 
     def load_weights(self, tensors: Iterable[NamedTensor]) -> set[str]:

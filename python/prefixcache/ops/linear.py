@@ -37,7 +37,7 @@ class Linear(Protocol):
         ...
 
     def wide(self, x_TI: Tensor) -> Tensor:
-        """Returns [T, O] in float32."""
+        """Returns [T, O] in float32, or in the type of `x_TI` if the kernel has rounded to it."""
         ...
 
 
@@ -68,5 +68,5 @@ class TorchLinear:
         return residual_TO.addmm_(x_TI, self._weight_OI.T)
 
     def wide(self, x_TI: Tensor) -> Tensor:
-        """Returns [T, O] in float32."""
-        return self(x_TI).float()
+        """Returns [T, O] as torch's matmul rounds it."""
+        return self(x_TI)

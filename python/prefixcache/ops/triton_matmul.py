@@ -103,4 +103,4 @@ def _linear(
         sums += bias.to(tl.float32)[None, :]
     if HAS_RESIDUAL:
         sums += tl.load(out_at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_at, sums.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_at, sums, mask=inside)

@@ -19,5 +19,5 @@ class Decoder(Protocol):
         ...
 
     def compute_logits(self, hidden_RE: Tensor, /) -> Tensor:
-        """Logits [R, V], float32."""
+        """Logits [R, V], float32 or in the model's type."""
         ...

@@ -173,7 +173,7 @@ class ModelRunner:
             stop = start + _LOGPROB_ROWS
             logits_RV = self._model.compute_logits(hidden_RE[start:stop])
             followers = sequence.next_prompt_token_ids[start:stop]
-            yield from token_logprobs(logits_RV, followers, sequence.prompt_logprobs or 0)
+            yield from token_logprobs(logits_RV.float(), followers, sequence.prompt_logprobs or 0)
 
 
 def _known(outputs: list[SequenceOutput]) -> PendingStep:

@@ -88,10 +88,12 @@ class Sampler:
     def sample(self, logits_RV: Tensor, rows: Sequence[SampledRow]) -> Sampled:
         """The next token of each row, and its log probabilities where they are asked for.
 
-        `logits_RV` is float32. A row without a finite maximum gets an error in place of a token.
+        Logits of 16 bits are widened unless all rows are greedy, which changes no maximum. A row
+        without a finite one gets an error in place of a token.
         """
         if all_plain_greedy(rows):
             return Sampled(greedy_token_ids(logits_RV))
+        logits_RV = logits_RV.float()
         vocab_size = logits_RV.shape[1]
         drawn = [r for r, row in enumerate(rows) if not row.params.greedy]
         penalized = [r for r, row in enumerate(rows) if has_penalties(row.params)]
@@ -126,7 +128,10 @@ def all_plain_greedy(rows: Sequence[SampledRow]) -> bool:
 
 
 def greedy_token_ids(logits_RV: Tensor) -> Tensor:
-    """[R] on the logits' device: each row's likeliest token, -1 without a finite maximum."""
+    """[R] on the logits' device: each row's likeliest token, -1 without a finite maximum.
+
+    The first of equals.
+    """
     best_R = logits_RV.max(dim=-1)
     return torch.where(best_R.values.isfinite(), best_R.indices, -1)
 

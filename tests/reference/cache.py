@@ -6,6 +6,7 @@ It checks no arguments: what is right to ask is the tests' business.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 
@@ -62,7 +63,12 @@ class ReferencePool:
         self.counts = {"evictions": 0, "allocations": 0, "touches": 0}
 
     def free_order(self) -> list[int]:
-        return self.regular + self.pinned
+        stale = self.stale_pins()
+        return stale + self.regular + self.pinned[len(stale) :]
+
+    def stale_pins(self) -> list[int]:
+        """Pinned since before the epoch: of no use, so they go first."""
+        return list(itertools.takewhile(lambda block: not self.is_cached(block), self.pinned))
 
     def is_cached(self, block: int) -> bool:
         content = self.blocks[block].content
@@ -144,10 +150,24 @@ class ReferencePool:
             (self.pinned if self.blocks[block].pinned else self.regular).append(block)
 
     def set_pins(self, blocks: list[int], pinned: bool) -> int:
-        change = [b for b in blocks if self.blocks[b].pinned != pinned]
-        for block in change:
-            self.blocks[block].pinned = pinned
-        return len(change)
+        return sum(self.set_pin(block, pinned) for block in blocks)
+
+    def set_pin(self, block: int, pinned: bool) -> bool:
+        """Pins the copy that hits for the block's content; takes the pins off all copies."""
+        content = self.blocks[block].content
+        current = content is not None and content[1] == self.epoch
+        copies = self.registered[content[0]] if current else []
+        copies = [copy for copy in copies if self.blocks[copy].content == content]
+        copies = copies[:1] if pinned else [*copies, block]
+        change = [copy for copy in copies if self.blocks[copy].pinned != pinned]
+        for copy in set(change):
+            free = copy in self.regular + self.pinned
+            if free:
+                self.leave_line(copy)
+            self.blocks[copy].pinned = pinned
+            if free:
+                (self.pinned if pinned else self.regular).append(copy)
+        return bool(change)
 
     def demote(self, count: int) -> int:
         moved, self.pinned = self.pinned[:count], self.pinned[count:]

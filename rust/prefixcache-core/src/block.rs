@@ -3,11 +3,12 @@
 //! One word says who has the block; each change of it is one exchange, named `transition_to_*`:
 //!
 //! ```text
-//!   bits 0..20   holders
-//!   bit  20      HASHED       the record names the block's content, and a lookup may take a hold
-//!   bit  21      PINNED       when free, the block stands in the pinned tier
-//!   bit  22      QUEUED       free, with a place in the ring of its tier
-//!   bit  23      REGISTERING  one thread, which has a hold for it, writes or removes the content
+//!   bits 0..17   holders
+//!   bit  17      HASHED       the record names the block's content, and a lookup may take a hold
+//!   bit  18      QUEUED       free, with a place in the ring of its class
+//!   bit  19      REGISTERING  one thread, which has a hold for it, writes or removes the content
+//!   bit  20      unused: for a block that is named before it is filled, for which others may wait
+//!   bits 21..24  class: which ring the block stands in, or joins at its release; 0 is the default
 //!   bits 24..64  ticket of the place, while QUEUED
 //!
 //!              allocated                claimed                     unclaimed
@@ -38,12 +39,12 @@ mod place;
 
 use std::num::NonZeroU64;
 
-use crate::id::Epoch;
+use crate::id::{BlockHash, Epoch, GroupId};
 use crate::store::BlockKey;
 use crate::sync::{AtomicU16, AtomicU32, AtomicU64, Fault, Mode, Ordering, planted};
 use crate::zeroed::Zeroable;
 
-pub(crate) use place::{ByTier, Place, Ticket, Tier};
+pub(crate) use place::{ByClass, Class, ClassSet, Place, Ticket};
 
 use Ordering::{Acquire, Relaxed, Release};
 
@@ -51,11 +52,12 @@ use Ordering::{Acquire, Relaxed, Release};
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct State(u64);
 
-const HOLDERS: u64 = (1 << 20) - 1;
-const HASHED: u64 = 1 << 20;
-const PINNED: u64 = 1 << 21;
-const QUEUED: u64 = 1 << 22;
-const REGISTERING: u64 = 1 << 23;
+const HOLDERS: u64 = (1 << 17) - 1;
+const HASHED: u64 = 1 << 17;
+const QUEUED: u64 = 1 << 18;
+const REGISTERING: u64 = 1 << 19;
+const CLASS_SHIFT: u32 = 21;
+const CLASS: u64 = 7 << CLASS_SHIFT;
 const TICKET_SHIFT: u32 = 24;
 
 /// Holders that hits may bring a block to: the last hold that it can count is for a registration.
@@ -70,8 +72,16 @@ impl State {
     #[inline]
     fn queued(place: Place, hashed: bool) -> Self {
         Self(QUEUED | place.ticket.get() << TICKET_SHIFT)
-            .with(PINNED, place.tier == Tier::Pinned)
+            .with_class(place.class)
             .with(HASHED, hashed)
+    }
+
+    /// The state with another class, which is kept as its difference to the default one: a blank state
+    /// is of the default class.
+    #[inline]
+    fn with_class(self, class: Class) -> Self {
+        let code = (class.index() ^ Class::DEFAULT.index()) as u64;
+        Self(self.0 & !CLASS | code << CLASS_SHIFT)
     }
 
     /// The state with a bit set or cleared.
@@ -106,21 +116,17 @@ impl State {
         self.has(REGISTERING)
     }
 
-    /// The tier that the block is in, or would join at its release.
+    /// The class whose ring the block stands in, or would join at its release.
     #[inline]
-    pub(crate) fn tier(self) -> Tier {
-        if self.has(PINNED) {
-            Tier::Pinned
-        } else {
-            Tier::Regular
-        }
+    pub(crate) fn class(self) -> Class {
+        Class::new((self.0 >> CLASS_SHIFT) as u8 ^ Class::DEFAULT.index() as u8)
     }
 
     /// Where the block stands, when it is queued.
     #[inline]
     pub(crate) fn place(self) -> Option<Place> {
         self.has(QUEUED).then(|| Place {
-            tier: self.tier(),
+            class: self.class(),
             ticket: Ticket::new(self.0 >> TICKET_SHIFT),
         })
     }
@@ -256,7 +262,7 @@ impl Block {
                 None => (Hold::Shared, Some(State(state.0 + 1))),
                 Some(_) if !has_credit => (Hold::NeedsCredit, None),
                 Some(place) => {
-                    let held = State(1 | state.0 & (PINNED | HASHED));
+                    let held = State(1 | state.0 & (CLASS | HASHED));
                     (Hold::TakenFromLine(place), Some(held))
                 }
             }
@@ -271,9 +277,16 @@ impl Block {
         })
     }
 
-    /// Takes the block from its place with its content and without its pin.
-    pub(crate) fn transition_to_demoted<M: Mode>(&self, place: Place) -> Transition {
-        let held = |state: State| State::HELD_ONCE.with(HASHED, state.is_hashed());
+    /// Takes the block from its place with its content, and gives it another class.
+    pub(crate) fn transition_to_reclassed<M: Mode>(
+        &self,
+        place: Place,
+        class: Class,
+    ) -> Transition {
+        let held = |state: State| {
+            let held = State::HELD_ONCE.with(HASHED, state.is_hashed());
+            held.with_class(class)
+        };
         if planted(Fault::BlindDemotion) && self.state().is_at(place) {
             self.state.store(held(self.state()).0, Release);
             return Transition::Done;
@@ -313,7 +326,7 @@ impl Block {
         self.exchange::<M>(last, State::queued(place, last.is_hashed()))
     }
 
-    /// The last holder takes content and pin from the block and holds it on.
+    /// The last holder takes content and class from the block and holds it on.
     pub(crate) fn transition_to_blank<M: Mode>(&self, last: State) -> Transition {
         self.exchange::<M>(last, State::HELD_ONCE)
     }
@@ -331,23 +344,27 @@ impl Block {
 
     // Changing where a block stands or will stand.
 
-    /// Moves a queued block to another place of its tier.
+    /// Moves a queued block to another place of its class.
     pub(crate) fn transition_to_moved<M: Mode>(&self, from: Place, to: Place) -> Transition {
         self.leave::<M>(from, |state| State::queued(to, state.is_hashed()))
     }
 
-    /// Sets or takes the pin of a held block with content; whether that changed anything.
-    pub(crate) fn transition_to_pinned<M: Mode>(&self, pinned: bool) -> bool {
+    /// Gives a held block with content the class that `change` makes of its own; whether that is another.
+    pub(crate) fn transition_to_classed<M: Mode>(&self, change: impl Fn(Class) -> Class) -> bool {
         self.update::<M, _>(|state| {
-            let new = state.with(PINNED, pinned);
+            let new = state.with_class(change(state.class()));
             let changes = state.is_held() && state.is_hashed() && new != state;
+            if changes && planted(Fault::BlindClass) {
+                self.state.store(new.0, Release);
+                return (true, None);
+            }
             (changes, changes.then_some(new))
         })
     }
 
     // Content.
 
-    /// Claims the content of a held block, and takes it and the pin from the block.
+    /// Claims the content of a held block, and takes it and the class from the block.
     pub(crate) fn transition_to_claimed<M: Mode>(&self, held: State) -> Claim {
         if !held.is_held() || held.is_claimed() {
             return Claim::Raced;
@@ -421,6 +438,16 @@ impl Block {
             hash: std::array::from_fn(|word| self.hash[word].load(Acquire)),
             group: self.group.load(Acquire),
         }
+    }
+
+    /// What the block is found by; whole as [`Self::content`] is.
+    pub(crate) fn key(&self) -> BlockKey {
+        let Content { hash, group } = self.content();
+        let mut bytes = [0; 32];
+        for (place, word) in bytes.chunks_exact_mut(8).zip(hash) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+        BlockKey::new(BlockHash::from_bytes(bytes), GroupId::new(group))
     }
 
     /// Whether the block's words are those of `content`, compared in registers: an iterator over both

@@ -1,8 +1,9 @@
 //! The lock-free block pool.
 //!
 //! Free blocks stand in one line: the stack of blank ones (`free_stack.rs`), those that were never used,
-//! the ring of the regular tier (`ring.rs`), the ring of the pinned tier. The index (`index.rs`) finds
-//! blocks by content, the block's own state word (`block.rs`) decides every race about it, and credits
+//! then a ring (`ring.rs`) for each of eight classes, emptied one after the other. Pinned blocks are one
+//! class; what was pinned before a clear goes first of all. The index (`index.rs`) finds blocks by
+//! content, the block's own state word (`block.rs`) decides every race about it, and credits
 //! (`credits.rs`) are taken before blocks are.
 //!
 //! # What each call promises
@@ -38,8 +39,8 @@
 //!
 //! # Memory
 //!
-//! 144 bytes a block: 64 for the record, 16 for the index at a load of 4/7, 32 for each ring of four
-//! slots. All of it starts as untouched zero pages (huge ones, where the system gives them), so a pool
+//! 112 bytes a block: 64 for the record, 16 for the index at a load of 4/7, 32 for a ring of four slots;
+//! 32 more for each further class that is in use. All of it starts as untouched zero pages (huge ones, where the system gives them), so a pool
 //! is built in microseconds and grows into its memory as it is used.
 
 mod content;
@@ -52,7 +53,7 @@ mod size;
 mod take;
 mod validate;
 
-use crate::block::{Block, ByTier, Content, Place, Tier};
+use crate::block::{Block, ByClass, Class, ClassSet, Content, Place};
 use crate::credits::Credits;
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, PoolError, ResizeError};
 use crate::free_stack::{FreeStack, FreshRun};
@@ -61,12 +62,12 @@ use crate::index::Index;
 use crate::ring::{Ring, VacatedSlots};
 use crate::stats::StoreStats;
 use crate::store::{BlockKey, BlockStore, PoolConfig, Registration};
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering, OwnLine};
 use crate::zeroed::Zeroed;
 
 pub use crate::sync::{Mode, Shared, SingleWriter};
 
-use Ordering::Relaxed;
+use Ordering::{Acquire, Relaxed};
 
 /// The shortest ring: with less, a releasing thread that loses its core costs cached content.
 const MIN_RING: usize = 1 << 18;
@@ -84,20 +85,96 @@ pub struct BlockPool<M: Mode> {
     index: Index,
     stack: FreeStack,
     fresh: FreshRun,
-    rings: ByTier<Ring<M>>,
+    rings: Box<ByClass<Ring<M>>>,
+    classes: Classes,
     credits: Credits,
     contents: content::Contents,
     size: size::Size,
     counters: Counters,
 }
 
-/// The slots of each tier that a call's blocks have vacated.
-struct Vacated<'a, M: Mode>(ByTier<VacatedSlots<'a, M>>);
+/// The slots that a call's blocks have vacated. Neighbours mostly are of one class.
+struct Vacated<'a, M: Mode> {
+    rings: &'a ByClass<Ring<M>>,
+    class: Class,
+    slots: VacatedSlots<'a, M>,
+}
 
 impl<M: Mode> Vacated<'_, M> {
     #[inline]
     fn add(&mut self, place: Place) {
-        self.0[place.tier.index()].add(place.ticket);
+        if place.class != self.class {
+            self.go_to(place.class);
+        }
+        self.slots.add(place.ticket);
+    }
+
+    #[cold]
+    fn go_to(&mut self, class: Class) {
+        self.class = class;
+        self.slots = self.rings[class.index()].vacated_slots();
+    }
+}
+
+/// What is known of all rings, so that those of classes that nobody uses are not looked at.
+#[derive(Debug, Default)]
+struct Classes {
+    /// `stale:8 | used:8`, a bit for each class: whether its ring may begin with blocks whose content is
+    /// of an ended epoch, and whether it was ever used.
+    word: OwnLine<AtomicU64>,
+}
+
+impl Classes {
+    const STALE_SHIFT: u32 = 8;
+
+    #[inline]
+    fn word(&self) -> u64 {
+        // Acquire: a ring is marked before a block stands in it, and a credit that is taken for such a
+        // block acquires the mark as well.
+        self.word.0.load(Acquire)
+    }
+
+    /// The classes whose rings were ever used.
+    #[inline]
+    fn used(&self) -> ClassSet {
+        ClassSet::from_bits(self.word() as u8)
+    }
+
+    /// The classes whose rings may begin with blocks of an ended epoch.
+    #[inline]
+    fn stale(&self) -> ClassSet {
+        ClassSet::from_bits((self.word() >> Self::STALE_SHIFT) as u8)
+    }
+
+    #[inline]
+    fn mark_used<M: Mode>(&self, class: Class) {
+        if !self.used().contains(class) {
+            self.update::<M>(|word| word | u64::from(ClassSet::EMPTY.with(class).bits()));
+        }
+    }
+
+    /// Says that all content in line has ended. Blocks of the default class and those below keep their
+    /// places: they go soon in any case.
+    fn mark_stale<M: Mode>(&self) {
+        self.update::<M>(|word| {
+            let above = ClassSet::from_bits(word as u8).above(Class::DEFAULT);
+            word | u64::from(above.bits()) << Self::STALE_SHIFT
+        });
+    }
+
+    fn unmark_stale<M: Mode>(&self, class: Class) {
+        let bits = u64::from(ClassSet::EMPTY.with(class).bits()) << Self::STALE_SHIFT;
+        self.update::<M>(|word| word & !bits);
+    }
+
+    #[cold]
+    fn update<M: Mode>(&self, change: impl Fn(u64) -> u64) {
+        loop {
+            let word = self.word();
+            if M::exchange(&self.word.0, word, change(word)).is_ok() {
+                return;
+            }
+        }
     }
 }
 
@@ -149,9 +226,8 @@ impl<M: Mode> BlockPool<M> {
     }
 
     fn allocate_memory(config: PoolConfig, ring_capacity: usize) -> Option<Self> {
-        let rings: Option<Vec<_>> = Tier::ALL
-            .into_iter()
-            .map(|tier| Ring::new(tier, ring_capacity))
+        let rings: Option<Vec<_>> = Class::all()
+            .map(|class| Ring::new(class, ring_capacity))
             .collect();
         let rings = rings?;
         let pool = Self {
@@ -160,7 +236,8 @@ impl<M: Mode> BlockPool<M> {
             index: Index::new(config.max_blocks)?,
             stack: FreeStack::default(),
             fresh: FreshRun::new(1, config.num_blocks),
-            rings: rings.try_into().ok()?,
+            rings: rings.into_boxed_slice().try_into().ok()?,
+            classes: Classes::default(),
             credits: Credits::default(),
             contents: content::Contents::default(),
             size: size::Size::new(config.num_blocks),
@@ -191,14 +268,18 @@ impl<M: Mode> BlockPool<M> {
     }
 
     #[inline]
-    fn ring(&self, tier: Tier) -> &Ring<M> {
-        &self.rings[tier.index()]
+    fn ring(&self, class: Class) -> &Ring<M> {
+        &self.rings[class.index()]
     }
 
     /// A count of slots that blocks vacate, to be reported when it is dropped.
     #[inline]
     fn vacated_slots(&self) -> Vacated<'_, M> {
-        Vacated(self.rings.each_ref().map(Ring::vacated_slots))
+        Vacated {
+            rings: &self.rings,
+            class: Class::DEFAULT,
+            slots: self.ring(Class::DEFAULT).vacated_slots(),
+        }
     }
 
     /// Fails unless somebody holds the block.
@@ -267,6 +348,7 @@ impl<M: Mode> BlockStore for BlockPool<M> {
 
     fn clear_index(&self) {
         self.contents.clear::<M>();
+        self.classes.mark_stale::<M>();
     }
 
     fn pin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
@@ -278,7 +360,7 @@ impl<M: Mode> BlockStore for BlockPool<M> {
     }
 
     fn demote(&self, count: usize) -> usize {
-        self.demote_oldest(count)
+        self.move_oldest(Class::PINNED, Class::DEFAULT, count)
     }
 
     fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError> {
@@ -295,9 +377,15 @@ impl<M: Mode> BlockStore for BlockPool<M> {
     }
 
     fn free_order(&self) -> Vec<BlockId> {
-        let queued = self.rings.iter().flat_map(|ring| ring.walk(&self.blocks));
+        let line = |class| self.ring(class).walk(&self.blocks).map(|(_, block)| block);
+        let is_stale = |id: &BlockId| !self.is_current(self.block(*id));
+        let above = |class| Class::DEFAULT < class;
+        let stale = Class::all().filter(|&class| above(class));
+        let stale = stale.flat_map(|class| line(class).take_while(is_stale));
         let blank = self.stack.walk(&self.blocks).chain(self.fresh.walk());
-        blank.chain(queued.map(|(_, block)| block)).collect()
+        let queued = Class::all()
+            .flat_map(|class| line(class).skip_while(move |id| above(class) && is_stale(id)));
+        stale.chain(blank).chain(queued).collect()
     }
 
     fn cached_blocks(&self) -> Vec<BlockId> {
@@ -316,7 +404,7 @@ impl<M: Mode> BlockStore for BlockPool<M> {
             cached: self.contents.cached(),
             in_use: (num_blocks - 1).saturating_sub(free) + self.size.retired_held(),
             free,
-            pinned_free: self.ring(Tier::Pinned).len(),
+            pinned_free: self.ring(Class::PINNED).len(),
         }
     }
 

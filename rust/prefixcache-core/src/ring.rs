@@ -1,4 +1,4 @@
-//! The LRU line of one tier: a ring of slots, oldest first.
+//! The LRU line of one class: a ring of slots, oldest first.
 //!
 //! A block that joins the line gets the next ticket, which numbers its slot; the slot names the block
 //! and the block's state names the ticket. A block that leaves from the middle only changes its state:
@@ -35,7 +35,7 @@ mod walk;
 
 use std::marker::PhantomData;
 
-use crate::block::{Block, Place, Ticket, Tier, Transition};
+use crate::block::{Block, Class, Place, Ticket, Transition};
 use crate::id::BlockId;
 use crate::sync::{AtomicU32, AtomicU64, Fault, Mode, Ordering, OwnLine, planted, prefetch};
 use crate::zeroed::Zeroed;
@@ -132,9 +132,9 @@ impl<M: Mode> Drop for VacatedSlots<'_, M> {
     }
 }
 
-/// The line of one tier.
+/// The line of one class.
 pub(crate) struct Ring<M> {
-    tier: Tier,
+    class: Class,
     /// `ticket:40 | block:24`; the null block stands for none.
     slots: Zeroed<AtomicU64>,
     /// Slots vacated so far in each segment, as far as [`Self::count_mask`] reaches.
@@ -158,26 +158,26 @@ impl<M> std::fmt::Debug for Ring<M> {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter
             .debug_struct("Ring")
-            .field("tier", &self.tier)
+            .field("class", &self.class)
             .finish_non_exhaustive()
     }
 }
 
 impl<M: Mode> Ring<M> {
     /// A ring of `capacity` slots (a power of two), or nothing when there is no memory for it.
-    pub(crate) fn new(tier: Tier, capacity: usize) -> Option<Self> {
+    pub(crate) fn new(class: Class, capacity: usize) -> Option<Self> {
         // The first lap is lap 1: the zeroes that the slots start with are then tickets of lap 0.
-        Self::starting_at(tier, capacity, Ticket::new(capacity as u64))
+        Self::starting_at(class, capacity, Ticket::new(capacity as u64))
     }
 
-    fn starting_at(tier: Tier, capacity: usize, start: Ticket) -> Option<Self> {
+    fn starting_at(class: Class, capacity: usize, start: Ticket) -> Option<Self> {
         assert!(capacity.is_power_of_two());
         let capacity_bits = capacity.trailing_zeros();
         let segment_bits = SEGMENT.trailing_zeros().min(capacity_bits / 2);
         let laps = 1_u64 << (40 - capacity_bits);
         let count_mask = u32::try_from((laps << segment_bits) - 1).unwrap_or(u32::MAX);
         Some(Self {
-            tier,
+            class,
             slots: Zeroed::new(capacity)?,
             vacated: Zeroed::new(capacity >> segment_bits)?,
             mask: capacity as u64 - 1,
@@ -199,7 +199,7 @@ impl<M: Mode> Ring<M> {
     #[inline]
     pub(crate) fn place(&self, ticket: Ticket) -> Place {
         Place {
-            tier: self.tier,
+            class: self.class,
             ticket,
         }
     }
@@ -312,12 +312,13 @@ impl<M: Mode> Ring<M> {
         }
     }
 
-    /// Takes up to `max` blocks from the front, by `take`, and appends them to `out`; how many.
+    /// Takes up to `max` blocks from the front, by `take`, which may end this by None, and appends them to
+    /// `out`; how many.
     pub(crate) fn take_oldest(
         &self,
         blocks: &[Block],
         max: usize,
-        take: impl Fn(&Block, Place) -> Transition,
+        take: impl Fn(&Block, Place) -> Option<Transition>,
         out: &mut Vec<BlockId>,
     ) -> usize {
         let mut walk = Walk::new(self);
@@ -327,12 +328,15 @@ impl<M: Mode> Ring<M> {
             && let Some((ticket, slot)) = walk.next_slot()
         {
             self.prefetch_block(blocks, ticket.plus(PREFETCH_AHEAD));
-            if let Slot::Names(block) = slot
-                && take(&blocks[block.index()], self.place(ticket)) == Transition::Done
-            {
-                vacated.add(ticket);
-                out.push(block);
-                taken += 1;
+            if let Slot::Names(block) = slot {
+                let Some(step) = take(&blocks[block.index()], self.place(ticket)) else {
+                    break;
+                };
+                if step == Transition::Done {
+                    vacated.add(ticket);
+                    out.push(block);
+                    taken += 1;
+                }
             }
             walk.pass(slot);
         }
@@ -442,7 +446,7 @@ impl<M: Mode> Ring<M> {
             if occupied != counted {
                 return Err(format!(
                     "{:?} ring: segment at {start:?} has {occupied} slots occupied and {counted} not counted as vacated",
-                    self.tier
+                    self.class
                 ));
             }
             let end = self.segment_end(ticket);
@@ -452,7 +456,7 @@ impl<M: Mode> Ring<M> {
         if found != counted {
             return Err(format!(
                 "{:?} ring: {found} blocks in line, {counted} counted",
-                self.tier
+                self.class
             ));
         }
         Ok(())

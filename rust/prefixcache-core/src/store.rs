@@ -3,8 +3,9 @@
 //! The rules below are those of a pool that one thread drives; the `PlainPool` of `prefixcache-oracle`
 //! is their obvious form. From several threads each block's history follows the same rules.
 //!
-//! **Free order.** Free blocks stand in one line, handed out from its front: blocks without content
-//! first, then the regular tier, then the pinned tier, each tier oldest first. A fresh pool's line is
+//! **Free order.** Free blocks stand in one line, handed out from its front: pinned blocks whose epoch
+//! has ended, as nothing else would ever take them out, then blocks without content, then the regular
+//! tier, then the pinned tier, each tier oldest first. A fresh pool's line is
 //! 1, 2, 3, ... With [`FreeOrder::UnhashedFirst`] (vLLM since #42656) a released block without a
 //! valid hash joins the front of the line, in the order given to `release`, so that the first of
 //! them is handed out next; a hashed block joins the end of its tier. With [`FreeOrder::Append`]
@@ -14,6 +15,10 @@
 //! hash the next one hits. Where [`MAX_COPIES`] or more hold a key already, a registration takes the
 //! last registered free copy of the regular tier, but for the first of all, out of the index: that one
 //! keeps its hash and its place in line, and hits no more. A copy that is held is never taken out.
+//!
+//! **Pins** are of content: the copy that hits has it, whichever copy was named. Copies registered later
+//! are not pinned and age like others, so that a prompt asked for again and again fills no tier. Nobody
+//! holds a block by pinning it.
 //!
 //! **Retiring.** `resize` below a block's id retires it: it loses its hash at once, a free one
 //! leaves the line at once, a held one when its last holder releases it.
@@ -172,14 +177,16 @@ pub trait BlockStore {
     /// Forgets every hash, in constant time. Held blocks stay held, free blocks keep their places.
     fn clear_index(&self);
 
-    /// Marks held blocks as pinned: at release they join the pinned tier, which is evicted last. A
-    /// block without a valid hash is passed over. Returns how many were not pinned before.
+    /// Pins the content of held blocks: the copy of each that hits joins the pinned tier, which is
+    /// evicted last, at its release, or at once if it is free. A block without a valid hash is passed
+    /// over. Returns how many pins are new.
     ///
     /// A pin lasts through hits and releases until `unpin`, `demote`, or the loss of the hash. Stops
     /// at a block that nobody holds, as `release` does.
     fn pin(&self, blocks: &[BlockId]) -> Result<usize, Misuse>;
 
-    /// Takes the pin off held blocks. Returns how many were pinned. Stops as `pin` does.
+    /// Takes the pins off held blocks and off all copies of their content. Returns how many were pinned.
+    /// Stops as `pin` does.
     fn unpin(&self, blocks: &[BlockId]) -> Result<usize, Misuse>;
 
     /// Moves the oldest `count` free blocks of the pinned tier to the end of the regular tier, oldest

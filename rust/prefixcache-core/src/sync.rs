@@ -225,6 +225,8 @@ pub(crate) enum Fault {
     GreedyDemotion,
     /// A demotion stores the block's state without looking whether it has changed.
     BlindDemotion,
+    /// A block gets another class by a store that does not look whether its state has changed.
+    BlindClass,
     /// A thread takes fresh blocks without looking whether another has.
     BlindRunStore,
 }

@@ -164,10 +164,11 @@ impl BlockStore for PlainPool {
 
     fn free_order(&self) -> Vec<BlockId> {
         let state = self.state.borrow();
-        state
-            .walk(state.regular)
-            .chain(state.walk(state.pinned))
-            .collect()
+        let stale = state.stale_pins().count();
+        let mut pinned = state.walk(state.pinned);
+        let first: Vec<BlockId> = pinned.by_ref().take(stale).collect();
+        let line = first.into_iter().chain(state.walk(state.regular));
+        line.chain(pinned).collect()
     }
 
     fn cached_blocks(&self) -> Vec<BlockId> {
@@ -249,14 +250,20 @@ impl State {
         self.stats.touches += 1;
     }
 
+    /// Pinned blocks that stand in line since before the epoch. They are of no use, and go first.
+    fn stale_pins(&self) -> impl Iterator<Item = BlockId> {
+        let line = self.walk(self.pinned);
+        line.take_while(|&id| !self.is_cached(id))
+    }
+
     /// Takes the block at the front of the free line, which must not be empty.
     fn hand_out_next(&mut self) -> BlockId {
-        let line = if self.regular.len > 0 {
-            self.regular
+        let stale = self.stale_pins().next();
+        let id = stale.unwrap_or(if self.regular.len > 0 {
+            self.regular.front
         } else {
-            self.pinned
-        };
-        let id = line.front;
+            self.pinned.front
+        });
         self.unlink(id);
         self.stats.evictions += u64::from(self.is_cached(id));
         self.stats.allocations += 1;
@@ -332,13 +339,33 @@ impl State {
         let mut changed = 0;
         for &id in blocks {
             self.check_held(id)?;
-            let may_change = !pinned || self.is_cached(id);
-            if may_change && self.blocks[id.index()].pinned != pinned {
-                self.blocks[id.index()].pinned = pinned;
-                changed += 1;
-            }
+            let copies = match self.blocks[id.index()].content {
+                Some((key, epoch)) if epoch == self.epoch => self.copies(&key),
+                _ => vec![],
+            };
+            changed += usize::from(if pinned {
+                copies
+                    .first()
+                    .is_some_and(|&first| self.set_pin(first, true))
+            } else {
+                let unpin = |copy: &&BlockId| self.set_pin(**copy, false);
+                copies.iter().chain([&id]).filter(unpin).count() > 0
+            });
         }
         Ok(changed)
+    }
+
+    /// Pins a block or takes the pin off; a free one moves to the end of its new tier.
+    fn set_pin(&mut self, id: BlockId, pinned: bool) -> bool {
+        if self.blocks[id.index()].pinned == pinned {
+            return false;
+        }
+        self.blocks[id.index()].pinned = pinned;
+        if self.blocks[id.index()].tier.is_some() {
+            self.unlink(id);
+            self.push_back_all(&[id]);
+        }
+        true
     }
 
     fn demote(&mut self, count: usize) -> usize {
@@ -431,11 +458,7 @@ impl State {
 
     /// Where many blocks hold the key, takes the last free one of the regular tier out of the index.
     fn take_out_surplus(&mut self, key: BlockKey) {
-        let holds_key = |id: &BlockId| self.blocks[id.index()].content == Some((key, self.epoch));
-        let copies: Vec<BlockId> = self
-            .walk_bucket(self.bucket(&key))
-            .filter(holds_key)
-            .collect();
+        let copies = self.copies(&key);
         if copies.len() < MAX_COPIES {
             return;
         }
@@ -444,6 +467,14 @@ impl State {
         {
             self.take_out(surplus, &key);
         }
+    }
+
+    /// The blocks that hold the key and can be found, the one that hits first.
+    fn copies(&self, key: &BlockKey) -> Vec<BlockId> {
+        let holds_key = |id: &BlockId| self.blocks[id.index()].content == Some((*key, self.epoch));
+        self.walk_bucket(self.bucket(key))
+            .filter(holds_key)
+            .collect()
     }
 
     /// Adds a block without content to the end of its bucket.

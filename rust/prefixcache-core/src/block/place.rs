@@ -42,28 +42,87 @@ impl Ticket {
     }
 }
 
-/// Which ring a free block stands in; the rings are emptied in this order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Tier {
-    Regular,
-    Pinned,
-}
+/// Which ring a free block stands in. The rings are emptied in this order, the lowest class first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Class(u8);
 
-/// One of something for each tier, at the tier's [index](Tier::index).
-pub(crate) type ByTier<T> = [T; Tier::ALL.len()];
+/// One of something for each class, at the class's [index](Class::index).
+pub(crate) type ByClass<T> = [T; Class::COUNT];
 
-impl Tier {
-    pub(crate) const ALL: [Self; 2] = [Self::Regular, Self::Pinned];
+impl Class {
+    pub(crate) const COUNT: usize = 8;
+
+    /// Of every block that was given no other.
+    pub(crate) const DEFAULT: Self = Self(3);
+
+    /// Of pinned blocks.
+    pub(crate) const PINNED: Self = Self(6);
+
+    /// The class at this index, of which the low 3 bits count.
+    #[inline]
+    pub(crate) const fn new(index: u8) -> Self {
+        Self(index & (Self::COUNT as u8 - 1))
+    }
+
+    pub(crate) fn all() -> impl Iterator<Item = Self> {
+        (0..Self::COUNT as u8).map(Self)
+    }
 
     #[inline]
     pub(crate) const fn index(self) -> usize {
-        self as usize
+        self.0 as usize
+    }
+}
+
+/// A set of classes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct ClassSet(u8);
+
+impl ClassSet {
+    pub(crate) const EMPTY: Self = Self(0);
+
+    /// The set that these bits stand for, one a class, the lowest class in the lowest bit.
+    #[inline]
+    pub(crate) const fn from_bits(bits: u8) -> Self {
+        Self(bits)
+    }
+
+    #[inline]
+    pub(crate) const fn bits(self) -> u8 {
+        self.0
+    }
+
+    #[inline]
+    pub(crate) const fn with(self, class: Class) -> Self {
+        Self(self.0 | 1 << class.index())
+    }
+
+    #[inline]
+    pub(crate) const fn contains(self, class: Class) -> bool {
+        self.0 >> class.index() & 1 != 0
+    }
+
+    /// Those of the set that are emptied after `class`.
+    pub(crate) const fn above(self, class: Class) -> Self {
+        Self(self.0 & u8::MAX << class.index() << 1)
+    }
+}
+
+impl Iterator for ClassSet {
+    type Item = Class;
+
+    /// The lowest class, which leaves the set.
+    #[inline]
+    fn next(&mut self) -> Option<Class> {
+        let lowest = self.0.trailing_zeros() as u8;
+        self.0 &= self.0.wrapping_sub(1);
+        (usize::from(lowest) < Class::COUNT).then_some(Class(lowest))
     }
 }
 
 /// Where a free block stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
-    pub(crate) tier: Tier,
+    pub(crate) class: Class,
     pub(crate) ticket: Ticket,
 }

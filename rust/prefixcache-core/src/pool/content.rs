@@ -3,7 +3,7 @@
 use std::num::NonZeroU64;
 
 use super::BlockPool;
-use crate::block::{Block, Claim, Content, GiveUp, OPEN, State, Tier};
+use crate::block::{Block, Claim, Class, Content, GiveUp, OPEN, State};
 use crate::error::Misuse;
 use crate::id::{BlockId, Epoch};
 use crate::index::{Index, Only, Spot};
@@ -406,7 +406,7 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// Of [`MAX_COPIES`] or more blocks with one content, the last registered one, but for the first, that
-    /// is free in the regular tier.
+    /// is free in the default class.
     #[cold]
     fn surplus_copy(&self, spot: Spot, content: &Content) -> Option<BlockId> {
         let (mut copies, mut first, mut last_free) = (0, None::<Found>, None::<Found>);
@@ -416,7 +416,7 @@ impl<M: Mode> BlockPool<M> {
                 first = Some(copy);
             }
             let place = self.block(copy.id).state().place();
-            let is_free = place.is_some_and(|place| place.tier == Tier::Regular);
+            let is_free = place.is_some_and(|place| place.class == Class::DEFAULT);
             if is_free && last_free.is_none_or(|last| last.seq < copy.seq) {
                 last_free = Some(copy);
             }
@@ -440,35 +440,98 @@ impl<M: Mode> BlockPool<M> {
         let (mut copies, mut pinned) = (0, false);
         self.for_each_copy(spot, content, |copy| {
             copies += 1;
-            pinned |= self.block(copy.id).state().tier() == Tier::Pinned;
+            pinned |= self.is_pinned(copy.id);
         });
         if pinned && copies > 1 {
             self.contents.disorder();
         }
     }
 
-    /// Sets the pins of held blocks; how many were not pinned before.
-    pub(super) fn pin_all(&self, ids: &[BlockId]) -> Result<usize, Misuse> {
-        let outcome = self.set_pins(ids, true);
-        for block in ids.iter().filter_map(|id| self.blocks.get(id.index())) {
-            if block.state().is_hashed() && self.is_current(block) {
-                let content = block.content();
-                let spot = self.index.spot(&content, block.epoch());
-                self.note_twins_of_pinned(spot, &content);
-            }
-        }
-        outcome
+    // Pins.
+
+    fn is_pinned(&self, id: BlockId) -> bool {
+        self.block(id).state().class() == Class::PINNED
     }
 
-    /// Takes the pins of held blocks; how many were pinned.
+    /// Pins the content of held blocks; how much of it was not pinned before.
+    pub(super) fn pin_all(&self, ids: &[BlockId]) -> Result<usize, Misuse> {
+        let mut pinned = 0;
+        for &id in ids {
+            self.check_held(id)?;
+            pinned += usize::from(self.pin_content(id));
+        }
+        Ok(pinned)
+    }
+
+    /// Pins the copy that hits for the content of a held block: it is the one that later requests hold,
+    /// and the others may go. Whether it was not pinned before.
+    fn pin_content(&self, id: BlockId) -> bool {
+        if !self.is_cached(id) {
+            return false;
+        }
+        let key = self.block(id).key();
+        let pinned = self
+            .find(&key)
+            .filter(|&hit| !self.is_pinned(hit))
+            .is_some_and(|hit| self.classify(hit, id, &key, |_| Class::PINNED));
+        let content = Content::from(&key);
+        self.note_twins_of_pinned(self.index.spot(&content, self.contents.epoch()), &content);
+        pinned
+    }
+
+    /// Takes the pins from the content of held blocks; how much of it was pinned.
     ///
     /// Blocks that follow them, in other requests, may stay pinned and outlive them.
     pub(super) fn unpin_all(&self, ids: &[BlockId]) -> Result<usize, Misuse> {
-        let outcome = self.set_pins(ids, false);
-        if outcome != Ok(0) {
+        let mut unpinned = 0;
+        let outcome = ids.iter().try_for_each(|&id| {
+            self.check_held(id)?;
+            unpinned += usize::from(self.unpin_content(id));
+            Ok(())
+        });
+        if unpinned > 0 {
             self.contents.disorder();
         }
-        outcome
+        outcome.map(|()| unpinned)
+    }
+
+    /// Takes the pins from a held block and all copies of its content; whether there were any.
+    fn unpin_content(&self, id: BlockId) -> bool {
+        let key = self.block(id).key();
+        let mut copies = vec![id];
+        if self.is_cached(id) {
+            let content = Content::from(&key);
+            let spot = self.index.spot(&content, self.contents.epoch());
+            self.for_each_copy(spot, &content, |copy| copies.push(copy.id));
+        }
+        let unpin = |class| match class {
+            Class::PINNED => Class::DEFAULT,
+            other => other,
+        };
+        let unpin = |&copy: &BlockId| self.is_pinned(copy) && self.classify(copy, id, &key, unpin);
+        // All of them, so no `any`.
+        copies.iter().filter(|copy| unpin(copy)).count() > 0
+    }
+
+    /// Gives a block, which the caller holds if it is `held`, the class that `change` makes of its own,
+    /// as long as it has the content of `key`; whether that is another.
+    fn classify(
+        &self,
+        id: BlockId,
+        held: BlockId,
+        key: &BlockKey,
+        change: impl Fn(Class) -> Class,
+    ) -> bool {
+        if id == held {
+            return self.block(id).transition_to_classed::<M>(change);
+        }
+        // A hold takes a free block out of its line, and its release puts it into that of its new class.
+        let Some(hold) = self.hold_copy(id, key) else {
+            return false;
+        };
+        let changed = self.block(hold).transition_to_classed::<M>(change);
+        self.give_back_all(&[hold]);
+        changed
     }
 
     /// Where the content that a block's record names belongs, if that content's epoch has ended.

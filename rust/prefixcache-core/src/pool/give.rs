@@ -1,7 +1,7 @@
-//! Giving blocks back, and moving them between the tiers.
+//! Giving blocks back, and moving them between the classes.
 
 use super::BlockPool;
-use crate::block::{Block, ByTier, GiveUp, State, Ticket, Tier, Transition};
+use crate::block::{Block, ByClass, Class, ClassSet, GiveUp, State, Ticket, Transition};
 use crate::credits::Inside;
 use crate::error::Misuse;
 use crate::free_stack::Chain;
@@ -22,7 +22,9 @@ struct Return {
     /// Blank blocks, which go to the front together at the end, in the order in which they came.
     front: Chain,
     in_front: usize,
-    tickets: ByTier<Reservation>,
+    tickets: ByClass<Reservation>,
+    /// The classes of the chunk's tickets.
+    classes: ClassSet,
     queued: usize,
     /// Whether blank blocks join the end of the line.
     append: bool,
@@ -34,6 +36,7 @@ impl Return {
             front: Chain::EMPTY,
             in_front: 0,
             tickets: [const { Reservation::NONE }; _],
+            classes: ClassSet::EMPTY,
             queued: 0,
             append,
         }
@@ -79,39 +82,43 @@ impl<M: Mode> BlockPool<M> {
 
     /// Gets tickets for the blocks that will need one by the look of them now.
     fn reserve(&self, chunk: &[BlockId], batch: &mut Return) {
-        let mut wanted: ByTier<usize> = [0; _];
+        let mut wanted: ByClass<usize> = [0; _];
         for state in chunk
             .iter()
             .filter_map(|id| self.blocks.get(id.index()))
             .map(Block::state)
         {
             if state.holders() == 1 && (state.is_hashed() || batch.append) {
-                wanted[state.tier().index()] += 1;
+                wanted[state.class().index()] += 1;
+                batch.classes = batch.classes.with(state.class());
             }
         }
-        for (tier, wanted) in Tier::ALL.into_iter().zip(wanted) {
-            batch.tickets[tier.index()] = self.reserve_in(tier, wanted);
+        for class in batch.classes {
+            self.reserve_in(class, wanted[class.index()], batch);
         }
     }
 
-    fn reserve_in(&self, tier: Tier, wanted: usize) -> Reservation {
-        if wanted == 0 {
-            Reservation::NONE
-        } else {
-            self.ring(tier).reserve(wanted)
-        }
+    #[inline]
+    fn reserve_in(&self, class: Class, wanted: usize, batch: &mut Return) {
+        self.classes.mark_used::<M>(class);
+        batch.classes = batch.classes.with(class);
+        batch.tickets[class.index()] = self.ring(class).reserve(wanted);
     }
 
     /// Makes up for the tickets that were not needed, and lets the queued blocks be taken.
     fn finish_queued(&self, batch: &mut Return) {
-        for (ring, tickets) in self.rings.iter().zip(&mut batch.tickets) {
-            ring.leave_empty(std::mem::replace(tickets, Reservation::NONE));
+        for class in batch.classes {
+            let tickets = &mut batch.tickets[class.index()];
+            let left = std::mem::replace(tickets, Reservation::NONE);
+            self.ring(class).leave_empty(left);
         }
         self.credits.give::<M>(batch.queued);
         let steps = COMPACTION_STEPS * batch.queued;
-        for ring in &self.rings {
-            ring.maintain(&self.blocks, &self.credits, steps);
+        for class in batch.classes {
+            self.ring(class)
+                .maintain(&self.blocks, &self.credits, steps);
         }
+        batch.classes = ClassSet::EMPTY;
         batch.queued = 0;
     }
 
@@ -147,7 +154,7 @@ impl<M: Mode> BlockPool<M> {
             return self.retire(id);
         }
         if (last.is_hashed() || batch.append)
-            && let Some(ticket) = self.ticket(last.tier(), batch)
+            && let Some(ticket) = self.ticket(last.class(), batch)
         {
             return self.queue(id, last, ticket, batch);
         }
@@ -188,17 +195,16 @@ impl<M: Mode> BlockPool<M> {
     }
 
     #[inline]
-    fn ticket(&self, tier: Tier, batch: &mut Return) -> Option<Ticket> {
-        let tickets = &mut batch.tickets[tier.index()];
-        if tickets.peek().is_none() {
-            *tickets = self.ring(tier).reserve(1);
+    fn ticket(&self, class: Class, batch: &mut Return) -> Option<Ticket> {
+        if batch.tickets[class.index()].peek().is_none() {
+            self.reserve_in(class, 1, batch);
         }
-        tickets.peek()
+        batch.tickets[class.index()].peek()
     }
 
     #[inline]
     fn queue(&self, id: BlockId, last: State, ticket: Ticket, batch: &mut Return) -> Transition {
-        let ring = self.ring(last.tier());
+        let ring = self.ring(last.class());
         let early = planted(Fault::SlotBeforeState);
         if early {
             ring.fill(ticket, id);
@@ -210,30 +216,16 @@ impl<M: Mode> BlockPool<M> {
             if !early {
                 ring.fill(ticket, id);
             }
-            batch.tickets[last.tier().index()].advance();
+            batch.tickets[last.class().index()].advance();
             batch.queued += 1;
         }
         step
     }
 
-    // Tiers.
+    // Classes.
 
-    /// Sets or takes the pins of held blocks with content; how many that changed.
-    pub(super) fn set_pins(&self, ids: &[BlockId], pinned: bool) -> Result<usize, Misuse> {
-        let mut changed = 0;
-        for &id in ids {
-            self.check_held(id)?;
-            let block = self.block(id);
-            let may_change = !pinned || self.is_current(block);
-            if may_change && block.transition_to_pinned::<M>(pinned) {
-                changed += 1;
-            }
-        }
-        Ok(changed)
-    }
-
-    /// Moves the oldest `count` blocks of the pinned tier to the end of the regular one; how many.
-    pub(super) fn demote_oldest(&self, count: usize) -> usize {
+    /// Moves the oldest `count` blocks in the line of `from` to the end of that of `to`; how many.
+    pub(super) fn move_oldest(&self, from: Class, to: Class, count: usize) -> usize {
         let at_once = if planted(Fault::GreedyDemotion) {
             count
         } else {
@@ -242,7 +234,7 @@ impl<M: Mode> BlockPool<M> {
         let mut moved = 0;
         while moved < count {
             let mut inside = self.credits.enter::<M>();
-            let more = self.demote_next(at_once, &mut inside);
+            let more = self.move_next(from, to, at_once, &mut inside);
             if more == 0 {
                 break;
             }
@@ -251,14 +243,14 @@ impl<M: Mode> BlockPool<M> {
         moved
     }
 
-    /// A block between the tiers cannot be found by others, so a credit is held for it meanwhile. For
+    /// A block between two lines cannot be found by others, so a credit is held for it meanwhile. For
     /// one block at a time: an allocation beside this may count on all others.
-    fn demote_next(&self, count: usize, inside: &mut Inside<'_, M>) -> usize {
+    fn move_next(&self, from: Class, to: Class, count: usize, inside: &mut Inside<'_, M>) -> usize {
         let credits = self.credits.take_some::<M>(count);
         let mut ids = Vec::new();
-        let take = |block: &Block, place| block.transition_to_demoted::<M>(place);
+        let take = |block: &Block, place| Some(block.transition_to_reclassed::<M>(place, to));
         let moved = self
-            .ring(Tier::Pinned)
+            .ring(from)
             .take_oldest(&self.blocks, credits, take, &mut ids);
         inside.give_at_end(credits - moved);
         let mut batch = Return::new(true);

@@ -4,7 +4,7 @@ use loom::sync::Arc;
 use loom::thread;
 
 use super::{BlockPool, Shared};
-use crate::block::Content;
+use crate::block::{Class, Content};
 use crate::id::{BlockHash, BlockId, Epoch, GroupId};
 use crate::store::{BlockKey, BlockStore, FreeOrder, PoolConfig, Registration};
 use crate::sync::{Fault, check, faults};
@@ -503,4 +503,67 @@ fn demote_vs_touch_vs_evict() {
 #[should_panic]
 fn demote_vs_touch_vs_evict_fails_with_blind_stores() {
     faults::check_with(Fault::BlindDemotion, demote_beside_touch_and_evict);
+}
+
+/// One holder pins a block and lets it go while the other lets it go and takes what is free.
+fn pin_beside_release_and_evict() {
+    let pool = pool(1);
+    let block = held(&pool, 1);
+    assert_eq!(touch(&pool, 1), Some(block));
+    let releasing = beside(&pool, move |pool| {
+        pool.release(&[block]).unwrap();
+        allocate(pool)
+    });
+    let pinned = pool.pin(&[block]);
+    assert_eq!(pinned, Ok(1));
+    pool.release(&[block]).unwrap();
+    let evicted = releasing.join().unwrap();
+    check_rest(&pool, &Vec::from_iter(evicted));
+}
+
+#[test]
+fn pin_vs_release_vs_evict() {
+    check(pin_beside_release_and_evict);
+}
+
+#[test]
+#[should_panic]
+fn pin_vs_release_vs_evict_fails_with_blind_stores_of_the_class() {
+    faults::check_with(Fault::BlindClass, pin_beside_release_and_evict);
+}
+
+/// A pin of a twin moves the free copy that hits to the pinned line while another thread evicts it, and
+/// gives it other content.
+fn pin_copy_beside_evict() {
+    let pool = pool(2);
+    let first = held(&pool, 1);
+    let twin = allocate(&pool).unwrap();
+    let outcome = pool.register(twin, key(1), Epoch::default());
+    assert_eq!(outcome, Ok(Registration::Twin(first)));
+    pool.release(&[first]).unwrap();
+    let evicting = beside(&pool, |pool| {
+        let block = allocate(pool)?;
+        let _ = pool.register(block, key(2), pool.epoch());
+        Some(block)
+    });
+    let pinned = pool.pin(&[twin]).unwrap();
+    let evicted = evicting.join().unwrap();
+    let class = |id| pool.block(id).state().class();
+    if let Some(block) = evicted {
+        assert_eq!(class(block), Class::DEFAULT, "other content was pinned");
+    }
+    assert!(pinned <= 1);
+    let held: Vec<BlockId> = evicted.into_iter().chain([twin]).collect();
+    check_rest(&pool, &held);
+}
+
+#[test]
+fn pin_copy_vs_evict() {
+    check(pin_copy_beside_evict);
+}
+
+#[test]
+#[should_panic(expected = "other content was pinned")]
+fn pin_copy_vs_evict_fails_without_the_recheck() {
+    faults::check_with(Fault::SkipRecheck, pin_copy_beside_evict);
 }

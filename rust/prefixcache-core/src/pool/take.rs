@@ -1,7 +1,7 @@
 //! Taking blocks: hits with their content, and blocks from the front of the line.
 
 use super::{BlockPool, Vacated};
-use crate::block::{Hold, Tier};
+use crate::block::{Block, Class, Hold, Place, Transition};
 use crate::credits::Inside;
 use crate::error::Exhausted;
 use crate::id::BlockId;
@@ -138,14 +138,28 @@ impl<M: Mode> BlockPool<M> {
         Ok(holds)
     }
 
+    /// Takes a hold on a block if it holds the content of `key`, and a credit where that takes one. The
+    /// block's place in line is lost.
+    pub(super) fn hold_copy(&self, id: BlockId, key: &BlockKey) -> Option<BlockId> {
+        let _inside = self.credits.enter::<M>();
+        let mut vacated = self.vacated_slots();
+        let mut credits = 0;
+        let held = self.hold_hit(id, key, &mut credits, &mut vacated);
+        self.credits.give::<M>(credits);
+        held.unwrap_or(false).then_some(id)
+    }
+
     /// Takes `count` blocks from the front of the line. The caller has a credit for each.
     fn hand_out(&self, count: usize, out: &mut Vec<BlockId>) {
         let end = out.len() + count;
         out.reserve(count);
         while out.len() < end {
+            for class in self.classes.stale() {
+                self.take_stale(class, end, out);
+            }
             self.take_blank(end, out);
-            for tier in Tier::ALL {
-                self.take_from_ring(tier, end, out);
+            for class in self.classes.used() {
+                self.take_from_ring(class, end, out, |_| true);
             }
             if out.len() < end {
                 // The credits promise that enough blocks are free, but one that was released, or moved
@@ -165,11 +179,30 @@ impl<M: Mode> BlockPool<M> {
         }
     }
 
-    fn take_from_ring(&self, tier: Tier, end: usize, out: &mut Vec<BlockId>) {
+    /// Takes blocks of a class above the default one whose content ended with its epoch. They stand
+    /// before the others of their class, as blocks with such content are never queued.
+    #[cold]
+    fn take_stale(&self, class: Class, end: usize, out: &mut Vec<BlockId>) {
+        self.take_from_ring(class, end, out, |block| !self.is_current(block));
+        if out.len() < end {
+            self.classes.unmark_stale::<M>(class);
+        }
+    }
+
+    /// Takes the oldest blocks of a class, up to the first that is not `wanted`.
+    fn take_from_ring(
+        &self,
+        class: Class,
+        end: usize,
+        out: &mut Vec<BlockId>,
+        wanted: impl Fn(&Block) -> bool,
+    ) {
         let first = out.len();
         if first < end {
-            let take = |block: &crate::block::Block, place| block.transition_to_evicted::<M>(place);
-            self.ring(tier)
+            let take = |block: &Block, place: Place| -> Option<Transition> {
+                wanted(block).then(|| block.transition_to_evicted::<M>(place))
+            };
+            self.ring(class)
                 .take_oldest(&self.blocks, end - first, take, out);
             let evicted = self.forget_all(&out[first..]);
             M::add(&self.counters.evictions, evicted);

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use super::BlockPool;
-use crate::block::{Block, State, Ticket, Tier};
+use crate::block::{Block, Class, State, Ticket};
 use crate::error::Broken;
 use crate::id::BlockId;
 use crate::ring::Ring;
@@ -16,8 +16,8 @@ pub(super) fn validate<M: Mode>(pool: &BlockPool<M>) -> Check {
     let mut free = vec![false; pool.config.max_blocks];
     let blank = check_blank(pool, &mut free)?;
     let mut found = blank;
-    for (ring, tier) in pool.rings.iter().zip(Tier::ALL) {
-        found += check_ring(pool, ring, tier, &mut free)?;
+    for (ring, class) in pool.rings.iter().zip(Class::all()) {
+        found += check_ring(pool, ring, class, &mut free)?;
     }
     let available = pool.credits.available();
     ensure(found == available, || {
@@ -58,13 +58,13 @@ fn check_blank<M: Mode>(pool: &BlockPool<M>, free: &mut [bool]) -> Result<usize,
 fn check_ring<M: Mode>(
     pool: &BlockPool<M>,
     ring: &Ring<M>,
-    tier: Tier,
+    class: Class,
     free: &mut [bool],
 ) -> Result<usize, Broken> {
     let (head, tail) = (ring.head(), ring.tail());
     let span = tail.since(head);
     ensure(span <= ring.capacity(), || {
-        format!("{tier:?} ring: {span} slots from head to tail")
+        format!("{class:?} ring: {span} slots from head to tail")
     })?;
     ring.check_vacated(&pool.blocks).map_err(Broken)?;
     let mut before: Option<Ticket> = None;
@@ -73,7 +73,7 @@ fn check_ring<M: Mode>(
         mark(pool, free, id)?;
         let in_order = before.is_none_or(|before| before.is_before(ticket));
         ensure(in_order, || {
-            format!("{tier:?} ring: {before:?} stands before {ticket:?}")
+            format!("{class:?} ring: {before:?} stands before {ticket:?}")
         })?;
         before = Some(ticket);
         count += 1;
@@ -108,10 +108,9 @@ fn check_content<M: Mode>(pool: &BlockPool<M>, id: BlockId, block: &Block, state
     ensure(!state.is_hashed() || !pool.is_retired(id), || {
         format!("block {id} is retired and holds content")
     })?;
-    ensure(
-        state.is_hashed() || !state.is_held() || state.tier() == Tier::Regular,
-        || format!("block {id} is pinned without content"),
-    )
+    ensure(state.is_hashed() || state.class() == Class::DEFAULT, || {
+        format!("block {id} has a class without content")
+    })
 }
 
 /// The count of blocks that are held though the pool has shrunk below them.

@@ -31,7 +31,7 @@ impl Line {
                 GiveUp::StillHeld
             ));
         }
-        let ring = Ring::new(Tier::Regular, CAPACITY).unwrap();
+        let ring = Ring::new(Class::DEFAULT, CAPACITY).unwrap();
         Arc::new(Self {
             ring,
             blocks,
@@ -89,7 +89,7 @@ impl Line {
     fn evict(&self, count: usize) -> Vec<BlockId> {
         let mut out = Vec::new();
         let count = self.credits.take_some::<Shared>(count);
-        let take = |block: &Block, place| block.transition_to_evicted::<Shared>(place);
+        let take = |block: &Block, place| Some(block.transition_to_evicted::<Shared>(place));
         let taken = self.ring.take_oldest(&self.blocks, count, take, &mut out);
         self.credits.give::<Shared>(count - taken);
         out

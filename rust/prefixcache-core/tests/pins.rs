@@ -1,0 +1,152 @@
+//! Pins are of content, not holds: they last through hits and releases, and never past their epoch.
+
+use prefixcache_core::id::{BlockHash, BlockId, GroupId};
+use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
+use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig, Registration};
+use prefixcache_oracle::plain::PlainPool;
+
+const BLOCKS: usize = 8;
+
+fn key(number: u8) -> BlockKey {
+    BlockKey::new(BlockHash::from_bytes([number; 32]), GroupId::default())
+}
+
+fn allocate(pool: &impl BlockStore, count: usize) -> Vec<BlockId> {
+    let mut blocks = Vec::new();
+    pool.allocate(count, &mut blocks).unwrap();
+    blocks
+}
+
+/// A held block that is registered under the key, first or as a twin.
+fn registered(pool: &impl BlockStore, number: u8) -> BlockId {
+    let block = allocate(pool, 1)[0];
+    let outcome = pool.register(block, key(number), pool.epoch()).unwrap();
+    assert_ne!(outcome, Registration::Stale);
+    block
+}
+
+fn hit(pool: &impl BlockStore, number: u8) -> BlockId {
+    let mut blocks = Vec::new();
+    let hits = pool.commit(std::iter::once(key(number)), 0, &mut blocks);
+    assert_eq!(hits, Ok(1));
+    blocks[0]
+}
+
+/// A free pinned block with content.
+fn pinned(pool: &impl BlockStore, number: u8) -> BlockId {
+    let block = registered(pool, number);
+    assert_eq!(pool.pin(&[block]), Ok(1));
+    pool.release(&[block]).unwrap();
+    assert_eq!(pool.stats().pinned_free, 1);
+    block
+}
+
+/// Runs a test on each pool.
+macro_rules! on_each_pool {
+    ($($(#[$doc:meta])* fn $name:ident($pool:ident) $body:block)*) => {$(
+        $(#[$doc])*
+        #[test]
+        fn $name() {
+            fn run($pool: &impl BlockStore) {
+                $body
+                $pool.validate().unwrap();
+            }
+            let config = PoolConfig::new(BLOCKS + 1);
+            run(&PlainPool::new(config).unwrap());
+            run(&BlockPool::<SingleWriter>::with_ring_capacity(config, 64).unwrap());
+            run(&BlockPool::<Shared>::with_ring_capacity(config, 64).unwrap());
+        }
+    )*};
+}
+
+on_each_pool! {
+    fn a_pin_lasts_when_two_who_hit_the_block_let_go(pool) {
+        let block = pinned(pool, 1);
+        let both = [hit(pool, 1), hit(pool, 1)];
+        pool.release(&both[..1]).unwrap();
+        assert_eq!(pool.num_free(), BLOCKS - 1, "one still holds it");
+        pool.release(&both[1..]).unwrap();
+        assert_eq!((pool.num_free(), pool.stats().pinned_free), (BLOCKS, 1));
+        assert_eq!(pool.free_order().last(), Some(&block));
+    }
+
+    fn an_unpinned_block_stays_unpinned_through_a_hit(pool) {
+        pinned(pool, 1);
+        let block = hit(pool, 1);
+        assert_eq!(pool.unpin(&[block]), Ok(1));
+        pool.release(&[block]).unwrap();
+        let again = hit(pool, 1);
+        pool.release(&[again]).unwrap();
+        assert_eq!(pool.stats().pinned_free, 0);
+        assert_eq!(pool.unpin(&[hit(pool, 1)]), Ok(0));
+    }
+
+    fn a_pin_is_kept_through_a_hit_and_its_release(pool) {
+        let block = pinned(pool, 1);
+        for _ in 0..3 {
+            pool.release(&[hit(pool, 1)]).unwrap();
+            assert_eq!(pool.stats().pinned_free, 1);
+        }
+        // All others go before it.
+        let others = allocate(pool, BLOCKS - 1);
+        assert!(!others.contains(&block));
+        assert_eq!(pool.lookup(&key(1)), Some(block));
+        pool.release(&others).unwrap();
+    }
+
+    fn a_pin_is_no_hold(pool) {
+        let block = pinned(pool, 1);
+        assert_eq!(pool.num_free(), BLOCKS, "a pinned block is free");
+        assert!(pool.release(&[block]).is_err(), "nobody holds it");
+        assert!(pool.pin(&[block]).is_err() && pool.unpin(&[block]).is_err());
+        assert_eq!(pool.num_free(), BLOCKS);
+        // What needs the whole pool gets it in one call.
+        assert_eq!(allocate(pool, BLOCKS).last(), Some(&block));
+        assert_eq!(pool.lookup(&key(1)), None);
+    }
+
+    fn a_pin_of_a_twin_is_on_the_copy_that_hits(pool) {
+        let first = registered(pool, 1);
+        let twin = registered(pool, 1);
+        pool.release(&[first]).unwrap();
+        assert_eq!(pool.pin(&[twin]), Ok(1), "the free copy moves to the pinned tier");
+        assert_eq!((pool.stats().pinned_free, pool.free_order().last()), (1, Some(&first)));
+        assert_eq!(pool.pin(&[twin]), Ok(0));
+        pool.release(&[twin]).unwrap();
+        assert_eq!(pool.stats().pinned_free, 1, "one copy is enough");
+        let others = allocate(pool, BLOCKS - 1);
+        assert_eq!(pool.lookup(&key(1)), Some(first));
+        pool.release(&others).unwrap();
+    }
+
+    fn an_unpin_of_a_twin_takes_the_pin_off_the_copy_that_has_it(pool) {
+        let first = pinned(pool, 1);
+        let twin = registered(pool, 1);
+        assert_eq!(pool.unpin(&[twin]), Ok(1));
+        assert_eq!((pool.stats().pinned_free, pool.free_order().last()), (0, Some(&first)));
+        pool.release(&[twin]).unwrap();
+    }
+
+    fn pins_of_an_ended_epoch_go_first(pool) {
+        let [held, free] = [registered(pool, 1), registered(pool, 2)];
+        let cached = registered(pool, 3);
+        assert_eq!(pool.pin(&[held, free]), Ok(2));
+        pool.release(&[free, cached]).unwrap();
+        pool.clear_index();
+        pool.release(&[held]).unwrap();
+        assert_eq!(pool.free_order()[0], free);
+        let current = pinned_beside(pool, 4);
+        assert_eq!(pool.free_order()[0], held, "blank blocks are next, the stale pin is gone");
+        assert_eq!(pool.free_order().last(), Some(&current));
+        // A block of the regular tier that was cleared keeps its place before the pinned one.
+        assert_eq!(allocate(pool, BLOCKS), [&[held][..], &[4, 5, 6, 7, 8].map(BlockId::new), &[cached, current]].concat());
+    }
+}
+
+/// As [`pinned`], but for a pool that has pins already.
+fn pinned_beside(pool: &impl BlockStore, number: u8) -> BlockId {
+    let block = registered(pool, number);
+    assert_eq!(pool.pin(&[block]), Ok(1));
+    pool.release(&[block]).unwrap();
+    block
+}

@@ -3,6 +3,9 @@
 //! Blocks stand in line in a shuffled order, so that the records of neighbours in line are not
 //! neighbours in memory, as after some hours of use.
 
+#[path = "../tests/common/random.rs"]
+mod random;
+
 use std::hint::black_box;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -12,6 +15,7 @@ use prefixcache_core::id::{BlockHash, BlockId, GroupId};
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
+use random::Random;
 
 /// Blocks of one request: a prompt of 32k tokens.
 const REQUEST: usize = 2048;
@@ -77,22 +81,6 @@ impl<M: Named> Subject for BlockPool<M> {
     }
 }
 
-/// A generator that is good enough to shuffle with (splitmix64; Steele, Lea, Flood, 2014).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn below(&mut self, limit: usize) -> usize {
-        (self.next() % limit as u64) as usize
-    }
-}
-
 fn key(number: u64) -> BlockKey {
     let mut random = Random(number);
     let words: [[u8; 8]; 4] = std::array::from_fn(|_| random.next().to_le_bytes());
@@ -124,7 +112,7 @@ fn full<S: Subject>(num_blocks: usize) -> (S, usize) {
         pool.allocate(num_blocks, &mut blocks).unwrap();
         let mut random = Random(1);
         for at in (1..blocks.len()).rev() {
-            blocks.swap(at, random.below(at + 1));
+            blocks.swap(at, random.below(at as u64 + 1) as usize);
         }
         for (request, blocks) in blocks.chunks_exact(REQUEST).enumerate() {
             register_all(pool, blocks, &keys(request));
@@ -201,7 +189,7 @@ fn touch_and_release<S: Subject>(criterion: &mut Criterion) {
         "touch_and_release",
         REQUEST,
         |subject, requests| {
-            let keys = keys(random.below(requests));
+            let keys = keys(random.below(requests as u64) as usize);
             let hits = keys.iter().copied();
             let mut blocks = Vec::with_capacity(REQUEST);
             let (taking, hits) = time(|| subject.with(|pool| pool.commit(hits, 0, &mut blocks)));
@@ -217,7 +205,7 @@ fn touch_and_release<S: Subject>(criterion: &mut Criterion) {
 fn probe<S: Subject>(criterion: &mut Criterion) {
     let mut random = Random(3);
     on_full_pools::<S>(criterion, "probe", REQUEST, |subject, requests| {
-        let keys = keys(random.below(requests));
+        let keys = keys(random.below(requests as u64) as usize);
         let hits = |pool: &S::Pool| keys.iter().filter(|key| pool.lookup(key).is_some()).count();
         let (elapsed, hits) = time(|| subject.with(hits));
         assert_eq!(hits, REQUEST);

@@ -5,6 +5,9 @@
 //! handed to two writers, shows up as content that is not what the key says. At the end, at rest, every
 //! block must be there once.
 
+#[path = "common/random.rs"]
+mod random;
+
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -12,6 +15,7 @@ use std::time::{Duration, Instant};
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, PoolConfig, Registration};
+use random::Random;
 
 const BLOCKS: usize = 600;
 const DOCUMENTS: u64 = 60;
@@ -19,18 +23,6 @@ const LONGEST: u64 = 24;
 
 /// The content of a block while nobody has computed it.
 const BLANK: u64 = u64::MAX;
-
-/// A generator for choices (splitmix64; Steele, Lea, Flood, 2014).
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ (mixed >> 31)) % limit
-    }
-}
 
 /// What the block at `place` of a document holds.
 fn content(document: u64, place: u64) -> u64 {

@@ -1,6 +1,10 @@
 //! A stack of layers against the obvious computation in `f64`, and against itself: the same bits for
 //! a token however the tokens around it are cut into steps.
 
+#[path = "../../prefixcache-cpu/tests/common/noise.rs"]
+mod noise;
+
+use noise::noise;
 use prefixcache_attention::{Attention, BlockTables, KvElement, Plan};
 use prefixcache_cpu::{Bf16, Form, Rows, RowsMut, Team, WeightMemory};
 use prefixcache_decoder::{DecoderLayer, Scratch, Step};
@@ -16,18 +20,6 @@ const TOKENS: usize = 37;
 const BLOCK: usize = 16;
 const PAGES: usize = 5;
 const EPS: f32 = 1e-5;
-
-/// Numbers from -1 to 1, a function of the seed and the index.
-fn noise<E: KvElement>(seed: u64, count: usize) -> Vec<E> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        E::from_f32((state >> 40) as f32 / (1 << 23) as f32 - 1.0)
-    };
-    (0..count).map(|_| next()).collect()
-}
 
 /// A linear's weight, a row an output; packed, too.
 struct Linear<E> {

@@ -1,23 +1,15 @@
 //! The layers against the obvious computation, and against themselves: the same bits for a row
 //! however many rows are computed with it.
 
+#[path = "../../prefixcache-cpu/tests/common/noise.rs"]
+mod noise;
+
+use noise::noise;
 use prefixcache_cpu::{Bf16, Element, Form, Rows, RowsMut, Team, WeightMemory};
 use prefixcache_ops::PackedLinear;
 use prefixcache_ops::rowwise::{Gate, gated, rms_norm, rotate};
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
-
-/// Numbers from -1 to 1, a function of the seed and the index.
-fn noise<E: Element>(seed: u64, count: usize) -> Vec<E> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        E::from_f32((state >> 40) as f32 / (1 << 23) as f32 - 1.0)
-    };
-    (0..count).map(|_| next()).collect()
-}
 
 fn assert_near<E: Element>(got: &[E], want: &[f64]) {
     assert_eq!(got.len(), want.len());

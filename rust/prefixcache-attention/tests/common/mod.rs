@@ -1,19 +1,12 @@
 //! Random sequences in a paged cache, and attention the slow and obvious way.
 
+#[path = "../../../prefixcache-cpu/tests/common/noise.rs"]
+mod noise;
+
 use prefixcache_attention::{Attention, BlockTables, KvElement, Plan, append, attend};
 use prefixcache_cpu::{Form, Rows, RowsMut, Team};
 
-/// Numbers from -1 to 1, a function of the seed and the index.
-pub fn noise<E: KvElement>(seed: u64, count: usize) -> Vec<E> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        E::from_f32((state >> 40) as f32 / (1 << 23) as f32 - 1.0)
-    };
-    (0..count).map(|_| next()).collect()
-}
+pub use noise::noise;
 
 /// The queries, keys and values of one sequence: [tokens, heads * D] each.
 pub struct Tokens<E> {

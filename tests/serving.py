@@ -6,8 +6,8 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -129,6 +129,11 @@ class FakeEngine:
         self.requests.append(request)
         return self._outputs(request)
 
+    async def generate_all(
+        self, requests: Sequence[Request]
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        return _merged([self.generate(request) for request in requests])
+
     async def run(self, operation: Callable[[Control], Any]) -> Any:
         if self.dead is not None:
             raise self.dead
@@ -141,6 +146,35 @@ class FakeEngine:
                 yield output
         finally:
             self.num_open -= 1
+
+
+async def _merged(
+    streams: Sequence[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs as they come; the first error ends them all."""
+    arrived: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for output in stream:
+                    arrived.put_nowait((index, output))
+        except Exception as error:  # noqa: BLE001 - the reader gets it
+            arrived.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(*pair)) for pair in enumerate(streams)]
+    try:
+        num_open = len(streams)
+        while num_open:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            num_open -= item[1].finished
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def fake_app(

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,6 +16,7 @@ import pytest
 
 from fake_engine import make_engine, make_request
 from fake_runner import StepGate, answer_alone, loop_passes
+from prefixcache.engine import async_engine
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
@@ -276,6 +277,119 @@ async def test_one_job_of_many_requests_takes_turns_with_another(serve: Make) ->
     assert ended.index("small") < 4
 
 
+def job_of(prompts: Sequence[Sequence[int]], **params: Any) -> list[Request]:
+    return [
+        dataclasses.replace(make_request(f"job {i}", prompt, **params), job_id="job")
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+async def collect_all(engine: AsyncEngine, requests: Sequence[Request]) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in requests]
+    async for index, output in await engine.generate_all(requests):
+        answers[index] += output.token_ids
+    return answers
+
+
+async def test_a_job_is_one_stream_and_one_command(serve: Make) -> None:
+    served = serve(max_num_seqs=4)
+    running = await start_held(served)
+    prompts = [[*range(i, i + 9)] for i in range(12)]
+    job = asyncio.create_task(collect_all(served.engine, job_of(prompts)))
+    await until(lambda: served.engine.num_commands > 0)
+    assert served.engine.num_commands == 1
+    served.gate.open()
+    assert await job == [answer_alone(prompt, 4) for prompt in prompts]
+    await running
+
+
+async def test_closing_a_job_ends_all_its_requests(serve: Make) -> None:
+    served = serve(max_num_seqs=2)
+    served.gate.hold_after(3)
+    stream = await served.engine.generate_all(job_of([PROMPT] * 5, max_tokens=100))
+    await anext(stream)
+    await served.gate.until_held()
+    assert served.engine.num_streams == 5
+    await stream.aclose()
+    served.gate.open()
+    await until(all_free(served.cache))
+    assert served.engine.num_streams == 0
+    assert len(served.runner.plans) == 4
+
+
+async def test_a_request_that_cannot_be_added_ends_its_job_alone(
+    serve: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve()
+    other = await start_held(served)
+    start = served.cache.start
+
+    def start_unless_bad(request: Request, *, hashed: bool) -> None:
+        if request.request_id == "job 3":
+            raise UnicodeError("no such salt")
+        start(request, hashed=hashed)
+
+    monkeypatch.setattr(served.cache, "start", start_unless_bad)
+    job = asyncio.create_task(collect_all(served.engine, job_of([PROMPT] * 5)))
+    await until(lambda: served.engine.num_commands > 0)
+    served.gate.open()
+    with pytest.raises(UnicodeError, match="no such salt"):
+        await job
+    assert served.engine.num_streams == 1, "nothing of the job stays"
+    assert tokens_of(await other) == answer_alone(PROMPT, 100)
+    assert all_free(served.cache)()
+
+
+async def test_a_job_is_checked_as_a_whole_before_it_starts(serve: Make) -> None:
+    served = serve()
+    requests = job_of([PROMPT, PROMPT, [10**6]])
+    with pytest.raises(InvalidRequestError, match="token id 1000000"):
+        await served.engine.generate_all(requests)
+    for wrong in ([], [ask("a"), ask("b")]):
+        with pytest.raises(InvalidRequestError, match="one job_id"):
+            await served.engine.generate_all(wrong)
+    await loop_passes(served.engine)
+    assert not served.runner.plans
+
+
+async def test_steps_go_on_while_a_long_job_is_added(
+    serve: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_engine, "_AT_ONCE", 1)
+    served = serve(max_num_seqs=8)
+    running = await start_held(served)
+    steps: list[int] = []
+    start = served.cache.start
+
+    def counted(request: Request, *, hashed: bool) -> None:
+        steps.append(len(served.runner.plans))
+        start(request, hashed=hashed)
+
+    monkeypatch.setattr(served.cache, "start", counted)
+    job = asyncio.create_task(collect_all(served.engine, job_of([PROMPT] * 6)))
+    await until(lambda: served.engine.num_commands > 0)
+    served.gate.open()
+    await asyncio.gather(job, running)
+    assert steps == [*range(steps[0], steps[0] + 6)]
+
+
+async def test_a_job_that_is_closed_while_it_is_added_adds_no_more(
+    serve: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_engine, "_AT_ONCE", 1)
+    served = serve()
+    served.gate.hold_after(2)
+    stream = await served.engine.generate_all(job_of([PROMPT] * 40, max_tokens=50))
+    await anext(stream)
+    await served.gate.until_held()
+    await stream.aclose()
+    served.gate.open()
+    await until(lambda: served.engine.num_streams == served.engine.num_commands == 0)
+    await loop_passes(served.engine)
+    assert all_free(served.cache)()
+    assert len(served.runner.plans) == 3
+
+
 async def test_a_refused_add_gives_its_place_up(serve: Make) -> None:
     served = serve(max_queue=1)
     first = await start_held(served)
@@ -395,6 +509,9 @@ class _DyingInbox:
     def put(self, command: Callable[[], None]) -> None:
         self._engine._error = self._error
         self._commands.append(command)
+
+    def qsize(self) -> int:
+        return len(self._commands)
 
     def get_nowait(self) -> Callable[[], None]:
         if not self._commands:

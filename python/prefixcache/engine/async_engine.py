@@ -7,6 +7,7 @@ loop waits on the queue and costs nothing.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import queue
@@ -16,12 +17,14 @@ import weakref
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
-from prefixcache.exceptions import EngineDeadError, QueueFullError
+from prefixcache.exceptions import EngineDeadError, InvalidRequestError, QueueFullError
 from prefixcache.metrics import Metrics
 from prefixcache.request import Request, RequestOutput
 
@@ -31,18 +34,33 @@ T = TypeVar("T")
 _LONGEST_RETRY = 60
 """Seconds after which a refused client may ask again at the latest."""
 
+_AT_ONCE = 2**16
+_REQUEST_COST = 256
+"""Tokens of requests that are checked or added in one go, and what a request costs beside them."""
+
 
 class _Stream:
-    """Outputs of one request on their way to the event loop that waits for them."""
+    """Outputs of a job on their way to the event loop that waits for them."""
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self.is_open = True
+        self.sent = time.monotonic()
         self.loop = asyncio.get_running_loop()
-        self.items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-        self.begun: float | None = time.monotonic()
+        self.items: asyncio.Queue[_Item] = asyncio.Queue()
 
 
-_Delivery = tuple[_Stream, RequestOutput | Exception]
+@dataclass(slots=True)
+class _Place:
+    """A request's place in its stream, and when it was sent, until its first output."""
+
+    stream: _Stream
+    index: int
+    sent: float | None
+
+
+_Item = tuple[int, RequestOutput] | Exception
+_Delivery = tuple[_Stream, _Item]
 
 
 class _QueueBound:
@@ -71,7 +89,7 @@ class _QueueBound:
                 retry_after=min(max(math.ceil(self._last_wait), 1), _LONGEST_RETRY),
             )
 
-    def let_in(self, job: str, outputs: AsyncGenerator[RequestOutput, None]) -> None:
+    def let_in(self, job: str, outputs: AsyncGenerator[Any, None]) -> None:
         """Counts the job until it has arrived, or until a stream that nobody read is dropped."""
         if self._limit is None:
             return
@@ -82,11 +100,11 @@ class _QueueBound:
         """The engine has the job, or nobody ever will."""
         self._on_their_way.discard(job)
 
-    def observe(self, stream: _Stream) -> None:
-        """Remembers how long the first output of a stream took: others may wait as long."""
-        if stream.begun is not None:
-            self._last_wait = time.monotonic() - stream.begun
-            stream.begun = None
+    def observe(self, place: _Place) -> None:
+        """Remembers how long the first output of a request took: others may wait as long."""
+        if place.sent is not None:
+            self._last_wait = time.monotonic() - place.sent
+            place.sent = None
 
 
 class AsyncEngine:
@@ -103,7 +121,7 @@ class AsyncEngine:
         self._engine = engine
         self._queue = _QueueBound(engine, max_queue)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}
+        self._places: dict[str, _Place] = {}
         self._error: EngineDeadError | None = None
         self._stopping = False
         engine.control.run_between_steps = self._run_between_steps
@@ -118,7 +136,7 @@ class AsyncEngine:
     @property
     def num_streams(self) -> int:
         """Requests that the engine has and whose streams are open."""
-        return len(self._streams)
+        return len(self._places)
 
     @property
     def num_commands(self) -> int:
@@ -142,6 +160,7 @@ class AsyncEngine:
 
     def check(self, request: Request) -> None:
         """Raises `InvalidRequestError`, or `EngineHaltedError` while the engine sleeps."""
+        self._raise_if_dead()
         self._engine.check(request)
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
@@ -151,12 +170,28 @@ class AsyncEngine:
         once. The request is handed over when the iteration starts. A stream whose engine dies
         raises `EngineDeadError`. An output that is `restarted` takes back all before it.
         """
-        self._raise_if_dead()
         self.check(request)
-        self._queue.raise_if_full(request.job)
-        outputs = self._outputs(request)
-        self._queue.let_in(request.job, outputs)
-        return outputs
+        return _without_index(self._open([request]))
+
+    async def generate_all(
+        self, requests: Sequence[Request]
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """As `generate` for the requests of one job: outputs come with the request's index.
+
+        All are checked before the first one runs; other coroutines take turns with many. One that
+        cannot be added ends the stream with its error. Closing the stream aborts them all.
+        """
+        if len({request.job for request in requests}) != 1:
+            raise InvalidRequestError("Requests of one stream need one job_id.", param="job_id")
+        end = 0
+        while end < len(requests):
+            if end:
+                await asyncio.sleep(0)
+            begin, end = end, _end_of_part(requests, end)
+            for request in requests[begin:end]:
+                self.check(request)
+            self._queue.raise_if_full(requests[0].job)
+        return self._open(requests)
 
     def probe(self, request: Request) -> int:
         """Tokens of the prompt that are cached now, in full blocks; see `Engine.probe`.
@@ -194,20 +229,30 @@ class AsyncEngine:
         self._inbox.put(partial(self._stop, drain))
         self._thread.join()
 
-    async def _outputs(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        stream = _Stream(request.request_id)
-        self._send(partial(self._add, request, stream))
-        finished = False
+    def _open(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """The stream of checked requests."""
+        job = requests[0].job
+        self._queue.raise_if_full(job)
+        outputs = self._outputs(requests)
+        self._queue.let_in(job, outputs)
+        return outputs
+
+    async def _outputs(
+        self, requests: Sequence[Request]
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        stream = _Stream(requests)
+        self._send(partial(self._add, stream))
+        num_open = len(requests)
         try:
-            while not finished:
+            while num_open:
                 item = await stream.items.get()
                 if isinstance(item, Exception):
-                    finished = True
+                    num_open = 0
                     raise item
-                finished = item.finished
+                num_open -= item[1].finished
                 yield item
         finally:
-            if not finished:
+            if num_open:
                 self._inbox.put(partial(self._abandon, stream))
 
     def _run_between_steps(self, command: Callable[[], T]) -> T:
@@ -234,7 +279,8 @@ class AsyncEngine:
             raise EngineDeadError(str(self._error)) from self._error
 
     def _run_commands(self) -> None:
-        while True:
+        """Runs the commands that have come. What they put into the inbox waits for a step."""
+        for _ in range(self._inbox.qsize()):
             try:
                 command = self._inbox.get_nowait()
             except queue.Empty:
@@ -271,31 +317,41 @@ class AsyncEngine:
 
     def _end_halted(self) -> None:
         """Requests that wait for a paused or sleeping engine cannot end otherwise."""
-        self._deliver_outputs(self._engine.abort(list(self._streams)))
+        self._deliver_outputs(self._engine.abort(list(self._places)))
 
-    def _add(self, request: Request, stream: _Stream) -> None:
-        error = self._try_to_add(request)
-        self._queue.has_arrived(request.job)
-        if error is None:
-            self._streams[request.request_id] = stream
-        else:
-            self._deliver([(stream, error)])
+    def _add(self, stream: _Stream, begin: int = 0) -> None:
+        """Adds a part of a job's requests; steps go on before the next part."""
+        end = _end_of_part(stream.requests, begin)
+        for index in range(begin, end):
+            if stream.is_open:
+                self._add_one(stream, index)
+        if stream.is_open and end < len(stream.requests):
+            self._inbox.put(partial(self._add, stream, end))
+        self._queue.has_arrived(stream.requests[0].job)
 
-    def _try_to_add(self, request: Request) -> Exception | None:
-        """What keeps the request from being served, whatever it is: the others go on."""
-        if self._error is not None or self._stopping:
-            return self._error or EngineDeadError("The engine is shutting down.")
+    def _add_one(self, stream: _Stream, index: int) -> None:
+        """Whatever keeps a request from being served ends its job: the others go on."""
+        request = stream.requests[index]
         try:
+            if self._error is not None or self._stopping:
+                raise self._error or EngineDeadError("The engine is shutting down.")
             self._engine.add_request(request)
         except Exception as error:  # noqa: BLE001 - the caller gets it
-            return error
-        return None
+            self._abandon(stream)
+            self._deliver([(stream, error)])
+        else:
+            self._places[request.request_id] = _Place(stream, index, stream.sent)
 
     def _abandon(self, stream: _Stream) -> None:
         """Nobody listens to the stream any more."""
-        if self._streams.get(stream.request_id) is stream:
-            del self._streams[stream.request_id]
-            self._engine.abort([stream.request_id])
+        stream.is_open = False
+        names = [request.request_id for request in stream.requests]
+        places = [(name, self._places.get(name)) for name in names]
+        running = [name for name, place in places if place and place.stream is stream]
+        for name in running:
+            del self._places[name]
+        if running:
+            self._engine.abort(running)
 
     def _resolve(self, future: Future[T], function: Callable[[], T]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -319,7 +375,7 @@ class AsyncEngine:
     def _stop(self, drain: bool) -> None:
         self._stopping = True
         if not drain and self._error is None:
-            self._deliver_outputs(self._engine.abort(list(self._streams)))
+            self._deliver_outputs(self._engine.abort(list(self._places)))
 
     def _die(self, error: EngineDeadError) -> None:
         """Tells everybody who waits.
@@ -328,20 +384,21 @@ class AsyncEngine:
         command there: one of the two runs the command.
         """
         self._error = error
-        streams, self._streams = self._streams, {}
+        places, self._places = self._places, {}
+        streams = {id(place.stream): place.stream for place in places.values()}
         self._deliver([(stream, error) for stream in streams.values()])
         self._run_commands()
 
     def _deliver_outputs(self, outputs: Sequence[RequestOutput]) -> None:
         deliveries: list[_Delivery] = []
         for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is None:
+            place = self._places.get(output.request_id)
+            if place is None:
                 continue
-            deliveries.append((stream, output))
-            self._queue.observe(stream)
+            deliveries.append((place.stream, (place.index, output)))
+            self._queue.observe(place)
             if output.finished:
-                del self._streams[output.request_id]
+                del self._places[output.request_id]
         self._deliver(deliveries)
 
     def _deliver(self, deliveries: Sequence[_Delivery]) -> None:
@@ -363,3 +420,21 @@ class AsyncEngine:
 def _put_all(batch: Sequence[_Delivery]) -> None:
     for stream, item in batch:
         stream.items.put_nowait(item)
+
+
+async def _without_index(
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None],
+) -> AsyncGenerator[RequestOutput, None]:
+    async with aclosing(outputs):
+        async for _, output in outputs:
+            yield output
+
+
+def _end_of_part(requests: Sequence[Request], begin: int) -> int:
+    """The end of a part of the requests that may be checked or added in one go."""
+    size = 0
+    for end, request in enumerate(itertools.islice(requests, begin, None), begin + 1):
+        size += len(request.prompt_token_ids) + _REQUEST_COST
+        if size >= _AT_ONCE:
+            return end
+    return len(requests)

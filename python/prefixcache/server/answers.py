@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
 from contextlib import aclosing, contextmanager
@@ -26,13 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Tokens of requests that are checked in one go; a request counts as some beside its prompt.
-_CHECKED_AT_ONCE = 2**14
-_REQUEST_COST = 256
 # Log probabilities that are written in one go.
 _LONG_ANSWER = 2**16
-# Requests that are handed to the engine in one go.
-_STARTED_AT_ONCE = 64
 
 
 @dataclass(slots=True)
@@ -93,7 +87,7 @@ async def whole_answer(engine: AsyncEngine, job: Job, form: AnswerForm, workers:
     """The body of an answer that is not streamed."""
     choices = _new_choices(job)
     with _told_to_the_log(job, choices):
-        async with aclosing(_merge(await _start(engine, job))) as outputs:
+        async with aclosing(await engine.generate_all(job.requests)) as outputs:
             async for index, output in outputs:
                 choices[index].add(output)
 
@@ -114,8 +108,8 @@ async def streamed_answer(
     workers: Workers,
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events of an answer. What is wrong with the request is raised here, at once."""
-    streams = await _start(engine, job)
-    return _events(streams, job, form, options or StreamOptions(), workers)
+    outputs = await engine.generate_all(job.requests)
+    return _events(outputs, job, form, options or StreamOptions(), workers)
 
 
 def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -133,14 +127,14 @@ def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 async def _events(
-    streams: Sequence[AsyncGenerator[RequestOutput, None]],
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None],
     job: Job,
     form: AnswerForm,
     options: StreamOptions,
     workers: Workers,
 ) -> AsyncGenerator[bytes, None]:
     try:
-        async with aclosing(_chunk_events(streams, job, form, options, workers)) as events:
+        async with aclosing(_chunk_events(outputs, job, form, options, workers)) as events:
             async for text in events:
                 yield text
     except Exception as error:  # the status is sent already: the error goes into the stream
@@ -152,7 +146,7 @@ async def _events(
 
 
 async def _chunk_events(
-    streams: Sequence[AsyncGenerator[RequestOutput, None]],
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None],
     job: Job,
     form: AnswerForm,
     options: StreamOptions,
@@ -162,7 +156,7 @@ async def _chunk_events(
     always = bool(options.continuous_usage_stats)
     told = bool(options.include_usage) or always
     with _told_to_the_log(job, choices):
-        async with aclosing(_merge(streams)) as outputs:
+        async with aclosing(outputs):
             async for index, output in outputs:
                 _raise_if_void(output)
                 choices[index].add(output)
@@ -216,53 +210,3 @@ def _size(job: Job, choices: Sequence[Choice]) -> int:
     """A measure of what writing the answer costs."""
     most = max(job.params.logprobs or 0, job.params.prompt_logprobs or 0)
     return sum(choice.num_prompt_tokens + choice.num_tokens for choice in choices) * (1 + most)
-
-
-async def _start(engine: AsyncEngine, job: Job) -> list[AsyncGenerator[RequestOutput, None]]:
-    """All requests are checked before the first one runs; other clients are served meanwhile."""
-    streams: list[AsyncGenerator[RequestOutput, None]] = []
-    checked = 0
-    for request in job.requests:
-        streams.append(engine.generate(request))
-        checked += len(request.prompt_token_ids) + _REQUEST_COST
-        if checked >= _CHECKED_AT_ONCE:
-            checked = 0
-            await asyncio.sleep(0)
-    return streams
-
-
-async def _merge(
-    streams: Sequence[AsyncGenerator[RequestOutput, None]],
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of all streams as they come. Closing it, or an error in one, closes every stream."""
-    arrived: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue()
-    tasks: list[asyncio.Task[None]] = []
-    open_streams = len(streams)
-    try:
-        for index, stream in enumerate(streams):
-            tasks.append(asyncio.create_task(_pump(index, stream, arrived)))
-            if len(tasks) % _STARTED_AT_ONCE == 0:
-                await asyncio.sleep(0)
-        while open_streams:
-            index, item = await arrived.get()
-            if isinstance(item, Exception):
-                raise item
-            open_streams -= item.finished
-            yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _pump(
-    index: int,
-    stream: AsyncGenerator[RequestOutput, None],
-    arrived: asyncio.Queue[tuple[int, RequestOutput | Exception]],
-) -> None:
-    try:
-        async with aclosing(stream):
-            async for output in stream:
-                arrived.put_nowait((index, output))
-    except Exception as error:  # noqa: BLE001 - raised again by the reader
-        arrived.put_nowait((index, error))

@@ -58,6 +58,19 @@ async def client_of(
         yield client
 
 
+@asynccontextmanager
+async def served_folder(
+    folder: Path, **options: Any
+) -> AsyncGenerator[tuple[httpx.AsyncClient, AsyncEngine], None]:
+    """A client of `serve_folder` with these options, and the engine, which is then shut down."""
+    app, engine = serve_folder(folder, **options)
+    try:
+        async with client_of(app) as client:
+            yield client, engine
+    finally:
+        await engine.shutdown()
+
+
 @contextmanager
 def running(app: FastAPI, **options: Any) -> Generator[str, None, None]:
     """The application on a free loopback port, in a thread; gives its address."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from prefixcache.server.app import create_app
 from prefixcache.server.backend import ServedModel
 from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.tokenization.tokenizer import Tokenizer
-from serving import MODEL, FakeEngine, client_of, says, serve_folder
+from serving import MODEL, FakeEngine, client_of, says, served_folder
 from tiny_models import save_tokenizer
 
 MakeApp = Callable[..., FastAPI]
@@ -334,9 +333,8 @@ async def test_a_probe_tells_a_key_of_its_own_salt_alone(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
     rules = AccessRules(api_keys=("mine", "yours"), admin_api_keys=("root",))
-    app, engine = serve_folder(tiny_checkpoint(), access={"rules": rules})
     probe, complete = "/prefix_cache/probe", "/v1/completions"
-    async with client_of(app) as client:
+    async with served_folder(tiny_checkpoint(), access={"rules": rules}) as (client, _):
         assert await _counts(client, probe, "mine") == "cache_salt"
         for fields in ({"cache_salt": "s"}, {"cache_salt": ""}):
             await _counts(client, complete, "mine", **fields)
@@ -349,7 +347,6 @@ async def test_a_probe_tells_a_key_of_its_own_salt_alone(
         assert await _counts(client, probe, "root") == 80
         usage = await _counts(client, complete, "yours")
         assert usage["prompt_tokens_details"]["cached_tokens"] > 0
-    await asyncio.to_thread(engine.close)
 
 
 # Where new weights may come from.
@@ -364,19 +361,17 @@ async def _update(client: httpx.AsyncClient, path: object) -> tuple[int, str]:
 async def test_no_error_tells_which_paths_exist(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    app, engine = serve_folder(tiny_checkpoint())
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"architectures": ["Other"]}')
     (tmp_path / "text.gguf").write_text("no model")
     (tmp_path / "text").write_text("no model")
     paths = [tmp_path, tmp_path / "none", tmp_path / "other", *tmp_path.glob("text*"), "a b"]
-    async with client_of(app) as client:
+    async with served_folder(tiny_checkpoint()) as (client, _):
         told = {await _update(client, path) for path in paths}
         assert len(told) == 1
         assert next(iter(told))[0] == 400
         assert "Other" in caplog.text
         assert (await _update(client, tiny_checkpoint(seed=8)))[0] == 200
-    await asyncio.to_thread(engine.close)
 
 
 async def test_weights_come_from_the_allowed_folders_alone(
@@ -403,13 +398,12 @@ async def test_weights_come_from_the_allowed_folders_alone(
         "/" * 5000,
     ]
     dirs = ModelDirs([allowed, outside.parent / outside.name / ".." / outside.name])
-    app, engine = serve_folder(tiny_checkpoint(), access={"model_dirs": ModelDirs([allowed])})
-    async with client_of(app) as client:
+    access = {"model_dirs": ModelDirs([allowed])}
+    async with served_folder(tiny_checkpoint(), access=access) as (client, _):
         told = {await _update(client, path) for path in refused}
         assert told == {(400, "model_path must lie in a folder of --allowed-model-dirs.")}
         assert "config.json" in (await _update(client, allowed))[1]
         assert str(allowed / "none") in (await _update(client, allowed / "none"))[1]
-    await asyncio.to_thread(engine.close)
     with dirs.checked(f"{outside}/./") as found:
         assert found == str(outside)
     with pytest.raises(ConfigError, match="--allowed-model-dirs"):

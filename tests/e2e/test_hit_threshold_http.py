@@ -13,7 +13,7 @@ import pytest
 
 from fake_runner import StepGate
 from prefixcache.engine.async_engine import AsyncEngine
-from serving import MODEL, client_of, events, serve_folder
+from serving import MODEL, client_of, events, serve_folder, served_folder
 
 SHARED = list(range(10, 90))
 
@@ -32,22 +32,18 @@ def ending(response: httpx.Response) -> tuple[str, int, int]:
 
 
 async def test_the_plan_of_four_requests(tiny_checkpoint: Callable[..., Path]) -> None:
-    app, engine = serve_folder(tiny_checkpoint(), global_cache_hit_threshold=0.8)
     miss, hit = [*range(100, 180)], [*SHARED, *range(100, 140)]
-    try:
-        async with client_of(app) as client:
-            ask = lambda **fields: client.post("/v1/completions", json=body(**fields))  # noqa: E731
-            warm = await ask(prompt=SHARED, cache_hit_threshold=0)
-            assert ending(warm) == ("length", 4, 0)
-            assert ending(await ask(prompt=miss, cache_hit_threshold=0.33))[:2] == (
-                "cache_threshold",
-                0,
-            )
-            assert ending(await ask(prompt=hit, cache_hit_threshold=0.33)) == ("length", 4, 80)
-            assert ending(await ask(prompt=[*SHARED, *miss]))[:2] == ("cache_threshold", 0)
-            metrics = (await client.get("/metrics")).text
-    finally:
-        engine.close()
+    async with served_folder(tiny_checkpoint(), global_cache_hit_threshold=0.8) as (client, _):
+        ask = lambda **fields: client.post("/v1/completions", json=body(**fields))  # noqa: E731
+        warm = await ask(prompt=SHARED, cache_hit_threshold=0)
+        assert ending(warm) == ("length", 4, 0)
+        assert ending(await ask(prompt=miss, cache_hit_threshold=0.33))[:2] == (
+            "cache_threshold",
+            0,
+        )
+        assert ending(await ask(prompt=hit, cache_hit_threshold=0.33)) == ("length", 4, 80)
+        assert ending(await ask(prompt=[*SHARED, *miss]))[:2] == ("cache_threshold", 0)
+        metrics = (await client.get("/metrics")).text
     assert (
         'prefixcache:cache_threshold_refusals_total{model_name="tiny",source="request"} 1.0'
         in metrics
@@ -60,21 +56,17 @@ async def test_the_plan_of_four_requests(tiny_checkpoint: Callable[..., Path]) -
 
 
 async def test_streams_and_chats_end_the_same_way(tiny_checkpoint: Callable[..., Path]) -> None:
-    app, engine = serve_folder(tiny_checkpoint())
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-    try:
-        async with client_of(app) as client:
-            stream = await client.post(
-                "/v1/completions", json=body(SHARED, cache_hit_threshold=1.0, stream=True)
-            )
-            answered = await client.post(
-                "/v1/chat/completions", json={**chat, "cache_hit_threshold": 0.5}
-            )
-            chosen = await client.post(
-                "/v1/completions", json=body(SHARED, cache_hit_threshold=0.5, n=2)
-            )
-    finally:
-        engine.close()
+    async with served_folder(tiny_checkpoint()) as (client, _):
+        stream = await client.post(
+            "/v1/completions", json=body(SHARED, cache_hit_threshold=1.0, stream=True)
+        )
+        answered = await client.post(
+            "/v1/chat/completions", json={**chat, "cache_hit_threshold": 0.5}
+        )
+        chosen = await client.post(
+            "/v1/completions", json=body(SHARED, cache_hit_threshold=0.5, n=2)
+        )
     (last,) = [e for e in events(stream.text) if e["choices"][0]["finish_reason"]]
     assert last["choices"][0]["finish_reason"] == "cache_threshold"
     assert "".join(e["choices"][0]["text"] for e in events(stream.text)) == ""
@@ -122,16 +114,12 @@ SMALL_POOL = {"num_blocks": 10, "block_size": 4, "max_model_len": 36}
 async def test_a_preempted_request_whose_blocks_were_recycled_goes_back_to_the_router(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
-    app, engine = serve_folder(tiny_checkpoint(), **SMALL_POOL)
     asked = {"cache_hit_threshold": 1.0}
     usage_wanted = {"stream": True, "stream_options": {"include_usage": True}}
-    try:
-        async with client_of(app) as client:
-            lone = (await client.post("/v1/completions", json=body(**SECOND))).json()
-            whole = await preempted(client, engine, {}, asked)
-            stream = await preempted(client, engine, {}, {**asked, **usage_wanted})
-    finally:
-        engine.close()
+    async with served_folder(tiny_checkpoint(), **SMALL_POOL) as (client, engine):
+        lone = (await client.post("/v1/completions", json=body(**SECOND))).json()
+        whole = await preempted(client, engine, {}, asked)
+        stream = await preempted(client, engine, {}, {**asked, **usage_wanted})
     text = lone["choices"][0]["text"]
     assert ending(whole) == ("cache_threshold", 9, 4)
     sent = whole.json()["choices"][0]["text"]
@@ -147,15 +135,9 @@ async def test_a_preempted_request_whose_blocks_were_recycled_goes_back_to_the_r
 async def test_a_preempted_request_whose_blocks_are_still_there_goes_on(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
-    app, engine = serve_folder(tiny_checkpoint(), **SMALL_POOL)
-    try:
-        async with client_of(app) as client:
-            lone = (await client.post("/v1/completions", json=body(**SECOND))).json()
-            answer = await preempted(
-                client, engine, {"max_tokens": 12}, {"cache_hit_threshold": 1.0}
-            )
-    finally:
-        engine.close()
+    async with served_folder(tiny_checkpoint(), **SMALL_POOL) as (client, engine):
+        lone = (await client.post("/v1/completions", json=body(**SECOND))).json()
+        answer = await preempted(client, engine, {"max_tokens": 12}, {"cache_hit_threshold": 1.0})
     assert ending(answer) == ("length", 24, 4)
     assert answer.json()["choices"][0]["text"] == lone["choices"][0]["text"]
 
@@ -203,17 +185,13 @@ async def test_after_a_sleep_and_a_weight_update_a_router_can_tell(
 async def test_wrong_thresholds_name_the_field(
     tiny_checkpoint: Callable[..., Path], path: str, value: str
 ) -> None:
-    app, engine = serve_folder(tiny_checkpoint())
     fields = {"model": MODEL, "prompt": "x"}
     if "chat" in path:
         fields = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
     text = json.dumps(fields)[:-1] + f', "cache_hit_threshold": {value}}}'
-    try:
-        async with client_of(app) as client:
-            response = await client.post(
-                path, content=text, headers={"Content-Type": "application/json"}
-            )
-    finally:
-        engine.close()
+    async with served_folder(tiny_checkpoint()) as (client, _):
+        response = await client.post(
+            path, content=text, headers={"Content-Type": "application/json"}
+        )
     assert response.status_code == 400
     assert value == "NaN" or response.json()["error"]["param"] == "cache_hit_threshold"

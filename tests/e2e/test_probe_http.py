@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving import MODEL, client_of, serve_folder
+from serving import MODEL, served_folder
 
 PROBE = "/prefix_cache/probe"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -20,12 +20,8 @@ CHATTED = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2, "te
 
 @pytest.fixture
 async def client(tiny_checkpoint: Callable[..., Path]) -> AsyncGenerator[httpx.AsyncClient, None]:
-    app, engine = serve_folder(tiny_checkpoint())
-    try:
-        async with client_of(app) as client:
-            yield client
-    finally:
-        engine.close()
+    async with served_folder(tiny_checkpoint()) as (client, _):
+        yield client
 
 
 def body(prompt: Any, **fields: Any) -> dict[str, Any]:
@@ -132,25 +128,17 @@ async def test_a_wrong_body_gets_the_endpoints_own_error(
 async def test_an_engine_that_sleeps_or_is_gone_says_so(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
-    app, engine = serve_folder(tiny_checkpoint())
-    try:
-        async with client_of(app) as client:
-            await engine.run(lambda control: control.sleep())
-            asleep = await client.post(PROBE, json=body(PROMPT))
-            await engine.run(lambda control: control.wake_up())
-            assert await counts(client, body(PROMPT)) == (80, 0)
-            engine.close()
-            gone = await client.post(PROBE, json=body(PROMPT))
-    finally:
+    async with served_folder(tiny_checkpoint()) as (client, engine):
+        await engine.run(lambda control: control.sleep())
+        asleep = await client.post(PROBE, json=body(PROMPT))
+        await engine.run(lambda control: control.wake_up())
+        assert await counts(client, body(PROMPT)) == (80, 0)
         engine.close()
+        gone = await client.post(PROBE, json=body(PROMPT))
     assert (asleep.status_code, gone.status_code) == (503, 503)
 
 
 async def test_with_the_cache_off_nothing_is_cached(tiny_checkpoint: Callable[..., Path]) -> None:
-    app, engine = serve_folder(tiny_checkpoint(), enable_prefix_caching=False)
-    try:
-        async with client_of(app) as client:
-            await usage(client, COMPLETIONS, body(PROMPT))
-            assert await counts(client, body(PROMPT)) == (80, 0)
-    finally:
-        engine.close()
+    async with served_folder(tiny_checkpoint(), enable_prefix_caching=False) as (client, _):
+        await usage(client, COMPLETIONS, body(PROMPT))
+        assert await counts(client, body(PROMPT)) == (80, 0)

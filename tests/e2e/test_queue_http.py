@@ -12,7 +12,7 @@ import pytest
 
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.tokenization.tokenizer import Tokenizer
-from serving import MODEL, FakeEngine, client_of, fake_app, says, serve_folder
+from serving import MODEL, FakeEngine, client_of, fake_app, says, served_folder
 from tiny_models import save_tokenizer
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -42,20 +42,16 @@ async def answered(responses: Awaitable[list[httpx.Response]]) -> list[int]:
 async def test_a_full_queue_is_a_503_with_retry_after(
     tiny_checkpoint: Callable[..., Path], path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    app, engine = serve_folder(tiny_checkpoint(), max_queue=2)
-    try:
-        async with client_of(app) as client:
-            await engine.run(lambda control: control.pause())
-            waiting = asyncio.gather(
-                *(client.post("/v1/completions", json=COMPLETION) for _ in range(2))
-            )
-            await until(lambda: num_waiting(engine) == 2)
-            refused = await client.post(path, json={**body, "stream": stream})
-            await engine.run(lambda control: control.resume())
-            assert await answered(waiting) == [200, 200]
-            again = await client.post(path, json={**body, "stream": stream})
-    finally:
-        engine.close()
+    async with served_folder(tiny_checkpoint(), max_queue=2) as (client, engine):
+        await engine.run(lambda control: control.pause())
+        waiting = asyncio.gather(
+            *(client.post("/v1/completions", json=COMPLETION) for _ in range(2))
+        )
+        await until(lambda: num_waiting(engine) == 2)
+        refused = await client.post(path, json={**body, "stream": stream})
+        await engine.run(lambda control: control.resume())
+        assert await answered(waiting) == [200, 200]
+        again = await client.post(path, json={**body, "stream": stream})
     assert refused.status_code == 503
     assert 1 <= int(refused.headers["Retry-After"]) <= 60
     error = refused.json()["error"]
@@ -68,20 +64,16 @@ async def test_a_list_of_prompts_is_let_in_and_counts_by_its_batches(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
     """20 answers of one request, 8 at a time, take three places of four."""
-    app, engine = serve_folder(tiny_checkpoint(), max_queue=4, max_num_seqs=8)
     body = {**COMPLETION, "prompt": [[5, 6, n] for n in range(10)], "n": 2, "temperature": 1}
-    try:
-        async with client_of(app) as client:
-            await engine.run(lambda control: control.pause())
-            large = asyncio.create_task(client.post("/v1/completions", json=body))
-            await until(lambda: num_waiting(engine) == 20)
-            small = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
-            await until(lambda: num_waiting(engine) == 21)
-            refused = await client.post("/v1/completions", json=COMPLETION)
-            await engine.run(lambda control: control.resume())
-            answers = await asyncio.gather(large, small)
-    finally:
-        engine.close()
+    async with served_folder(tiny_checkpoint(), max_queue=4, max_num_seqs=8) as (client, engine):
+        await engine.run(lambda control: control.pause())
+        large = asyncio.create_task(client.post("/v1/completions", json=body))
+        await until(lambda: num_waiting(engine) == 20)
+        small = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
+        await until(lambda: num_waiting(engine) == 21)
+        refused = await client.post("/v1/completions", json=COMPLETION)
+        await engine.run(lambda control: control.resume())
+        answers = await asyncio.gather(large, small)
     assert refused.status_code == 503
     assert [len(answer.json()["choices"]) for answer in answers] == [20, 1]
 

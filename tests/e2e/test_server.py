@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from prefixcache.config import GenerationDefaults
-from serving import MODEL, client_of, events, metric, serve_folder
+from serving import MODEL, client_of, events, metric, serve_folder, served_folder
 from tiny_models import EOS
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -373,8 +373,7 @@ async def test_a_request_id_is_kept_when_it_is_usable(client):
 
 async def test_the_models_own_defaults_apply_when_a_value_is_left_out(tiny_checkpoint):
     generation = GenerationDefaults(temperature=5.0, top_k=1, max_new_tokens=4)
-    app, engine = serve_folder(tiny_checkpoint(), served={"generation": generation})
-    async with client_of(app) as client:
+    async with served_folder(tiny_checkpoint(), served={"generation": generation}) as (client, _):
         body = {"prompt": TEXT, "ignore_eos": True}
         usual = (await client.post("/v1/completions", json=body)).json()
         greedy = await _complete(client, TEXT, max_tokens=4)
@@ -383,7 +382,6 @@ async def test_the_models_own_defaults_apply_when_a_value_is_left_out(tiny_check
         assert (await client.post("/v1/completions", json=own)).json()["choices"] != usual[
             "choices"
         ]
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -396,8 +394,7 @@ async def test_the_models_own_defaults_apply_when_a_value_is_left_out(tiny_check
 async def test_priorities_count_where_the_operator_says_so(
     tiny_checkpoint, served, allowed, refused
 ):
-    app, engine = serve_folder(tiny_checkpoint(), served=served)
-    async with client_of(app) as client:
+    async with served_folder(tiny_checkpoint(), served=served) as (client, _):
         for priority in (*allowed, *refused):
             body = {"prompt": "x", "max_tokens": 1, "priority": priority}
             response = await client.post("/v1/completions", json=body)
@@ -406,4 +403,3 @@ async def test_priorities_count_where_the_operator_says_so(
             else:
                 assert response.status_code == 400
                 assert response.json()["error"]["param"] == "priority"
-    engine.close()

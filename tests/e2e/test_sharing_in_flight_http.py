@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from prefixcache.engine.async_engine import AsyncEngine
-from serving import MODEL, client_of, metric, serve_folder
+from serving import MODEL, metric, served_folder
 
 CROWD, PREFIX, TAIL, ANSWER = 64, 1024, 16, 2
 
@@ -45,12 +45,8 @@ class Watched:
 
 @asynccontextmanager
 async def served(folder: Path, **flags: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
-    app, engine = serve_folder(folder, **flags)
-    try:
-        async with client_of(app) as client:
-            yield client
-    finally:
-        engine.close()
+    async with served_folder(folder, **flags) as (client, _):
+        yield client
 
 
 async def send_crowd(client: httpx.AsyncClient) -> list[dict[str, Any]]:
@@ -107,16 +103,12 @@ async def test_equal_answers_merge_their_blocks_between_steps(
     tiny_checkpoint: Callable[..., Path], merge: bool
 ) -> None:
     """Four equal requests decode side by side: with merging they hold one copy of full blocks."""
-    app, engine = serve_folder(tiny_checkpoint(), merge_duplicate_blocks=merge)
     body = {"model": MODEL, "prompt": [5] * 33, "temperature": 0, "ignore_eos": True}
-    try:
-        async with client_of(app) as client:
-            alone = await client.post("/v1/completions", json={**body, "max_tokens": 100})
-            await engine.run(lambda control: control.reset_prefix_cache())
-            seen = await watch(engine, client, {**body, "max_tokens": 100})
-            again = await client.post("/v1/completions", json={**body, "max_tokens": 100})
-    finally:
-        engine.close()
+    async with served_folder(tiny_checkpoint(), merge_duplicate_blocks=merge) as (client, engine):
+        alone = await client.post("/v1/completions", json={**body, "max_tokens": 100})
+        await engine.run(lambda control: control.reset_prefix_cache())
+        seen = await watch(engine, client, {**body, "max_tokens": 100})
+        again = await client.post("/v1/completions", json={**body, "max_tokens": 100})
     texts = [choice["text"] for choice in seen.choices]
     assert texts == [alone.json()["choices"][0]["text"]] * 4
     assert again.json()["choices"][0]["text"] == texts[0]

@@ -19,7 +19,7 @@ from prefixcache.bench.targets import run_server, serve_arguments
 from prefixcache.bench.workloads import LoadConfig, Prompt, WorkloadConfig
 from prefixcache.cli import app
 from prefixcache.exceptions import ConfigError
-from serving import client_of, serve_folder
+from serving import served_folder
 
 WORKLOAD = WorkloadConfig(num_requests=4, prefix_len=64, suffix_len=16, output_len=3)
 FLAGS = {"dtype": "float32", "device": "cpu"}
@@ -97,40 +97,32 @@ async def test_one_failure_ends_the_run() -> None:
 async def test_an_engine_and_its_server_give_the_same_numbers(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
-    served, engine = serve_folder(tiny_checkpoint())
-    try:
-        async with client_of(served) as client:
-            over_http = await HttpTarget.connect(client)
-            pool = await over_http.token_pool()
-            in_process = EngineTarget(engine, lambda text: pool)
-            assert await in_process.token_pool() == pool
-            assert over_http.model == "tiny"
-            prompt = Prompt(tuple(pool[:40]), 5)
-            for target in (in_process, over_http):
-                await target.reset_cache()
-                cold, warm = await target.send(prompt), await target.send(prompt)
-                foreign = await target.send(replace(prompt, cache_salt="somebody else"))
-                assert (foreign.cached_tokens, foreign.output) == (0, cold.output)
-                assert (cold.cached_tokens, warm.cached_tokens) == (0, 32)
-                assert cold.output == warm.output
-                assert (warm.prompt_tokens, warm.output_tokens) == (40, 5)
-                assert 0 < warm.ttft <= warm.latency
-    finally:
-        await engine.shutdown()
+    async with served_folder(tiny_checkpoint()) as (client, engine):
+        over_http = await HttpTarget.connect(client)
+        pool = await over_http.token_pool()
+        in_process = EngineTarget(engine, lambda text: pool)
+        assert await in_process.token_pool() == pool
+        assert over_http.model == "tiny"
+        prompt = Prompt(tuple(pool[:40]), 5)
+        for target in (in_process, over_http):
+            await target.reset_cache()
+            cold, warm = await target.send(prompt), await target.send(prompt)
+            foreign = await target.send(replace(prompt, cache_salt="somebody else"))
+            assert (foreign.cached_tokens, foreign.output) == (0, cold.output)
+            assert (cold.cached_tokens, warm.cached_tokens) == (0, 32)
+            assert cold.output == warm.output
+            assert (warm.prompt_tokens, warm.output_tokens) == (40, 5)
+            assert 0 < warm.ttft <= warm.latency
 
 
 @pytest.mark.parametrize("token_ids", [(10**6,), ()])
 async def test_a_refused_request_is_an_error(
     tiny_checkpoint: Callable[..., Path], token_ids: tuple[int, ...]
 ) -> None:
-    served, engine = serve_folder(tiny_checkpoint())
-    try:
-        async with client_of(served) as client:
-            target = await HttpTarget.connect(client)
-            with pytest.raises(BenchmarkError, match="400"):
-                await target.send(Prompt(token_ids, 2))
-    finally:
-        await engine.shutdown()
+    async with served_folder(tiny_checkpoint()) as (client, _):
+        target = await HttpTarget.connect(client)
+        with pytest.raises(BenchmarkError, match="400"):
+            await target.send(Prompt(token_ids, 2))
 
 
 def answering(events: list[dict[str, Any]]) -> httpx.AsyncClient:

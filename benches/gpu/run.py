@@ -61,6 +61,7 @@ FULL = (
     Job("equality", "qwen2.5-7b", seconds=90),
     Job("workload", "qwen2.5-7b", seconds=90),
     Job("invariant_steps", "qwen2.5-7b", seconds=90),
+    Job("pdl_steps", "qwen2.5-7b", seconds=40),
     Job("kernels+attention+sampling+profiles", "qwen2.5-7b", seconds=90),
     Job("matmuls", "qwen2.5-7b", seconds=30),
     Job("pinned_matmuls", "qwen2.5-7b", seconds=30),
@@ -83,6 +84,7 @@ JIT = (
 DRY = (
     Job("smoke+kernels+steps+invariant_steps+equality+workload", "tiny", seconds=120),
     Job("attention+sampling+profiles+matmuls+pinned_matmuls+fixed_matmuls", "tiny", seconds=120),
+    Job("pdl_steps", "tiny"),
     Job("tests", marks="not jit", seconds=120),
     Job("peer", "tiny", "transformers", seconds=15),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import os
 import sys
 import time
 import traceback
@@ -299,6 +300,17 @@ def steps(options: Options) -> Iterator[Row]:
         gc.collect()
 
 
+def pdl_steps(options: Options) -> Iterator[Row]:
+    """A decode step whose Triton kernels are launched before the ones before them end."""
+    os.environ["PREFIXCACHE_PDL"] = "1"  # is read when the kernels are imported
+    device, scale, shape = options.torch_device, SCALES[options.scale], SHAPES[options.shape]
+    model = random_model(shape, device, scale.max_model_len)
+    system = System(model, _setup(scale, attention=_fast(device), prefix_caching=False))
+    prompts = random_prompts(scale.requests, 0, scale.context, model.config.vocab_size, seed=5)
+    ms = system.decode_ms(prompts, scale.decode_steps)
+    yield _step_row(shape, f"decode of {scale.requests}, early launches", ms, str(scale.requests))
+
+
 def invariant_steps(options: Options) -> Iterator[Row]:
     """Decode steps by each way to keep bits, and their equality where tiles are fixed.
 
@@ -415,6 +427,7 @@ SECTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "equality": equality,
     "workload": workload,
     "steps": steps,
+    "pdl_steps": pdl_steps,
     "invariant_steps": invariant_steps,
     "peer": peer,
     "profiles": profiles,

@@ -42,6 +42,23 @@ def test_a_row_of_a_fused_op_does_not_depend_on_the_others(device: torch.device)
         assert torch.equal(activation.silu_and_mul(rows[:count]), gated[:count])
 
 
+def test_keys_go_to_the_cache_as_they_are_rotated_alone(device: torch.device) -> None:
+    from prefixcache.ops import triton_kernels
+
+    heads = torch.randn(70, 36, 128, device=device).bfloat16()
+    rotation = rope.RotaryEmbedding(RopeConfig(), 128, 99, device).at(
+        torch.arange(70, device=device)
+    )
+    slots = torch.randperm(80, device=device)[:70].to(torch.int32)
+    pool = torch.zeros(5, 2, 16, 4, 128, device=device).bfloat16()
+    q = triton_kernels.rotate_and_append(heads[:, :32], heads[:, 32:], rotation, slots, pool)
+    rotated = rope.apply_rope(heads[:, :32], *rotation)
+    assert torch.equal(q, rotated[:, :28])
+    pages, offsets = (slots // 16).long(), (slots % 16).long()
+    assert torch.equal(pool[pages, 0, offsets], rotated[:, 28:])
+    assert torch.equal(pool[pages, 1, offsets], heads[:, 32:])
+
+
 @pytest.mark.parametrize(("outputs", "width"), [(4608, 3584), (3584, 18944), (37888, 3584)])
 def test_a_row_of_a_linear_in_fixed_tiles_does_not_depend_on_the_others(
     outputs: int, width: int, device: torch.device

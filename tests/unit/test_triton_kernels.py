@@ -45,10 +45,58 @@ for row in range(0, 300, 7):
 print("checked")
 """
 
+_BACKEND = """
+import torch
+from prefixcache.attention import flashinfer, flashinfer_reference
+from prefixcache.attention.base import AttentionSpec
+from prefixcache.config import RopeConfig
+from prefixcache.ops import rope, triton_kernels
+from reference.paged_attention import SlowSequence, batch_of
+
+torch.manual_seed(0)
+decodes = [SlowSequence(n, 1, (5 * i + 1, 5 * i + 2), True) for i, n in enumerate((0, 7, 5))]
+mixed = [*decodes, SlowSequence(0, 6, (16, 17))]
+rotary = rope.RotaryEmbedding(RopeConfig(), 32, 50, torch.device("cpu"))
+start = torch.randn(20, 2, 4, 2, 32)
+for sequences, size in ((mixed, None), (decodes, 4)):
+    rows = size or 9
+    qk, v = torch.randn(rows, 9, 32).split([7, 2], dim=1)
+    qk = qk[:, 1:]
+    rotation = rotary.at(torch.arange(rows))
+    results = []
+    for fused in (triton_kernels, None):
+        flashinfer.fused_kernels = lambda x: fused
+        attention = flashinfer.FlashInferAttention(
+            AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=32, scale=0.2),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            kernels=flashinfer_reference,
+            workspace_bytes=16,
+        )
+        pool = start.clone()
+        attention.bind([pool])
+        batch = batch_of(sequences, page_size=4)
+        if size:
+            attention.reserve_graphs([size], 20)
+            attention.plan_graph(batch, size)
+        else:
+            attention.plan(batch)
+        results.append((attention.rotate_and_run(0, qk, v, rotation), pool))
+    (ours, our_pool), (plain, plain_pool) = results
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(our_pool, plain_pool)
+    assert not torch.equal(our_pool, start)
+print("checked")
+"""
+
 _CHECK = """
 import torch
+from prefixcache.attention.flashinfer_reference import append_paged_kv_cache
 from prefixcache.config import RopeConfig
 from prefixcache.ops import activation, norm, rope, triton_kernels as fused
+
+def table(values):
+    return torch.tensor(list(values), dtype=torch.int32)
 
 torch.manual_seed(0)
 # The interpreter truncates to bfloat16 where a device rounds, twice in each kernel.
@@ -72,6 +120,17 @@ for dtype, tolerance in tolerances.items():
     rotary = rope.RotaryEmbedding(RopeConfig(), 32, 50, torch.device("cpu"))
     rotation = rotary.at(torch.tensor([0, 3, 49, 7, 7]))
     same(fused.apply_rope(heads, *rotation), rope.apply_rope(heads, *rotation))
+    wide = torch.randn(5, 9, 32, dtype=dtype)
+    qk, v = wide[:, :7], wide[:, 7:]
+    rotated = fused.apply_rope(qk, *rotation)
+    slots = torch.tensor([9, 4, 11, 0, 3], dtype=torch.int32)
+    ours, plain = torch.randn(2, 4, 2, 3, 2, 32).to(dtype).unbind()
+    plain.copy_(ours)
+    queries = fused.rotate_and_append(qk, v, rotation, slots, ours)
+    assert torch.equal(queries, rotated[:, :5]) and queries.is_contiguous()
+    tables = table(range(4)), table([0, 4]), table([3])
+    append_paged_kv_cache(rotated[:, 5:], v, torch.zeros_like(slots), slots, plain, *tables)
+    assert torch.equal(ours, plain)
     for call in (
         lambda rows: fused.rms_norm(rows, torch.ones(32, dtype=dtype), 1e-6),
         fused.silu_and_mul,
@@ -99,13 +158,13 @@ print("checked")
 """
 
 
-@pytest.mark.parametrize("check", [_CHECK, _MATMUL], ids=["fused", "matmul"])
+@pytest.mark.parametrize("check", [_CHECK, _BACKEND, _MATMUL], ids=["fused", "backend", "matmul"])
 def test_kernels_compute_what_the_plain_ops_do(check: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", check],
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert (done.returncode, done.stdout.strip()) == (0, "checked"), done.stderr

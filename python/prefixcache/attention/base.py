@@ -69,7 +69,7 @@ class AttentionBackend(Protocol):
     `batch_invariant` says that a row's bits depend on its own sequence alone, whatever its chunk
     and batch; `decode_matches_prefill` that it makes no difference either whether the row was
     computed as one of `num_decodes` or in a chunk. `run_stack` is None where a model must go layer
-    by layer.
+    by layer, `rotate_and_run` where it rotates queries and keys itself.
     """
 
     name: str
@@ -79,6 +79,13 @@ class AttentionBackend(Protocol):
     @property
     def run_stack(self) -> Callable[[InvariantStack, Tensor, tuple[Tensor, Tensor]], None] | None:
         """Takes hidden states [T, E] through all layers in place, with the step's rotation."""
+        ...
+
+    @property
+    def rotate_and_run(
+        self,
+    ) -> Callable[[int, Tensor, Tensor, tuple[Tensor, Tensor]], Tensor] | None:
+        """`run` of a layer's queries and keys [T, H + K, D] and values, with their rotation."""
         ...
 
     def kv_shape(

@@ -25,6 +25,7 @@ class CpuAttention:
     name = "cpu"
     batch_invariant = True
     decode_matches_prefill = True
+    rotate_and_run = None
 
     def __init__(self, spec: AttentionSpec, cpu: Cpu, dtype: torch.dtype) -> None:
         self._spec = spec

@@ -32,6 +32,8 @@ from prefixcache.attention.flashinfer_plan import (
     select_sequences,
 )
 from prefixcache.exceptions import ConfigError
+from prefixcache.ops.cuda import fused_kernels
+from prefixcache.ops.rope import apply_rope
 
 Invariance = Literal["off", "split", "unified"]
 
@@ -175,18 +177,35 @@ class FlashInferAttention:
 
     def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         """Writes k and v to their slots, then attends; returns [T, H, D]."""
-        step = self._step
-        if step is None:
-            raise RuntimeError("run needs a plan before it.")
-        kv = self._kv[layer]
+        step, kv = self._require_step(), self._kv[layer]
         pool_table = self._require_bound().pool_table
         self._kernels.append_paged_kv_cache(
             k_TKD, v_TKD, step.zeros, step.slots, kv, *pool_table, _LAYOUT
         )
+        return self._attend(step, q_THD, kv)
+
+    def rotate_and_run(
+        self, layer: int, qk_TND: Tensor, v_TKD: Tensor, rotation: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """`run` of queries and keys [T, H + K, D] that it rotates, in one kernel with the write."""
+        step, kv = self._require_step(), self._kv[layer]
+        if (fused := fused_kernels(qk_TND)) is None:
+            num_queries = qk_TND.shape[1] - v_TKD.shape[1]
+            rotated = apply_rope(qk_TND, *rotation)
+            return self.run(layer, rotated[:, :num_queries], rotated[:, num_queries:], v_TKD)
+        q_THD = fused.rotate_and_append(qk_TND, v_TKD, rotation, step.slots, kv)
+        return self._attend(step, q_THD, kv)
+
+    def _attend(self, step: _Step, q_THD: Tensor, kv: Tensor) -> Tensor:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         for part in step.parts:
             part.kernel.run(q_THD[part.rows], kv, out_THD[part.rows])
         return out_THD
+
+    def _require_step(self) -> _Step:
+        if self._step is None:
+            raise RuntimeError("run needs a plan before it.")
+        return self._step
 
     def _require_bound(self) -> _Bound:
         if self._bound is None:

@@ -33,6 +33,7 @@ class TorchAttention:
     batch_invariant = False
     decode_matches_prefill = False
     run_stack = None
+    rotate_and_run = None
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec

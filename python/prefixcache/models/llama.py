@@ -75,8 +75,11 @@ class Attention:
         qk, v_TKD = qkv[:, : num_q + num_k], qkv[:, num_q + num_k :]
         if self.qk_norm is not None:
             qk = self._ops.rms_norm(qk, self.qk_norm, self._eps)
-        qk = self._ops.apply_rope(qk, *rotation)
-        out_THD = attention.run(self._layer, qk[:, :num_q], qk[:, num_q:], v_TKD)
+        if attention.rotate_and_run is not None:
+            out_THD = attention.rotate_and_run(self._layer, qk, v_TKD, rotation)
+        else:
+            qk = self._ops.apply_rope(qk, *rotation)
+            out_THD = attention.run(self._layer, qk[:, :num_q], qk[:, num_q:], v_TKD)
         return self.out(out_THD.flatten(1), residual_TE)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:

@@ -10,14 +10,20 @@ Letters of shapes: T tokens, N heads, D head size or row width, F intermediate s
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+# Programmatic dependent launch, of devices from Hopper on: not the default, which it was not
+# measured against yet.
+_PDL = os.environ.get("PREFIXCACHE_PDL") == "1"
 _GATE_BLOCK = 1024
+_ROTATED_ROWS = 16
 # Of `sampling.tiles`: members of a block, blocks of a tile, tokens of a tile.
 _MEMBERS = tl.constexpr(16)
 _BLOCKS = tl.constexpr(64)
@@ -65,19 +71,55 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 def apply_rope(x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
     """`rope.apply_rope`: rotates every head by its token's angles."""
-    out = torch.empty(x_TND.shape, dtype=x_TND.dtype, device=x_TND.device)
+    return _rotated(x_TND, (cos_T1R, sin_T1R), 0, (x_TND, x_TND, cos_T1R))
+
+
+def rotate_and_append(
+    qk_TND: Tensor,
+    v_TKD: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    slots_T: Tensor,
+    kv_P2BKD: Tensor,
+) -> Tensor:
+    """Rotates queries and keys; keys and values go to their slots of the KV cache.
+
+    Returns the queries [T, N - K, D]. A slot is page * B + offset.
+    """
+    return _rotated(qk_TND, rotation, v_TKD.shape[1], (v_TKD, kv_P2BKD, slots_T))
+
+
+def _rotated(
+    x_TND: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    num_keys: int,
+    places: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    """Heads before the last `num_keys`; those go to `places`: values, KV cache and slots."""
     num_tokens, num_heads, width = x_TND.shape
+    v_TKD, kv, slots_T = places
+    num_queries = num_heads - num_keys
+    out = torch.empty(num_tokens, num_queries, width, dtype=x_TND.dtype, device=x_TND.device)
     if num_tokens:
         _launch(
-            _apply_rope,
-            (num_tokens, num_heads),
+            _rotate,
+            (triton.cdiv(num_tokens * num_heads, _ROTATED_ROWS),),
             x_TND,
-            cos_T1R,
-            sin_T1R,
+            v_TKD,
+            *rotation,
+            slots_T,
             out,
+            kv,
+            num_tokens * num_heads,
             x_TND.stride(0),
             x_TND.stride(1),
+            v_TKD.stride(0),
+            v_TKD.stride(1),
+            *(kv.stride() if num_keys else (0, 0, 0, 0, 0))[:4],
+            QUERIES=num_queries,
+            KEYS=num_keys,
+            PAGE=kv.shape[2] if num_keys else 1,
             HALF=width // 2,
+            ROWS=_ROTATED_ROWS,
             BLOCK=triton.next_power_of_2(width // 2),
         )
     return out
@@ -111,9 +153,18 @@ def race(
     return scores_RT, tokens_RT
 
 
-def _launch(kernel: Any, grid: tuple[int, int], *args: Any, **constants: int) -> None:
+def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
     """One program for each point of the grid."""
-    kernel[grid](*args, **constants, enable_fp_fusion=False)
+    programmatic = {"launch_pdl": True} if _PDL else {}
+    kernel[grid](*args, **constants, PDL=_PDL, enable_fp_fusion=False, **programmatic)
+
+
+@triton.jit
+def _wait_for_inputs(PDL: tl.constexpr) -> None:
+    """The kernel before this one may still run; the one after it may be launched from now on."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -127,7 +178,9 @@ def _rms_norm(
     eps: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    _wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
@@ -148,7 +201,9 @@ def _silu_and_mul(
     token_stride: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    _wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < WIDTH
@@ -162,29 +217,62 @@ def _silu_and_mul(
 
 
 @triton.jit
-def _apply_rope(
+def _rotate(
     x_ptr: tl.tensor,
+    v_ptr: tl.tensor,
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    kv_ptr: tl.tensor,
+    num_rows: tl.tensor,
     token_stride: tl.tensor,
     head_stride: tl.tensor,
+    v_token_stride: tl.tensor,
+    v_head_stride: tl.tensor,
+    page_stride: tl.tensor,
+    value_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    kv_head_stride: tl.tensor,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAGE: tl.constexpr,
     HALF: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    at = tl.arange(0, BLOCK)
-    inside = at < HALF
-    row = x_ptr + token * token_stride + head * head_stride
-    first = tl.load(row + at, mask=inside, other=0.0)
-    second = tl.load(row + HALF + at, mask=inside, other=0.0)
-    cos = tl.load(cos_ptr + token * HALF + at, mask=inside, other=0.0)
-    sin = tl.load(sin_ptr + token * HALF + at, mask=inside, other=0.0)
+    """Some rows: heads of tokens, one token after the other."""
+    _wait_for_inputs(PDL)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = (row // (QUERIES + KEYS)).to(tl.int64)
+    head = row % (QUERIES + KEYS)
+    at = tl.arange(0, BLOCK)[None, :]
+    inside = (row < num_rows)[:, None] & (at < HALF)
+    x_at = x_ptr + (token * token_stride + head * head_stride)[:, None] + at
+    first = tl.load(x_at, mask=inside, other=0.0)
+    second = tl.load(x_at + HALF, mask=inside, other=0.0)
+    cos = tl.load(cos_ptr + (token * HALF)[:, None] + at, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + (token * HALF)[:, None] + at, mask=inside, other=0.0)
     a, b = first.to(tl.float32), second.to(tl.float32)
-    out = out_ptr + (token * tl.num_programs(1) + head) * (2 * HALF)
-    tl.store(out + at, (a * cos - b * sin).to(first.dtype), mask=inside)
-    tl.store(out + HALF + at, (b * cos + a * sin).to(first.dtype), mask=inside)
+    rotated_first = (a * cos - b * sin).to(first.dtype)
+    rotated_second = (b * cos + a * sin).to(first.dtype)
+    is_query = inside & (head < QUERIES)[:, None]
+    out_at = out_ptr + ((token * QUERIES + head) * (2 * HALF))[:, None] + at
+    tl.store(out_at, rotated_first, mask=is_query)
+    tl.store(out_at + HALF, rotated_second, mask=is_query)
+    if KEYS > 0:
+        is_key = inside & (head >= QUERIES)[:, None]
+        key_head = head - QUERIES
+        slot = tl.load(slots_ptr + token, mask=row < num_rows, other=0).to(tl.int64)
+        place = slot // PAGE * page_stride + slot % PAGE * slot_stride + key_head * kv_head_stride
+        kv_at = kv_ptr + place[:, None] + at
+        tl.store(kv_at, rotated_first, mask=is_key)
+        tl.store(kv_at + HALF, rotated_second, mask=is_key)
+        v_at = v_ptr + (token * v_token_stride + key_head * v_head_stride)[:, None] + at
+        value_at = kv_at + value_stride
+        tl.store(value_at, tl.load(v_at, mask=is_key, other=0.0), mask=is_key)
+        tl.store(value_at + HALF, tl.load(v_at + HALF, mask=is_key, other=0.0), mask=is_key)
 
 
 @triton.jit
@@ -197,8 +285,10 @@ def _race(
     tokens_ptr: tl.tensor,
     row_stride: tl.tensor,
     vocab_size: tl.tensor,
+    PDL: tl.constexpr,
 ) -> None:
     """One tile of a row: see `sampling.noise` for the noise, `sampling.race` for the scores."""
+    _wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1).to(tl.int64)
     at = tl.arange(0, _MEMBERS * _BLOCKS)

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from fake_engine import RandomChunks
+from fake_runner import tokens_of_plan
 from prefixcache.config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
@@ -244,9 +245,10 @@ class Witness:
         """Looks at the blocks that a step has filled."""
         tables = engine._runner.block_tables[0]
         size = engine._cache.block_size
-        for sequence, first_page in zip(plan.sequences, tables.indptr.tolist(), strict=False):
+        parts = zip(tokens_of_plan(plan), tables.indptr.tolist(), strict=False)
+        for (sequence, computed), first_page in parts:
             tokens = self._tokens[sequence.request_id]
-            tokens[sequence.start : sequence.start + sequence.num_tokens] = sequence.token_ids
+            tokens[sequence.start : sequence.start + sequence.num_tokens] = computed
             for index in _filled_blocks(sequence, size):
                 name = np.asarray([size, *tokens[: (index + 1) * size]]).tobytes()
                 self._compare(name, _block_bytes(engine, tables.indices[first_page + index]))

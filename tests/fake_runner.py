@@ -7,6 +7,7 @@ not filled, or a block handed out twice gives another token than `answer_alone`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import zlib
 from collections.abc import Coroutine, Sequence
@@ -22,6 +23,15 @@ from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 
 T = TypeVar("T")
 VOCAB_SIZE = 97
+
+
+def tokens_of_plan(plan: StepPlan) -> list[tuple[ScheduledSequence, list[int]]]:
+    """Each sequence with its part of the step's tokens."""
+    ends = list(itertools.accumulate(sequence.num_tokens for sequence in plan.sequences))
+    assert plan.num_tokens == (ends[-1] if ends else 0)
+    tokens = plan.token_ids.tolist()
+    parts = zip(plan.sequences, ends, strict=True)
+    return [(sequence, tokens[end - sequence.num_tokens : end]) for sequence, end in parts]
 
 
 def next_token(history: Sequence[int], vocab_size: int = VOCAB_SIZE) -> int:
@@ -77,14 +87,15 @@ class FakeRunner:
         self.run_empty_step()
         if self.failures:
             raise self.failures.pop(0)
-        tokens = [token for sequence in plan.sequences for token in sequence.token_ids]
-        self._kv.reshape(-1)[self._tables.slot_mapping[: len(tokens)]] = tokens
+        slots = self._tables.slot_mapping[: plan.num_tokens]
+        self._kv.reshape(-1)[slots] = plan.token_ids
+        for row, (sequence, tokens) in enumerate(tokens_of_plan(plan)):
+            assert self._history(row)[sequence.start :] == tokens
         return [self._output(row, sequence) for row, sequence in enumerate(plan.sequences)]
 
     def _output(self, row: int, sequence: ScheduledSequence) -> SequenceOutput:
         history = self._history(row)
         assert len(history) == sequence.start + sequence.num_tokens
-        assert history[sequence.start :] == list(sequence.token_ids)
         if sequence.sampling is None:
             token = None
         elif self.broken_tokens & set(history):
@@ -111,7 +122,7 @@ class FakeRunner:
             return ()
         return tuple(
             TokenLogprobs(token, -float(next_token(history[: sequence.start + i + 1])), 1)
-            for i, token in enumerate(sequence.next_prompt_token_ids)
+            for i, token in enumerate(sequence.prompt_logprobs.followers.tolist())
         )
 
 

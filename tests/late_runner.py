@@ -8,6 +8,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from fake_runner import FakeRunner
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.step_plan import SamplingInput, SequenceOutput, StepPlan
@@ -60,15 +62,8 @@ class LateRunner(FakeRunner):
         return outputs
 
     def _resolved(self, plan: StepPlan) -> StepPlan:
-        return StepPlan(
-            tuple(
-                dataclasses.replace(
-                    sequence,
-                    token_ids=[t if t >= 0 else self._sampled[-1 - t] for t in sequence.token_ids],
-                )
-                for sequence in plan.sequences
-            )
-        )
+        tokens = [t if t >= 0 else self._sampled[-1 - t] for t in plan.token_ids.tolist()]
+        return dataclasses.replace(plan, token_ids=np.array(tokens, dtype=np.int32))
 
 
 @dataclass(eq=False)
@@ -90,7 +85,7 @@ def _stays(plan: StepPlan) -> bool:
     """Whether all tokens of a step are chosen on the device; those of others need the past."""
     sampled = [(s, s.sampling) for s in plan.sequences if s.sampling is not None]
     for sequence, sampling in sampled:
-        known = len(sampling.prompt_token_ids) + len(sampling.output_token_ids)
+        known = len(sampling.tokens)
         assert _on_device(sampling) or known == sequence.start + sequence.num_tokens
     prompt_logprobs = any(s.prompt_logprobs is not None for s in plan.sequences)
     return bool(sampled) and not prompt_logprobs and all(_on_device(s) for _, s in sampled)

@@ -137,7 +137,7 @@ class FakeEngine:
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         if self.dead is not None:
             raise self.dead
-        if not request.prompt_token_ids:
+        if not len(request.prompt_token_ids):
             raise InvalidRequestError("The prompt must hold at least one token.", param="prompt")
         self.requests.append(request)
         return self._outputs(request)

@@ -153,7 +153,7 @@ def main(
     folder = resolve_model(model)
     dtypes, contexts = dtype or ["float32", "bfloat16"], context or [128, 1024]
     room = (max(contexts) + (rounds + 1) * WINDOW + NEW_TOKENS) * max(BATCHES)
-    pool = Tokenizer.from_folder(folder).encode(SOURCE_TEXT, add_special_tokens=False)
+    pool = Tokenizer.from_folder(folder).encode(SOURCE_TEXT, add_special_tokens=False).tolist()
     with ExitStack() as stack:
         shared = {"threads": threads, "max_tokens": room}
         entries = _torch_entries(folder, dtypes, shared)

@@ -127,7 +127,7 @@ def read_prompts(chats: int) -> list[list[int]]:
     with gzip.open(CHATS, "rt", encoding="utf-8") as lines:
         turns = [json.loads(line)["messages"][:2] for line in lines][: chats + 1]
     texts = [template.render(turn, add_generation_prompt=True) for turn in turns]
-    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return [tokenizer.encode(text, add_special_tokens=False).tolist() for text in texts]
 
 
 def main() -> None:

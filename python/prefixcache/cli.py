@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from prefixcache.config import EngineConfig
     from prefixcache.engine.build import BuiltEngine
     from prefixcache.sampling_params import SamplingParams
+    from prefixcache.token_ids import TokenIds
 
 app = typer.Typer(
     name="prefixcache",
@@ -422,7 +423,7 @@ def _build(flags: dict[str, Any]) -> BuiltEngine:
     return build(config, resolve_model(config.model, config.revision))
 
 
-def _prompt_ids(built: BuiltEngine, prompt: str, system: str | None, chat: bool) -> list[int]:
+def _prompt_ids(built: BuiltEngine, prompt: str, system: str | None, chat: bool) -> TokenIds:
     tokenizer = built.tokenizer
     template = tokenizer.chat_template
     if not chat and system is None:
@@ -442,7 +443,7 @@ def _sampling_params(built: BuiltEngine, given: dict[str, Any]) -> SamplingParam
     return SamplingParams(**{**built.model.generation.sampling_options(), **chosen})
 
 
-def _stream(built: BuiltEngine, prompt: list[int], params: SamplingParams) -> None:
+def _stream(built: BuiltEngine, prompt: TokenIds, params: SamplingParams) -> None:
     from prefixcache.request import Request
 
     engine = built.engine

@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from prefixcache.config import DEFAULT_MODEL
@@ -28,9 +29,10 @@ from prefixcache.engine.control import Control
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import CacheOptions, FinishReason, Request, RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
+from prefixcache.token_ids import TokenIds, as_token_ids
 
 T = TypeVar("T")
-Prompt = str | Sequence[int] | Mapping[str, Any]
+Prompt = str | Sequence[int] | TokenIds | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,22 +235,22 @@ class LLM:
             CompletionOutput(choice, logprobs=None if params.logprobs is None else [])
             for choice in range(params.n)
         ]
-        return _Job(requests, GenerationResult(number, text, token_ids, outputs))
+        return _Job(requests, GenerationResult(number, text, token_ids.tolist(), outputs))
 
-    def _fitting_defaults(self, prompt: Sequence[int]) -> SamplingParams:
+    def _fitting_defaults(self, prompt: TokenIds) -> SamplingParams:
         """The model's defaults, with an answer no longer than there is room for."""
         defaults = self.get_default_sampling_params()
         room = max(self.max_model_len - len(prompt), 1)
         return dataclasses.replace(defaults, max_tokens=min(defaults.max_tokens or room, room))
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _encode(self, prompt: Prompt) -> tuple[str | None, TokenIds]:
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+                return prompt.get("prompt"), as_token_ids(prompt["prompt_token_ids"])
             prompt = cast("str", prompt["prompt"])
         if isinstance(prompt, str):
             return prompt, self._tokenizer.encode(prompt)
-        return None, list(prompt)
+        return None, as_token_ids(prompt)
 
     def _run(self, jobs: Sequence[_Job], *, show_progress: bool) -> None:
         """Steps until all jobs are done; whatever goes wrong, no request stays behind."""
@@ -317,7 +319,7 @@ class _Job:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [cast("Prompt", prompts)]
-    if len(prompts) and isinstance(prompts[0], int):
+    if len(prompts) and isinstance(prompts[0], (int, np.integer)):
         return [cast("Sequence[int]", prompts)]
     return list(cast("Sequence[Prompt]", prompts))
 

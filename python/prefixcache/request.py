@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from prefixcache.config import is_fraction
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.sampling_params import SamplingParams
+from prefixcache.token_ids import TokenIds, as_token_ids
 
 FinishReason = Literal["stop", "length", "abort", "error", "cache_threshold"]
 
@@ -56,18 +56,20 @@ class CacheOptions:
             check_hit_threshold(self.hit_threshold)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
     """One sequence to generate: immutable input. `n` choices are `n` requests.
 
+    `prompt_token_ids` may be given as any list of integers; requests can share one array.
+
     A lower `priority` value is served earlier, as in vLLM. `arrival_time` is in seconds of
     `time.monotonic`. Requests of one `job_id` came together: jobs take turns, and without an id a
-    request is a job of its own. Raises `InvalidRequestError` for a priority or a time that has no
-    place in an order.
+    request is a job of its own. Raises `InvalidRequestError` for token ids that `as_token_ids`
+    refuses, and for a priority or a time that has no place in an order.
     """
 
     request_id: str
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: TokenIds
     params: SamplingParams
     cache: CacheOptions = field(default_factory=CacheOptions)
     priority: int = 0
@@ -75,6 +77,7 @@ class Request:
     job_id: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_token_ids", as_token_ids(self.prompt_token_ids))
         for name in ("priority", "arrival_time"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or value != value:

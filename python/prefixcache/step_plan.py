@@ -10,58 +10,66 @@ from dataclasses import dataclass
 
 from prefixcache.request import TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
+from prefixcache.token_ids import TokenBuffer, TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingInput:
     """What the sampler needs of a sequence whose next token is due.
 
-    The randomness depends on `seed` and on the position of the new token alone
-    (`len(prompt_token_ids) + len(output_token_ids)`), never on the batch. `banned_token_ids` may
-    not be chosen in this step.
+    The randomness depends on `seed` and on the position of the new token alone, never on the batch.
+    `tokens` are those that are known before it; `banned_token_ids` may not be chosen in this step.
     """
 
     params: SamplingParams
     seed: int
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
+    tokens: TokenBuffer
     banned_token_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsInput:
+    """Asks for log probabilities of the tokens that *follow* a chunk's positions in the prompt.
+
+    There is no such token at the prompt's end. `count` likeliest tokens are told beside each.
+    """
+
+    followers: TokenIds
+    count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledSequence:
     """The part of one sequence that is computed in this step.
 
-    `token_ids` stand at positions `start`, `start + 1`, ... of the sequence; -1 - i stands for the
-    i-th token that the step before samples, where that is not known yet. `sampling` is None for a
-    chunk of a prompt that does not reach the prompt's end. `prompt_logprobs`, when set, asks for
-    the log probabilities of the tokens that *follow* each computed position inside the prompt;
-    `next_prompt_token_ids` are those tokens (shorter by one at the prompt's end).
+    Its `num_tokens` stand at positions `start`, `start + 1`, ... of the sequence. `sampling` is
+    None for a chunk of a prompt that does not reach the prompt's end.
     """
 
     request_id: str
-    token_ids: Sequence[int]
     start: int
+    num_tokens: int
     sampling: SamplingInput | None
-    prompt_logprobs: int | None = None
-    next_prompt_token_ids: Sequence[int] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed in this step."""
-        return len(self.token_ids)
+    prompt_logprobs: PromptLogprobsInput | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: decodes first, then chunks of prompts. The order is that of the batch's rows."""
+    """One step: decodes first, then chunks of prompts. The order is that of the batch's rows.
+
+    `token_ids` [T] are the tokens of the sequences side by side; -1 - i stands for the i-th token
+    that the step before samples, where that is not known yet. The first `num_decodes` sequences
+    extend an answer by one token.
+    """
 
     sequences: tuple[ScheduledSequence, ...]
+    token_ids: TokenIds
+    num_decodes: int
 
     @property
     def num_tokens(self) -> int:
         """T: tokens computed in this step."""
-        return sum(len(sequence.token_ids) for sequence in self.sequences)
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

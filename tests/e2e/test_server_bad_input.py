@@ -122,7 +122,7 @@ OF_COMPLETIONS = [
     ("prompt", [[1], None], "[1]"),
     ("prompt", [-1], "383"),
     ("prompt", [384], "383"),
-    ("prompt", [2**40], "383"),
+    ("prompt", [2**40], "no vocabulary"),
     ("prompt", [2**80], "integers"),
     ("prompt", [5] * 512, "512"),
     ("prompt", "word " * 600, "512"),

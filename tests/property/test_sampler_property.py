@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plans import context
 from prefixcache.sampling.sampler import sample
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.step_plan import SamplingInput
@@ -29,8 +30,9 @@ rows = st.builds(
     SamplingInput,
     params=params,
     seed=st.integers(-(2**63), 2**64 - 1),
-    prompt_token_ids=st.lists(tokens, min_size=1, max_size=8),
-    output_token_ids=st.lists(tokens, max_size=8),
+    tokens=st.builds(
+        context, st.lists(tokens, min_size=1, max_size=8), st.lists(tokens, max_size=8)
+    ),
     banned_token_ids=st.lists(tokens, max_size=4),
 )
 

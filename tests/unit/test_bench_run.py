@@ -19,6 +19,7 @@ from prefixcache.bench.targets import run_server, serve_arguments
 from prefixcache.bench.workloads import LoadConfig, Prompt, WorkloadConfig
 from prefixcache.cli import app
 from prefixcache.exceptions import ConfigError
+from prefixcache.token_ids import as_token_ids
 from serving import served_folder
 
 WORKLOAD = WorkloadConfig(num_requests=4, prefix_len=64, suffix_len=16, output_len=3)
@@ -100,7 +101,7 @@ async def test_an_engine_and_its_server_give_the_same_numbers(
     async with served_folder(tiny_checkpoint()) as (client, engine):
         over_http = await HttpTarget.connect(client)
         pool = await over_http.token_pool()
-        in_process = EngineTarget(engine, lambda text: pool)
+        in_process = EngineTarget(engine, lambda _text: as_token_ids(pool))
         assert await in_process.token_pool() == pool
         assert over_http.model == "tiny"
         prompt = Prompt(tuple(pool[:40]), 5)

@@ -7,11 +7,12 @@ import logging
 import numpy as np
 import pytest
 
+from plans import plan_of
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.request import CacheOptions, Request
 from prefixcache.sampling_params import SamplingParams
-from prefixcache.step_plan import ScheduledSequence, StepPlan
+from prefixcache.step_plan import ScheduledSequence
 
 
 def started(cache: CacheManager, name: str, length: int, salt: str | None = None) -> str:
@@ -68,7 +69,7 @@ def test_released_requests_resume_and_freed_ones_are_forgotten() -> None:
     cache = CacheManager(9, 4)
     cache.commit(started(cache, "a", 8), 0, 8)
     cache.mark_filled(["a"], [8])
-    cache.append_tokens(["a"], [77])
+    cache.append_tokens({"a": 77})
     cache.release(["a"])
     assert cache.num_free_blocks == cache.num_blocks - 1
     assert cache.commit("a", cache.count_hits("a"), 4) == 8
@@ -99,10 +100,10 @@ def test_fill_writes_pages_and_slots() -> None:
         slot_mapping=np.zeros(32, dtype=np.int64),
     )
     sequences = (
-        ScheduledSequence(request_id="b", token_ids=[4], start=4, sampling=None),
-        ScheduledSequence(request_id="a", token_ids=[0] * 6, start=0, sampling=None),
+        ScheduledSequence(request_id="b", start=4, num_tokens=1, sampling=None),
+        ScheduledSequence(request_id="a", start=0, num_tokens=6, sampling=None),
     )
-    cache.fill(StepPlan(sequences), (tables,))
+    cache.fill(plan_of(sequences), (tables,))
     a, b = [1, 2, 3], [4, 5]
     assert tables.indptr[:3].tolist() == [0, 2, 4]
     assert tables.indices[:4].tolist() == [*b, *a[:2]]

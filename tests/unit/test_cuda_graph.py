@@ -121,8 +121,8 @@ def test_batches_shrink_through_the_sizes_and_others_run_plainly(
 
 
 def _is_decode(sequence) -> bool:
-    return sequence.sampling is not None and sequence.start >= len(
-        sequence.sampling.prompt_token_ids
+    return sequence.sampling is not None and (
+        sequence.start >= sequence.sampling.tokens.num_prompt_tokens
     )
 
 

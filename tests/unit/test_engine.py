@@ -95,23 +95,24 @@ def test_a_stop_string_ends_the_answer_and_wins_over_the_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("wrong", "message"),
     [
-        (make_request(prompt=[]), "at least one token"),
-        (make_request(prompt=[1, VOCAB_SIZE]), "token id 97; ids are from 0 to 96"),
-        (make_request(prompt=[1, -3]), "token id -3"),
-        (make_request(prompt=[1, 2**70]), "must be integers"),
-        (make_request(prompt=[1.5]), "must be integers"),
-        (make_request(prompt=[True]), "must be integers"),
-        (make_request(prompt=[[1], [2, 3]]), "must be integers"),
-        (make_request(logit_bias={VOCAB_SIZE: 1.0}), "logit_bias holds the token id 97"),
-        (make_request(max_tokens=200), "context length is 128 tokens"),
+        ({"prompt": []}, "at least one token"),
+        ({"prompt": [1, VOCAB_SIZE]}, "token id 97; ids are from 0 to 96"),
+        ({"prompt": [1, -3]}, "token id -3"),
+        ({"prompt": [1, 2**31]}, "token id 2147483648, which no vocabulary has"),
+        ({"prompt": [1, 2**70]}, "must be integers"),
+        ({"prompt": [1.5]}, "must be integers"),
+        ({"prompt": [True]}, "must be integers"),
+        ({"prompt": [[1], [2, 3]]}, "must be integers"),
+        ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias holds the token id 97"),
+        ({"max_tokens": 200}, "context length is 128 tokens"),
     ],
 )
-def test_wrong_requests_are_refused_at_once(request_: Request, message: str) -> None:
+def test_wrong_requests_are_refused_at_once(wrong: dict[str, Any], message: str) -> None:
     engine, _, _ = make_engine()
     with pytest.raises(InvalidRequestError, match=message) as caught:
-        engine.add_request(request_)
+        engine.add_request(make_request(**wrong))
     assert caught.value.param in ("prompt", "logit_bias", "max_tokens")
     assert not engine.has_unfinished()
 

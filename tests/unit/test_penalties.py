@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from plans import context
 from prefixcache.sampling.batch import (
     SampledRow,
     add_additions,
@@ -33,8 +34,7 @@ def row_of(
     sampling = SamplingInput(
         params=SamplingParams(**params),
         seed=0,
-        prompt_token_ids=prompt,
-        output_token_ids=output,
+        tokens=context(prompt, output),
         banned_token_ids=banned,
     )
     return SampledRow(name, len(prompt) + len(output), sampling)

@@ -13,12 +13,7 @@ from prefixcache.request import Request
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestState
-
-
-class Prompt(list[int]):
-    """Token ids that can be watched."""
-
-    __hash__ = object.__hash__
+from prefixcache.token_ids import TokenIds, as_token_ids
 
 
 def state(
@@ -26,7 +21,7 @@ def state(
     serial: int,
     priority: int = 0,
     arrival: float = 0.0,
-    prompt: Sequence[int] = (1,),
+    prompt: Sequence[int] | TokenIds = (1,),
 ) -> RequestState:
     request = Request(
         request_id=name,
@@ -90,16 +85,16 @@ def test_a_new_request_with_the_id_of_a_removed_one_is_another_request() -> None
 def test_a_removed_request_leaves_nothing_of_its_prompt() -> None:
     queue = WaitingQueue()
     queue.push(state("head", 0))
-    prompts: weakref.WeakSet[Prompt] = weakref.WeakSet()
+    prompts = []
     for serial in range(1, 20):
-        prompt = Prompt([serial])
-        prompts.add(prompt)
+        prompt = as_token_ids([serial])
+        prompts.append(weakref.ref(prompt))
         queue.push(state(str(serial), serial, prompt=prompt))
     del prompt
-    assert len(prompts) == 19
+    assert [prompt().tolist() for prompt in prompts] == [[serial] for serial in range(1, 20)]
     for serial in range(1, 20):
         queue.remove(str(serial))
-    assert not prompts
+    assert [prompt() for prompt in prompts] == [None] * 19
     assert drain(queue) == ["head"]
 
 

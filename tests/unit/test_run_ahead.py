@@ -16,6 +16,7 @@ from torch import Tensor
 from fake_engine import make_engine, make_request
 from fake_runner import answer_alone
 from paged_models import CPU, PagedServer
+from plans import plan_of
 from prefixcache import LLM
 from prefixcache.attention.base import AttentionBatch
 from prefixcache.attention.flashinfer import FlashInferAttention
@@ -71,12 +72,8 @@ def test_decodes_can_be_submitted_before_their_tokens_are_known(
     server.cache.fill(second, server.runner.block_tables)
     in_flight = server.runner.submit(second)
     # The tokens of `second` are not read yet; its successor names them by their place.
-    third = StepPlan(
-        tuple(
-            dataclasses.replace(s, token_ids=[-1 - i], start=s.start + 1)
-            for i, s in enumerate(second.sequences)
-        )
-    )
+    later = [dataclasses.replace(s, start=s.start + 1) for s in second.sequences]
+    third = plan_of(later, [-1, -2], decodes=2)
     assert server.cache.append([("a", 4), ("b", 4)]) == 2
     server.cache.fill(third, server.runner.block_tables)
     after = server.runner.submit(third)
@@ -104,11 +101,11 @@ def test_the_host_fills_other_tables_than_those_the_device_still_reads(
     runner = ModelRunner(
         nothing, nothing, max_tokens=4, max_seqs=2, max_pages=2, device=torch.device(device)
     )
-    chunk = ScheduledSequence(request_id="a", token_ids=[5], start=0, sampling=None)
+    chunk = ScheduledSequence(request_id="a", start=0, num_tokens=1, sampling=None)
     filled = []
     for _ in range(4):
         filled.append(runner.block_tables[0].indices)
-        assert runner.submit(StepPlan((chunk,))).is_known
+        assert runner.submit(plan_of([chunk])).is_known
     assert len({id(indices) for indices in filled}) == sets
     assert all(filled[i] is filled[i + sets] for i in range(4 - sets))
 
@@ -302,9 +299,9 @@ def _manager(*, publish_answers: bool) -> CacheManager:
     cache = CacheManager(20, 4, publish_answers=publish_answers)
     cache.start(Request(request_id="a", prompt_token_ids=[1] * 6, params=SamplingParams()))
     cache.commit("a", 0, 12)
-    cache.append_tokens(["a"] * 1, [2])
+    cache.append_tokens({"a": 2})
     for token in (3, 4, 5, 6, 7):
-        cache.append_tokens(["a"], [token])
+        cache.append_tokens({"a": token})
     cache.mark_filled(["a"], [12])
     cache.free(["a"])
     follow_up = [1] * 6 + [2, 3, 4, 5, 6, 7, 8]

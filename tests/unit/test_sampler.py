@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from plans import context
 from prefixcache.ops.linear import TorchLinear
 from prefixcache.sampling.batch import SampledRow, add_draws
 from prefixcache.sampling.cuts import floors
@@ -36,8 +37,7 @@ def row(
     return SamplingInput(
         params=SamplingParams(**params),
         seed=seed,
-        prompt_token_ids=prompt,
-        output_token_ids=output,
+        tokens=context(prompt, output),
         banned_token_ids=banned,
     )
 
@@ -227,7 +227,7 @@ def sampled(
     values: torch.Tensor, rows: list[SamplingInput], *, waits: bool
 ) -> list[SequenceOutput]:
     """Without `waits` as a GPU does it."""
-    known = [SampledRow(f"{r}", 2 + len(one.output_token_ids), one) for r, one in enumerate(rows)]
+    known = [SampledRow(f"{r}", len(one.tokens), one) for r, one in enumerate(rows)]
     result = Sampler(len(rows), CPU, waits=waits).sample(values, known)
     return result.outputs(result.results.numpy())
 
@@ -255,7 +255,10 @@ def test_the_gpus_way_chooses_the_same_tokens(vocab: int, scale: float) -> None:
     values[21, 4] = math.nan
     values[32, 1] = math.inf
     values[43] = -math.inf
-    rows = [dataclasses.replace(one, output_token_ids=one.output_token_ids[:3]) for one in rows]
+    rows = [
+        dataclasses.replace(one, tokens=context((1, 2), one.tokens.answer[:3].tolist()))
+        for one in rows
+    ]
     ours, theirs = (sampled(values, rows, waits=waits) for waits in (False, True))
     assert ours == theirs
     assert [r for r, output in enumerate(ours) if output.error] == [21, 32, 43]
@@ -287,7 +290,9 @@ def test_a_context_that_grew_gives_what_one_counted_anew_gives(waits: bool) -> N
         rows = [row(r, output=tuple(answers[r]), **options) for r in range(5)]
         known = [
             # The host has read none of the answer.
-            SampledRow(f"{r}", 2 + len(answers[r]), dataclasses.replace(one, output_token_ids=()))
+            SampledRow(
+                f"{r}", 2 + len(answers[r]), dataclasses.replace(one, tokens=context((1, 2)))
+            )
             for r, one in enumerate(rows)
         ]
         chosen_now = sampler.sample(values, known).token_ids_R.tolist()
@@ -346,10 +351,10 @@ def reference(values: np.ndarray, given: SamplingInput) -> np.ndarray:
         values[token] += bias
     for token in given.banned_token_ids:
         values[token] = -np.inf
-    for token in {*given.prompt_token_ids, *given.output_token_ids}:
+    for token in set(given.tokens.known.tolist()):
         by = params.repetition_penalty
         values[token] = values[token] / by if values[token] > 0 else values[token] * by
-    for token, count in Counter(given.output_token_ids).items():
+    for token, count in Counter(given.tokens.answer.tolist()).items():
         values[token] -= params.frequency_penalty * count + params.presence_penalty
     if params.greedy:
         return (np.arange(len(values)) == values.argmax()).astype(float)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from plans import context
 from prefixcache.sampling import race
 from prefixcache.sampling.batch import SampledRow
 from prefixcache.sampling.sampler import Sampler
@@ -60,8 +61,7 @@ def rows_of(options: list[dict[str, Any]], step: int) -> list[SampledRow]:
             SamplingInput(
                 params=SamplingParams(**given),
                 seed=r,
-                prompt_token_ids=(1, 2),
-                output_token_ids=(),
+                tokens=context((1, 2)),
                 banned_token_ids=(7,) if r % 5 == 4 else (),
             ),
         )

@@ -281,7 +281,7 @@ def test_prompt_logprobs_compute_the_whole_prompt_although_it_is_cached() -> Non
     bench.add("b", prompt_of(18), params={"prompt_logprobs": 0})
     (sequence,) = bench.step().sequences
     assert (sequence.start, sequence.num_tokens) == (0, 18)
-    assert list(sequence.next_prompt_token_ids) == prompt_of(18)[1:]
+    assert sequence.prompt_logprobs.followers.tolist() == prompt_of(18)[1:]
 
 
 def test_a_resumed_request_reads_the_cache_up_to_its_known_prompt_logprobs() -> None:
@@ -291,7 +291,7 @@ def test_a_resumed_request_reads_the_cache_up_to_its_known_prompt_logprobs() -> 
     bench.scheduler.requeue_running()
     (sequence,) = bench.step().sequences
     assert (sequence.start, sequence.num_tokens) == (8, 8)
-    assert list(sequence.next_prompt_token_ids) == prompt_of(20)[9:17]
+    assert sequence.prompt_logprobs.followers.tolist() == prompt_of(20)[9:17]
 
 
 def test_a_sequence_with_an_error_publishes_nothing() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from fake_engine import make_engine, make_request
 from fake_runner import KnownOutputs, answer_alone
+from plans import plan_of
 from prefixcache.config import SchedulerConfig
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import ConfigError
@@ -251,13 +252,13 @@ def test_a_step_under_way_counts_from_the_end_of_the_one_before() -> None:
 
 
 def scheduled(start: int, count: int) -> ScheduledSequence:
-    return ScheduledSequence(request_id="a", token_ids=range(count), start=start, sampling=None)
+    return ScheduledSequence(request_id="a", start=start, num_tokens=count, sampling=None)
 
 
 def learned(*steps: tuple[Sequence[tuple[int, int]], float]) -> StepTimeModel:
     model = StepTimeModel()
     for parts, seconds in steps:
-        model.observe(StepPlan(tuple(scheduled(*part) for part in parts)), seconds)
+        model.observe(plan_of([scheduled(*part) for part in parts]), seconds)
     return model
 
 

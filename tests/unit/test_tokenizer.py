@@ -46,7 +46,7 @@ def _edit(folder: Path, tmp_path: Path, name: str, **changes: object) -> Path:
 @pytest.mark.parametrize("special", [True, False])
 def test_ids_equal_those_of_transformers(folder, tokenizer, text, special):
     theirs = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.encode(text, add_special_tokens=special) == theirs.encode(
+    assert tokenizer.encode(text, add_special_tokens=special).tolist() == theirs.encode(
         text, add_special_tokens=special
     )
 
@@ -55,7 +55,7 @@ def test_ids_equal_those_of_transformers(folder, tokenizer, text, special):
 def test_tokenizer_json_alone_says_which_special_tokens_are_added(folder, tmp_path, flag):
     edited = _edit(folder, tmp_path, "tokenizer_config.json", add_bos_token=flag)
     theirs = AutoTokenizer.from_pretrained(edited).encode("hello")
-    assert Tokenizer.from_folder(edited).encode("hello") == theirs
+    assert Tokenizer.from_folder(edited).encode("hello").tolist() == theirs
     rule = {
         "type": "TemplateProcessing",
         "pair": [],
@@ -68,19 +68,19 @@ def test_tokenizer_json_alone_says_which_special_tokens_are_added(folder, tmp_pa
         },
     }
     edited = _edit(edited, edited, "tokenizer.json", post_processor=rule)
-    assert Tokenizer.from_folder(edited).encode("hello") == [1, *theirs]
+    assert Tokenizer.from_folder(edited).encode("hello").tolist() == [1, *theirs]
     assert AutoTokenizer.from_pretrained(edited).encode("hello") == [1, *theirs]
 
 
 @given(text=st.text())
 def test_decode_gives_the_text_back(tokenizer, text):
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode(text, add_special_tokens=False).tolist()
     assert tokenizer.decode(ids) == text
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
 
 
 def test_special_tokens_are_shown_only_when_asked(tokenizer):
-    ids = tokenizer.encode(f"hi{EOS}")
+    ids = tokenizer.encode(f"hi{EOS}").tolist()
     assert tokenizer.decode(ids) == "hi"
     assert tokenizer.decode(ids, skip_special_tokens=False) == f"hi{EOS}"
     assert tokenizer.token_bytes(2) == EOS.encode()

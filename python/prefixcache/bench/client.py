@@ -20,6 +20,7 @@ from prefixcache.bench.workloads import SOURCE_TEXT, LoadConfig, Prompt
 from prefixcache.exceptions import PrefixCacheError
 from prefixcache.request import CacheOptions, Request
 from prefixcache.sampling_params import SamplingParams
+from prefixcache.token_ids import TokenIds, as_token_ids
 
 if TYPE_CHECKING:
     from prefixcache.engine.async_engine import AsyncEngine
@@ -113,14 +114,14 @@ async def _gather(tasks: list[asyncio.Future[RequestRecord]]) -> list[RequestRec
 class EngineTarget:
     """An engine in this process."""
 
-    def __init__(self, engine: AsyncEngine, encode: Callable[[str], Sequence[int]]) -> None:
+    def __init__(self, engine: AsyncEngine, encode: Callable[[str], TokenIds]) -> None:
         self._engine = engine
         self._encode = encode
         self._numbers = itertools.count()
 
     async def token_pool(self) -> list[int]:
         """Tokens of plain English words in the model's vocabulary."""
-        return list(self._encode(SOURCE_TEXT))
+        return self._encode(SOURCE_TEXT).tolist()
 
     async def send(self, prompt: Prompt) -> RequestRecord:
         """Times one request through the engine's own stream."""
@@ -149,7 +150,7 @@ class EngineTarget:
     def _request(self, prompt: Prompt) -> Request:
         return Request(
             request_id=f"bench-{next(self._numbers)}",
-            prompt_token_ids=prompt.token_ids,
+            prompt_token_ids=as_token_ids(prompt.token_ids),
             params=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=prompt.output_len),
             cache=CacheOptions(salt=prompt.cache_salt),
             arrival_time=time.monotonic(),

@@ -6,13 +6,11 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, NoReturn
-
-import numpy as np
 
 from prefixcache.engine.control import Control
 from prefixcache.engine.memory import ModelMemory
@@ -26,6 +24,7 @@ from prefixcache.runner.pending import PendingStep
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
+from prefixcache.token_ids import TokenIds
 from prefixcache.tokenization.detokenizer import IncrementalDetokenizer
 
 logger = logging.getLogger(__name__)
@@ -376,16 +375,10 @@ class _HostTime:
         return self._since - last
 
 
-def _check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+def _check_token_ids(token_ids: TokenIds, vocab_size: int) -> None:
     if not len(token_ids):
         raise InvalidRequestError("The prompt must hold at least one token.", param="prompt")
-    try:
-        ids = np.asarray(token_ids)
-    except (ValueError, OverflowError):
-        ids = np.empty((0, 0), dtype=object)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise InvalidRequestError("The prompt's token ids must be integers.", param="prompt")
-    low, high = int(ids.min()), int(ids.max())
+    low, high = int(token_ids.min()), int(token_ids.max())
     if low < 0 or high >= vocab_size:
         raise InvalidRequestError(
             f"The prompt holds the token id {low if low < 0 else high}; ids are from 0 to "

@@ -6,7 +6,7 @@ Every call is one for the whole batch, never one per block.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prefixcache.core import PrefixCache
 from prefixcache.core import Sequence as CoreSequence
@@ -134,13 +134,11 @@ class CacheManager:
         sequences = self._of([request_id for request_id, _ in wanted])
         return self._cache.append_slots(sequences, [count for _, count in wanted])
 
-    def append_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
+    def append_tokens(self, sampled: Mapping[str, int]) -> None:
         """Adds one sampled token to each request."""
         if self._unhashed:
-            pairs = zip(request_ids, token_ids, strict=True)
-            hashed = {name: token for name, token in pairs if name not in self._unhashed}
-            request_ids, token_ids = list(hashed), list(hashed.values())
-        self._cache.append_tokens(self._of(request_ids), list(token_ids))
+            sampled = {name: sampled[name] for name in sampled if name not in self._unhashed}
+        self._cache.append_tokens(self._of(sampled), list(sampled.values()))
 
     def mark_filled(self, request_ids: Sequence[str], upto: Sequence[int]) -> None:
         """Publishes each request's full blocks below `upto` tokens, whose KV is there now.
@@ -206,6 +204,6 @@ class CacheManager:
         """`reset`, and nothing computed so far can be found or published from now on."""
         return self._cache.new_weight_version()
 
-    def _of(self, request_ids: Sequence[str]) -> list[CoreSequence]:
+    def _of(self, request_ids: Iterable[str]) -> list[CoreSequence]:
         sequences = self._sequences
         return [sequences[request_id] for request_id in request_ids]

@@ -5,7 +5,6 @@ Letters of shapes: T tokens in the step, S sequences, R rows of logits, P pages 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from prefixcache.attention.base import AttentionBatch
 from prefixcache.attention.fence import Fence
 from prefixcache.kv.buffers import BlockTableBuffers
-from prefixcache.step_plan import ScheduledSequence, StepPlan
+from prefixcache.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,36 +75,27 @@ class StepBuffers:
         `sampled_R` are the tokens that the step before sampled, on the device: the plan's tokens
         below zero stand for them.
         """
-        ends = np.cumsum([sequence.num_tokens for sequence in plan.sequences])
-        num_tokens, num_seqs = int(ends[-1]), len(ends)
-        self._write_tokens(plan.sequences, num_tokens)
+        counts = np.array([sequence.num_tokens for sequence in plan.sequences])
+        starts = np.array([sequence.start for sequence in plan.sequences])
+        ends = np.cumsum(counts)
+        num_tokens, num_seqs = plan.num_tokens, len(ends)
+        self._token_ids.numpy()[:num_tokens] = plan.token_ids
+        self._positions.numpy()[:num_tokens] = np.arange(num_tokens) + np.repeat(
+            starts - (ends - counts), counts
+        )
         self._qo_indptr.numpy()[1 : num_seqs + 1] = ends
-        sampled = [
-            end - 1
-            for sequence, end in zip(plan.sequences, ends.tolist(), strict=True)
-            if sequence.sampling is not None
-        ]
+        sampled = ends[[sequence.sampling is not None for sequence in plan.sequences]] - 1
         self._sampled_rows.numpy()[: len(sampled)] = sampled
         return Batch(
-            token_ids_T=self._tokens_on_device(num_tokens, sampled_R),
+            token_ids_T=self._tokens_on_device(plan, sampled_R),
             positions_T=self._on_device(self._positions[:num_tokens]),
             sampled_rows_R=self._on_device(self._sampled_rows[: len(sampled)]),
             attention=self._attention_batch(plan, num_tokens, num_seqs),
         )
 
-    def _tokens_on_device(self, num_tokens: int, sampled_R: Tensor) -> Tensor:
-        known = self._token_ids[:num_tokens]
-        token_ids = self._on_device(known)
-        return token_ids if known.numpy().min() >= 0 else resolve_pending(token_ids, sampled_R)
-
-    def _write_tokens(self, sequences: Sequence[ScheduledSequence], num_tokens: int) -> None:
-        token_ids: list[int] = []
-        positions: list[int] = []
-        for sequence in sequences:
-            token_ids.extend(sequence.token_ids)
-            positions.extend(range(sequence.start, sequence.start + sequence.num_tokens))
-        self._token_ids.numpy()[:num_tokens] = token_ids
-        self._positions.numpy()[:num_tokens] = positions
+    def _tokens_on_device(self, plan: StepPlan, sampled_R: Tensor) -> Tensor:
+        token_ids = self._on_device(self._token_ids[: plan.num_tokens])
+        return token_ids if plan.token_ids.min() >= 0 else resolve_pending(token_ids, sampled_R)
 
     def _attention_batch(self, plan: StepPlan, num_tokens: int, num_seqs: int) -> AttentionBatch:
         num_pages = int(self._kv_indptr[num_seqs])
@@ -116,7 +106,7 @@ class StepBuffers:
             last_page_len=self._last_page_len[:num_seqs],
             slot_mapping=self._on_device(self._slot_mapping[:num_tokens]),
             max_q_len=max(sequence.num_tokens for sequence in plan.sequences),
-            num_decodes=count_decodes(plan),
+            num_decodes=plan.num_decodes,
         )
 
     def _host(self, size: int, dtype: torch.dtype) -> Tensor:
@@ -133,18 +123,3 @@ def resolve_pending(token_ids_T: Tensor, sampled_R: Tensor) -> Tensor:
     """
     sampled_T = sampled_R[(-1 - token_ids_T).clamp_(min=0)].clamp_(min=0)
     return torch.where(token_ids_T < 0, sampled_T, token_ids_T)
-
-
-def count_decodes(plan: StepPlan) -> int:
-    """Leading sequences of the step that compute one token of their answer."""
-    decodes = itertools.takewhile(_is_decode, plan.sequences)
-    return sum(1 for _ in decodes)
-
-
-def _is_decode(sequence: ScheduledSequence) -> bool:
-    sampling = sequence.sampling
-    return (
-        sequence.num_tokens == 1
-        and sampling is not None
-        and sequence.start >= len(sampling.prompt_token_ids)
-    )

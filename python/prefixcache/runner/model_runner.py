@@ -27,7 +27,7 @@ from prefixcache.runner.trial import run_largest_step
 from prefixcache.sampling.batch import SampledRow
 from prefixcache.sampling.logprobs import token_logprobs
 from prefixcache.sampling.sampler import Sampled, Sampler, all_plain_greedy
-from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
+from prefixcache.step_plan import PromptLogprobsInput, SequenceOutput, StepPlan
 
 _LOGPROB_ROWS = 256
 _NOTHING = SequenceOutput()
@@ -158,22 +158,22 @@ class ModelRunner:
     ) -> list[SequenceOutput]:
         first = 0
         for index, sequence in enumerate(plan.sequences):
-            if sequence.prompt_logprobs is not None and outputs[index].error is None:
-                rows_RE = hidden_TE[first : first + len(sequence.next_prompt_token_ids)]
-                logprobs = tuple(self._prompt_logprobs(sequence, rows_RE))
+            asked = sequence.prompt_logprobs
+            if asked is not None and outputs[index].error is None:
+                rows_RE = hidden_TE[first : first + len(asked.followers)]
+                logprobs = tuple(self._prompt_logprobs(asked, rows_RE))
                 outputs[index] = dataclasses.replace(outputs[index], prompt_logprobs=logprobs)
             first += sequence.num_tokens
         return outputs
 
     def _prompt_logprobs(
-        self, sequence: ScheduledSequence, hidden_RE: Tensor
+        self, asked: PromptLogprobsInput, hidden_RE: Tensor
     ) -> Iterator[TokenLogprobs]:
         """A few rows at a time: all logits of a long prompt would not fit into memory."""
         for start in range(0, len(hidden_RE), _LOGPROB_ROWS):
             stop = start + _LOGPROB_ROWS
             logits_RV = self._model.compute_logits(hidden_RE[start:stop])
-            followers = sequence.next_prompt_token_ids[start:stop]
-            yield from token_logprobs(logits_RV.float(), followers, sequence.prompt_logprobs or 0)
+            yield from token_logprobs(logits_RV.float(), asked.followers[start:stop], asked.count)
 
 
 def _known(outputs: list[SequenceOutput]) -> PendingStep:

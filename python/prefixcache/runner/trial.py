@@ -9,6 +9,7 @@ from prefixcache.runner.decoder import Decoder
 from prefixcache.sampling.sampler import sample
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.step_plan import SamplingInput
+from prefixcache.token_ids import TokenBuffer, as_token_ids
 
 # Takes the sampler through all it may allocate: scaling, nucleus, noise.
 _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
@@ -35,7 +36,7 @@ def run_largest_step(
     hidden_TE = model.forward(torch.zeros_like(positions), positions, attention)
     rows = min(max_seqs, len(hidden_TE))
     logits_RV = model.compute_logits(hidden_TE[:rows])
-    nothing = SamplingInput(params=_PARAMS, seed=0, prompt_token_ids=(), output_token_ids=())
+    nothing = SamplingInput(params=_PARAMS, seed=0, tokens=TokenBuffer(as_token_ids(())))
     sample(logits_RV, [nothing] * rows)
 
 

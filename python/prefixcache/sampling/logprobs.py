@@ -5,7 +5,6 @@ Letters of shapes: R rows, V vocabulary, N alternatives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from prefixcache.request import TokenLogprobs
 from prefixcache.sampling.upload import Upload
+from prefixcache.token_ids import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,7 @@ def unpack(numbers: npt.NDArray[np.int64], num_rows: int) -> tuple[TokenLogprobs
     return tuple(TokenLogprobs(*row) for row in zip(*columns, strict=True))
 
 
-def token_logprobs(
-    logits_RV: Tensor, token_ids: Sequence[int], count: int
-) -> tuple[TokenLogprobs, ...]:
+def token_logprobs(logits_RV: Tensor, token_ids: TokenIds, count: int) -> tuple[TokenLogprobs, ...]:
     """For each row its token's log probability and rank, and the `count` likeliest tokens.
 
     Waits for the device.

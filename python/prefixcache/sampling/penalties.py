@@ -61,7 +61,7 @@ class TokenCounts:
         self._counts_CV[counts_P, tokens_P.clamp(min=0)] += 2
 
     def _row_of(self, row: SampledRow, vocab_size: int) -> int:
-        answered = row.position - len(row.sampling.prompt_token_ids)
+        answered = row.position - row.sampling.tokens.num_prompt_tokens
         known = self._contexts.get(row.request_id)
         context, counted = known or (self._free_row(vocab_size), -1)
         if counted != answered:
@@ -83,9 +83,8 @@ class TokenCounts:
 
     def _count(self, context: int, sampling: SamplingInput, vocab_size: int) -> None:
         """Of a request that is new, or whose answer began anew: all its tokens are known."""
-        answer = np.asarray(sampling.output_token_ids, dtype=np.int64)
-        counts_V = 2 * np.bincount(answer, minlength=vocab_size)
-        counts_V[np.asarray(sampling.prompt_token_ids, dtype=np.int64)] += 1
+        counts_V = 2 * np.bincount(sampling.tokens.answer, minlength=vocab_size)
+        counts_V[sampling.tokens.prompt] += 1
         upload = Upload()
         counts_at = upload.integers(counts_V)
         self._counts_CV[context].copy_(counts_at(upload.send(self._device)))

@@ -138,10 +138,7 @@ def greedy_token_ids(logits_RV: Tensor) -> Tensor:
 
 def sample(logits_RV: Tensor, rows: Sequence[SamplingInput]) -> list[SequenceOutput]:
     """What `Sampler` gives for rows whose tokens are all known. Waits for the device."""
-    known = [
-        SampledRow(f"{r}", len(row.prompt_token_ids) + len(row.output_token_ids), row)
-        for r, row in enumerate(rows)
-    ]
+    known = [SampledRow(f"{r}", len(row.tokens), row) for r, row in enumerate(rows)]
     sampled = Sampler(len(rows), logits_RV.device).sample(logits_RV, known)
     return sampled.outputs(sampled.results.cpu().numpy())
 

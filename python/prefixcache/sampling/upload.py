@@ -22,7 +22,7 @@ class Upload:
         self._arrays: list[npt.NDArray[np.int64]] = []
         self._size = 0
 
-    def integers(self, values: Sequence[int] | npt.NDArray[np.int64]) -> Field:
+    def integers(self, values: Sequence[int] | npt.NDArray[np.integer]) -> Field:
         """Adds an array that is int64 on the device."""
         place = self._add(np.asarray(values, dtype=np.int64))
         return lambda sent: sent[place]

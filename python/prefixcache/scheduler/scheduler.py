@@ -23,6 +23,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from prefixcache.config import SchedulerConfig
 from prefixcache.exceptions import RequestTooLargeError
 from prefixcache.kv.cache_manager import CacheManager
@@ -51,6 +53,7 @@ class Refusal:
 class _Chunk:
     state: RequestState
     count: int
+    is_decode: bool = False
 
     @property
     def num_missing_slots(self) -> int:
@@ -194,7 +197,7 @@ class Scheduler:
         running, budget = self._running_chunks()
         chunks = self._with_slots(running)
         if chunks is None:
-            return StepPlan(())
+            return self._plan([])
         if self.num_preemptions == preempted_before:
             self._start_waiting(chunks, budget)
         return self._plan(chunks)
@@ -209,7 +212,7 @@ class Scheduler:
         """
         rows: list[tuple[ScheduledSequence, SequenceOutput]] = []
         computed: list[tuple[RequestState, int]] = []
-        sampled: list[RequestState] = []
+        sampled: dict[str, int] = {}
         states = self._under_way.popleft()
         for state, scheduled, output in zip(states, plan.sequences, outputs, strict=True):
             if state.has_ended:
@@ -218,13 +221,12 @@ class Scheduler:
             if output.error is not None:
                 continue
             state.take(scheduled, output)
-            computed.append((state, scheduled.start + len(scheduled.token_ids)))
+            computed.append((state, scheduled.start + scheduled.num_tokens))
             if output.token_id is not None:
-                sampled.append(state)
+                sampled[state.request_id] = output.token_id
         self._publish(computed)
         if sampled:
-            ids = [state.request_id for state in sampled]
-            self._cache.append_tokens(ids, [state.output_token_ids[-1] for state in sampled])
+            self._cache.append_tokens(sampled)
         return rows
 
     def fail(self) -> list[str]:
@@ -312,7 +314,9 @@ class Scheduler:
         for state in self._running:
             if not state.is_full:
                 (decodes if state.decodes else prefills).append(state)
-        chunks = [_Chunk(state, 1) for state in decodes[: self._max_num_batched_tokens]]
+        chunks = [
+            _Chunk(state, 1, is_decode=True) for state in decodes[: self._max_num_batched_tokens]
+        ]
         budget = self._budget(chunks)
         for state in prefills:
             if budget.is_spent:
@@ -349,6 +353,9 @@ class Scheduler:
         return chunks
 
     def _plan(self, chunks: Sequence[_Chunk]) -> StepPlan:
+        """The step of these chunks, decodes first."""
+        decoded = [chunk.state.next_token for chunk in chunks if chunk.is_decode]
+        parts = [c.state.next_tokens(c.count) for c in chunks[len(decoded) :]]
         sequences: list[ScheduledSequence] = []
         num_sampled = 0
         for chunk in chunks:
@@ -356,7 +363,8 @@ class Scheduler:
             num_sampled += sequences[-1].sampling is not None
         if chunks:
             self._under_way.append([chunk.state for chunk in chunks])
-        return StepPlan(tuple(sequences))
+        token_ids = np.concatenate([np.array(decoded, dtype=np.int32), *parts])
+        return StepPlan(tuple(sequences), token_ids, len(decoded))
 
     def _whole_blocks(self, num_tokens: int) -> int:
         """A block's slots cost nothing more once it is held, so they are taken together."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from prefixcache.request import Request
-from prefixcache.step_plan import SamplingInput, ScheduledSequence, SequenceOutput
+from prefixcache.step_plan import (
+    PromptLogprobsInput,
+    SamplingInput,
+    ScheduledSequence,
+    SequenceOutput,
+)
+from prefixcache.token_ids import TokenBuffer, TokenIds
 
 
 class RequestState:
@@ -19,7 +24,6 @@ class RequestState:
     """
 
     __slots__ = (
-        "_prompt_length",
         "_sampled_row",
         "_sampling",
         "_serial",
@@ -33,9 +37,9 @@ class RequestState:
         "num_published_tokens",
         "num_slots",
         "num_tokens",
-        "output_token_ids",
         "request",
         "request_id",
+        "tokens",
         "turn",
     )
 
@@ -54,19 +58,13 @@ class RequestState:
         self.has_ended = False
         self.turn = 0
         self.end_token_ids = end_token_ids
-        self.output_token_ids: list[int] = []
         self.num_cached_tokens: int | None = None
         self.first_wait_step: int | None = None
         self.num_prompt_logprobs = 0
-        self._prompt_length = len(request.prompt_token_ids)
+        self.tokens = TokenBuffer(request.prompt_token_ids)
         self._sampled_row = 0
         self._serial = serial
-        self._sampling = SamplingInput(
-            params=request.params,
-            seed=seed,
-            prompt_token_ids=request.prompt_token_ids,
-            output_token_ids=self.output_token_ids,
-        )
+        self._sampling = SamplingInput(params=request.params, seed=seed, tokens=self.tokens)
         self.restart()
 
     @property
@@ -83,7 +81,8 @@ class RequestState:
     def decodes(self) -> bool:
         """Whether all that is left to compute is the answer's last token."""
         num_tokens = self.num_tokens
-        return num_tokens - self.num_computed_tokens == 1 and num_tokens > self._prompt_length
+        is_last = num_tokens - self.num_computed_tokens == 1
+        return is_last and num_tokens > self.tokens.num_prompt_tokens
 
     @property
     def is_full(self) -> bool:
@@ -94,21 +93,31 @@ class RequestState:
     def prompt_logprobs_due(self) -> bool:
         """Whether log probabilities of the prompt are wanted and not all there."""
         wanted = self.request.params.prompt_logprobs is not None
-        return wanted and self.num_prompt_logprobs < self._prompt_length - 1
+        return wanted and self.num_prompt_logprobs < self.tokens.num_prompt_tokens - 1
 
     def begin_anew(self) -> None:
         """Nothing is computed, and nothing was generated."""
-        self.output_token_ids.clear()
+        self.tokens.forget_answer()
         self.num_prompt_logprobs = 0
         self.num_cached_tokens = None
         self.restart()
 
     def restart(self) -> None:
         """Nothing is computed (any more); the tokens that are known stay."""
-        self.num_tokens = self._prompt_length + len(self.output_token_ids)
+        self.num_tokens = len(self.tokens)
         self.num_computed_tokens = 0
         self.num_published_tokens = 0
         self.num_slots = 0
+
+    @property
+    def next_token(self) -> int:
+        """What a decode computes: -1 - i for the i-th token that the step under way samples."""
+        at = self.num_computed_tokens
+        return self.tokens.at(at) if at < len(self.tokens) else -1 - self._sampled_row
+
+    def next_tokens(self, count: int) -> TokenIds:
+        """The next tokens to compute, all of them known."""
+        return self.tokens.known[self.num_computed_tokens :][:count]
 
     def plan(self, count: int, sampled_row: int) -> ScheduledSequence:
         """The next `count` tokens to compute, which count as computed from here on.
@@ -117,16 +126,12 @@ class RequestState:
         """
         start = self.num_computed_tokens
         stop = self.num_computed_tokens = start + count
-        due = self.prompt_logprobs_due
         scheduled = ScheduledSequence(
             request_id=self.request_id,
-            token_ids=self._tokens(start, stop),
             start=start,
+            num_tokens=count,
             sampling=self._sampling_input() if stop == self.num_tokens else None,
-            prompt_logprobs=self.request.params.prompt_logprobs if due else None,
-            next_prompt_token_ids=self.request.prompt_token_ids[start + 1 : stop + 1]
-            if due
-            else (),
+            prompt_logprobs=self._prompt_logprobs_input(start, stop),
         )
         if scheduled.sampling is not None:
             self.num_tokens += 1
@@ -138,20 +143,15 @@ class RequestState:
         if output.prompt_logprobs:
             self.num_prompt_logprobs = scheduled.start + len(output.prompt_logprobs)
         if output.token_id is not None:
-            self.output_token_ids.append(output.token_id)
+            self.tokens.append(output.token_id)
+
+    def _prompt_logprobs_input(self, start: int, stop: int) -> PromptLogprobsInput | None:
+        count = self.request.params.prompt_logprobs
+        if count is None or not self.prompt_logprobs_due:
+            return None
+        return PromptLogprobsInput(self.tokens.prompt[start + 1 : stop + 1], count)
 
     def _sampling_input(self) -> SamplingInput:
-        if self.num_tokens - self._prompt_length >= self.request.params.min_tokens:
+        if self.num_tokens - self.tokens.num_prompt_tokens >= self.request.params.min_tokens:
             return self._sampling
         return dataclasses.replace(self._sampling, banned_token_ids=self.end_token_ids)
-
-    def _tokens(self, start: int, stop: int) -> Sequence[int]:
-        length = self._prompt_length
-        if start >= length + len(self.output_token_ids):
-            return (-1 - self._sampled_row,)  # pending: named by its place in the step before
-        if start >= length:
-            return self.output_token_ids[start - length : stop - length]
-        prompt = self.request.prompt_token_ids[start:stop]
-        if stop <= length:
-            return prompt
-        return [*prompt, *self.output_token_ids[: stop - length]]

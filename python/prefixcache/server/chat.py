@@ -20,6 +20,7 @@ from prefixcache.server.json_text import json_response
 from prefixcache.server.logprobs import chat_logprobs, prompt_logprobs
 from prefixcache.server.protocol import ChatFields, ChatRequest
 from prefixcache.server.sse import EventStream, answer_unless_disconnected
+from prefixcache.token_ids import TokenIds
 from prefixcache.tokenization.chat_template import ChatTemplate
 from prefixcache.tokenization.tokenizer import Tokenizer
 
@@ -52,7 +53,7 @@ def _parse(body: bytes) -> ChatRequest:
 
 async def chat_prompt(
     maker: JobMaker, fields: ChatFields, size: int, *, add_special_tokens: bool
-) -> list[int]:
+) -> TokenIds:
     """Token ids of the messages in the model's own form of a chat. `size` is the body's."""
     template = maker.served.tokenizer.chat_template
     if template is None:

@@ -27,6 +27,7 @@ from prefixcache.server.json_text import json_response
 from prefixcache.server.logprobs import ScoredToken, completion_logprobs, prompt_logprobs
 from prefixcache.server.protocol import CompletionRequest
 from prefixcache.server.sse import EventStream, answer_unless_disconnected
+from prefixcache.token_ids import TokenIds
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 _DEFAULT_MAX_TOKENS = 16
@@ -53,14 +54,14 @@ def completions_router(maker: JobMaker) -> APIRouter:
     return router
 
 
-def parse_completion(body: bytes) -> tuple[CompletionRequest, list[str | list[int]]]:
+def parse_completion(body: bytes) -> tuple[CompletionRequest, list[str | TokenIds]]:
     """The fields of a body, and its prompts."""
     fields = parse_fields(parse_object(body), CompletionRequest)
     return fields, parse_prompts(fields.prompt)
 
 
 async def completion_job(
-    maker: JobMaker, fields: CompletionRequest, prompts: Sequence[str | list[int]], call: Call
+    maker: JobMaker, fields: CompletionRequest, prompts: Sequence[str | TokenIds], call: Call
 ) -> Job:
     """The requests of a completion, checked."""
     maker.check_model(fields.model)
@@ -73,8 +74,8 @@ async def completion_job(
 
 
 async def _encoded(
-    maker: JobMaker, prompts: Sequence[str | list[int]], special: bool
-) -> list[list[int]]:
+    maker: JobMaker, prompts: Sequence[str | TokenIds], special: bool
+) -> list[TokenIds]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     encoded = await maker.encode_all(texts, param="prompt", add_special_tokens=special)
     following = iter(encoded)
@@ -97,7 +98,7 @@ class CompletionForm:
     """OpenAI's `text_completion` objects."""
 
     def __init__(
-        self, tokenizer: Tokenizer, fields: CompletionRequest, prompts: Sequence[str | list[int]]
+        self, tokenizer: Tokenizer, fields: CompletionRequest, prompts: Sequence[str | TokenIds]
     ) -> None:
         self._tokenizer = tokenizer
         self._prompts = prompts
@@ -147,7 +148,7 @@ class CompletionForm:
 
     def _echoed(self, index: int) -> str:
         prompt = self._prompts[index]
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt.tolist())
 
     def _logprobs(self, choice: Choice, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if self._num_logprobs is None or not tokens:
@@ -159,8 +160,8 @@ class CompletionForm:
         return shown
 
 
-def _prompt_tokens(prompt: Sequence[int], choice: Choice) -> list[ScoredToken]:
-    return list(zip(prompt, choice.prompt_logprobs or (), strict=False))
+def _prompt_tokens(prompt: TokenIds, choice: Choice) -> list[ScoredToken]:
+    return list(zip(prompt.tolist(), choice.prompt_logprobs or (), strict=False))
 
 
 def _head(job: Job) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from prefixcache.server.errors import model_not_found
 from prefixcache.server.limits import MAX_SEQUENCES
 from prefixcache.server.protocol import SamplingFields
 from prefixcache.server.workers import Workers
+from prefixcache.token_ids import TokenIds, as_token_ids
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Job:
     call: Call
     model: str
     created: int
-    prompts: tuple[Sequence[int], ...]
+    prompts: tuple[TokenIds, ...]
     params: SamplingParams
     requests: tuple[Request, ...]
 
@@ -83,14 +84,14 @@ class JobMaker:
             raise model_not_found(name, first)
         return name or first
 
-    async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> TokenIds:
         """Token ids of `text`; see `encode_all`."""
         encoded = await self.encode_all([text], param=param, add_special_tokens=add_special_tokens)
         return encoded[0]
 
     async def encode_all(
         self, texts: Sequence[str], *, param: str, add_special_tokens: bool = True
-    ) -> list[list[int]]:
+    ) -> list[TokenIds]:
         """Token ids of `texts`, in turns with other clients when they are long.
 
         Raises `RequestTooLargeError`, without encoding any, for a text that can never fit.
@@ -100,7 +101,7 @@ class JobMaker:
         encode = partial(
             self.served.tokenizer.encode_batch, add_special_tokens=add_special_tokens, param=param
         )
-        encoded: list[list[int]] = []
+        encoded: list[TokenIds] = []
         for part in _slices(texts):
             encoded += await self.workers.run(sum(map(_cost, part)), partial(encode, part))
         return encoded
@@ -119,7 +120,7 @@ class JobMaker:
     async def job(
         self,
         fields: SamplingFields,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[TokenIds],
         params: SamplingParams,
         *,
         call: Call,
@@ -155,7 +156,7 @@ class JobMaker:
     def _requests(
         self,
         fields: SamplingFields,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[TokenIds],
         params: SamplingParams,
         call: Call,
         fit_max_tokens: bool,
@@ -227,10 +228,10 @@ def fields_named(names: Mapping[str, str]) -> Generator[None, None, None]:
         raise type(error)(message, param=name, code=error.code) from None
 
 
-def parse_prompts(prompt: object) -> list[str | list[int]]:
+def parse_prompts(prompt: object) -> list[str | TokenIds]:
     """The prompts of a completion, each as text or as token ids.
 
-    Raises `InvalidRequestError` for what is neither, and for too many.
+    Raises `InvalidRequestError` for what is neither, for ids that none has, and for too many.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -238,7 +239,7 @@ def parse_prompts(prompt: object) -> list[str | list[int]]:
         raise _bad_prompt("a string, token ids, or a list of either, and not empty")
     items = cast("list[object]", prompt)
     if _all_ids(items):
-        return [cast("list[int]", items)]
+        return [as_token_ids(cast("list[int]", items))]
     check_num_sequences(len(items), 1)
     return [_one_prompt(item, index) for index, item in enumerate(items)]
 
@@ -253,11 +254,11 @@ def check_ids(token_ids: Sequence[int], tokenizer: Tokenizer, param: str) -> Non
         )
 
 
-def _one_prompt(item: object, index: int) -> str | list[int]:
+def _one_prompt(item: object, index: int) -> str | TokenIds:
     if isinstance(item, str):
         return item
     if isinstance(item, list) and _all_ids(cast("list[object]", item)):
-        return cast("list[int]", item)
+        return as_token_ids(cast("list[int]", item))
     raise _bad_prompt(f"a string or a list of token ids at [{index}]")
 
 
@@ -282,7 +283,7 @@ def _shared_options(fields: SamplingFields, caller: Caller) -> dict[str, Any]:
     }
 
 
-def _max_tokens(params: SamplingParams, prompt: Sequence[int], limit: int | None) -> int | None:
+def _max_tokens(params: SamplingParams, prompt: TokenIds, limit: int | None) -> int | None:
     """`params.max_tokens`, or what fits behind the prompt where that is less."""
     if limit is None or params.max_tokens is None:
         return params.max_tokens

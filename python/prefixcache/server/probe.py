@@ -22,11 +22,12 @@ from prefixcache.server.completions import completion_job
 from prefixcache.server.context import new_call
 from prefixcache.server.job_maker import Job, JobMaker, fields_named, parse_prompts
 from prefixcache.server.protocol import ChatRequest, CompletionRequest, SamplingFields
+from prefixcache.token_ids import TokenIds
 
 # Prompts looked up in one go; then it is another client's turn.
 _PROMPTS_AT_ONCE = 64
 
-_Parsed = ChatRequest | tuple[CompletionRequest, list[str | list[int]]]
+_Parsed = ChatRequest | tuple[CompletionRequest, list[str | TokenIds]]
 
 
 def probe_router(maker: JobMaker) -> APIRouter:

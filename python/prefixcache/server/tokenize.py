@@ -12,6 +12,7 @@ from prefixcache.server.chat import chat_prompt
 from prefixcache.server.job_maker import JobMaker, check_ids
 from prefixcache.server.json_text import json_response, list_json, text_json
 from prefixcache.server.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from prefixcache.token_ids import TokenIds
 
 
 def tokenize_router(maker: JobMaker) -> APIRouter:
@@ -45,7 +46,7 @@ def _parse(body: bytes) -> TokenizeRequest | TokenizeChatRequest:
 
 async def _token_ids(
     maker: JobMaker, fields: TokenizeRequest | TokenizeChatRequest, size: int
-) -> list[int]:
+) -> TokenIds:
     if isinstance(fields, TokenizeChatRequest):
         special = fields.add_special_tokens is True
         return await chat_prompt(maker, fields, size, add_special_tokens=special)
@@ -53,13 +54,13 @@ async def _token_ids(
     return await maker.encode(fields.prompt, param="prompt", add_special_tokens=special)
 
 
-def _told(maker: JobMaker, ids: list[int], with_names: bool) -> bytes:
+def _told(maker: JobMaker, ids: TokenIds, with_names: bool) -> bytes:
     token = maker.served.tokenizer.token
-    names = list_json([token(token_id) for token_id in ids]) if with_names else b"null"
+    names = list_json([token(token_id) for token_id in ids.tolist()]) if with_names else b"null"
     return b'{"count":%d,"max_model_len":%d,"tokens":%b,"token_strs":%b}' % (
         len(ids),
         maker.engine.max_model_len,
-        list_json(ids),
+        list_json(ids.tolist()),
         names,
     )
 

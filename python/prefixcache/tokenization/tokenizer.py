@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as _Backend
 
 from prefixcache.config import read_json_object
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError
+from prefixcache.token_ids import TokenIds, as_token_ids
 from prefixcache.tokenization.chat_template import ChatTemplate, load_chat_template
 
 _REPLACEMENT = "\ufffd"
@@ -74,7 +76,7 @@ class Tokenizer:
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
-    ) -> list[int]:
+    ) -> TokenIds:
         """Token ids of `text`; an error names the field `param`.
 
         Raises `InvalidRequestError` for text that is not valid Unicode (a lone surrogate).
@@ -83,7 +85,7 @@ class Tokenizer:
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, param: str = "prompt"
-    ) -> list[list[int]]:
+    ) -> list[TokenIds]:
         """`encode` of every text. The interpreter's other threads run meanwhile."""
         for text in texts:
             check_text(text, param)
@@ -91,7 +93,7 @@ class Tokenizer:
         encoded = self._backend.encode_batch_fast(
             list(texts), add_special_tokens=add_special_tokens
         )
-        return [one.ids for one in encoded]
+        return [as_token_ids(np.array(one.ids, dtype=np.int32)) for one in encoded]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; ids outside the vocabulary add nothing."""

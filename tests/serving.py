@@ -24,9 +24,9 @@ from prefixcache.exceptions import EngineDeadError, InvalidRequestError
 from prefixcache.metrics import Gauges, Metrics
 from prefixcache.request import Request, RequestOutput
 from prefixcache.server.app import create_app
-from prefixcache.server.backend import ServedModel
 from prefixcache.server.context import Lifecycle
 from prefixcache.server.serve import ServeOptions, Server
+from prefixcache.server.served_model import ServedModel
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 MODEL = "tiny"

@@ -15,8 +15,8 @@ from prefixcache.config import GenerationDefaults
 from prefixcache.exceptions import ConfigError
 from prefixcache.server.access import AccessRules
 from prefixcache.server.app import create_app
-from prefixcache.server.backend import ServedModel
 from prefixcache.server.model_dirs import ModelDirs
+from prefixcache.server.served_model import ServedModel
 from prefixcache.tokenization.tokenizer import Tokenizer
 from serving import MODEL, FakeEngine, client_of, says, served_folder
 from tiny_models import save_tokenizer

@@ -9,7 +9,6 @@ from fastapi import FastAPI
 
 from prefixcache.server.access import AccessCheck, AccessRules
 from prefixcache.server.admin import admin_router
-from prefixcache.server.backend import ServedModel
 from prefixcache.server.chat import chat_router
 from prefixcache.server.completions import completions_router
 from prefixcache.server.context import Lifecycle, RequestContext
@@ -18,6 +17,7 @@ from prefixcache.server.info import info_router
 from prefixcache.server.job_maker import JobMaker
 from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.probe import probe_router
+from prefixcache.server.served_model import ServedModel
 from prefixcache.server.tokenize import tokenize_router
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError
 from prefixcache.request import CacheOptions, Request
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.access import Caller
-from prefixcache.server.backend import ServedModel
 from prefixcache.server.context import Call
 from prefixcache.server.errors import model_not_found
 from prefixcache.server.limits import MAX_SEQUENCES
 from prefixcache.server.protocol import SamplingFields
+from prefixcache.server.served_model import ServedModel
 from prefixcache.server.workers import Workers
 from prefixcache.token_ids import TokenIds, as_token_ids
 from prefixcache.tokenization.tokenizer import Tokenizer

@@ -29,7 +29,7 @@ from prefixcache.server.model_dirs import ModelDirs
 if TYPE_CHECKING:
     from prefixcache.config import EngineConfig
     from prefixcache.engine.build import BuiltEngine
-    from prefixcache.server.backend import ServedModel
+    from prefixcache.server.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ def _warn_if_open(options: ServeOptions, listener: socket.socket) -> None:
 
 
 def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOptions) -> ServedModel:
-    from prefixcache.server.backend import ServedModel
+    from prefixcache.server.served_model import ServedModel
 
     return ServedModel(
         names=options.names or (config.model,),

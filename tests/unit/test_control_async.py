@@ -122,6 +122,18 @@ async def test_new_weights_are_looked_for_beside_the_steps(
     assert tokens_of(await running) == lone_answer(PROMPT, LONG, 1)
 
 
+async def test_commands_wait_for_no_thread_of_others(served: Served) -> None:
+    held = threading.Event()
+    loop = asyncio.get_running_loop()
+    others = [loop.run_in_executor(None, held.wait, 30) for _ in range(64)]
+    try:
+        await asyncio.wait_for(served.engine.run(lambda control: control.pause()), 20)
+        assert served.engine.control.is_paused
+    finally:
+        held.set()
+    await asyncio.gather(*others)
+
+
 async def test_commands_may_be_called_from_any_thread(served: Served) -> None:
     running = await served.start_held()
     control = served.engine.control

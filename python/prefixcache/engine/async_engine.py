@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _LONGEST_RETRY = 60
 """Seconds after which a refused client may ask again at the latest."""
+
+_MAX_COMMANDS = 32
+"""Commands of coroutines that may wait at the same time; more wait for one of them."""
 
 _AT_ONCE = 2**16
 _REQUEST_COST = 256
@@ -125,6 +128,8 @@ class AsyncEngine:
         self._error: EngineDeadError | None = None
         self._stopping = False
         engine.control.run_between_steps = self._run_between_steps
+        # Their own: commands that wait, for a download say, must not keep others from a thread.
+        self._command_threads = ThreadPoolExecutor(_MAX_COMMANDS, "prefixcache-command")
         self._thread = threading.Thread(target=self._run, name="prefixcache-engine", daemon=True)
         self._thread.start()
 
@@ -213,7 +218,8 @@ class AsyncEngine:
 
         Each command runs between two steps; what `operation` does besides is beside the steps.
         """
-        return await asyncio.to_thread(operation, self.control)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._command_threads, operation, self.control)
 
     async def abort(self, request_id: str) -> None:
         """Ends the request, whose stream then ends with `finish_reason` "abort"."""

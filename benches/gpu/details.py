@@ -126,9 +126,14 @@ _FA3: dict[str, Any] = {"invariance": "unified"}
 _CHUNKS = {"FA2": _FA2, "FA3": _FA3}
 _DECODES: dict[str, dict[str, Any]] = {
     "FA2": {"invariance": "off"},
-    "FA2 without split keys": {"invariance": "split"},
+    "FA2 with whole keys": {"invariance": "off", "whole_keys_from": 1},
     "FA3": _FA3,
     "FA3, packed heads": _FA3 | {"packs_heads": True},
+}
+
+_PLAIN_DECODES: dict[str, dict[str, Any]] = {
+    "FA2 without tensor cores": {"invariance": "off"},
+    "FA2 with tensor cores": {"invariance": "off", "tensor_cores": True},
 }
 
 
@@ -137,10 +142,19 @@ def attention(shape: Shape, device: torch.device, batch: int, context: int) -> I
 
     Decodes are planned as for a graph. What FA3 gives with packed heads must be the same bits.
     """
-    layer = _Layer(shape, device, [(0, context)])
+    config = shape.hf_config
+    heads = config["num_attention_heads"]
+    kept = (heads, config["num_key_value_heads"])
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    layer = _Layer(*kept, head_dim, device, [(0, context)])
     for name, options in _CHUNKS.items():
         yield _layer_row(f"{shape.name}, chunk of {context}, {name}", layer, options)
-    layer = _Layer(shape, device, [(context, 1)] * batch)
+    for group in (4, 8):
+        layer = _Layer(8 * group, 8, head_dim, device, [(context, 1)] * batch)
+        for name, options in _PLAIN_DECODES.items():
+            what = f"decode of {batch} at context {context}, {8 * group} heads on 8, {name}"
+            yield _layer_row(what, layer, options)
+    layer = _Layer(*kept, head_dim, device, [(context, 1)] * batch)
     what = f"{shape.name}, decode of {batch}"
     for name, options in _DECODES.items():
         yield _layer_row(f"{what} at context {context}, {name}", layer, options)
@@ -163,10 +177,14 @@ def _layer_row(what: str, layer: _Layer, options: dict[str, Any]) -> Row:
 class _Layer:
     """Random queries, keys and values of one step, and a pool."""
 
-    def __init__(self, shape: Shape, device: torch.device, lengths: list[tuple[int, int]]) -> None:
-        config = shape.hf_config
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        lengths: list[tuple[int, int]],
+    ) -> None:
         self.device = device
         self._spec = AttentionSpec(
             num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5
@@ -193,7 +211,7 @@ class _Layer:
             dtype=self._dtype,
             device=self.device,
             kernels=load_kernels(self.device) if on_cuda else flashinfer_reference,
-            **({} if on_cuda else {"workspace_bytes": 1 << 20}) | options,
+            **({} if on_cuda else {"workspace_bytes": 1 << 24}) | options,
         )
         backend.bind([self._pool])
         if self._step.num_decodes:

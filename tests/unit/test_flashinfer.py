@@ -41,11 +41,14 @@ SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5)
 
 
 MODES = ["off", "split", "unified", "packed"]
+OPTIONS = {
+    "packed": {"invariance": "unified", "packs_heads": True},
+    "tensor cores": {"invariance": "off", "tensor_cores": True},
+}
 
 
 def backend(spec: AttentionSpec = SPEC, **options) -> FlashInferAttention:
-    if options.get("invariance") == "packed":
-        options |= {"invariance": "unified", "packs_heads": True}
+    options |= OPTIONS.get(options.get("invariance"), {})
     return FlashInferAttention(
         spec,
         **{"dtype": torch.float32, "device": CPU, "kernels": flashinfer_reference}
@@ -139,6 +142,37 @@ def test_a_graph_launches_no_block_whose_tables_nobody_wrote(invariance: str, ho
         assert out.isfinite().all()
 
 
+def test_captured_decodes_of_a_large_batch_keep_their_keys_whole() -> None:
+    """And by the kernel that can be told so, with no more tiles than it planned."""
+    made = []
+
+    class Kernels:
+        append_paged_kv_cache = staticmethod(flashinfer_reference.append_paged_kv_cache)
+        BatchPrefillWithPagedKVCacheWrapper = (
+            flashinfer_reference.BatchPrefillWithPagedKVCacheWrapper
+        )
+
+        class BatchDecodeWithPagedKVCacheWrapper(
+            flashinfer_reference.BatchDecodeWithPagedKVCacheWrapper
+        ):
+            def plan(self, *args, **kwargs):
+                made.append((self._use_tensor_cores, kwargs["disable_split_kv"]))
+                super().plan(*args, **kwargs)
+
+    attention = backend(kernels=Kernels, whole_keys_from=8, workspace_bytes=1 << 20)
+    attention.bind([torch.zeros(9, 2, 4, 2, 8)])
+    attention.reserve_graphs([4, 8], max_page_indices=9)
+    decodes = [SlowSequence(3, 1, (page,), True) for page in range(1, 9)]
+    outputs = []
+    for size in (4, 8):
+        attention.plan_graph(batch_of(decodes[:4], page_size=4), size)
+        q, k, v = torch.ones(size, 4, 8), *torch.ones(2, size, 2, 8)
+        outputs.append(attention.run(0, q, k, v)[:4])
+    attention.plan(batch_of(decodes, page_size=4))
+    assert made == [(False, False), (True, True), (False, False)]
+    assert torch.equal(*outputs)
+
+
 def test_tables_go_to_the_device_from_pinned_memory(monkeypatch) -> None:
     """From other memory a copy waits for all work before it."""
     pinned = []
@@ -186,6 +220,11 @@ def test_graphs_too_large_for_the_workspace_are_refused_at_the_start() -> None:
     attention.bind([torch.zeros(2, 2, 4, 4, 8)])
     with pytest.raises(ConfigError, match="enforce-eager"):
         attention.reserve_graphs([64], max_page_indices=9)
+    attention = backend(
+        dataclasses.replace(spec, head_dim=8), workspace_bytes=1 << 20, whole_keys_from=64
+    )
+    attention.bind([torch.zeros(2, 2, 4, 4, 8)])
+    attention.reserve_graphs([64], max_page_indices=9)
 
 
 def test_kernels_that_cannot_be_built_say_what_to_install(caplog) -> None:
@@ -268,6 +307,7 @@ def test_a_backend_says_what_it_keeps_equal(invariance, hopper, kept) -> None:
     [
         ("off", True, {("fa2", False, False), ("fa3", None, False)}),
         ("off", False, {("fa2", False, False), ("fa2", None, False)}),
+        ("tensor cores", True, {("fa2", True, False), ("fa3", None, False)}),
         ("split", True, {("fa2", True, True), ("fa3", None, True)}),
         ("unified", True, {("fa3", None, True)}),
         ("packed", True, {("fa3", None, True)}),

@@ -63,6 +63,9 @@ class FlashInferAttention:
     - "unified": decodes run in the FA3 kernel too, and everything is equal. FA3 computes tiles of
       128 rows of one head: with `packs_heads` the query heads of a key-value head are rows of one.
 
+    In mode "off", `tensor_cores` takes FA2's tensor-core kernel for decodes of all groups of query
+    heads, and captured decodes of `whole_keys_from` rows or more do not split keys.
+
     `batch_invariant` and `decode_matches_prefill` tell what is really kept: without FA3, which is
     for Hopper devices alone, nothing is. `kernels` is the flashinfer module or its stand-in, which
     needs no `workspace_bytes`.
@@ -79,6 +82,8 @@ class FlashInferAttention:
         kernels: Any,
         invariance: Invariance = "off",
         packs_heads: bool = False,
+        tensor_cores: bool = False,
+        whole_keys_from: int | None = None,
         hopper: bool = True,
         workspace_bytes: int = WORKSPACE_BYTES,
     ) -> None:
@@ -94,6 +99,8 @@ class FlashInferAttention:
             kernels,
             prefill_backend="fa3" if hopper else "fa2",
             split_keys=invariance == "off",
+            whole_keys_from=whole_keys_from,
+            tensor_cores=tensor_cores,
             workspace_bytes=workspace_bytes,
         )
         self._make_decode: _MakeKernel | None = self._makes.decode
@@ -153,7 +160,7 @@ class FlashInferAttention:
         `max_page_indices` bounds the page indices of a step, before rows are added to it.
         """
         bound = self._require_bound()
-        self._makes.check_workspace(max(sizes))
+        self._makes.check_workspace(sizes)
         tables = _GraphTables(max(sizes), max_page_indices + max(sizes), self._device)
         make = self._make_decode or self._makes.prefill
         kernels = {size: make(bound.page_size, tables.rows(size)) for size in sizes}
@@ -387,6 +394,8 @@ class _KernelMaker:
         *,
         prefill_backend: str,
         split_keys: bool,
+        whole_keys_from: int | None,
+        tensor_cores: bool,
         workspace_bytes: int,
     ) -> None:
         def workspace(size: int) -> Tensor:
@@ -396,9 +405,10 @@ class _KernelMaker:
         self._spec = spec
         self._prefill_backend = prefill_backend
         self._splits_keys = split_keys
+        self._whole_keys_from = whole_keys_from
         self._group_size = spec.num_heads // spec.num_kv_heads
         self._pins = device.type == "cuda"
-        self._tensor_cores = needs_tensor_cores(spec) or not split_keys
+        self._tensor_cores = tensor_cores or needs_tensor_cores(spec)
         self._options = plan_options(spec, dtype) | {"disable_split_kv": not split_keys}
         self._workspace = workspace(workspace_bytes)
         self._prefill_plans = workspace(min(workspace_bytes, INT_WORKSPACE_BYTES))
@@ -420,21 +430,32 @@ class _KernelMaker:
         Always FA2: "auto" may become another one with the release or the shape of a step.
         """
         tables = {} if fixed_rows is None else _decode_tables(fixed_rows)
+        splits = self._splits(len(fixed_rows.last_page_len) if fixed_rows else 0)
         wrapper = self._kernels.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, _LAYOUT, use_tensor_cores=self._tensor_cores, backend="fa2", **tables
+            self._workspace,
+            _LAYOUT,
+            # The other kernel splits keys as it likes.
+            use_tensor_cores=self._tensor_cores or not splits,
+            backend="fa2",
+            **tables,
         )
         wrapper.reset_workspace_buffer(self._workspace, self._decode_plans)
         return _Decode(
             wrapper,
-            self._sizes(page_size) | {"head_dim": self._spec.head_dim} | self._options,
+            self._sizes(page_size)
+            | {"head_dim": self._spec.head_dim}
+            | self._options
+            | {"disable_split_kv": not splits},
             group_size=self._group_size,
-            adds_tiles=self._adds_tiles(fixed_rows),
+            # It masks added tiles only beside split keys.
+            adds_tiles=fixed_rows is not None and not splits,
             pins=self._pins,
         )
 
-    def check_workspace(self, num_seqs: int) -> None:
-        """Raises `ConfigError` when the workspace cannot hold decodes of `num_seqs` sequences."""
-        if self._tensor_cores and self._splits_keys:
+    def check_workspace(self, sizes: Sequence[int]) -> None:
+        """Raises `ConfigError` when the workspace cannot hold captured decodes of these sizes."""
+        num_seqs = max(filter(self._splits, sizes), default=0)
+        if self._tensor_cores and num_seqs:
             device = self._workspace.device
             count = (
                 torch.cuda.get_device_properties(device).multi_processor_count
@@ -459,13 +480,14 @@ class _KernelMaker:
             wrapper,
             sizes | {"head_dim_qk": self._spec.head_dim} | self._options,
             group_size=self._group_size,
-            adds_tiles=self._prefill_backend == "fa2" and self._adds_tiles(fixed_rows),
+            adds_tiles=self._prefill_backend == "fa2" and fixed_rows is not None,
             pins=self._pins,
         )
 
-    def _adds_tiles(self, fixed_rows: _FixedRows | None) -> bool:
-        """Whether FA2 does: in graphs, where it masks added tiles only beside split keys."""
-        return fixed_rows is not None and not self._splits_keys
+    def _splits(self, captured_rows: int) -> bool:
+        """Whether decodes may split keys: not where enough rows fill the device without."""
+        whole_from = self._whole_keys_from
+        return self._splits_keys and (whole_from is None or captured_rows < whole_from)
 
     def _sizes(self, page_size: int) -> dict[str, Any]:
         return {

@@ -20,29 +20,28 @@ unsafe impl Zeroable for crate::sync::AtomicU32 {}
 #[cfg(not(any(loom, shuttle)))]
 mod lazy {
     use super::Zeroable;
-    use std::alloc::{Layout, alloc_zeroed, dealloc};
+    use memmap2::MmapMut;
     use std::ops::Deref;
     use std::ptr::NonNull;
 
     /// A slice that starts as zeroes, on cache lines of its own, and on huge pages if it is long.
     ///
-    /// The system hands out big zeroed pieces as pages that exist only once touched, but only when
-    /// asked for no more than its usual alignment: so this asks for a cache line (or a huge page) more
-    /// than it needs and starts at the first boundary. What is left over is never touched.
+    /// Its pages exist only once they are touched. A long slice starts at the first boundary of a huge
+    /// page: what is left over before it is never touched.
     ///
     /// Pools are read and written all over: with pages of 4 KiB nearly every look at a block of a pool
     /// in use walks the page tables first.
     pub(crate) struct Zeroed<T> {
         start: NonNull<T>,
         len: usize,
-        piece: NonNull<u8>,
-        layout: Layout,
+        _pages: MmapMut,
     }
-
-    const LINE: usize = 64;
 
     /// A huge page of x86-64, and of AArch64 with pages of 4 KiB.
     const HUGE_PAGE: usize = 2 << 20;
+
+    /// Less than any page, where every mapping starts.
+    const LINE: usize = 64;
 
     impl<T: Zeroable> Zeroed<T> {
         /// `len` zeroes, or nothing when there is no memory for them.
@@ -50,41 +49,21 @@ mod lazy {
             const { assert!(align_of::<T>() <= LINE && size_of::<T>() > 0) };
             let used = len.checked_mul(size_of::<T>())?;
             let boundary = if used < HUGE_PAGE { LINE } else { HUGE_PAGE };
-            let layout = Layout::from_size_align(used.checked_add(boundary)?, 16).ok()?;
-            // SAFETY: the layout is not empty: it has at least LINE bytes.
-            let piece = NonNull::new(unsafe { alloc_zeroed(layout) })?;
-            let skip = piece.align_offset(boundary);
-            // SAFETY: `align_offset` skips fewer than `boundary` bytes, and the piece has that many more
-            // than the items need, so the start and all items lie within it.
-            let start = unsafe { piece.add(skip) };
+            let mut pages = MmapMut::map_anon(used.checked_add(boundary)?).ok()?;
+            let skip = pages.as_ptr().align_offset(boundary);
+            #[cfg(target_os = "linux")]
             if boundary == HUGE_PAGE {
-                // SAFETY: `start` is on a page boundary, and the piece, which is this slice's alone,
-                // has `used` bytes from there on.
-                unsafe { advise_huge_pages(start, used / HUGE_PAGE * HUGE_PAGE) };
+                // A hint: refusal changes nothing but the time that accesses take.
+                let whole = used / HUGE_PAGE * HUGE_PAGE;
+                let _ = pages.advise_range(memmap2::Advice::HugePage, skip, whole);
             }
+            let start = NonNull::new(pages[skip..].as_mut_ptr().cast())?;
             Some(Self {
-                start: start.cast(),
+                start,
                 len,
-                piece,
-                layout,
+                _pages: pages,
             })
         }
-    }
-
-    /// Asks for huge pages where the system gives them only to who asks. A hint: refusal changes nothing
-    /// but the time that accesses take.
-    ///
-    /// # Safety
-    ///
-    /// `start` must be on a page boundary, and `len` bytes from there on the caller's.
-    unsafe fn advise_huge_pages(start: NonNull<u8>, len: usize) {
-        #[cfg(all(target_os = "linux", not(miri)))]
-        // SAFETY: by this function's contract; the advice changes no content of the pages.
-        unsafe {
-            libc::madvise(start.as_ptr().cast(), len, libc::MADV_HUGEPAGE);
-        }
-        #[cfg(not(all(target_os = "linux", not(miri))))]
-        let _ = (start, len);
     }
 
     impl<T> Deref for Zeroed<T> {
@@ -92,18 +71,11 @@ mod lazy {
 
         #[inline]
         fn deref(&self) -> &[T] {
-            // SAFETY: `start` is aligned to LINE, which is enough for T; `len` items lie within the
-            // piece, which lives as long as self; they were zeroed, which is a valid T (Zeroable),
-            // and from then on changed only through shared references.
+            // SAFETY: `start` is aligned to LINE, which is enough for T; fewer than `boundary` bytes
+            // were skipped, and the mapping has that many more than `len` items need; it lives as long
+            // as self; it began as zeroes, which is a valid T (Zeroable), and is changed only through
+            // shared references to the items.
             unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
-        }
-    }
-
-    impl<T> Drop for Zeroed<T> {
-        fn drop(&mut self) {
-            // SAFETY: the piece was allocated with this layout and is freed only here; a Zeroable
-            // item needs no drop.
-            unsafe { dealloc(self.piece.as_ptr(), self.layout) };
         }
     }
 

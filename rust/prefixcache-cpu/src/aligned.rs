@@ -3,14 +3,12 @@
 //! A decode step reads every weight once, and with pages of 4 KiB the processor spends as long on
 //! finding them as on reading them. Weights are smaller than a large page, so they share some.
 
-use std::alloc::{Layout, alloc, dealloc};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use crate::memory::OutOfMemory;
+use memmap2::MmapMut;
 
-/// Bytes of a cache line.
-const LINE: usize = 64;
+use crate::memory::{OutOfMemory, filled};
 
 /// Bytes of a large page.
 const LARGE_PAGE: usize = 2 << 20;
@@ -18,12 +16,26 @@ const LARGE_PAGE: usize = 2 << 20;
 /// Least bytes that [`WeightMemory`] asks the system for.
 const CHUNK: usize = 32 << 20;
 
+/// The words of a cache line.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+#[expect(dead_code, reason = "read and written by the address of its words")]
+struct Line([u32; WORDS]);
+
+const WORDS: usize = 16;
+
+/// What words lie in; it is kept for as long as they live.
+enum Memory {
+    Own { _lines: Vec<Line> },
+    Shared { _chunk: Arc<Chunk> },
+}
+
 /// 32-bit words, zero at first, that start at a cache line's boundary.
 pub struct AlignedWords {
     start: NonNull<u32>,
     len: usize,
-    /// What they lie in; nobody else has this part of it.
-    _chunk: Arc<Chunk>,
+    /// Nobody else has this part of it.
+    _memory: Memory,
 }
 
 // SAFETY: it owns its words, as a `Box<[u32]>` does.
@@ -34,30 +46,20 @@ unsafe impl Sync for AlignedWords {}
 impl AlignedWords {
     /// `len` zero words, in memory of their own.
     pub fn zeroed(len: usize) -> Result<Self, OutOfMemory> {
-        let chunk = Arc::new(Chunk::new(bytes_of(len)?, LINE)?);
-        // SAFETY: the chunk is new and has the bytes.
-        Ok(unsafe { Self::carve(chunk, 0, len) })
-    }
-
-    /// Zeroes `len` words of the chunk, from the byte `at` on, and takes them.
-    ///
-    /// # Safety
-    /// They lie inside the chunk, `at` is a multiple of a cache line, and no one else has them.
-    unsafe fn carve(chunk: Arc<Chunk>, at: usize, len: usize) -> Self {
-        // SAFETY: inside the chunk, whose start is aligned to a line at least.
-        let start = unsafe { chunk.start.add(at) }.cast::<u32>();
-        // SAFETY: as above, and the words are nobody else's.
-        unsafe { start.write_bytes(0, len) };
-        Self {
+        let mut lines = filled(Line([0; WORDS]), len.div_ceil(WORDS), 1)?;
+        let start = NonNull::from(lines.as_mut_slice()).cast();
+        let memory = Memory::Own { _lines: lines };
+        Ok(Self {
             start,
             len,
-            _chunk: chunk,
-        }
+            _memory: memory,
+        })
     }
 
     /// The words.
     pub fn as_slice(&self) -> &[u32] {
-        // SAFETY: `carve` took and wrote these words, and the chunk lives as long as `self`.
+        // SAFETY: the words were zeroes when they were taken, nobody else has them, and what they lie in
+        // lives as long as `self`.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 
@@ -80,30 +82,33 @@ pub struct WeightMemory {
 impl WeightMemory {
     /// `len` zero words.
     pub fn zeroed(&self, len: usize) -> Result<AlignedWords, OutOfMemory> {
-        let bytes = bytes_of(len)?;
+        let bytes = len
+            .div_ceil(WORDS)
+            .checked_mul(size_of::<Line>())
+            .ok_or(OutOfMemory)?;
         let mut filling = self.filling.lock().unwrap_or_else(PoisonError::into_inner);
         let (chunk, at) = match filling.0.upgrade() {
-            Some(chunk) if bytes <= chunk.layout.size() - filling.1 => (chunk, filling.1),
-            _ => (Arc::new(Chunk::large(bytes)?), 0),
+            Some(chunk) if bytes <= chunk.bytes - filling.1 => (chunk, filling.1),
+            _ => (Arc::new(Chunk::new(bytes.max(CHUNK))?), 0),
         };
         *filling = (Arc::downgrade(&chunk), at + bytes);
         // SAFETY: the chunk has `bytes` from `at` on, which are whole lines and handed out once.
-        Ok(unsafe { AlignedWords::carve(chunk, at, len) })
+        let start = unsafe { chunk.start.add(at) }.cast();
+        let memory = Memory::Shared { _chunk: chunk };
+        Ok(AlignedWords {
+            start,
+            len,
+            _memory: memory,
+        })
     }
 }
 
-/// Bytes of `len` words, in whole lines.
-fn bytes_of(len: usize) -> Result<usize, OutOfMemory> {
-    let bytes = len.checked_mul(size_of::<u32>());
-    bytes
-        .and_then(|bytes| bytes.checked_next_multiple_of(LINE))
-        .ok_or(OutOfMemory)
-}
-
-/// Memory from the system, not written yet.
+/// Zeroes from the system in large pages, which exist only once they are touched.
 struct Chunk {
     start: NonNull<u8>,
-    layout: Layout,
+    /// Bytes from there on.
+    bytes: usize,
+    _pages: MmapMut,
 }
 
 // SAFETY: it owns the memory; who writes to which part of it is up to `AlignedWords`.
@@ -112,32 +117,23 @@ unsafe impl Send for Chunk {}
 unsafe impl Sync for Chunk {}
 
 impl Chunk {
-    fn new(bytes: usize, align: usize) -> Result<Self, OutOfMemory> {
-        let layout = Layout::from_size_align(bytes.max(LINE), align).map_err(|_| OutOfMemory)?;
-        // SAFETY: the size is not 0.
-        let start = NonNull::new(unsafe { alloc(layout) }).ok_or(OutOfMemory)?;
-        Ok(Self { start, layout })
-    }
-
-    /// At least `bytes`, in large pages.
-    fn large(bytes: usize) -> Result<Self, OutOfMemory> {
-        let bytes = bytes.max(CHUNK).checked_next_multiple_of(LARGE_PAGE);
-        let chunk = Self::new(bytes.ok_or(OutOfMemory)?, LARGE_PAGE)?;
-        // SAFETY: the range is this chunk's, and the advice changes nothing of what it holds.
+    /// At least `bytes`.
+    fn new(bytes: usize) -> Result<Self, OutOfMemory> {
+        let bytes = bytes
+            .checked_next_multiple_of(LARGE_PAGE)
+            .ok_or(OutOfMemory)?;
+        let mapped = bytes.checked_add(LARGE_PAGE).ok_or(OutOfMemory)?;
+        let mut pages = MmapMut::map_anon(mapped).map_err(|_| OutOfMemory)?;
+        let skip = pages.as_ptr().align_offset(LARGE_PAGE);
+        // A system that has no large pages to give says so here, and is just slower.
         #[cfg(target_os = "linux")]
-        unsafe {
-            // A system that has no large pages to give says so here, and is just slower.
-            let start = chunk.start.as_ptr().cast();
-            libc::madvise(start, chunk.layout.size(), libc::MADV_HUGEPAGE);
-        }
-        Ok(chunk)
-    }
-}
-
-impl Drop for Chunk {
-    fn drop(&mut self) {
-        // SAFETY: allocated in `new` with this layout, and nobody holds words of it any more.
-        unsafe { dealloc(self.start.as_ptr(), self.layout) }
+        let _ = pages.advise_range(memmap2::Advice::HugePage, skip, bytes);
+        let start = NonNull::from(&mut pages[skip..]).cast();
+        Ok(Self {
+            start,
+            bytes,
+            _pages: pages,
+        })
     }
 }
 
@@ -151,7 +147,7 @@ mod tests {
         for len in [0, 1, 17, 64, 5_000] {
             for words in [AlignedWords::zeroed(len), memory.zeroed(len)] {
                 let words = words.expect("memory");
-                assert_eq!(words.as_slice().as_ptr().align_offset(LINE), 0);
+                assert_eq!(words.as_slice().as_ptr().align_offset(size_of::<Line>()), 0);
                 assert_eq!(words.as_slice(), vec![0; len]);
             }
         }

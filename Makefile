@@ -56,6 +56,7 @@ test-long: setup-dev model         ## the same tests in their long forms
 
 test-rust:
 	cargo test --workspace --quiet
+	cargo run --package prefixcache-core --example rust_cache --quiet
 
 test-python:
 	$(PYTEST) --cov --cov-report=term:skip-covered --cov-fail-under=95

@@ -468,7 +468,7 @@ impl<S: BlockStore> PrefixCache<S> {
     }
 
     /// Fails unless the cache has this group.
-    pub fn check_group(&self, group: GroupId) -> Result<(), InvalidArgument> {
+    pub(crate) fn check_group(&self, group: GroupId) -> Result<(), InvalidArgument> {
         let groups = self.num_groups();
         if group.index() < groups {
             return Ok(());

@@ -57,7 +57,7 @@ impl Groups {
 
     /// Whether a block is needed for as long as any block after it.
     #[must_use]
-    pub fn need_whole_prefixes(&self) -> bool {
+    pub(crate) fn need_whole_prefixes(&self) -> bool {
         let full = |spec: &GroupSpec| matches!(spec, GroupSpec::FullAttention);
         self.0.iter().all(full)
     }

@@ -1,7 +1,4 @@
-//! The heart of prefixcache: a pool of KV cache blocks that are found again by their content.
-//!
-//! This crate knows nothing of Python or tensors. [`PrefixCache`](cache::PrefixCache) is the face;
-//! it stands on a [`BlockStore`](store::BlockStore).
+#![doc = include_str!("../README.md")]
 #![warn(missing_docs)]
 
 mod block;
@@ -21,3 +18,12 @@ pub mod store;
 mod sync;
 pub mod tables;
 mod zeroed;
+
+pub use cache::PrefixCache;
+pub use groups::{GroupSpec, Groups};
+pub use hash::{ChainConfig, Extras, Scope};
+pub use id::{BlockHash, BlockId, GroupId};
+pub use pool::{BlockPool, Shared, SingleWriter};
+pub use sequence::{BlockHashes, Sequence};
+pub use store::{BlockStore, PoolConfig};
+pub use tables::TableBuffers;

@@ -72,7 +72,7 @@ def vllm(shape: Shape, device: torch.device, max_model_len: int) -> Run:
             max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False
         )
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        llm.control.reset_prefix_cache()
+        llm.reset_prefix_cache()
         return _timed(lambda: llm.generate(inputs, params, use_tqdm=False))
 
     run([[5, 6, 7]], 2)

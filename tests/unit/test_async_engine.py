@@ -373,6 +373,27 @@ async def test_steps_go_on_while_a_long_job_is_added(
     assert steps == [*range(steps[0], steps[0] + 6)]
 
 
+@pytest.mark.parametrize("drain", [False, True])
+async def test_a_shutdown_meets_a_job_that_is_still_added(
+    serve: Make, monkeypatch: pytest.MonkeyPatch, drain: bool
+) -> None:
+    monkeypatch.setattr(async_engine, "_AT_ONCE", 1)
+    served = serve(max_num_seqs=2)
+    served.gate.hold_after(1)
+    job = asyncio.create_task(collect_all(served.engine, job_of([PROMPT] * 9)))
+    await served.gate.until_held()
+    stopping = asyncio.create_task(served.engine.shutdown(drain=drain))
+    await until(lambda: served.engine.num_commands == 2)
+    served.gate.open()
+    await stopping
+    if drain:
+        assert await job == [answer_alone(PROMPT, 4)] * 9
+    else:
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(job, 10)
+    assert all_free(served.cache)()
+
+
 async def test_a_job_that_is_closed_while_it_is_added_adds_no_more(
     serve: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

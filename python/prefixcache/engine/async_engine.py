@@ -113,6 +113,12 @@ class _QueueBound:
 class AsyncEngine:
     """Serves requests of coroutines, of any number of event loops.
 
+        async for output in engine.generate(request):
+            print(output.text, end="")
+        async for index, output in await engine.generate_all(requests):
+            texts[index] += output.text
+        await engine.run(lambda control: control.reset_prefix_cache())
+
     Takes the engine over: nobody else may call it afterwards. After `shutdown`, or when the engine
     died, every call raises `EngineDeadError`, and so does every stream that is still open.
 
@@ -126,7 +132,7 @@ class AsyncEngine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._places: dict[str, _Place] = {}
         self._error: EngineDeadError | None = None
-        self._stopping = False
+        self._stopping = self._draining = False
         engine.control.run_between_steps = self._run_between_steps
         # Their own: commands that wait, for a download say, must not keep others from a thread.
         self._command_threads = ThreadPoolExecutor(_MAX_COMMANDS, "prefixcache-command")
@@ -339,14 +345,20 @@ class AsyncEngine:
         """Whatever keeps a request from being served ends its job: the others go on."""
         request = stream.requests[index]
         try:
-            if self._error is not None or self._stopping:
-                raise self._error or EngineDeadError("The engine is shutting down.")
+            self._raise_if_ending(is_new_job=index == 0)
             self._engine.add_request(request)
         except Exception as error:  # noqa: BLE001 - the caller gets it
             self._abandon(stream)
             self._deliver([(stream, error)])
         else:
             self._places[request.request_id] = _Place(stream, index, stream.sent)
+
+    def _raise_if_ending(self, *, is_new_job: bool) -> None:
+        """Raises `EngineDeadError` unless draining lets a job go on that has begun."""
+        if self._error is not None:
+            raise self._error
+        if self._stopping and (is_new_job or not self._draining):
+            raise EngineDeadError("The engine is shutting down.")
 
     def _abandon(self, stream: _Stream) -> None:
         """Nobody listens to the stream any more."""
@@ -379,7 +391,7 @@ class AsyncEngine:
             self._deliver_outputs(self._engine.take_outputs())
 
     def _stop(self, drain: bool) -> None:
-        self._stopping = True
+        self._stopping, self._draining = True, drain
         if not drain and self._error is None:
             self._deliver_outputs(self._engine.abort(list(self._places)))
 

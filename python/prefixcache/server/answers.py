@@ -8,20 +8,19 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
 
 from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.server.errors import ApiError, error_body, is_unexpected
-from prefixcache.server.job_maker import Job
-from prefixcache.server.json_text import object_json
-from prefixcache.server.protocol import StreamOptions
-from prefixcache.server.sse import DONE, event
+from prefixcache.server.job_maker import Job, JobMaker
+from prefixcache.server.json_text import json_response, object_json
+from prefixcache.server.protocol import SamplingFields, StreamOptions
+from prefixcache.server.sse import DONE, EventStream, answer_unless_disconnected, event
 from prefixcache.server.workers import Workers
-
-if TYPE_CHECKING:
-    from prefixcache.engine.async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +82,25 @@ class AnswerForm(Protocol):
         ...
 
 
-async def whole_answer(engine: AsyncEngine, job: Job, form: AnswerForm, workers: Workers) -> bytes:
-    """The body of an answer that is not streamed."""
+async def answer(
+    request: Request, maker: JobMaker, job: Job, form: AnswerForm, fields: SamplingFields
+) -> Response:
+    """The answer as a whole, or a stream of events where `fields` ask for one.
+
+    What is wrong with the request is raised here, at once.
+    """
+    if not fields.stream:
+        work = _whole_body(maker, job, form)
+        return json_response(await answer_unless_disconnected(request, work))
+    outputs = await maker.engine.generate_all(job.requests)
+    options = fields.stream_options or StreamOptions()
+    return EventStream(_events(outputs, job, form, options, maker.workers))
+
+
+async def _whole_body(maker: JobMaker, job: Job, form: AnswerForm) -> bytes:
     choices = _new_choices(job)
     with _told_to_the_log(job, choices):
-        async with aclosing(await engine.generate_all(job.requests)) as outputs:
+        async with aclosing(await maker.engine.generate_all(job.requests)) as outputs:
             async for index, output in outputs:
                 choices[index].add(output)
 
@@ -97,19 +110,7 @@ async def whole_answer(engine: AsyncEngine, job: Job, form: AnswerForm, workers:
         write = to_json if size < _LONG_ANSWER else object_json
         return write({**form.response(job, choices), "usage": usage(job, choices)})
 
-    return await workers.run(size, body)
-
-
-async def streamed_answer(
-    engine: AsyncEngine,
-    job: Job,
-    form: AnswerForm,
-    options: StreamOptions | None,
-    workers: Workers,
-) -> AsyncGenerator[bytes, None]:
-    """Server-sent events of an answer. What is wrong with the request is raised here, at once."""
-    outputs = await engine.generate_all(job.requests)
-    return _events(outputs, job, form, options or StreamOptions(), workers)
+    return await maker.workers.run(size, body)
 
 
 def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:

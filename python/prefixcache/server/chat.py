@@ -12,14 +12,12 @@ from starlette.responses import Response
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
-from prefixcache.server.answers import Choice, streamed_answer, whole_answer
+from prefixcache.server.answers import Choice, answer
 from prefixcache.server.body import parse_fields, parse_object, read_body
 from prefixcache.server.context import Call, new_call
 from prefixcache.server.job_maker import Job, JobMaker, check_ids, fields_named, sampling_params
-from prefixcache.server.json_text import json_response
 from prefixcache.server.logprobs import chat_logprobs, prompt_logprobs
 from prefixcache.server.protocol import ChatFields, ChatRequest
-from prefixcache.server.sse import EventStream, answer_unless_disconnected
 from prefixcache.token_ids import TokenIds
 from prefixcache.tokenization.chat_template import ChatTemplate
 from prefixcache.tokenization.tokenizer import Tokenizer
@@ -36,13 +34,7 @@ def chat_router(maker: JobMaker) -> APIRouter:
         with fields_named(chat_names(fields)):
             job = await chat_job(maker, fields, len(body), new_call(request, "chatcmpl"))
             form = ChatForm(maker.served.tokenizer, fields)
-            if fields.stream:
-                events = await streamed_answer(
-                    maker.engine, job, form, fields.stream_options, maker.workers
-                )
-                return EventStream(events)
-            work = whole_answer(maker.engine, job, form, maker.workers)
-            return json_response(await answer_unless_disconnected(request, work))
+            return await answer(request, maker, job, form, fields)
 
     return router
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
-from prefixcache.server.answers import Choice, streamed_answer, whole_answer
+from prefixcache.server.answers import Choice, answer
 from prefixcache.server.body import parse_fields, parse_object, read_body
 from prefixcache.server.context import Call, new_call
 from prefixcache.server.job_maker import (
@@ -23,10 +23,8 @@ from prefixcache.server.job_maker import (
     parse_prompts,
     sampling_params,
 )
-from prefixcache.server.json_text import json_response
 from prefixcache.server.logprobs import ScoredToken, completion_logprobs, prompt_logprobs
 from prefixcache.server.protocol import CompletionRequest
-from prefixcache.server.sse import EventStream, answer_unless_disconnected
 from prefixcache.token_ids import TokenIds
 from prefixcache.tokenization.tokenizer import Tokenizer
 
@@ -43,13 +41,7 @@ def completions_router(maker: JobMaker) -> APIRouter:
         fields, prompts = await maker.workers.run(len(body), partial(parse_completion, body))
         job = await completion_job(maker, fields, prompts, new_call(request, "cmpl"))
         form = CompletionForm(maker.served.tokenizer, fields, prompts)
-        if fields.stream:
-            events = await streamed_answer(
-                maker.engine, job, form, fields.stream_options, maker.workers
-            )
-            return EventStream(events)
-        work = whole_answer(maker.engine, job, form, maker.workers)
-        return json_response(await answer_unless_disconnected(request, work))
+        return await answer(request, maker, job, form, fields)
 
     return router
 

@@ -207,6 +207,37 @@ def test_tables_go_to_the_device_from_pinned_memory(monkeypatch) -> None:
     assert len(pages) == 3  # the page indices, which are on the device already
 
 
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("invariance", MODES)
+def test_the_hosts_tables_may_be_filled_anew_once_a_step_is_planned(
+    monkeypatch: pytest.MonkeyPatch, invariance: str, graph: bool
+) -> None:
+    """The next step is planned while the device computes this one."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    decodes = [SlowSequence(9, 1, (1, 2, 3), True), SlowSequence(5, 1, (4, 5), True)]
+    sequences = decodes if graph else [*decodes, SlowSequence(2, 4, (6, 7))]
+    generator = torch.Generator().manual_seed(6)
+    pool = torch.randn(9, 2, 4, 2, 8, generator=generator)
+    rows = 2 if graph else 6
+    q, k, v = torch.randn(rows, 8, 8, generator=generator).split([4, 2, 2], dim=1)
+    outputs = []
+    for refilled in (False, True):
+        batch = batch_of(sequences, page_size=4)
+        attention = backend(invariance=invariance)
+        attention._makes._pins = True
+        attention.bind([pool.clone()])
+        if graph:
+            attention.reserve_graphs([2], max_page_indices=9)
+            attention.plan_graph(batch, 2)
+        else:
+            attention.plan(batch)
+        if refilled:
+            for table in (batch.qo_indptr, batch.kv_indptr, batch.last_page_len):
+                table.fill_(1)
+        outputs.append(attention.run(0, q, k, v))
+    assert torch.equal(*outputs)
+
+
 def test_graphs_too_large_for_the_workspace_are_refused_at_the_start() -> None:
     spec = AttentionSpec(num_heads=28, num_kv_heads=4, head_dim=128, scale=0.1)
     check_workspace(spec, 256, 132, 256 << 20)

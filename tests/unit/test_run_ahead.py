@@ -11,14 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from fake_engine import make_engine, make_request
 from fake_runner import answer_alone
 from paged_models import CPU, PagedServer
 from plans import plan_of
 from prefixcache import LLM
-from prefixcache.attention.base import AttentionBatch
 from prefixcache.attention.flashinfer import FlashInferAttention
 from prefixcache.config import ModelConfig
 from prefixcache.engine.device import shares_answers
@@ -27,10 +25,9 @@ from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.models.loader import load_model
 from prefixcache.request import Request, RequestOutput
 from prefixcache.runner.batch import resolve_pending
-from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.runner.pending import ResultCopies
 from prefixcache.sampling_params import SamplingParams
-from prefixcache.step_plan import ScheduledSequence, StepPlan
+from prefixcache.step_plan import StepPlan
 from tape import TapeCapture
 
 TinyCheckpoint = Callable[..., Path]
@@ -81,33 +78,6 @@ def test_decodes_can_be_submitted_before_their_tokens_are_known(
     assert [[s.token_id, t.token_id] for s, t in zip(seconds, thirds, strict=True)] == [
         answer[1:] for answer in expected
     ]
-
-
-class ShapesAlone:
-    """A model and its attention without numbers."""
-
-    def plan(self, batch: AttentionBatch) -> None:
-        pass
-
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: object) -> Tensor:
-        return token_ids.unsqueeze(1)
-
-
-@pytest.mark.parametrize(("device", "sets"), [("meta", 2), ("cpu", 1)])
-def test_the_host_fills_other_tables_than_those_the_device_still_reads(
-    device: str, sets: int
-) -> None:
-    nothing: Any = ShapesAlone()
-    runner = ModelRunner(
-        nothing, nothing, max_tokens=4, max_seqs=2, max_pages=2, device=torch.device(device)
-    )
-    chunk = ScheduledSequence(request_id="a", start=0, num_tokens=1, sampling=None)
-    filled = []
-    for _ in range(4):
-        filled.append(runner.block_tables[0].indices)
-        assert runner.submit(plan_of([chunk])).is_known
-    assert len({id(indices) for indices in filled}) == sets
-    assert all(filled[i] is filled[i + sets] for i in range(4 - sets))
 
 
 def test_two_copies_may_be_under_way() -> None:

@@ -1,4 +1,4 @@
-"""A sampled step on a GPU waits for nothing, and takes one copy each way: shapes alone tell.
+"""A step on a GPU waits for nothing, and takes one copy each way: shapes alone tell.
 
 Fake tensors of a CUDA device hold no numbers, so reading one back, or making a shape of what it
 holds, is an error there; every other way to the device is a copy that is counted here.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,12 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from plans import context
+from prefixcache.runner.batch import StepBuffers
 from prefixcache.sampling import race
 from prefixcache.sampling.batch import SampledRow
 from prefixcache.sampling.sampler import Sampler
 from prefixcache.sampling.upload import Upload
 from prefixcache.sampling_params import SamplingParams
-from prefixcache.step_plan import SamplingInput
+from prefixcache.step_plan import SamplingInput, ScheduledSequence, StepPlan
 
 CUDA = torch.device("cuda")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -69,17 +71,23 @@ def rows_of(options: list[dict[str, Any]], step: int) -> list[SampledRow]:
     ]
 
 
-def sampled_step(
-    monkeypatch: pytest.MonkeyPatch, options: list[dict[str, Any]]
-) -> tuple[int, list]:
-    """Uploads of a step whose contexts are counted, and its other copies."""
-    sent = []
+def fake_uploads(monkeypatch: pytest.MonkeyPatch) -> list[Upload]:
+    """Those that are sent from now on, to a device that holds no numbers."""
+    sent: list[Upload] = []
 
     def send(upload: Upload, device: torch.device) -> torch.Tensor:
         sent.append(upload)
         return torch.empty(upload._size, dtype=torch.int64, device=device)
 
     monkeypatch.setattr(Upload, "send", send)
+    return sent
+
+
+def sampled_step(
+    monkeypatch: pytest.MonkeyPatch, options: list[dict[str, Any]]
+) -> tuple[int, list]:
+    """Uploads of a step whose contexts are counted, and its other copies."""
+    sent = fake_uploads(monkeypatch)
     monkeypatch.setattr(race, "fused_kernels", lambda _x: None)
     with FakeTensorMode(), torch.inference_mode():
         sampler = Sampler(64, CUDA)
@@ -104,6 +112,35 @@ def test_no_option_waits_for_the_device(
 
 def test_a_mixed_batch_waits_for_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sampled_step(monkeypatch, [*OPTIONS.values()] * 8) == (1, [])
+
+
+def test_a_steps_tables_go_to_the_device_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode, one whose token is still on the device, and a chunk of two tokens."""
+    sent = fake_uploads(monkeypatch)
+    sampling = rows_of([{}], 0)[0].sampling
+    plan = StepPlan(
+        (
+            ScheduledSequence(request_id="a", start=17, num_tokens=1, sampling=sampling),
+            ScheduledSequence(request_id="b", start=3, num_tokens=1, sampling=sampling),
+            ScheduledSequence(request_id="c", start=30, num_tokens=2, sampling=None),
+        ),
+        np.array([5, -1, 7, 8], dtype=np.int32),
+        2,
+    )
+    buffers = StepBuffers(max_tokens=8, max_seqs=3, max_pages=4, device=CUDA)
+    buffers.block_tables[0].indptr[:] = [0, 2, 3, 5]
+    with FakeTensorMode(allow_non_fake_inputs=True), Copies() as copies:
+        batch = buffers.load(plan, torch.empty(3, dtype=torch.int64, device=CUDA))
+    assert (len(sent), copies.between) == (1, [])
+    on_device = {
+        batch.token_ids_T: (4, torch.int64),
+        batch.positions_T: (4, torch.int64),
+        batch.sampled_rows_R: (2, torch.int64),
+        batch.attention.slot_mapping: (4, torch.int64),
+        batch.attention.kv_indices: (5, torch.int32),
+    }
+    for tensor, (length, dtype) in on_device.items():
+        assert (tensor.device.type, len(tensor), tensor.dtype) == ("cuda", length, dtype)
 
 
 def test_what_waits_is_seen() -> None:

@@ -45,7 +45,9 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBatch:
-    """Where the step's tokens stand in the paged KV cache. Index arrays live on the CPU.
+    """Where the step's tokens stand in the paged KV cache.
+
+    Index arrays live on the CPU, `kv_indices` there or on the device of the KV tensors.
 
     The queries of a sequence are its last tokens: with N pages it has
     `(N - 1) * B + last_page_len` keys, and its query rows are the last of those positions.

@@ -5,7 +5,6 @@ Letters of shapes: T tokens in the step, S sequences, R rows of logits, P pages 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 
 from prefixcache.attention.base import AttentionBatch
-from prefixcache.attention.fence import Fence
 from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.sampling.upload import Upload
 from prefixcache.step_plan import StepPlan
 
 
@@ -29,11 +28,9 @@ class Batch:
 
 
 class StepBuffers:
-    """Host tensors for the largest possible step, filled anew in each one.
+    """Block tables of the largest possible step, one set for each KV cache group.
 
-    Pinned when the device is a GPU, so that copies to it need not wait, those of the attention
-    backend included; `block_tables` waits until the step that was last `launched` from here is
-    computed. It holds numpy views, one set for each KV cache group, that the cache writes into.
+    The cache fills them before each `load`; nothing reads them after the step is launched.
     `max_pages` is the number of pages of one sequence.
     """
 
@@ -41,79 +38,55 @@ class StepBuffers:
         self, *, max_tokens: int, max_seqs: int, max_pages: int, device: torch.device
     ) -> None:
         self._device = device
-        self._token_ids = self._host(max_tokens, torch.int64)
-        self._positions = self._host(max_tokens, torch.int64)
-        self._slot_mapping = self._host(max_tokens, torch.int64)
-        self._qo_indptr = self._host(max_seqs + 1, torch.int32)
-        self._kv_indptr = self._host(max_seqs + 1, torch.int32)
-        self._kv_indices = self._host(max_seqs * max_pages, torch.int32)
-        self._last_page_len = self._host(max_seqs, torch.int32)
-        self._sampled_rows = self._host(max_seqs, torch.int64)
-        self._launched = Fence(device)
-        self._block_tables = (
+        self.block_tables = (
             BlockTableBuffers(
-                indptr=self._kv_indptr.numpy(),
-                indices=self._kv_indices.numpy(),
-                last_page_len=self._last_page_len.numpy(),
-                slot_mapping=self._slot_mapping.numpy(),
+                indptr=np.zeros(max_seqs + 1, np.int32),
+                indices=np.zeros(max_seqs * max_pages, np.int32),
+                last_page_len=np.zeros(max_seqs, np.int32),
+                slot_mapping=np.zeros(max_tokens, np.int64),
             ),
         )
 
-    @property
-    def block_tables(self) -> Sequence[BlockTableBuffers]:
-        """Views for the cache to fill."""
-        self._launched.wait()
-        return self._block_tables
-
-    def launched(self) -> None:
-        """To be called when all work of a step is on its way to the device."""
-        self._launched.mark()
-
     def load(self, plan: StepPlan, sampled_R: Tensor) -> Batch:
-        """The step's tensors, after the cache has filled `block_tables` for the same plan.
+        """The step's tensors; those that the device reads go there in one copy.
 
         `sampled_R` are the tokens that the step before sampled, on the device: the plan's tokens
         below zero stand for them.
         """
+        (tables,) = self.block_tables
         counts = np.array([sequence.num_tokens for sequence in plan.sequences])
         starts = np.array([sequence.start for sequence in plan.sequences])
-        ends = np.cumsum(counts)
-        num_tokens, num_seqs = plan.num_tokens, len(ends)
-        self._token_ids.numpy()[:num_tokens] = plan.token_ids
-        self._positions.numpy()[:num_tokens] = np.arange(num_tokens) + np.repeat(
-            starts - (ends - counts), counts
+        num_tokens, num_seqs = plan.num_tokens, len(counts)
+        qo_indptr = np.zeros(num_seqs + 1, np.int32)
+        ends = np.cumsum(counts, out=qo_indptr[1:])
+        upload = Upload()
+        token_ids = upload.integers(plan.token_ids)
+        positions = upload.integers(
+            np.arange(num_tokens) + np.repeat(starts - (ends - counts), counts)
         )
-        self._qo_indptr.numpy()[1 : num_seqs + 1] = ends
-        sampled = ends[[sequence.sampling is not None for sequence in plan.sequences]] - 1
-        self._sampled_rows.numpy()[: len(sampled)] = sampled
+        samples = [sequence.sampling is not None for sequence in plan.sequences]
+        sampled_rows = upload.integers(ends[samples] - 1)
+        slots = upload.integers(tables.slot_mapping[:num_tokens])
+        pages = upload.int32(tables.indices[: tables.indptr[num_seqs]])
+        sent = upload.send(self._device)
         return Batch(
-            token_ids_T=self._tokens_on_device(plan, sampled_R),
-            positions_T=self._on_device(self._positions[:num_tokens]),
-            sampled_rows_R=self._on_device(self._sampled_rows[: len(sampled)]),
-            attention=self._attention_batch(plan, num_tokens, num_seqs),
+            token_ids_T=_resolved(plan, token_ids(sent), sampled_R),
+            positions_T=positions(sent),
+            sampled_rows_R=sampled_rows(sent),
+            attention=AttentionBatch(
+                qo_indptr=torch.from_numpy(qo_indptr),
+                kv_indptr=torch.from_numpy(tables.indptr[: num_seqs + 1]),
+                kv_indices=pages(sent),
+                last_page_len=torch.from_numpy(tables.last_page_len[:num_seqs]),
+                slot_mapping=slots(sent),
+                max_q_len=int(counts.max()),
+                num_decodes=plan.num_decodes,
+            ),
         )
 
-    def _tokens_on_device(self, plan: StepPlan, sampled_R: Tensor) -> Tensor:
-        token_ids = self._on_device(self._token_ids[: plan.num_tokens])
-        return token_ids if plan.token_ids.min() >= 0 else resolve_pending(token_ids, sampled_R)
 
-    def _attention_batch(self, plan: StepPlan, num_tokens: int, num_seqs: int) -> AttentionBatch:
-        num_pages = int(self._kv_indptr[num_seqs])
-        return AttentionBatch(
-            qo_indptr=self._qo_indptr[: num_seqs + 1],
-            kv_indptr=self._kv_indptr[: num_seqs + 1],
-            kv_indices=self._kv_indices[:num_pages],
-            last_page_len=self._last_page_len[:num_seqs],
-            slot_mapping=self._on_device(self._slot_mapping[:num_tokens]),
-            max_q_len=max(sequence.num_tokens for sequence in plan.sequences),
-            num_decodes=plan.num_decodes,
-        )
-
-    def _host(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype, pin_memory=self._device.type == "cuda")
-
-    def _on_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)
+def _resolved(plan: StepPlan, token_ids_T: Tensor, sampled_R: Tensor) -> Tensor:
+    return token_ids_T if plan.token_ids.min() >= 0 else resolve_pending(token_ids_T, sampled_R)
 
 
 def resolve_pending(token_ids_T: Tensor, sampled_R: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ hidden size, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -61,11 +60,8 @@ class ModelRunner:
         self._device = device
         self.graphs = graphs
         self.runs_ahead = device.type != "cpu"
-        self._buffers = deque(
-            StepBuffers(
-                max_tokens=max_tokens, max_seqs=max_seqs, max_pages=max_pages, device=device
-            )
-            for _ in range(2 if self.runs_ahead else 1)
+        self._buffers = StepBuffers(
+            max_tokens=max_tokens, max_seqs=max_seqs, max_pages=max_pages, device=device
         )
         # Events, graphs and triton go by the current device, which each thread has of its own.
         self._on_device = (
@@ -77,11 +73,8 @@ class ModelRunner:
 
     @property
     def block_tables(self) -> Sequence[BlockTableBuffers]:
-        """Arrays for the cache to fill before each step, one set a KV cache group.
-
-        Two steps take turns with their arrays: waits until the one before the last is computed.
-        """
-        return self._buffers[0].block_tables
+        """Arrays for the cache to fill before each step, one set a KV cache group."""
+        return self._buffers.block_tables
 
     def execute(self, plan: StepPlan) -> list[SequenceOutput]:
         """Computes the step; one output for each sequence of the plan, in its order."""
@@ -94,13 +87,8 @@ class ModelRunner:
         The plan's tokens below zero are those that the step before sampled. What was sampled comes
         by an asynchronous copy; log probabilities of prompts alone are waited for.
         """
-        buffers = self._buffers[0]
         with self._on_device():
-            try:
-                return self._launch(plan, buffers.load(plan, self._sampled_R))
-            finally:
-                buffers.launched()
-                self._buffers.rotate()
+            return self._launch(plan, self._buffers.load(plan, self._sampled_R))
 
     def run_empty_step(self) -> None:
         """Computes one token of no request, in the null block; waits for it.

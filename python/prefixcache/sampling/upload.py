@@ -15,7 +15,8 @@ Field = Callable[[Tensor], Tensor]
 class Upload:
     """Arrays of 8-byte numbers, collected on the host and copied together.
 
-    `integers` and `floats` return what picks their array out of the tensor that `send` makes.
+    `integers`, `int32` and `floats` return what picks their array out of the tensor that `send`
+    makes.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,13 @@ class Upload:
         """Adds an array that is int64 on the device."""
         place = self._add(np.asarray(values, dtype=np.int64))
         return lambda sent: sent[place]
+
+    def int32(self, values: npt.NDArray[np.int32]) -> Field:
+        """Adds an array that is int32 on the device, two of them a number."""
+        padded = np.zeros(len(values) + len(values) % 2, dtype=np.int32)
+        padded[: len(values)] = values
+        place = self._add(padded.view(np.int64))
+        return lambda sent: sent[place].view(torch.int32)[: len(values)]
 
     def floats(self, values: Sequence[float]) -> Field:
         """Adds an array that is float64 on the device, by its bits."""

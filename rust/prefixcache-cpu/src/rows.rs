@@ -22,13 +22,8 @@ impl<'a, T> Rows<'a, T> {
     /// A slice as rows of `width`; a remainder is left out.
     pub fn new(numbers: &'a [T], width: usize) -> Self {
         let rows = numbers.len().checked_div(width).unwrap_or(0);
-        Self {
-            start: numbers.as_ptr(),
-            rows,
-            width,
-            stride: width,
-            owner: PhantomData,
-        }
+        // SAFETY: the rows lie in the slice, side by side.
+        unsafe { Self::from_raw(numbers.as_ptr(), rows, width, width) }
     }
 
     /// `rows` rows of `width` numbers, one every `stride` numbers from `start`.
@@ -90,10 +85,8 @@ impl<'a, T> Rows<'a, T> {
 
 /// Rows to write, by several threads at once, each its own part.
 pub struct RowsMut<'a, T> {
-    start: *mut T,
-    rows: usize,
-    width: usize,
-    stride: usize,
+    /// Where they lie, at an address that may be written to.
+    rows: Rows<'a, T>,
     owner: PhantomData<&'a mut [T]>,
 }
 
@@ -106,13 +99,8 @@ impl<'a, T> RowsMut<'a, T> {
     /// A slice as rows of `width`; a remainder is left out.
     pub fn new(numbers: &'a mut [T], width: usize) -> Self {
         let rows = numbers.len().checked_div(width).unwrap_or(0);
-        Self {
-            start: numbers.as_mut_ptr(),
-            rows,
-            width,
-            stride: width,
-            owner: PhantomData,
-        }
+        // SAFETY: the rows lie in the slice, side by side, and it is borrowed mutably.
+        unsafe { Self::from_raw(numbers.as_mut_ptr(), rows, width, width) }
     }
 
     /// `rows` rows of `width` numbers, one every `stride` numbers from `start`.
@@ -122,10 +110,8 @@ impl<'a, T> RowsMut<'a, T> {
     /// rows do not overlap.
     pub unsafe fn from_raw(start: *mut T, rows: usize, width: usize, stride: usize) -> Self {
         Self {
-            start,
-            rows,
-            width,
-            stride,
+            // SAFETY: the caller's promise is more. Nothing is read through it but by `read`.
+            rows: unsafe { Rows::from_raw(start, rows, width, stride) },
             owner: PhantomData,
         }
     }
@@ -133,24 +119,18 @@ impl<'a, T> RowsMut<'a, T> {
     /// Number of rows.
     #[inline(always)]
     pub fn rows(&self) -> usize {
-        self.rows
+        self.rows.rows
     }
 
     /// Numbers in a row.
     #[inline(always)]
     pub fn width(&self) -> usize {
-        self.width
+        self.rows.width
     }
 
     /// The rows, to read for a while.
     pub fn read(&mut self) -> Rows<'_, T> {
-        Rows {
-            start: self.start,
-            rows: self.rows,
-            width: self.width,
-            stride: self.stride,
-            owner: PhantomData,
-        }
+        Rows { ..self.rows }
     }
 
     /// Columns `from..from + count` of row `row`.
@@ -166,8 +146,16 @@ impl<'a, T> RowsMut<'a, T> {
         reason = "parts are disjoint, as the caller vouches"
     )]
     pub unsafe fn part(&self, row: usize, from: usize, count: usize) -> &mut [T] {
-        assert!(row < self.rows && count <= self.width && from <= self.width - count);
+        let Rows {
+            start,
+            rows,
+            width,
+            stride,
+            ..
+        } = self.rows;
+        assert!(row < rows && count <= width && from <= width - count);
+        let start = start.cast_mut();
         // SAFETY: inside what the maker vouched for, and disjoint from every other part.
-        unsafe { std::slice::from_raw_parts_mut(self.start.add(row * self.stride + from), count) }
+        unsafe { std::slice::from_raw_parts_mut(start.add(row * stride + from), count) }
     }
 }

@@ -1,6 +1,6 @@
 """The prefix cache in plain lists and dicts, with the rules that the Rust core must follow.
 
-`ReferenceCache` has the methods of `prefixcache._core.PrefixCache` and takes as long as it likes.
+`ReferenceCache` has the methods of `prefixcache.core.PrefixCache` and takes as long as it likes.
 It checks no arguments: what is right to ask is the tests' business.
 """
 

@@ -18,5 +18,6 @@ def test_what_the_core_offers_is_documented() -> None:
     for name in prefixcache.core.__all__:
         offered = getattr(prefixcache.core, name)
         public = [part for part in vars(offered) if not part.startswith("_")]
+        assert offered.__module__ == "prefixcache.core"
         assert offered.__doc__
         assert all(getattr(offered, part).__doc__ for part in public)

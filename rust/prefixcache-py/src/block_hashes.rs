@@ -9,7 +9,7 @@ use crate::arguments::Number;
 use crate::names;
 
 /// Chained hashes of a token sequence's full blocks.
-#[pyclass(frozen, module = "prefixcache._core")]
+#[pyclass(frozen, module = "prefixcache.core")]
 pub struct BlockHashes(pub sequence::BlockHashes);
 
 #[pymethods]

@@ -31,7 +31,7 @@ macro_rules! on {
 }
 
 /// A pool of blocks that are handed out, counted, given back, and found again by their hashes.
-#[pyclass(frozen, module = "prefixcache._core")]
+#[pyclass(frozen, module = "prefixcache.core")]
 pub struct BlockPool {
     pool: Pool,
     writer: Writer,

@@ -25,7 +25,7 @@ use crate::tokens::Tokens;
 use crate::writer::Threads;
 
 /// A prefix cache: a pool of KV cache blocks, found again by the tokens that filled them.
-#[pyclass(frozen, module = "prefixcache._core")]
+#[pyclass(frozen, module = "prefixcache.core")]
 pub struct PrefixCache(Arc<Cache>);
 
 /// The argument `free_order`.

@@ -16,7 +16,7 @@ use crate::shared_cache::{Cache, SharedSequence};
 use crate::tokens::Tokens;
 
 /// A request's tokens, block hashes and block tables. Made by `PrefixCache.new_sequence`.
-#[pyclass(frozen, module = "prefixcache._core")]
+#[pyclass(frozen, module = "prefixcache.core")]
 pub struct Sequence {
     sequence: SharedSequence,
     cache: Weak<Cache>,

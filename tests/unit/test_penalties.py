@@ -89,6 +89,15 @@ def test_rows_without_an_answer_are_left_alone() -> None:
     assert adjusted(prompt=(0,), frequency_penalty=0.5, presence_penalty=1.0) == LOGITS[0].tolist()
 
 
+def test_rows_with_other_penalties_stand_side_by_side() -> None:
+    options = [{"repetition_penalty": 2.0}, {"frequency_penalty": 0.5}, {"presence_penalty": -1.0}]
+    rows = [row_of((3,), (0, 0, 3), name=f"{r}", **given) for r, given in enumerate(options)]
+    alone = [adjusted((3,), (0, 0, 3), **given) for given in options]
+    for waits in (True, False):
+        together = adjust(LOGITS.repeat(3, 1), rows, TokenCounts(3, CPU), waits=waits)
+        assert together.tolist() == alone
+
+
 def grown(counts: TokenCounts, names: str, tokens: list[list[int]]) -> torch.Tensor:
     """Counts of answers that grow by a token a step, none of them read by the host."""
     for step, of_step in enumerate(tokens):

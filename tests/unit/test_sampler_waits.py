@@ -30,10 +30,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "temperature": {},
     "top_p": {"top_p": 0.95},
     "top_k": {"top_k": 50},
+    "min_p": {"min_p": 0.05},
     "all cuts": {"top_p": 0.9, "top_k": 20, "min_p": 0.01},
     "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.1},
+    "frequency": {"temperature": 0, "frequency_penalty": 0.1},
+    "repetition": {"repetition_penalty": 1.2},
     "bias": {"temperature": 0, "logit_bias": {3: 2.0}},
     "logprobs": {"logprobs": 5},
+    "greedy logprobs": {"temperature": 0, "logprobs": 0},
 }
 
 

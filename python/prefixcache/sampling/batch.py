@@ -51,6 +51,7 @@ class Penalties:
     rows_P: Tensor
     counts_P: Tensor
     options_P3: Tensor  # float32: repetition, presence, frequency
+    has_repetition: bool  # without it a prompt's tokens stay as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,9 @@ def add_penalties(
     options = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
     rows_at, counts_at = upload.integers(penalized), upload.integers(counts)
     options_at = upload.floats([value for of_row in options for value in of_row])
+    has_repetition = any(repetition != 1.0 for repetition, _, _ in options)
     return lambda sent: Penalties(
-        rows_at(sent), counts_at(sent), options_at(sent).float().view(-1, 3)
+        rows_at(sent), counts_at(sent), options_at(sent).float().view(-1, 3), has_repetition
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from prefixcache.sampling.batch import Additions, Penalties, SampledRow
 from prefixcache.sampling.upload import Upload
 from prefixcache.step_plan import SamplingInput
+from prefixcache.token_ids import TokenBuffer, TokenIds
 
 _FIRST_CONTEXTS = 4
 
@@ -34,6 +35,8 @@ class TokenCounts:
         self._contexts: dict[str, tuple[int, int]] = {}
         # Twice the number of occurrences in the answer, and one more for those in the prompt.
         self._counts_CV = torch.zeros(0, 0, dtype=torch.int32, device=device)
+        # On a CPU, where to find them: a vocabulary takes longer to look through than a context.
+        self._tokens: dict[int, TokenBuffer] = {}
 
     def rows_of(self, rows: Sequence[SampledRow], vocab_size: int) -> list[int]:
         """Rows of the requests' contexts. `add` must follow, with the tokens that are sampled."""
@@ -46,19 +49,25 @@ class TokenCounts:
         """Counts of those contexts, int32 [P, V]."""
         return self._counts_CV[counts_P]
 
-    def counted(self, context: int) -> tuple[Tensor, Tensor]:
-        """The tokens that stand in one context, int64 [N], and their counts, int32 [N].
+    def at(self, places_N: Tensor) -> Tensor:
+        """Counts at single places, token by token and context by context, int32 [N]."""
+        return self._counts_CV.take(places_N)
+
+    def tokens_in(self, context: int, *, prompt: bool) -> TokenIds:
+        """All tokens of an answer, with `prompt` also of its prompt; some stand there again.
 
         For a CPU: another device would have to be waited for.
         """
-        counts_V = self._counts_CV[context]
-        # Of booleans numpy looks at eight at once.
-        tokens_N = torch.from_numpy(np.flatnonzero(counts_V.numpy() != 0))
-        return tokens_N, counts_V[tokens_N]
+        tokens = self._tokens[context]
+        return tokens.known if prompt else tokens.answer
 
     def add(self, counts_P: Tensor, tokens_P: Tensor) -> None:
         """Counts a sampled token of each context; one below zero ends its request."""
-        self._counts_CV[counts_P, tokens_P.clamp(min=0)] += 2
+        tokens_P = tokens_P.clamp(min=0)
+        self._counts_CV[counts_P, tokens_P] += 2
+        if self._device.type == "cpu":
+            for context, token in zip(counts_P.tolist(), tokens_P.tolist(), strict=True):
+                self._tokens[context].append(token)
 
     def _row_of(self, row: SampledRow, vocab_size: int) -> int:
         answered = row.position - row.sampling.tokens.num_prompt_tokens
@@ -83,8 +92,13 @@ class TokenCounts:
 
     def _count(self, context: int, sampling: SamplingInput, vocab_size: int) -> None:
         """Of a request that is new, or whose answer began anew: all its tokens are known."""
-        counts_V = 2 * np.bincount(sampling.tokens.answer, minlength=vocab_size)
-        counts_V[sampling.tokens.prompt] += 1
+        prompt, answer = sampling.tokens.prompt, sampling.tokens.answer
+        counts_V = 2 * np.bincount(answer, minlength=vocab_size)
+        counts_V[prompt] += 1
+        if self._device.type == "cpu":
+            self._tokens[context] = TokenBuffer(np.unique(prompt))
+            for token in np.unique(answer).tolist():
+                self._tokens[context].append(token)
         upload = Upload()
         counts_at = upload.integers(counts_V)
         self._counts_CV[context].copy_(counts_at(upload.send(self._device)))
@@ -114,27 +128,42 @@ def adjust_logits(
 
 def _penalize_all(logits_RV: Tensor, counts: TokenCounts, penalties: Penalties) -> None:
     rows_P, options_P13 = penalties.rows_P, penalties.options_P3.unsqueeze(1)
-    counts_PV = counts.of(penalties.counts_P)
-    logits_RV[rows_P] = _penalized(logits_RV[rows_P], counts_PV, options_P13)
+    logits_RV[rows_P] = _penalized(
+        logits_RV[rows_P], counts.of(penalties.counts_P), options_P13, penalties.has_repetition
+    )
 
 
 def _penalize_counted(logits_RV: Tensor, counts: TokenCounts, penalties: Penalties) -> None:
     rows, contexts = penalties.rows_P.tolist(), penalties.counts_P.tolist()
-    for row, context, options_3 in zip(rows, contexts, penalties.options_P3, strict=True):
-        tokens_N, counts_N = counts.counted(context)
-        logits_V = logits_RV[row]
-        logits_V[tokens_N] = _penalized(logits_V[tokens_N], counts_N, options_3)
+    found = [counts.tokens_in(context, prompt=penalties.has_repetition) for context in contexts]
+    lengths_P = torch.tensor([len(tokens) for tokens in found])
+    options_N3 = penalties.options_P3.repeat_interleave(lengths_P, dim=0)
+    counts_N = counts.at(_places(contexts, found, logits_RV.shape[1]))
+    places_N = _places(rows, found, logits_RV.shape[1])
+    logits_N = logits_RV.take(places_N)
+    # A token that was found twice gets the same number twice.
+    logits_RV.put_(places_N, _penalized(logits_N, counts_N, options_N3, penalties.has_repetition))
 
 
-def _penalized(logits: Tensor, counts: Tensor, options: Tensor) -> Tensor:
+def _places(rows: Sequence[int], tokens: Sequence[TokenIds], vocab_size: int) -> Tensor:
+    """Where the tokens of each row stand in a table of so wide rows, counted from its first one."""
+    parts = [
+        np.add(of_row, r * vocab_size, dtype=np.int64)
+        for r, of_row in zip(rows, tokens, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def _penalized(logits: Tensor, counts: Tensor, options: Tensor, has_repetition: bool) -> Tensor:
     """The CTRL paper's repetition penalty (Keskar et al., 2019), its sign mended; then OpenAI's.
 
     The first is on prompt and answer; the others are on each token of the answer, once, and once
     for each occurrence.
     """
     repetition, presence, frequency = options.unbind(-1)
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(counts > 0, repeated, logits)
+    if has_repetition:
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(counts > 0, repeated, logits)
     occurrences = counts >> 1
     less = frequency * occurrences + presence
     return logits - less.masked_fill_(occurrences == 0, 0.0)

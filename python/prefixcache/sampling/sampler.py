@@ -60,11 +60,12 @@ class Sampled:
 
     def outputs(self, results: npt.NDArray[np.int64]) -> list[SequenceOutput]:
         """One output a row, from the device's `results`; an unusable row gets an error."""
-        tokens, rest = np.split(results, [len(self.token_ids_R)])
+        end = len(self.token_ids_R)
+        tokens = results[:end]
         logprobs: dict[int, TokenLogprobs] = {}
         for part in self._logprobs:
-            numbers, rest = np.split(rest, [len(part.numbers)])
-            logprobs.update(zip(part.rows, unpack(numbers, len(part.rows)), strict=True))
+            begin, end = end, end + len(part.numbers)
+            logprobs.update(zip(part.rows, unpack(results[begin:end], len(part.rows)), strict=True))
         return [
             SequenceOutput(error=_UNUSABLE)
             if token < 0

@@ -94,7 +94,8 @@ async def answer(
         return json_response(await answer_unless_disconnected(request, work))
     outputs = await maker.engine.generate_all(job.requests)
     options = fields.stream_options or StreamOptions()
-    return EventStream(_events(outputs, job, form, options, maker.workers))
+    chunks = _chunk_events(outputs, job, form, options, maker.workers)
+    return EventStream(_to_the_end(chunks, job))
 
 
 async def _whole_body(maker: JobMaker, job: Job, form: AnswerForm) -> bytes:
@@ -127,17 +128,12 @@ def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-async def _events(
-    outputs: AsyncGenerator[tuple[int, RequestOutput], None],
-    job: Job,
-    form: AnswerForm,
-    options: StreamOptions,
-    workers: Workers,
-) -> AsyncGenerator[bytes, None]:
+async def _to_the_end(chunks: AsyncGenerator[bytes, None], job: Job) -> AsyncGenerator[bytes, None]:
+    """The chunks, an error event where they fail, and [DONE]."""
     try:
-        async with aclosing(_chunk_events(outputs, job, form, options, workers)) as events:
-            async for text in events:
-                yield text
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
     except Exception as error:  # the status is sent already: the error goes into the stream
         if is_unexpected(error):
             logger.exception("The stream %s failed.", job.id)

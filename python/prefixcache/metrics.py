@@ -43,8 +43,8 @@ class Gauges:
 class Histogram:
     """Counts of observations by upper bound, as Prometheus wants them.
 
-    prometheus-client's own takes a lock for each of two values: that is 1.1 us for every token,
-    where this takes 0.25.
+    prometheus-client's own takes two locks for each observation and several times as long, which
+    counts where each token is observed.
     """
 
     def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -137,71 +137,71 @@ _PLAIN_DECODES: dict[str, dict[str, Any]] = {
 }
 
 
-def attention(shape: Shape, device: torch.device, batch: int, context: int) -> Iterator[Row]:
-    """One layer by each kernel: a chunk of `context` tokens, and decodes of `batch` sequences.
+def attention(
+    shape: Shape, device: torch.device, batches: Sequence[int], context: int
+) -> Iterator[Row]:
+    """One layer by each kernel: a chunk of `context` tokens, and decodes of some batch sizes.
 
     Decodes are planned as for a graph. What FA3 gives with packed heads must be the same bits.
     """
     config = shape.hf_config
-    heads = config["num_attention_heads"]
-    kept = (heads, config["num_key_value_heads"])
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    layer = _Layer(*kept, head_dim, device, [(0, context)])
-    for name, options in _CHUNKS.items():
-        yield _layer_row(f"{shape.name}, chunk of {context}, {name}", layer, options)
-    for group in (4, 8):
-        layer = _Layer(8 * group, 8, head_dim, device, [(context, 1)] * batch)
-        for name, options in _PLAIN_DECODES.items():
-            what = f"decode of {batch} at context {context}, {8 * group} heads on 8, {name}"
-            yield _layer_row(what, layer, options)
-    layer = _Layer(*kept, head_dim, device, [(context, 1)] * batch)
-    what = f"{shape.name}, decode of {batch}"
-    for name, options in _DECODES.items():
-        yield _layer_row(f"{what} at context {context}, {name}", layer, options)
-    plain, packed = (layer.output(_DECODES[name]) for name in ("FA3", "FA3, packed heads"))
-    differing = int((plain != packed).sum())
-    yield {
-        "section": "attention",
-        "what": f"{what}, packed heads",
-        "value": differing,
-        "unit": f"of {plain.numel()} numbers differ from those of FA3",
-        **({"ok": differing == 0} if device.type == "cuda" else {}),
-    }
+    layer = _Layer((heads, kv_heads, head_dim), device, [(0, context)])
+    yield from _layer_rows(f"{shape.name}, chunk of {context}", layer, _CHUNKS)
+    for batch in batches:
+        lengths = [(context, 1)] * batch
+        what = f"decode of {batch} at context {context}"
+        for group in (4, 8):
+            layer = _Layer((8 * group, 8, head_dim), device, lengths)
+            yield from _layer_rows(f"{8 * group} heads on 8, {what}", layer, _PLAIN_DECODES)
+        layer = _Layer((heads, kv_heads, head_dim), device, lengths)
+        yield from _layer_rows(f"{shape.name}, {what}", layer, _DECODES)
+        plain, packed = (layer.runs(_DECODES[name])() for name in ("FA3", "FA3, packed heads"))
+        differing = int((plain != packed).sum())
+        yield {
+            "section": "attention",
+            "what": f"{shape.name}, {what}, packed heads",
+            "value": differing,
+            "unit": f"of {plain.numel()} numbers differ from those of FA3",
+            **({"ok": differing == 0} if device.type == "cuda" else {}),
+        }
 
 
-def _layer_row(what: str, layer: _Layer, options: dict[str, Any]) -> Row:
-    us = _microseconds(layer.runs(options), layer.device)
-    return {"section": "attention", "what": what, "value": us, "unit": "us a layer"}
+def _layer_rows(what: str, layer: _Layer, kinds: dict[str, dict[str, Any]]) -> Iterator[Row]:
+    for name, options in kinds.items():
+        us = _microseconds(layer.runs(options), layer.device)
+        yield {
+            "section": "attention",
+            "what": f"{what}, {name}",
+            "value": us,
+            "unit": "us a layer",
+        }
 
 
 class _Layer:
     """Random queries, keys and values of one step, and a pool."""
 
     def __init__(
-        self,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        device: torch.device,
-        lengths: list[tuple[int, int]],
+        self, heads: tuple[int, int, int], device: torch.device, lengths: list[tuple[int, int]]
     ) -> None:
+        """`heads` are those of queries and of keys, and their size."""
+        num_heads, kv_heads, head_dim = heads
         self.device = device
         self._spec = AttentionSpec(
-            num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5
+            num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5
         )
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         decodes = sum(count == 1 for _, count in lengths)
         self._step, num_blocks = mixed_batch(lengths, num_decodes=decodes, device=device)
         total = len(self._step.slot_mapping)
-        noise = torch.randn(total, heads + 2 * kv_heads, head_dim, device=device).to(self._dtype)
-        parts = noise.split([heads, kv_heads, kv_heads], dim=1)
+        noise = torch.randn(total, num_heads + 2 * kv_heads, head_dim, device=device).to(
+            self._dtype
+        )
+        parts = noise.split([num_heads, kv_heads, kv_heads], dim=1)
         self._qkv = tuple(part.contiguous() for part in parts)
         pool = torch.randn(kv_shape_nhd(num_blocks, 16, kv_heads, head_dim), device=device)
         self._pool = pool.to(self._dtype)
-
-    def output(self, options: dict[str, Any]) -> torch.Tensor:
-        """[T, H, D] by one kernel."""
-        return self.runs(options)()
 
     def runs(self, options: dict[str, Any]) -> Callable[[], torch.Tensor]:
         """The layer, planned; each call computes it."""

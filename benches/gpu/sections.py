@@ -386,7 +386,8 @@ def attention(options: Options) -> Iterator[Row]:
     """FA2 and FA3 side by side, one layer."""
     scale = SCALES[options.scale]
     shape, device = SHAPES[options.shape], options.torch_device
-    yield from details.attention(shape, device, scale.requests, scale.context)
+    batches = sorted({scale.requests, max(scale.batches)})
+    yield from details.attention(shape, device, batches, scale.context)
 
 
 def matmuls(options: Options) -> Iterator[Row]:

@@ -247,6 +247,9 @@ def test_graphs_too_large_for_the_workspace_are_refused_at_the_start() -> None:
     check_workspace(spec, fits, 132, 256 << 20)
     with pytest.raises(ConfigError):
         check_workspace(spec, fits + 1, 132, 256 << 20)
+    one_key_head = dataclasses.replace(spec, num_heads=32, num_kv_heads=1)
+    with pytest.raises(ConfigError, match=r"has 256. Use --enforce-eager.$"):
+        check_workspace(one_key_head, 1, 132, 256 << 20)
     attention = backend(dataclasses.replace(spec, head_dim=8), workspace_bytes=1 << 20)
     attention.bind([torch.zeros(2, 2, 4, 4, 8)])
     with pytest.raises(ConfigError, match="enforce-eager"):

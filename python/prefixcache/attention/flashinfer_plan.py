@@ -142,10 +142,10 @@ def check_workspace(
 
     if needed(num_seqs) > workspace_bytes:
         fits = bisect.bisect_right(range(num_seqs), workspace_bytes, key=needed) - 1
+        advice = f"Set --max-num-seqs to {fits} at most, or use" if fits > 0 else "Use"
         raise ConfigError(
             f"CUDA graphs of {num_seqs} sequences need {needed(num_seqs) >> 20} MiB of "
-            f"FlashInfer's workspace, which has {workspace_bytes >> 20}. Set "
-            f"--max-num-seqs to {fits} at most, or use --enforce-eager."
+            f"FlashInfer's workspace, which has {workspace_bytes >> 20}. {advice} --enforce-eager."
         )
 
 

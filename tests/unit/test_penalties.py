@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from plans import context
-from prefixcache.sampling.batch import (
+from prefixcache.sampling.penalties import TokenCounts, adjust_logits
+from prefixcache.sampling.row_options import (
     SampledRow,
     add_additions,
     add_penalties,
     has_adjustments,
     has_penalties,
 )
-from prefixcache.sampling.penalties import TokenCounts, adjust_logits
 from prefixcache.sampling.upload import Upload
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.step_plan import SamplingInput

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from plans import context
 from prefixcache.ops.linear import TorchLinear
-from prefixcache.sampling.batch import SampledRow, add_draws
 from prefixcache.sampling.cuts import floors
 from prefixcache.sampling.noise import RowNoise, row_keys
+from prefixcache.sampling.row_options import SampledRow, add_draws
 from prefixcache.sampling.sampler import Sampler, greedy_token_ids, sample
 from prefixcache.sampling.tiles import Tiles, token_ids
 from prefixcache.sampling.upload import Upload

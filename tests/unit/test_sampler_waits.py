@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from plans import context
 from prefixcache.runner.batch import StepBuffers
 from prefixcache.sampling import race
-from prefixcache.sampling.batch import SampledRow
+from prefixcache.sampling.row_options import SampledRow
 from prefixcache.sampling.sampler import Sampler
 from prefixcache.sampling.upload import Upload
 from prefixcache.sampling_params import SamplingParams

@@ -23,8 +23,8 @@ from prefixcache.runner.cuda_graph import DecodeGraphs
 from prefixcache.runner.decoder import Decoder
 from prefixcache.runner.pending import PendingStep, ResultCopies
 from prefixcache.runner.trial import run_largest_step
-from prefixcache.sampling.batch import SampledRow
 from prefixcache.sampling.logprobs import token_logprobs
+from prefixcache.sampling.row_options import SampledRow
 from prefixcache.sampling.sampler import Sampled, Sampler, all_plain_greedy
 from prefixcache.step_plan import PromptLogprobsInput, SequenceOutput, StepPlan
 

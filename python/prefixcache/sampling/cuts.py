@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefixcache.sampling.batch import Cut, Draws
+from prefixcache.sampling.row_options import Cut, Draws
 from prefixcache.sampling.tiles import Tiles
 
 _NUCLEUS_CANDIDATES = (64, 512)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixcache.sampling.batch import Additions, Penalties, SampledRow
+from prefixcache.sampling.row_options import Additions, Penalties, SampledRow
 from prefixcache.sampling.upload import Upload
 from prefixcache.step_plan import SamplingInput
 from prefixcache.token_ids import TokenBuffer, TokenIds

@@ -18,7 +18,11 @@ import torch
 from torch import Tensor
 
 from prefixcache.request import TokenLogprobs
-from prefixcache.sampling.batch import (
+from prefixcache.sampling.cuts import floors
+from prefixcache.sampling.logprobs import compute_logprobs, unpack
+from prefixcache.sampling.penalties import TokenCounts, adjust_logits
+from prefixcache.sampling.race import race, race_of_all
+from prefixcache.sampling.row_options import (
     Draws,
     SampledRow,
     add_additions,
@@ -27,10 +31,6 @@ from prefixcache.sampling.batch import (
     has_adjustments,
     has_penalties,
 )
-from prefixcache.sampling.cuts import floors
-from prefixcache.sampling.logprobs import compute_logprobs, unpack
-from prefixcache.sampling.penalties import TokenCounts, adjust_logits
-from prefixcache.sampling.race import race, race_of_all
 from prefixcache.sampling.tiles import Tiles
 from prefixcache.sampling.upload import Upload
 from prefixcache.step_plan import SamplingInput, SequenceOutput

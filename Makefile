@@ -93,7 +93,7 @@ sanitize:                          ## the stress test under AddressSanitizer
 
 fuzz:                              ## every target for FUZZ_SECONDS
 	command -v cargo-fuzz || cargo install cargo-fuzz@0.13.2 --locked
-	for target in pool_ops cache_ops hash_chain; do mkdir -p fuzz/target/found/$$target; \
+	for target in pool_ops cache_ops prefix_hashes; do mkdir -p fuzz/target/found/$$target; \
 	  RUSTC_BOOTSTRAP=1 cargo fuzz run $$target fuzz/target/found/$$target fuzz/corpus/$$target -- \
 	  -max_total_time=$(FUZZ_SECONDS) || exit 1; done
 

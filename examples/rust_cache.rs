@@ -8,7 +8,7 @@ use std::error::Error;
 use std::thread;
 
 use prefixcache_core::{
-    BlockPool, ChainConfig, Extras, GroupId, GroupSpec, Groups, PoolConfig, PrefixCache, Scope,
+    BlockPool, Extras, GroupId, GroupSpec, Groups, HashConfig, PoolConfig, PrefixCache, Scope,
     Sequence, SingleWriter, TableBuffers,
 };
 
@@ -94,10 +94,11 @@ impl Engine<'_> {
 }
 
 fn new_cache() -> Outcome<Cache> {
-    let config = ChainConfig {
+    let config = HashConfig {
         model: "toy".into(),
         revision: String::new(),
         kv_dtype: "u32".into(),
+        arithmetic: "u32".into(),
         block_size: BLOCK_SIZE,
         groups: Groups::new(vec![GroupSpec::FullAttention])?,
     };

@@ -26,7 +26,7 @@ from prefixcache._core import PrefixCache
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from reference.cache import ReferenceCache
-from reference.hash_chain import Root, chain
+from reference.prefix_hashes import Root, block_hashes
 
 BLOCK = 16
 NUM_BLOCKS = 131_072
@@ -65,13 +65,16 @@ def cached(cache: Any, prompt: Any) -> Any:
     return sequence
 
 
-def hash_prompt(make: Make) -> Iterator[Work]:
-    cache, prompt = make(2), tokens(0)
-    if isinstance(cache, ReferenceCache):
-        plain = prompt.tolist()
-        yield lambda: chain(Root(), plain)
-    while True:
-        yield lambda: cache.compute_block_hashes(prompt)
+def hash_prompt(count: int) -> Callable[[Make], Iterator[Work]]:
+    def setup(make: Make) -> Iterator[Work]:
+        cache, prompt = make(2), tokens(0, count)
+        if isinstance(cache, ReferenceCache):
+            plain = prompt.tolist()
+            yield lambda: block_hashes(Root().hash(), BLOCK, plain)
+        while True:
+            yield lambda: cache.compute_block_hashes(prompt)
+
+    return setup
 
 
 def hash_list(make: Make) -> Iterator[Work]:
@@ -85,6 +88,14 @@ def match(make: Make) -> Iterator[Work]:
     sequence = cached(cache, tokens(0))
     while True:
         yield lambda: cache.count_prefix_hits(sequence)
+
+
+def first_look(make: Make) -> Iterator[Work]:
+    cache = make(NUM_BLOCKS)
+    prompt = tokens(0)
+    cached(cache, prompt)
+    while True:
+        yield lambda: cache.count_prefix_hits(cache.new_sequence(prompt))
 
 
 def allocate_cold(make: Make) -> Iterator[Work]:
@@ -174,9 +185,13 @@ def append_tokens_256(make: Make) -> Iterator[Work]:
 
 
 ROWS = [
-    Row("hash 32k tokens", hash_prompt),
+    Row("hash 16 tokens", hash_prompt(16)),
+    Row("hash 256 tokens", hash_prompt(256)),
+    Row("hash 2k tokens", hash_prompt(2_048)),
+    Row("hash 32k tokens", hash_prompt(PROMPT)),
     Row("hash 32k tokens, from a list", hash_list, for_reference=False),
     Row("match, fully cached", match),
+    Row("hash 32k tokens and match", first_look, for_reference=False),
     Row("allocate cold", allocate_cold),
     Row("allocate, evicting 2,048", allocate_evicting),
     Row("allocate warm (all hit)", allocate_warm),

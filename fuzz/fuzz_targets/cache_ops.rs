@@ -6,7 +6,7 @@
 use libfuzzer_sys::fuzz_target;
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
-use prefixcache_core::hash::{ChainConfig, Extras, Scope};
+use prefixcache_core::hash::{HashConfig, Extras, Scope};
 use prefixcache_core::id::{BlockId, GroupId};
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::sequence::Sequence;
@@ -42,10 +42,11 @@ struct Side<S> {
 
 impl<S: BlockStore> Side<S> {
     fn new(groups: usize, store: S) -> Self {
-        let config = ChainConfig {
+        let config = HashConfig {
             model: "model".into(),
             revision: String::new(),
             kv_dtype: String::new(),
+            arithmetic: String::new(),
             block_size: BLOCK_SIZE,
             groups: Groups::new(vec![GroupSpec::FullAttention; groups]).unwrap(),
         };

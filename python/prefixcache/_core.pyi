@@ -54,7 +54,7 @@ _Threads: TypeAlias = Literal["single_writer", "shared"]
 
 @final
 class BlockHashes:
-    """Chained hashes of a token sequence's full blocks."""
+    """Hashes of a token sequence's full blocks."""
 
     def __len__(self) -> int: ...
     def to_bytes(self, index: int) -> bytes:
@@ -99,6 +99,7 @@ class PrefixCache:
         model: str = "",
         revision: str = "",
         kv_dtype: str = "",
+        arithmetic: str = "",
         num_groups: int = 1,
         free_order: _FreeOrder = "unhashed_first",
         threads: _Threads = "single_writer",
@@ -107,8 +108,13 @@ class PrefixCache:
         """A cache of `num_blocks` blocks of `block_size` tokens (a power of two from 1 to 256).
 
         Block 0, the null block, counts among them and is never handed out, as in vLLM. `model`,
-        `revision` and `kv_dtype` enter every hash. `max_blocks` is the most that `resize` may
-        reach.
+        `revision`, `kv_dtype` (the type of the KV's numbers) and `arithmetic` (what the model
+        computes with) enter every hash. `max_blocks` is the most that `resize` may reach.
+        """
+    def root_hash(self, *, cache_salt: str | None = None, lora: str | None = None) -> bytes:
+        """The 32 bytes before the first block's hash under the current weights. Any thread.
+
+        Whoever knows them can compute the hashes of any prompt, as docs/hashing.md specifies.
         """
     def compute_block_hashes(
         self,
@@ -118,7 +124,7 @@ class PrefixCache:
         lora: str | None = None,
         extras: _Sequence[bytes] | None = None,
     ) -> BlockHashes:
-        """The chained hashes of the full blocks of `tokens`. Any thread."""
+        """The hashes of the full blocks of `tokens`. Any thread."""
     def new_sequence(
         self,
         tokens: _Tokens,

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 
-from reference.hash_chain import Root, chain
+from reference.prefix_hashes import Root, block_hashes
 
 Key = tuple[bytes, int]  # the content's hash and the group
 
@@ -46,7 +46,8 @@ class Sequence:
         return list(self.tables[group]) if self.tables else []
 
     def block_hashes(self, start: int = 0, stop: int | None = None) -> list[bytes]:
-        return chain(self.root, self.tokens, self.extras)[start:stop]
+        hashes = block_hashes(self.root.hash(), self.root.block_size, self.tokens, self.extras)
+        return hashes[start:stop]
 
 
 class ReferencePool:
@@ -214,7 +215,7 @@ class ReferenceCache:
             block_size=self.block_size,
             lora=lora,
             cache_salt=cache_salt,
-            weight_version=self.weight_version,
+            weights=str(self.weight_version),
             groups=("full",) * self.num_groups,
         )
         return Sequence(list(tokens), root, tuple(extras or ()))
@@ -224,7 +225,7 @@ class ReferenceCache:
 
     def refresh(self, sequence: Sequence) -> None:
         if sequence.tables is None:
-            sequence.root = replace(sequence.root, weight_version=self.weight_version)
+            sequence.root = replace(sequence.root, weights=str(self.weight_version))
 
     def count_prefix_hits(self, sequence: Sequence) -> int:
         self.refresh(sequence)

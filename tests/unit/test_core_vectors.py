@@ -1,4 +1,4 @@
-"""The core reproduces vLLM's own block ids, hits and free order, and the hash chain's vectors."""
+"""The core reproduces vLLM's own block ids, hits and free order, and the vectors of the hashes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from prefixcache._core import PrefixCache
 from reference.cache import ReferenceCache
-from reference.hash_chain import Root, chain, vectors
+from reference.prefix_hashes import Root, block_hashes, vectors
 
 VECTORS = Path(__file__).parent.parent / "vectors"
 
@@ -96,14 +96,14 @@ def test_vllm_order(threads: Any, number: int) -> None:
     assert len(operations) > 5000
 
 
-def test_hash_chain_vectors_are_those_of_the_reference() -> None:
-    assert json.loads((VECTORS / "hash_chain.json").read_text()) == json.loads(
+def test_hash_vectors_are_those_of_the_reference() -> None:
+    assert json.loads((VECTORS / "prefix_hashes.json").read_text()) == json.loads(
         json.dumps(list(vectors()))
     )
 
 
-@pytest.mark.parametrize("vector", json.loads((VECTORS / "hash_chain.json").read_text()))
-def test_hash_chain(vector: dict[str, Any]) -> None:
+@pytest.mark.parametrize("vector", json.loads((VECTORS / "prefix_hashes.json").read_text()))
+def test_block_hashes(vector: dict[str, Any]) -> None:
     root = vector["root"]
     cache = PrefixCache(
         2,
@@ -111,11 +111,13 @@ def test_hash_chain(vector: dict[str, Any]) -> None:
         model=root["model"],
         revision=root["revision"],
         kv_dtype=root["kv_dtype"],
+        arithmetic=root["arithmetic"],
         num_groups=len(root["groups"]),
     )
-    for _ in range(root["weight_version"]):
+    for _ in range(int(root["weights"])):
         cache.new_weight_version()
     scope = {"cache_salt": root["cache_salt"], "lora": root["lora"]}
+    assert cache.root_hash(**scope).hex() == vector["root_hash"]
     extras = [bytes.fromhex(extra) for extra in vector["extras"]]
     hashes = cache.compute_block_hashes(vector["tokens"], **scope, extras=extras)
     found = [hashes.to_bytes(index).hex() for index in range(len(hashes))]
@@ -127,5 +129,5 @@ def test_hash_chain(vector: dict[str, Any]) -> None:
 
 def test_only_an_empty_extra_leaves_a_hash_as_it_is() -> None:
     hashes = Counter(one for vector in vectors() for one in vector["hashes"])
-    plain = chain(Root(), next(vectors())["tokens"])
+    plain = block_hashes(Root().hash(), 16, next(vectors())["tokens"])
     assert [one for one, count in hashes.items() if count > 1] == [plain[0].hex()]

@@ -116,6 +116,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         model=config.model,
         revision=config.revision or "",
         kv_dtype=str(dtype).removeprefix("torch."),
+        arithmetic=str(dtype).removeprefix("torch."),
         publish_answers=shares_answers(attention),
         merge_twins=config.cache.merge_duplicate_blocks and batch_invariant,
     )

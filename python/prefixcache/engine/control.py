@@ -27,9 +27,9 @@ from torch import Tensor
 
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.engine.modes import InFlightMode, MemoryTag, SleepMode
-from prefixcache.engine.stats import PrefixCacheStats
+from prefixcache.engine.stats import PrefixCacheStats, PrefixHashInfo
 from prefixcache.exceptions import EngineHaltedError, InvalidRequestError, ModelLoadError
-from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.cache_manager import HASH_FORMAT, CacheManager
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.weights import listed
 from prefixcache.scheduler.scheduler import Scheduler
@@ -185,6 +185,14 @@ class Control:
             weight_version=self.weight_version,
             is_sleeping=self.is_sleeping,
             is_paused=self.is_paused,
+        )
+
+    def prefix_hash_info(self) -> PrefixHashInfo:
+        """What a client needs to compute the hashes of cached blocks."""
+        return PrefixHashInfo(
+            format=HASH_FORMAT,
+            block_size=self._cache.block_size,
+            root_hash=self._cache.root_hash.hex(),
         )
 
     @endpoint("/reset_prefix_cache")

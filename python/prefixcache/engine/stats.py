@@ -6,6 +6,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixHashInfo:
+    """All that others need to compute the hashes of the cache's blocks, as docs/hashing.md says.
+
+    `root_hash` is `h_0` of requests without a salt, in hexadecimal; each change of the weights
+    changes it.
+    """
+
+    format: str
+    block_size: int
+    root_hash: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCacheStats:
     """The cache now. Read while a step runs, one number may be older than another by that step.
 

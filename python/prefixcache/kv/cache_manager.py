@@ -16,6 +16,9 @@ from prefixcache.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
+HASH_FORMAT = "prefixcache v2"
+"""Names what docs/hashing.md specifies; other bytes under a block's name get another format."""
+
 
 class CacheManager:
     """One core sequence per request: its tokens, block hashes and block tables.
@@ -35,6 +38,7 @@ class CacheManager:
         model: str = "",
         revision: str = "",
         kv_dtype: str = "",
+        arithmetic: str = "",
         num_groups: int = 1,
         merge_twins: bool = False,
         publish_answers: bool = True,
@@ -45,6 +49,7 @@ class CacheManager:
             model=model,
             revision=revision,
             kv_dtype=kv_dtype,
+            arithmetic=arithmetic,
             num_groups=num_groups,
         )
         self.block_size = block_size
@@ -194,6 +199,11 @@ class CacheManager:
         """Forgets all cached prefixes; running requests keep their blocks."""
         self._cache.clear_cache_index()
         logger.debug("All cached prefixes are forgotten.")
+
+    @property
+    def root_hash(self) -> bytes:
+        """The 32 bytes from which the hashes of requests without a salt follow. From any thread."""
+        return self._cache.root_hash()
 
     @property
     def weight_version(self) -> int:

@@ -61,7 +61,7 @@ class FixedTileLinear(TorchLinear):
         return out_TO
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def _linear(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter
@@ -34,7 +35,11 @@ def info_router(maker: JobMaker, version: str) -> APIRouter:
 
     @router.get("/version")
     async def show_version() -> dict[str, Any]:
-        return {"version": version, "batch_invariant": served.batch_invariant}
+        return {
+            "version": version,
+            "batch_invariant": served.batch_invariant,
+            "prefix_hash": None if engine.dead else asdict(engine.control.prefix_hash_info()),
+        }
 
     @router.get("/metrics")
     def metrics() -> Response:

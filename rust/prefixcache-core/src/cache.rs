@@ -12,9 +12,9 @@ use std::sync::Arc;
 use crate::error::{
     Argument, Broken, CacheError, InvalidArgument, Misuse, ResizeError, SequenceFault,
 };
-use crate::hash::{ChainConfig, Extras, HashChain, Scope, root};
+use crate::hash::{Extras, HashConfig, PrefixHashes, Scope};
 use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
-use crate::sequence::{BlockHashes, Holding, Sequence};
+use crate::sequence::{self, BlockHashes, Holding, Sequence};
 use crate::store::{BlockKey, BlockStore, Registration};
 use crate::sync::{AtomicU64, Ordering};
 
@@ -55,7 +55,7 @@ pub struct CacheStats {
 #[derive(Debug)]
 pub struct PrefixCache<S> {
     store: S,
-    chain_config: Arc<ChainConfig>,
+    hash_config: Arc<HashConfig>,
     weight_version: AtomicU64,
     queries: AtomicU64,
     hits: AtomicU64,
@@ -63,11 +63,11 @@ pub struct PrefixCache<S> {
 
 impl<S: BlockStore> PrefixCache<S> {
     /// A cache over an unused pool.
-    pub fn new(chain_config: ChainConfig, store: S) -> Result<Self, InvalidArgument> {
-        chain_config.check()?;
+    pub fn new(hash_config: HashConfig, store: S) -> Result<Self, InvalidArgument> {
+        hash_config.check()?;
         Ok(Self {
             store,
-            chain_config: Arc::new(chain_config),
+            hash_config: Arc::new(hash_config),
             weight_version: AtomicU64::new(0),
             queries: AtomicU64::new(0),
             hits: AtomicU64::new(0),
@@ -81,14 +81,20 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// Tokens in a block.
     pub fn block_size(&self) -> usize {
-        self.chain_config.block_size
+        self.hash_config.block_size
     }
 
     fn num_groups(&self) -> usize {
-        self.chain_config.groups.count()
+        self.hash_config.groups.count()
     }
 
     // Hashing.
+
+    /// The hash before the first block under the current weights, from which others can compute the
+    /// hashes that this cache has.
+    pub fn root_hash(&self, scope: &Scope) -> BlockHash {
+        sequence::root(&self.hash_config, scope, self.weight_version())
+    }
 
     /// The hashes of the full blocks of `tokens` under the current weights.
     pub fn compute_block_hashes(
@@ -97,15 +103,15 @@ impl<S: BlockStore> PrefixCache<S> {
         scope: &Scope,
         extras: Extras,
     ) -> BlockHashes {
-        let root = root(&self.chain_config, scope, self.weight_version());
-        let mut chain = HashChain::new(self.block_size(), root, Arc::new(extras));
-        chain.extend_to(tokens);
-        BlockHashes(chain.into_hashes())
+        let root = self.root_hash(scope);
+        let mut hashes = PrefixHashes::new(self.block_size(), root, Arc::new(extras));
+        hashes.extend_to(tokens);
+        BlockHashes(hashes)
     }
 
     /// A sequence that holds nothing yet, its full blocks hashed.
     pub fn new_sequence(&self, tokens: Vec<u32>, scope: Scope, extras: Extras) -> Sequence {
-        let config = Arc::clone(&self.chain_config);
+        let config = Arc::clone(&self.hash_config);
         Sequence::new(config, scope, self.weight_version(), tokens, extras)
     }
 
@@ -128,7 +134,7 @@ impl<S: BlockStore> PrefixCache<S> {
         if self.keeps_prefixes() {
             return hashes.partition_point(|&hash| self.is_hit(hash));
         }
-        let keys = self.chain_config.groups.keys(hashes);
+        let keys = self.hash_config.groups.keys(hashes);
         self.store.count_leading(keys) / self.num_groups()
     }
 
@@ -154,7 +160,7 @@ impl<S: BlockStore> PrefixCache<S> {
     ///
     /// A commit looks at every block again: beside a writer a count may be out of date in any case.
     fn keeps_prefixes(&self) -> bool {
-        self.chain_config.groups.need_whole_prefixes() && self.store.evicts_in_order()
+        self.hash_config.groups.need_whole_prefixes() && self.store.evicts_in_order()
     }
 
     fn is_hit(&self, hash: BlockHash) -> bool {
@@ -163,7 +169,7 @@ impl<S: BlockStore> PrefixCache<S> {
     }
 
     fn keys_of(&self, hash: BlockHash) -> impl Iterator<Item = BlockKey> {
-        self.chain_config
+        self.hash_config
             .groups
             .ids()
             .map(move |group| BlockKey::new(hash, group))
@@ -262,7 +268,7 @@ impl<S: BlockStore> PrefixCache<S> {
             let key = |&hash| BlockKey::new(hash, GroupId::default());
             self.store.commit(hits.iter().map(key), new, &mut blocks)
         } else {
-            let keys = self.chain_config.groups.keys(hits);
+            let keys = self.hash_config.groups.keys(hits);
             self.store.commit(keys, new, &mut blocks)
         };
         let Ok(taken) = outcome else {
@@ -398,7 +404,7 @@ impl<S: BlockStore> PrefixCache<S> {
             return Ok(());
         };
         let full = upto / self.block_size();
-        let hashes = &sequence.chain.hashes()[..full];
+        let hashes = &sequence.hashes.as_slice()[..full];
         for index in holding.num_published..full {
             if let Some(&soon) = hashes.get(index + EXPECT_AHEAD) {
                 self.keys_of(soon).for_each(|key| self.store.expect(&key));
@@ -582,7 +588,7 @@ impl<S: BlockStore> PrefixCache<S> {
         sequence: &Sequence,
         argument: Argument,
     ) -> Result<(), CacheError> {
-        if Arc::ptr_eq(&sequence.chain_config, &self.chain_config) {
+        if Arc::ptr_eq(&sequence.hash_config, &self.hash_config) {
             return Ok(());
         }
         Err(fault(argument, SequenceFault::OtherCache))

@@ -62,7 +62,7 @@ impl Groups {
         self.0.iter().all(full)
     }
 
-    /// The groups in words, for the root of the hash chain.
+    /// The groups in words, for `h_0`.
     #[must_use]
     pub fn layout(&self) -> String {
         let names: Vec<&str> = self.0.iter().map(|spec| spec.name()).collect();

@@ -1,43 +1,51 @@
-//! The chain of block hashes.
+//! The hashes that name blocks; `docs/hashing.md` specifies them byte by byte, with the reasons.
 //!
-//! The root stands for everything but the tokens that decides what a block's KV is:
+//! The root stands for everything but the tokens that decides what a block's KV is, the hash of a block
+//! for all that and the tokens up to the block's end:
 //!
 //! ```text
-//! h_0 = blake3.derive_key("prefixcache chain v1", fields)
-//! h_i = blake3.keyed_hash(key = h_{i-1}, tokens_i as u32 little endian [, extra_i])
+//! root = derive_key("prefixcache v2 root", fields)
+//! h_0  = root, or derive_key("prefixcache v2 scope", root, lora, cache_salt)
+//! h_i  = keyed_hash("prefixcache v2 prefix", h_{i-w}, node over the last w blocks),
+//!        w the largest power of eight that divides i
 //! ```
 //!
-//! The parent as *key* makes a block of 16 tokens one compression instead of two. A field or extra
-//! is its length as u64 little endian, then its bytes; a number is a field of 8 bytes little endian;
-//! what may be absent is one byte 0, or one byte 1 and the field. Only full blocks are hashed.
+//! A field is its length as u64 little endian, then its bytes; a number is a field of 8 bytes little
+//! endian; what may be absent is one byte 0, or one byte 1 and the field. Only full blocks are hashed.
 
-use std::sync::Arc;
+mod lanes;
+mod prefixes;
 
 use crate::error::InvalidArgument;
 use crate::groups::Groups;
 use crate::id::BlockHash;
 
-const CONTEXT: &str = "prefixcache chain v1";
+pub use prefixes::PrefixHashes;
+
+const ROOT_CONTEXT: &str = "prefixcache v2 root";
+const SCOPE_CONTEXT: &str = "prefixcache v2 scope";
 
 /// The largest number of tokens in a block.
 pub const MAX_BLOCK_SIZE: usize = 256;
 
 /// What all hashes of a cache have in common.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ChainConfig {
+pub struct HashConfig {
     /// The model that computes the KV.
     pub model: String,
     /// The revision of the model's weights.
     pub revision: String,
     /// The element type of the KV.
     pub kv_dtype: String,
+    /// What the model computes with, such as "bfloat16".
+    pub arithmetic: String,
     /// Tokens in a block.
     pub block_size: usize,
     /// The KV cache groups.
     pub groups: Groups,
 }
 
-impl ChainConfig {
+impl HashConfig {
     /// Fails unless the block size is a power of two from 1 to 256.
     pub fn check(&self) -> Result<(), InvalidArgument> {
         let size = self.block_size;
@@ -58,19 +66,28 @@ pub struct Scope {
     pub cache_salt: Option<String>,
 }
 
-/// The hash before the first block.
+/// `h_0`, the hash before the first block, under the weights of this name.
+///
+/// That of a scope follows from that without one, so whoever knows the latter can hash for any salt.
 #[must_use]
-pub fn root(config: &ChainConfig, scope: &Scope, weight_version: u64) -> BlockHash {
-    let mut hasher = blake3::Hasher::new_derive_key(CONTEXT);
+pub fn root(config: &HashConfig, scope: &Scope, weights: &str) -> BlockHash {
+    let mut hasher = blake3::Hasher::new_derive_key(ROOT_CONTEXT);
     field(&mut hasher, config.model.as_bytes());
     field(&mut hasher, config.revision.as_bytes());
+    field(&mut hasher, weights.as_bytes());
     field(&mut hasher, config.kv_dtype.as_bytes());
+    field(&mut hasher, config.arithmetic.as_bytes());
     field(&mut hasher, &(config.block_size as u64).to_le_bytes());
+    field(&mut hasher, config.groups.layout().as_bytes());
+    let root = hasher.finalize();
+    if *scope == Scope::default() {
+        return BlockHash::from_bytes(root.into());
+    }
+    let mut hasher = blake3::Hasher::new_derive_key(SCOPE_CONTEXT);
+    hasher.update(root.as_bytes());
     optional_field(&mut hasher, scope.lora.as_deref());
     optional_field(&mut hasher, scope.cache_salt.as_deref());
-    field(&mut hasher, &weight_version.to_le_bytes());
-    field(&mut hasher, config.groups.layout().as_bytes());
-    BlockHash::from_bytes(*hasher.finalize().as_bytes())
+    BlockHash::from_bytes(hasher.finalize().into())
 }
 
 fn field(hasher: &mut blake3::Hasher, bytes: &[u8]) {
@@ -85,78 +102,6 @@ fn optional_field(hasher: &mut blake3::Hasher, value: Option<&str>) {
     }
 }
 
-/// The hash of a block of at most [`MAX_BLOCK_SIZE`] tokens after `parent`. An empty `extra` is none.
-#[must_use]
-pub fn extend(parent: &BlockHash, tokens: &[u32], extra: &[u8]) -> BlockHash {
-    let mut bytes = [0; 4 * MAX_BLOCK_SIZE];
-    for (place, token) in bytes.chunks_exact_mut(4).zip(tokens) {
-        place.copy_from_slice(&token.to_le_bytes());
-    }
-    let message = &bytes[..4 * tokens.len()];
-    let hash = if extra.is_empty() {
-        blake3::keyed_hash(parent.as_bytes(), message)
-    } else {
-        let mut hasher = blake3::Hasher::new_keyed(parent.as_bytes());
-        hasher.update(message);
-        field(&mut hasher, extra);
-        hasher.finalize()
-    };
-    BlockHash::from_bytes(*hash.as_bytes())
-}
-
 /// Bytes besides the tokens that a block's KV depends on, such as an image's digest: one entry for
 /// each block from the first on, empty where there is none.
 pub type Extras = Vec<Vec<u8>>;
-
-/// The hashes of a growing token sequence: each full block is hashed once.
-#[derive(Clone, Debug)]
-pub struct HashChain {
-    block_size: usize,
-    root: BlockHash,
-    extras: Arc<Extras>,
-    hashes: Vec<BlockHash>,
-}
-
-impl HashChain {
-    /// A chain without blocks.
-    #[must_use]
-    pub fn new(block_size: usize, root: BlockHash, extras: Arc<Extras>) -> Self {
-        Self {
-            block_size,
-            root,
-            extras,
-            hashes: Vec::new(),
-        }
-    }
-
-    /// Hashes the full blocks of `tokens`, all of the sequence, that are not hashed yet.
-    pub fn extend_to(&mut self, tokens: &[u32]) {
-        let done = self.hashes.len();
-        let mut parent = self.hashes.last().copied().unwrap_or(self.root);
-        let blocks = tokens.chunks_exact(self.block_size).enumerate().skip(done);
-        self.hashes.reserve(blocks.len());
-        for (index, block) in blocks {
-            let extra = self.extras.get(index).map_or(&[][..], Vec::as_slice);
-            parent = extend(&parent, block, extra);
-            self.hashes.push(parent);
-        }
-    }
-
-    /// Drops all hashes and starts again from `root`.
-    pub fn restart(&mut self, root: BlockHash) {
-        self.root = root;
-        self.hashes.clear();
-    }
-
-    /// The hashes of the full blocks, as an owned list.
-    #[must_use]
-    pub fn into_hashes(self) -> Vec<BlockHash> {
-        self.hashes
-    }
-
-    /// The hashes of the full blocks.
-    #[must_use]
-    pub fn hashes(&self) -> &[BlockHash] {
-        &self.hashes
-    }
-}

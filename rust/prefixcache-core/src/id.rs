@@ -94,7 +94,7 @@ impl Epoch {
     }
 }
 
-/// The 256-bit chained hash of a block: it stands for the block's tokens and all tokens before them.
+/// The 256-bit hash of a block: it stands for the block's tokens and all tokens before them.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockHash([u8; 32]);
 

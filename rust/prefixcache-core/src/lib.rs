@@ -21,7 +21,7 @@ mod zeroed;
 
 pub use cache::PrefixCache;
 pub use groups::{GroupSpec, Groups};
-pub use hash::{ChainConfig, Extras, Scope};
+pub use hash::{Extras, HashConfig, Scope};
 pub use id::{BlockHash, BlockId, GroupId};
 pub use pool::{BlockPool, Shared, SingleWriter};
 pub use sequence::{BlockHashes, Sequence};

@@ -2,19 +2,24 @@
 
 use std::sync::Arc;
 
-use crate::hash::{ChainConfig, Extras, HashChain, Scope, root};
+use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
 use crate::id::{BlockHash, BlockId, Epoch};
 
-/// The chained hashes of a token sequence's full blocks, to probe a cache with.
+/// The hashes of a token sequence's full blocks, to probe a cache with.
 #[derive(Clone, Debug)]
-pub struct BlockHashes(pub(crate) Vec<BlockHash>);
+pub struct BlockHashes(pub(crate) PrefixHashes);
 
 impl BlockHashes {
     /// The hashes, first block first.
     #[must_use]
     pub fn as_slice(&self) -> &[BlockHash] {
-        &self.0
+        self.0.as_slice()
     }
+}
+
+/// `h_0` under a version of the weights, whose name is the version's digits.
+pub(crate) fn root(config: &HashConfig, scope: &Scope, weight_version: u64) -> BlockHash {
+    hash::root(config, scope, &weight_version.to_string())
 }
 
 /// A request as the cache sees it; made by [`PrefixCache::new_sequence`](crate::cache::PrefixCache::new_sequence).
@@ -23,12 +28,12 @@ impl BlockHashes {
 #[derive(Debug)]
 pub struct Sequence {
     /// Whose sequence it is: the address of the cache's configuration is the cache's identity.
-    pub(crate) chain_config: Arc<ChainConfig>,
+    pub(crate) hash_config: Arc<HashConfig>,
     pub(crate) scope: Scope,
     /// The version of the weights that the hashes stand for.
     pub(crate) weight_version: u64,
     pub(crate) tokens: Vec<u32>,
-    pub(crate) chain: HashChain,
+    pub(crate) hashes: PrefixHashes,
     pub(crate) holding: Option<Holding>,
 }
 
@@ -49,21 +54,21 @@ pub(crate) struct Holding {
 
 impl Sequence {
     pub(crate) fn new(
-        chain_config: Arc<ChainConfig>,
+        hash_config: Arc<HashConfig>,
         scope: Scope,
         weight_version: u64,
         tokens: Vec<u32>,
         extras: Extras,
     ) -> Self {
-        let root = root(&chain_config, &scope, weight_version);
-        let mut chain = HashChain::new(chain_config.block_size, root, Arc::new(extras));
-        chain.extend_to(&tokens);
+        let root = root(&hash_config, &scope, weight_version);
+        let mut hashes = PrefixHashes::new(hash_config.block_size, root, Arc::new(extras));
+        hashes.extend_to(&tokens);
         Self {
-            chain_config,
+            hash_config,
             scope,
             weight_version,
             tokens,
-            chain,
+            hashes,
             holding: None,
         }
     }
@@ -71,15 +76,15 @@ impl Sequence {
     /// Adds tokens, and the hashes of the blocks that they fill.
     pub fn extend(&mut self, tokens: &[u32]) {
         self.tokens.extend_from_slice(tokens);
-        self.chain.extend_to(&self.tokens);
+        self.hashes.extend_to(&self.tokens);
     }
 
     /// Hashes anew under another version of the weights.
     pub(crate) fn rehash(&mut self, weight_version: u64) {
         self.weight_version = weight_version;
-        self.chain
-            .restart(root(&self.chain_config, &self.scope, weight_version));
-        self.chain.extend_to(&self.tokens);
+        self.hashes
+            .restart(root(&self.hash_config, &self.scope, weight_version));
+        self.hashes.extend_to(&self.tokens);
     }
 
     /// Tokens known: the prompt and what was generated.
@@ -111,7 +116,7 @@ impl Sequence {
     /// How many groups the sequence's cache has.
     #[must_use]
     pub fn num_groups(&self) -> usize {
-        self.chain_config.groups.count()
+        self.hash_config.groups.count()
     }
 
     /// The block table of a group: block `i` holds positions from `i * block_size` on. Empty while
@@ -127,6 +132,6 @@ impl Sequence {
     /// The hashes of the full blocks.
     #[must_use]
     pub fn hashes(&self) -> &[BlockHash] {
-        self.chain.hashes()
+        self.hashes.as_slice()
     }
 }

@@ -35,7 +35,7 @@ pub const MAX_COPIES: usize = if cfg!(loom) { 2 } else { 32 };
 /// What a block is found by: the hash of its content, and the group whose layers filled it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockKey {
-    /// The chained hash of the content.
+    /// The hash of the content.
     pub hash: BlockHash,
     /// The group that the block belongs to.
     pub group: GroupId,

@@ -4,7 +4,7 @@
 
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
-use prefixcache_core::hash::{ChainConfig, Scope};
+use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::id::BlockId;
 use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
 use prefixcache_core::sequence::Sequence;
@@ -82,15 +82,16 @@ struct Driver<S> {
 
 impl<S: BlockStore> Driver<S> {
     fn new(groups: usize, store: S) -> Self {
-        let chain = ChainConfig {
+        let hashing = HashConfig {
             model: String::new(),
             revision: String::new(),
             kv_dtype: String::new(),
+            arithmetic: String::new(),
             block_size: BLOCK_SIZE,
             groups: Groups::new(vec![GroupSpec::FullAttention; groups]).unwrap(),
         };
         Self {
-            cache: PrefixCache::new(chain, store).unwrap(),
+            cache: PrefixCache::new(hashing, store).unwrap(),
             live: Vec::new(),
             answers: Vec::new(),
         }

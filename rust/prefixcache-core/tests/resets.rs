@@ -4,7 +4,7 @@
 
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
-use prefixcache_core::hash::{ChainConfig, Scope};
+use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockStore, PoolConfig};
@@ -19,14 +19,19 @@ fn resets() -> usize {
 type Cache<M> = PrefixCache<BlockPool<M>>;
 
 fn cache<M: Mode>(num_blocks: usize) -> Cache<M> {
-    let chain = ChainConfig {
+    let hashing = HashConfig {
         model: String::new(),
         revision: String::new(),
         kv_dtype: String::new(),
+        arithmetic: String::new(),
         block_size: BLOCK_SIZE,
         groups: Groups::new(vec![GroupSpec::FullAttention]).unwrap(),
     };
-    PrefixCache::new(chain, BlockPool::new(PoolConfig::new(num_blocks)).unwrap()).unwrap()
+    PrefixCache::new(
+        hashing,
+        BlockPool::new(PoolConfig::new(num_blocks)).unwrap(),
+    )
+    .unwrap()
 }
 
 fn prompt<M: Mode>(cache: &Cache<M>, number: u32, blocks: usize) -> Sequence {

@@ -8,7 +8,7 @@ use std::io::{BufRead, BufReader};
 use flate2::read::GzDecoder;
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
-use prefixcache_core::hash::{ChainConfig, Scope};
+use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::id::BlockId;
 use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
 use prefixcache_core::sequence::Sequence;
@@ -89,15 +89,16 @@ struct Replay<S> {
 
 impl<S: BlockStore> Replay<S> {
     fn new(config: &Config, store: S) -> Self {
-        let chain = ChainConfig {
+        let hashing = HashConfig {
             model: String::new(),
             revision: String::new(),
             kv_dtype: String::new(),
+            arithmetic: String::new(),
             block_size: config.block_size,
             groups: Groups::new(vec![GroupSpec::FullAttention]).unwrap(),
         };
         Self {
-            cache: PrefixCache::new(chain, store).unwrap(),
+            cache: PrefixCache::new(hashing, store).unwrap(),
             sequences: HashMap::new(),
         }
     }

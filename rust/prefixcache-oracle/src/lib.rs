@@ -1,6 +1,7 @@
-//! The obvious block pool, and scripts that drive it beside the lock-free one.
+//! The obvious block pool, scripts that drive it beside the lock-free one, and the obvious hashes.
 //!
 //! For tests, fuzzing and benchmarks; nothing that is shipped depends on this crate.
 
 pub mod differential;
+pub mod hashes;
 pub mod plain;

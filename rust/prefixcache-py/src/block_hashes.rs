@@ -8,7 +8,7 @@ use pyo3::types::PyBytes;
 use crate::arguments::Number;
 use crate::names;
 
-/// Chained hashes of a token sequence's full blocks.
+/// Hashes of a token sequence's full blocks.
 #[pyclass(frozen, module = "prefixcache.core")]
 pub struct BlockHashes(pub sequence::BlockHashes);
 

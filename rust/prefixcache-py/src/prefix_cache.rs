@@ -5,14 +5,14 @@ use std::sync::Arc;
 use prefixcache_core::cache;
 use prefixcache_core::error::CacheError;
 use prefixcache_core::groups::{GroupSpec, Groups};
-use prefixcache_core::hash::{ChainConfig, Extras, Scope};
+use prefixcache_core::hash::{Extras, HashConfig, Scope};
 use prefixcache_core::id::BlockId;
 use prefixcache_core::sequence as core;
 use prefixcache_core::store::{BlockStore, FreeOrder, PoolConfig};
 use prefixcache_core::tables::TableBuffers;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBytes, PyDict};
 
 use crate::arguments::{Array, Group, Number, Numbers, choice, each, ids_of, slice_of, wrong_type};
 use crate::block_hashes::BlockHashes;
@@ -84,11 +84,11 @@ impl PrefixCache {
     #[new]
     #[pyo3(
         signature = (
-            num_blocks, block_size=None, *, model="", revision="", kv_dtype="", num_groups=None,
-            free_order=FreeOrderWord::DEFAULT, threads=Threads::SingleWriter, max_blocks=None,
+            num_blocks, block_size=None, *, model="", revision="", kv_dtype="", arithmetic="",
+            num_groups=None, free_order=FreeOrderWord::DEFAULT, threads=Threads::SingleWriter, max_blocks=None,
         ),
         text_signature = "(num_blocks, block_size=16, *, model='', revision='', kv_dtype='', \
-num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=None)"
+arithmetic='', num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=None)"
     )]
     #[expect(
         clippy::too_many_arguments,
@@ -100,6 +100,7 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
         model: &str,
         revision: &str,
         kv_dtype: &str,
+        arithmetic: &str,
         num_groups: Option<Number<names::NumGroups, u16>>,
         free_order: FreeOrderWord,
         threads: Threads,
@@ -108,17 +109,31 @@ num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=N
         let pool = pool_config(num_blocks, max_blocks, free_order);
         let num_groups = num_groups.map_or(1, |count| count.0);
         let specs = vec![GroupSpec::FullAttention; num_groups.into()];
-        let chain = ChainConfig {
+        let hashing = HashConfig {
             model: model.to_owned(),
             revision: revision.to_owned(),
             kv_dtype: kv_dtype.to_owned(),
+            arithmetic: arithmetic.to_owned(),
             block_size: block_size.map_or(16, |size| size.0),
             groups: Groups::new(specs).map_err(IntoPyErr::into_py_err)?,
         };
-        Ok(Self(Arc::new(Cache::new(chain, pool, threads)?)))
+        Ok(Self(Arc::new(Cache::new(hashing, pool, threads)?)))
     }
 
-    /// The chained hashes of the full blocks of `tokens`. Any thread.
+    /// `h_0`, the hash before the first block, under the current weights. Any thread.
+    #[pyo3(signature = (*, cache_salt=None, lora=None))]
+    fn root_hash<'py>(
+        &self,
+        py: Python<'py>,
+        cache_salt: Option<String>,
+        lora: Option<String>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let scope = Scope { lora, cache_salt };
+        let root = on!(self.0.core()?, |cache| cache.root_hash(&scope));
+        Ok(PyBytes::new(py, root.as_bytes()))
+    }
+
+    /// The hashes of the full blocks of `tokens`. Any thread.
     #[pyo3(signature = (tokens, *, cache_salt=None, lora=None, extras=None))]
     fn compute_block_hashes(
         &self,

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use prefixcache_core::cache;
-use prefixcache_core::hash::ChainConfig;
+use prefixcache_core::hash::HashConfig;
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockStore, PoolConfig};
@@ -77,9 +77,9 @@ impl Abandoned {
 }
 
 impl Cache {
-    pub fn new(chain: ChainConfig, pool: PoolConfig, threads: Threads) -> PyResult<Self> {
+    pub fn new(hashing: HashConfig, pool: PoolConfig, threads: Threads) -> PyResult<Self> {
         Ok(Self {
-            core: Core::new(chain, pool, threads)?,
+            core: Core::new(hashing, pool, threads)?,
             writer: Writer::new(threads),
             closed: AtomicBool::new(false),
             abandoned: Abandoned::default(),
@@ -130,10 +130,10 @@ impl Cache {
 }
 
 impl Core {
-    fn new(chain: ChainConfig, pool: PoolConfig, threads: Threads) -> PyResult<Self> {
+    fn new(hashing: HashConfig, pool: PoolConfig, threads: Threads) -> PyResult<Self> {
         Ok(match threads {
-            Threads::SingleWriter => Self::SingleWriter(cache_over(chain, pool)?),
-            Threads::Shared => Self::Shared(cache_over(chain, pool)?),
+            Threads::SingleWriter => Self::SingleWriter(cache_over(hashing, pool)?),
+            Threads::Shared => Self::Shared(cache_over(hashing, pool)?),
         })
     }
 
@@ -162,9 +162,9 @@ impl Core {
 }
 
 fn cache_over<M: Mode>(
-    chain: ChainConfig,
+    hashing: HashConfig,
     pool: PoolConfig,
 ) -> PyResult<cache::PrefixCache<BlockPool<M>>> {
     let pool = BlockPool::new(pool).map_err(IntoPyErr::into_py_err)?;
-    cache::PrefixCache::new(chain, pool).map_err(IntoPyErr::into_py_err)
+    cache::PrefixCache::new(hashing, pool).map_err(IntoPyErr::into_py_err)
 }

@@ -89,17 +89,25 @@ where
     })
 }
 
-fn to_u32<T>(values: impl ExactSizeIterator<Item = T>) -> PyResult<Vec<u32>>
+/// The values as token ids. One pass without a branch for each value, which is vectorized.
+fn to_u32<T>(values: impl Iterator<Item = T> + Clone) -> PyResult<Vec<u32>>
 where
     T: Copy + TryInto<u32> + std::fmt::Display,
 {
-    let mut out = Vec::with_capacity(values.len());
-    for (index, value) in values.enumerate() {
-        let Ok(token) = value.try_into() else {
-            let reason = format!("must be from 0 to 4294967295, not {value}");
-            return Err(out_of_range(Argument::element(NAME, index), reason));
-        };
-        out.push(token);
+    let mut all_fit = true;
+    let token = |value: T| {
+        let token = value.try_into();
+        all_fit &= token.is_ok();
+        token.unwrap_or(0)
+    };
+    let tokens = values.clone().map(token).collect();
+    if all_fit {
+        return Ok(tokens);
     }
-    Ok(out)
+    let wrong = values
+        .enumerate()
+        .find(|(_, value)| T::try_into(*value).is_err());
+    let (index, value) = wrong.expect("a value did not fit");
+    let reason = format!("must be from 0 to 4294967295, not {value}");
+    Err(out_of_range(Argument::element(NAME, index), reason))
 }

@@ -18,7 +18,7 @@ from hypothesis import settings
 T = TypeVar("T")
 
 # Kept in the environment, so that the workers of a run draw from the seed that its header names.
-RUN_SEED = int(os.environ.setdefault("PREFIXCACHE_SEED", str(secrets.randbits(32))))
+RUN_SEED = int(os.environ.setdefault("PREFIXCACHE_TEST_SEED", str(secrets.randbits(32))))
 
 LONG = os.environ.get("PREFIXCACHE_LONG_TESTS") == "1"
 
@@ -34,12 +34,12 @@ def bounded(usual: T, long: T) -> T:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """Another number for each test and each run; the same for the same PREFIXCACHE_SEED."""
+    """Another number for each test and each run; the same for the same PREFIXCACHE_TEST_SEED."""
     return random.Random(f"{RUN_SEED} {_name(request.node)}").getrandbits(32)
 
 
 def pytest_report_header() -> str:
-    return f"PREFIXCACHE_SEED={RUN_SEED} repeats this run's random schedules"
+    return f"PREFIXCACHE_TEST_SEED={RUN_SEED} repeats this run's random schedules"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,7 +55,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.failed and "seed" in getattr(item, "fixturenames", ()):
-        command = f"PREFIXCACHE_SEED={RUN_SEED} pytest '{_name(item)}'"
+        command = f"PREFIXCACHE_TEST_SEED={RUN_SEED} pytest '{_name(item)}'"
         report.sections.append(("repeat it with", command))
     return report
 

@@ -16,12 +16,13 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefixcache.config import GenerationDefaults
+from prefixcache.config import EngineConfig
 from prefixcache.engine.async_engine import AsyncEngine
-from prefixcache.engine.build import build, config_from_flags
+from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
 from prefixcache.metrics import Gauges, Metrics
+from prefixcache.model_config import GenerationDefaults
 from prefixcache.request import Request, RequestOutput
 from prefixcache.server.app import create_app
 from prefixcache.server.context import Lifecycle
@@ -42,7 +43,7 @@ def serve_folder(
 ) -> tuple[FastAPI, AsyncEngine]:
     """The application around a real engine; the caller shuts the engine down."""
     options = {"dtype": "float32", "device": "cpu", "num_blocks": 200, "max_num_seqs": 16}
-    built = build(config_from_flags(model=str(folder), **options | flags))
+    built = build(EngineConfig.from_flags(model=str(folder), **options | flags))
     engine = AsyncEngine(built.engine, max_queue=max_queue)
     model = {"names": (MODEL,), "tokenizer": built.tokenizer, **(served or {})}
     return create_app(engine, ServedModel(**model), **(access or {})), engine

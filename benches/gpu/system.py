@@ -15,13 +15,14 @@ from prefixcache.attention import flashinfer_reference
 from prefixcache.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
 from prefixcache.attention.flashinfer import FlashInferAttention
 from prefixcache.attention.registry import AttentionOptions, make_attention
-from prefixcache.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from prefixcache.config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.engine.device import make_graphs, trial_blocks
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_groups
 from prefixcache.kv.tensors import KVTensors
+from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import Builder, LlamaModel
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.ops.sets import TorchOps

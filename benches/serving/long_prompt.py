@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from prefixcache.bench.machine import machine_facts
-from prefixcache.config import DEFAULT_MODEL
-from prefixcache.engine.build import build, config_from_flags
+from prefixcache.config import DEFAULT_MODEL, EngineConfig
+from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
 from prefixcache.request import Request
 from prefixcache.sampling_params import SamplingParams
@@ -62,7 +62,7 @@ def run_until(engine: Engine, name: str) -> list[float]:
 
 
 def measure(model: str, num_tokens: int, num_streams: int, flags: dict[str, Any]) -> dict[str, Any]:
-    engine = build(config_from_flags(model=model, **flags)).engine
+    engine = build(EngineConfig.from_flags(model=model, **flags)).engine
     engine.add_request(request("warm up", 600, 4, seed=1))
     run_until(engine, "warm up")
     engine.add_request(request("alone", num_tokens, 1, seed=2))

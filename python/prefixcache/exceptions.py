@@ -4,6 +4,7 @@ PrefixCacheError
 ├── InvalidRequestError      the caller's input is wrong; names the field
 │   └── RequestTooLargeError the request can never fit; says the numbers
 ├── ConfigError              a flag or a model's configuration is wrong
+│   ├── FieldError           names the flag or field
 │   └── UnsupportedModelError
 ├── ModelLoadError           weights are missing, broken or could not be fetched
 ├── OutOfMemoryError         the asked cache does not fit into memory
@@ -37,6 +38,15 @@ class RequestTooLargeError(InvalidRequestError):
 
 class ConfigError(PrefixCacheError, ValueError):
     """A flag or a model's configuration is wrong."""
+
+
+class FieldError(ConfigError):
+    """The value of one field or flag is wrong. `problem` goes on after its name."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field} {problem}")
+        self.field = field
+        self.problem = problem
 
 
 class UnsupportedModelError(ConfigError):

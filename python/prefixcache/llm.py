@@ -23,8 +23,8 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from prefixcache.config import DEFAULT_MODEL
-from prefixcache.engine.build import build, config_from_flags
+from prefixcache.config import DEFAULT_MODEL, EngineConfig
+from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import CacheOptions, FinishReason, Request, RequestOutput, TokenLogprobs
@@ -88,7 +88,7 @@ class LLM:
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **flags: Any) -> None:
-        built = build(config_from_flags(model=model, **flags))
+        built = build(EngineConfig.from_flags(model=model, **flags))
         self._engine = built.engine
         self._engine.control.run_between_steps = self._run_here
         self._tokenizer = built.tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from prefixcache.config import is_fraction
+from prefixcache.checked import is_fraction
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.token_ids import TokenIds, as_token_ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from prefixcache.config import is_finite
+from prefixcache.checked import is_finite
 from prefixcache.exceptions import InvalidRequestError
 
 MAX_LOGPROBS = 20

@@ -11,8 +11,8 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from prefixcache.config import GenerationDefaults
 from prefixcache.exceptions import ConfigError
+from prefixcache.model_config import GenerationDefaults
 from prefixcache.server.access import AccessRules
 from prefixcache.server.app import create_app
 from prefixcache.server.model_dirs import ModelDirs

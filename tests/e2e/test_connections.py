@@ -72,7 +72,7 @@ def rest(connection: socket.socket) -> bytes:
     ],
 )
 def test_a_request_that_does_not_come_is_not_awaited_for_ever(sent: bytes) -> None:
-    with running(reads_all, read_seconds=0.2, keep_alive_seconds=60) as address:
+    with running(reads_all, timeout_read=0.2, timeout_keep_alive=60) as address:
         answer = rest(connect(address, sent))
     head, _, body = answer[answer.rindex(b"HTTP/1.1") :].partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 Request Timeout")
@@ -82,7 +82,7 @@ def test_a_request_that_does_not_come_is_not_awaited_for_ever(sent: bytes) -> No
 
 
 def test_two_hundred_half_open_connections_go_away_and_harm_nobody() -> None:
-    with running(reads_all, read_seconds=1) as address, ExitStack() as stack:
+    with running(reads_all, timeout_read=1) as address, ExitStack() as stack:
         half_open = [stack.enter_context(connect(address, POST)) for _ in range(200)]
         assert httpx.post(address, content=b"12345").text == "5"
         assert all(b"408" in rest(connection) for connection in half_open)
@@ -92,7 +92,7 @@ def test_a_refused_body_is_not_read_for_ever() -> None:
     async def refuses(scope: Any, receive: Any, send: Any) -> None:
         await respond(send, b"no", 401)
 
-    with running(refuses, read_seconds=0.2) as address:
+    with running(refuses, timeout_read=0.2) as address:
         connection = connect(address, POST + b"Content-Length: 1000000000\r\n\r\n")
         trickle = threading.Thread(target=_trickle, args=(connection,))
         trickle.start()
@@ -134,7 +134,7 @@ def _until_closed(connection: socket.socket) -> bytes:
     ],
 )
 def test_an_endless_head_is_refused(sent: bytes) -> None:
-    with running(reads_all, read_seconds=60) as address:
+    with running(reads_all, timeout_read=60) as address:
         connection = connect(address)
         try:
             connection.sendall(sent)
@@ -257,7 +257,7 @@ class _Transport(asyncio.Transport):
 @contextmanager
 def _connection(app: Any) -> Iterator[tuple[Connection, _Transport, _Clock]]:
     """A connection in the hands of the test."""
-    options: Any = serve.ServeOptions(read_seconds=2)
+    options: Any = serve.ServeOptions(timeout_read=2)
     config = serve.server_config(app, options)
     config.load()
     clock, transport = _Clock(), _Transport()

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from prefixcache.config import GenerationDefaults
+from prefixcache.model_config import GenerationDefaults
 from serving import MODEL, client_of, events, metric, serve_folder, served_folder
 from tiny_models import EOS
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from prefixcache.cli import app
 from server_process import PREFIXCACHE, ServerProcess, server_process

@@ -11,7 +11,7 @@ from paged_models import PagedServer
 from prefixcache.attention import flashinfer_reference
 from prefixcache.attention.base import AttentionBatch, AttentionSpec
 from prefixcache.attention.flashinfer import FlashInferAttention, make_flashinfer
-from prefixcache.config import ModelConfig
+from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import Builder, LlamaModel
 from prefixcache.ops.sets import make_ops
 from prefixcache.runner.cuda_graph import CudaCapture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefixcache.config import RopeConfig
+from prefixcache.model_config import RopeConfig
 from prefixcache.ops import activation, norm, rope
 from prefixcache.sampling.sampler import greedy_token_ids
 

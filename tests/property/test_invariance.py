@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from equality import INTERRUPTIONS, WIDE, Bench, Counts, Schedule, random_schedule
 from paged_driver import PagedDriver
 from prefixcache._core import Cpu
-from prefixcache.config import ModelConfig
+from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.loader import load_model
 from repeatable import bounded

@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from fake_engine import make_request
 from fake_memory import lone_answer, make_versioned_engine
 from prefixcache import LLM, SamplingParams
+from prefixcache.config import EngineConfig
 from prefixcache.engine.async_engine import AsyncEngine
-from prefixcache.engine.build import build, config_from_flags
+from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import EngineHaltedError
@@ -303,7 +304,7 @@ class LiveHammer:
 @pytest.fixture
 async def live(tiny_checkpoint: Checkpoint, seed: int) -> AsyncIterator[LiveHammer]:
     folders = [tiny_checkpoint("smollm2", seed=seed) for seed in (0, 11, 12)]
-    engine = AsyncEngine(build(config_from_flags(model=str(folders[0]), **OPTIONS)).engine)
+    engine = AsyncEngine(build(EngineConfig.from_flags(model=str(folders[0]), **OPTIONS)).engine)
     yield LiveHammer(folders, engine, seed)
     await engine.shutdown()
 

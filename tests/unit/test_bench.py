@@ -87,7 +87,9 @@ def test_a_workload_needs_a_prompt() -> None:
         WorkloadConfig(prefix_len=0, suffix_len=0)
 
 
-@pytest.mark.parametrize("fields", [{"concurrency": 0}, {"request_rate": 0.0}])
+@pytest.mark.parametrize(
+    "fields", [{"concurrency": -1}, {"request_rate": -1.0}, {"request_rate": float("inf")}]
+)
 def test_a_wrong_load_names_the_field(fields: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(fields))):
         LoadConfig(**fields)

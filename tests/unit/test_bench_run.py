@@ -11,10 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from prefixcache.bench.client import BenchmarkError, EngineTarget, HttpTarget, RequestRecord, drive
-from prefixcache.bench.run import SHARING_VARIANTS, BenchOptions, run_bench, settings
+from prefixcache.bench.options import BenchOptions
+from prefixcache.bench.run import run_bench, settings
 from prefixcache.bench.targets import run_server, serve_arguments
 from prefixcache.bench.workloads import LoadConfig, Prompt, WorkloadConfig
 from prefixcache.cli import app
@@ -76,7 +77,7 @@ async def test_no_more_run_at_once_than_asked() -> None:
 
 async def test_without_a_limit_all_run_at_once() -> None:
     target = SlowTarget()
-    await drive(target, prompts(7), LoadConfig())
+    await drive(target, prompts(7), LoadConfig(concurrency=0))
     assert target.most == 7
 
 
@@ -178,7 +179,7 @@ async def test_sharing_in_flight_is_measured_apart(tiny_checkpoint: Callable[...
         workload=WORKLOAD,
         repeats=1,
         flags=FLAGS,
-        variants=SHARING_VARIANTS,
+        sharing=True,
     )
     report = await run_bench(options, "prefixcache bench --sharing")
     off, alone, sharing = (variant.median for variant in report.variants)
@@ -241,13 +242,13 @@ def test_the_command_prints_writes_and_draws(
 
 def test_the_command_says_what_is_wrong() -> None:
     result = CliRunner().invoke(app, ["bench", "--prefix-len", "-5"])
-    assert result.exit_code == 1
-    assert "prefix_len must be at least 0" in result.stderr
+    assert result.exit_code == 2
+    assert "--prefix-len must be greater than or equal to 0, got '-5'" in result.stderr
 
 
 @pytest.mark.parametrize("option", [["--plot", "x.bmp"], ["--plot", "/"], ["--output", "/"]])
 def test_what_cannot_be_written_is_told_before_anything_is_measured(option):
     result = CliRunner().invoke(app, ["bench", *option, "--model", "./nowhere"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert option[0] in result.stderr
     assert "nowhere" not in result.stderr

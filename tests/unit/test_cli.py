@@ -6,45 +6,34 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner, Result
+from click.testing import CliRunner, Result
 
-from prefixcache.cli import app, parse_size
-from prefixcache.exceptions import ConfigError
+from prefixcache.cli import app
+from prefixcache.config import CacheConfig, EngineConfig
+from prefixcache.server.options import ServeOptions
 
 
 def _run(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("2GiB", 2 * 2**30),
-        ("2gib", 2 * 2**30),
-        ("2G", 2 * 2**30),
-        ("2GB", 2_000_000_000),
-        ("1.5 MiB", 3 * 2**19),
-        ("64k", 65536),
-        ("1T", 2**40),
-        ("1048576", 1048576),
-        ("100B", 100),
-        (None, None),
-    ],
-)
-def test_sizes_are_read(text, size):
-    assert parse_size(text) == size
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[EngineConfig, ServeOptions]]:
+    """What `serve` would start with, for arguments, variables and the file given."""
 
+    def run(*arguments: str, env: Mapping[str, str] | None = None) -> Any:
+        seen: list[Any] = []
+        monkeypatch.setattr("prefixcache.server.serve.serve", lambda *given: seen.append(given))
+        result = CliRunner(env=env).invoke(app, ["serve", *arguments])
+        assert result.exit_code == 0, result.stderr
+        return seen[0]
 
-@pytest.mark.parametrize("text", ["", "G", "-1", "2 Gigs", "1e9", "2iB", "nan", "0x10"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ConfigError, match="kv_cache_memory"):
-        parse_size(text)
+    return run
 
 
 def test_version_is_shown():
@@ -70,7 +59,7 @@ def test_no_option_is_cut_at_80_columns(command):
 
 
 def _options(command: str) -> list[str]:
-    params = typer.main.get_command(app).commands[command].params
+    params = app.commands[command].params
     return [
         name for param in params for name in (*param.opts, *param.secondary_opts) if "-" in name
     ]
@@ -80,14 +69,9 @@ def test_options_of_serve_stand_in_groups():
     help_text = _run("serve", "--help").output
     headings = re.findall(r"^(\w+):$", help_text, re.MULTILINE)
     assert headings == ["Arguments", "Server", "Access", "Model", "Scheduling", "Cache", "Options"]
-    assert help_text.split("Options:")[1].split() == [
+    assert re.findall(r"^  (-\S+)", help_text.split("Options:")[1], re.MULTILINE) == [
+        "--config",
         "-h,",
-        "--help",
-        "Show",
-        "this",
-        "message",
-        "and",
-        "exit.",
     ]
 
 
@@ -96,7 +80,8 @@ def test_help_imports_nothing_heavy():
         "import sys\n"
         "from prefixcache.cli import app\n"
         "app(['serve', '--help'], standalone_mode=False)\n"
-        "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'numpy', 'matplotlib'}\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'numpy', 'matplotlib', 'pydantic',"
+        " 'rich', 'yaml'}\n"
         "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
@@ -106,23 +91,47 @@ def test_help_imports_nothing_heavy():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["serve", "--log-level", "loud"], "--log-level"),
-        (["serve", "--scheduling-policy", "random"], "--scheduling-policy"),
-        (["serve", "--kv-cache-memory", "much"], "kv_cache_memory"),
-        (["serve", "--host", "256.0.0.1"], "256.0.0.1"),
+        (["serve", "--log-level", "loud"], "--log-level must be 'debug', 'info', 'warning' or"),
+        (["serve", "--scheduling-policy", "random"], "--scheduling-policy must be 'fcfs' or"),
+        (["serve", "--kv-cache-memory", "much"], "--kv-cache-memory must be bytes, a size as"),
+        (["serve", "--kv-cache-memory", "2GiB", "--num-blocks", "9"], "give one, not both"),
+        (["serve", "--port", "65536"], "--port must be less than or equal to 65535, got '65536'"),
+        (["serve", "--port", "true"], "--port must be a valid integer"),
+        (["serve", "--drain-seconds", "-1"], "--drain-seconds"),
+        (["serve", "--max-step-ms", "nan"], "--max-step-ms must be a finite number"),
+        (["serve", "--max-num-seqs", "9" * 5000], "--max-num-seqs"),
+        (["serve", "--max-num-seqs", "4096"], "--max-num-batched-tokens must be at least max_num"),
+        (["serve", "--attention", "best"], "--attention must be 'auto', 'torch'"),
         (["serve", "--api-key", ""], "API key"),
         (["serve", "--api-key", "a", "--admin-api-key", "a"], "--admin-api-key"),
         (["serve", "--allowed-hosts", "a:80"], "--allowed-hosts"),
         (["serve", "--allowed-model-dirs", "./nowhere"], "--allowed-model-dirs"),
-        (["serve", "--port", "0", "--block-size", "24"], "block_size"),
-        (["serve", "--port", "0", "--dtype", "int4"], "dtype"),
+        (["serve", "--port", "0", "--block-size", "24"], "--block-size must be a power of two"),
+        (["serve", "--port", "0", "--dtype", "int4"], "--dtype must be 'auto'"),
+        (["generate", "x", "--log-level", "loud"], "--log-level"),
+        (["generate", "x", "--model", "./nowhere", "--top-p", "2"], "top_p"),
+        (["bench", "--repeats", "0"], "--repeats"),
+        (["download", ""], "MODEL"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_status_2(arguments, told):
+    result = _run(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert told in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["serve", "--host", "256.0.0.1"], "256.0.0.1"),
         (["serve", "--port", "0", "--model", "./nowhere"], "nowhere"),
         (["generate", "x", "--model", "./nowhere"], "nowhere"),
-        (["generate", "x", "--log-level", "loud"], "--log-level"),
         (["download", "./nowhere"], "nowhere"),
     ],
 )
-def test_wrong_flags_are_one_line_and_status_1(arguments, told):
+def test_what_cannot_be_started_is_one_line_and_status_1(arguments, told):
     result = _run(*arguments)
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ")
@@ -130,24 +139,146 @@ def test_wrong_flags_are_one_line_and_status_1(arguments, told):
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_an_unknown_option_is_told_with_the_one_that_was_meant():
+    result = _run("serve", "--max-num-seq", "3")
+    assert result.exit_code == 2
+    assert "--max-num-seqs" in result.stderr
+
+
 @pytest.mark.parametrize("name", ["PREFIXCACHE_API_KEY", "PREFIXCACHE_ADMIN_API_KEY"])
 @pytest.mark.parametrize("value", ["", "  \n"])
 def test_an_empty_key_in_the_environment_starts_no_open_server(name, value):
     result = CliRunner(env={name: value}).invoke(app, ["serve", "./nowhere", "--port", "0"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert f"{name} is set but empty" in result.stderr
 
 
-def test_clients_set_no_priorities_unless_the_operator_says_so(monkeypatch):
-    options = []
-    monkeypatch.setattr("prefixcache.server.serve.serve", lambda _, given: options.append(given))
-    for arguments in ([], ["--scheduling-policy", "priority"]):
-        assert _run("serve", *arguments).exit_code == 0
-    assert [given.priorities for given in options] == [False, True]
+def test_a_flag_goes_before_its_variable_and_that_before_the_file(served, tmp_path):
+    file = tmp_path / "server.yaml"
+    file.write_text("port: 1\nmax_num_seqs: 1\nblock-size: 8\nserved_model_name: [a, b c]\n")
+    arguments = ["--config", str(file), "--port", "3"]
+    env = {"PREFIXCACHE_PORT": "2", "PREFIXCACHE_MAX_NUM_SEQS": "2"}
+    config, options = served(*arguments, env=env)
+    assert (options.port, config.scheduler.max_num_seqs, config.cache.block_size) == (3, 2, 8)
+    assert options.served_model_name == ("a", "b c")
+    assert served(env={"PREFIXCACHE_CONFIG": str(file)})[1].port == 1
+    assert served()[1] == ServeOptions()
+    assert served()[0] == EngineConfig()
 
 
-def test_a_port_out_of_range_is_a_usage_error():
-    assert _run("serve", "--port", "65536").exit_code == 2
+def test_every_source_takes_every_kind_of_value(served, tmp_path):
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "model: a\napi_key: one\nallowed_model_dirs: [x, y]\nenforce_eager: true\n"
+        "kv_cache_memory_bytes: 0.5\nmax_step_ms: 7\nbatch_invariant: false\nrevision: null\n"
+        "scheduling_policy: priority\nseed: 3\n"
+    )
+    from_file = served("--config", str(file))
+    given = {
+        "model": "a",
+        "api_key": "one",
+        "allowed_model_dirs": "x y",
+        "enforce_eager": "true",
+        "kv_cache_memory": "0.5",
+        "max_step_ms": "7",
+        "batch_invariant": "off",
+        "scheduling_policy": "priority",
+        "seed": "3",
+    }
+    variables = {f"PREFIXCACHE_{name.upper()}": text for name, text in given.items()}
+    flags = ["a", "--api-key=one", "--allowed-model-dirs=x", "--allowed-model-dirs=y"]
+    more = ["--enforce-eager", "--kv-cache-memory=0.5", "--max-step-ms=7", "--no-batch-invariant"]
+    last = ["--scheduling-policy=priority", "--seed=3"]
+    assert from_file == served(env=variables) == served(*flags, *more, *last)
+    config, options = from_file
+    assert config == EngineConfig.from_flags(
+        model="a",
+        enforce_eager=True,
+        kv_cache_memory=0.5,
+        max_step_ms=7,
+        batch_invariant=False,
+        seed=3,
+    )
+    assert options == ServeOptions(
+        api_key=("one",),
+        allowed_model_dirs=(Path("x"), Path("y")),
+        scheduling_policy="priority",
+    )
+
+
+def test_a_switch_in_the_file_can_be_switched_off_again(served, tmp_path):
+    file = tmp_path / "server.yaml"
+    file.write_text("public_metrics: true\nenable_prefix_caching: false\n")
+    flags = ["--no-public-metrics", "--enable-prefix-caching"]
+    config, options = served("--config", str(file), *flags)
+    assert (options.public_metrics, config.cache.enable_prefix_caching) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("max_num_seq: 3", "'max_num_seq' in {} is no flag of this command; did you mean max_num_"),
+        ("7: 3", "7 in {} is no flag of this command."),
+        ("max_num_seqs: many", "max_num_seqs in {} must be a valid integer"),
+        ("max_num_seqs: true", "max_num_seqs in {} must be a valid integer"),
+        ("max-num-seqs: 4.0", "max-num-seqs in {} must be a valid integer"),
+        ("max_num_seqs: [1]", "max_num_seqs in {} must be a valid integer"),
+        ("max_step_ms: .inf", "max_step_ms in {} must be a finite number"),
+        ("model: 5", "model in {} must be a valid string"),
+        ("model: {a: b}", "model in {} must be a valid string"),
+        ("enforce_eager: 1", "enforce_eager in {} must be a valid boolean"),
+        ("kv_cache_memory: 1.5", "kv_cache_memory in {} must be bytes, a size as"),
+        ("- port", "--config takes flags and their values; {} holds none."),
+        ("port: [", "--config takes a YAML file; {} is none (line 1)."),
+        ("a: " + "[" * 5000, "--config takes a YAML file; {} is none."),
+        ("\x00", "--config takes a YAML file; {} is none."),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_named(tmp_path, text, told):
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    result = _run("serve", "--config", str(file))
+    assert result.exit_code == 2
+    assert told.format(file) in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    result = _run("serve", "--config", str(tmp_path / "none.yaml"))
+    assert result.exit_code == 2
+    assert f"--config cannot read {tmp_path / 'none.yaml'}: No such file" in result.stderr
+
+
+def test_a_wrong_variable_is_named():
+    result = CliRunner(env={"PREFIXCACHE_PORT": "tcp://10.0.0.1:80"}).invoke(app, ["serve"])
+    assert result.exit_code == 2
+    assert "PREFIXCACHE_PORT must be a valid integer" in result.stderr
+
+
+def test_keys_are_never_shown(served, tmp_path):
+    file = tmp_path / "server.yaml"
+    for text in ("api_key: [s3cret, 5]", "api_key: {s3cret: 1}", "api_key: [s3cret", "s3cret"):
+        file.write_text(text)
+        result = _run("serve", "--config", str(file))
+        assert result.exit_code == 2
+        assert "s3cret" not in result.output
+    _, options = served("--api-key", "s3cret", env={"PREFIXCACHE_ADMIN_API_KEY": "s3cret2"})
+    assert options.api_key == ("s3cret",)
+    assert "s3cret" not in repr(options)
+    with_variable = CliRunner(env={"PREFIXCACHE_API_KEY": "s3cret"})
+    assert "s3cret" not in with_variable.invoke(app, ["serve", "--help"]).output
+
+
+def test_a_variable_holds_several_values(served):
+    _, options = served(env={"PREFIXCACHE_API_KEY": "one two"})
+    assert options.api_key == ("one", "two")
+
+
+def test_other_names_of_a_flag_are_known(served):
+    config, _ = served("--num-gpu-blocks-override", "7", "--model", "a")
+    assert (config.cache.num_blocks, config.model) == (7, "a")
+    assert served("b", "--model", "a")[0].model == "b"
+    assert served("--kv-cache-memory-bytes", "1KiB")[0].cache == CacheConfig(kv_cache_memory=1024)
 
 
 @pytest.fixture
@@ -179,7 +310,7 @@ def test_generate_goes_on_with_the_text_unless_it_is_told_to_chat(generate):
 @pytest.mark.parametrize("option", [["--temperature", "-1"], ["--top-p", "2"], ["--stop", ""]])
 def test_generate_names_a_wrong_option(generate, option):
     result = generate(*option)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert option[0].strip("-").replace("-", "_") in result.stderr
 
 

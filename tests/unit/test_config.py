@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+from unittest import mock
 
 import pytest
+from transformers import AutoConfig
 
-from prefixcache.config import (
-    CacheConfig,
-    EngineConfig,
-    GenerationDefaults,
-    ModelConfig,
-    RopeConfig,
-    SchedulerConfig,
-)
+from prefixcache.attention.registry import attention_names
+from prefixcache.config import Attention, CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.exceptions import ConfigError, ModelLoadError, UnsupportedModelError
+from prefixcache.model_config import GenerationDefaults, ModelConfig, RopeConfig
 
 
 def llama(**changes: Any) -> dict[str, Any]:
@@ -58,7 +57,9 @@ def test_every_head_has_its_own_kv_head_when_none_is_said() -> None:
         ("Llama", {}, (False, False, False, False)),
         ("Llama", {"attention_bias": True, "mlp_bias": True}, (True, True, True, False)),
         ("Mistral", {}, (False, False, False, False)),
+        ("Mistral", {"attention_bias": True, "mlp_bias": True}, (False, False, False, False)),
         ("Qwen2", {}, (True, False, False, False)),
+        ("Qwen2", {"attention_bias": True, "mlp_bias": True}, (True, False, False, False)),
         ("Qwen3", {}, (False, False, False, True)),
         ("Qwen3", {"attention_bias": True}, (True, True, False, True)),
     ],
@@ -93,7 +94,13 @@ def test_linear_scaling_lengthens_the_context() -> None:
 
 
 def test_llama3_scaling_is_already_in_the_context_length() -> None:
-    scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     config = ModelConfig.from_hf(llama(rope_scaling=scaling))
     assert config.rope.kind == "llama3"
     assert config.max_context_length == 512
@@ -189,6 +196,44 @@ def test_an_unreadable_config_names_the_file(tmp_path: Path, text: str) -> None:
         ModelConfig.from_hf(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ("2GiB", 2 * 2**30),
+        ("2gib", 2 * 2**30),
+        ("2G", 2 * 2**30),
+        ("2GB", 2_000_000_000),
+        ("1.5 MiB", 3 * 2**19),
+        (".5k", 512),
+        ("64k", 65536),
+        ("1T", 2**40),
+        ("1048576", 1048576),
+        (1048576, 1048576),
+        ("100B", 100),
+        ("0.5", 0.5),
+        (0.5, 0.5),
+        (".25", 0.25),
+        ("1.0", 1.0),
+    ],
+)
+def test_sizes_and_shares_of_memory_are_read(given: Any, size: float) -> None:
+    found = CacheConfig(kv_cache_memory=given).kv_cache_memory
+    assert (found, type(found)) == (size, type(size))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *("", "G", "-1", "2 Gigs", "1e9", "2iB", "nan", "0x10", "2GiB 1", "5bit", "0", "0.0"),
+        *("1.5", "-0.5", "0.5GiB GiB", "9" * 400 + "T", "9" * 5000, 0, -1, 0.0, 1.5, -0.5),
+        *(10**400, True, False, float("nan"), float("inf"), [1], b"1"),
+    ],
+)
+def test_what_is_no_size_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_memory must be bytes, a size as 2GiB or"):
+        CacheConfig(kv_cache_memory=given)
+
+
 @pytest.mark.parametrize("size", [1, 16, 256])
 def test_block_sizes_are_powers_of_two(size: int) -> None:
     assert CacheConfig(block_size=size).block_size == size
@@ -237,8 +282,8 @@ def test_context_length_is_the_models_unless_less_is_asked() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"dtype": "int8"}, "dtype must be one of auto, bfloat16, float32"),
-        ({"device": "tpu"}, "device must be one of auto, cpu, cuda"),
+        ({"dtype": "int8"}, "dtype must be 'auto', 'bfloat16' or 'float32', got 'int8'"),
+        ({"device": "tpu"}, "device must be 'auto', 'cpu' or 'cuda', got 'tpu'"),
         ({"seed": -1}, "seed"),
         ({"model": ""}, "model"),
     ],
@@ -248,8 +293,12 @@ def test_engine_options_are_checked(arguments: dict[str, Any], named: str) -> No
         EngineConfig(**arguments)
 
 
-def test_reading_a_config_imports_no_torch() -> None:
-    code = "import sys, prefixcache.config; sys.exit('torch' in sys.modules)"
+def test_a_config_imports_no_torch() -> None:
+    code = (
+        "import sys, prefixcache.config, prefixcache.model_config\n"
+        "prefixcache.config.EngineConfig()\n"
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -269,8 +318,166 @@ _HUGE = 10**310
     ids=lambda changes: next(iter(changes)),
 )
 def test_numbers_that_nothing_holds_are_named(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="out of range"):
+    name, value = next(iter(changes.items()))
+    named = next(reversed(value)) if isinstance(value, dict) else name
+    with pytest.raises(ConfigError, match=f"^{named} in the model's config must be"):
         ModelConfig.from_hf(llama(**changes))
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"max_num_seq": 3}, "Unknown flag max_num_seq; did you mean max_num_seqs"),
+        ({"cache": CacheConfig()}, "Unknown flag cache"),
+        ({"port": 3}, "Unknown flag port"),
+        ({"max_num_seqs": True}, "^max_num_seqs must be a valid integer, got True"),
+        ({"max_num_seqs": "3"}, "^max_num_seqs must be a valid integer, got '3'"),
+        ({"max_num_seqs": 10**5000}, "^max_num_seqs must be less than"),
+        ({"max_step_ms": float("nan")}, "^max_step_ms must be a finite number"),
+        ({"max_step_ms": -1}, "^max_step_ms must be greater than or equal to 0"),
+        ({"enforce_eager": 1}, "^enforce_eager must be a valid boolean"),
+        ({"attention": "best"}, "^attention must be 'auto', 'torch', 'cpu'"),
+    ],
+)
+def test_flags_of_python_are_checked_by_the_fields_names(flags: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        EngineConfig.from_flags(**flags)
+
+
+def test_flags_of_python_have_the_same_names_and_defaults() -> None:
+    config = EngineConfig.from_flags(num_gpu_blocks_override=7, max_step_ms=5, dtype=None)
+    assert config == EngineConfig(
+        cache=CacheConfig(num_blocks=7), scheduler=SchedulerConfig(max_step_ms=5.0)
+    )
+
+
+def test_attention_backends_are_those_that_can_be_made() -> None:
+    assert get_args(Attention) == ("auto", *attention_names())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "yarn", "factor": "4", "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": "x"}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": 1}},
+        {"rope_scaling": {"type": "linear"}, "factor": None},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}},
+        {"rope_scaling": {"type": ["yarn"]}},
+        {"rope_parameters": "yarn"},
+        {"num_hidden_layers": 2**31 - 1},
+        {"num_hidden_layers": 0},
+        {"num_hidden_layers": True},
+        {"layer_types": ["full_attention", 5]},
+        {"layer_types": ["full_attention"]},
+        {"layer_types": "full_attention"},
+        {"max_window_layers": -1},
+        {"use_sliding_window": "yes"},
+        {"sliding_window": 0, "use_sliding_window": True},
+        {"eos_token_id": "2"},
+        {"eos_token_id": [[2]]},
+        {"bos_token_id": 1.5},
+        {"rms_norm_eps": float("inf")},
+        {"rms_norm_eps": float("nan")},
+        {"rope_theta": "10000"},
+        {"architectures": [["LlamaForCausalLM"]]},
+        {"architectures": "LlamaForCausalLM"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_hostile_fields_are_errors_that_name_them(
+    architecture: str, changes: dict[str, Any]
+) -> None:
+    fields = llama(architectures=[f"{architecture}ForCausalLM"]) | changes
+    names = {"rope_parameters", "rope_scaling", "Rope scaling", "architecture", *changes}
+    for value in changes.values():
+        names |= set(value) if isinstance(value, dict) else set()
+    with pytest.raises(ConfigError, match="|".join(names)):
+        ModelConfig.from_hf(fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", "0.7"), ("top_k", 1.5), ("max_new_tokens", 2**40), ("eos_token_id", "x")],
+)
+def test_wrong_generation_defaults_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        ModelConfig.from_hf(llama(), {name: value})
+
+
+_WRITTEN = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "layer_types": ["full_attention"] * 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+}
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_what_leaves_nothing_open_means_the_same_without_transformers(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = mock.Mock(wraps=AutoConfig.for_model)
+    monkeypatch.setattr(AutoConfig, "for_model", asked)
+    written = llama(architectures=[f"{architecture}ForCausalLM"], **_WRITTEN)
+    found = ModelConfig.from_hf(written)
+    asked.assert_not_called()
+    monkeypatch.setattr("prefixcache.model_config._is_normalized", lambda *_: False)
+    assert ModelConfig.from_hf(written) == found
+    asked.assert_called_once()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("Llama", {"head_dim": None}),
+        ("Llama", {"num_key_value_heads": None}),
+        ("Llama", {"rope_parameters": {"rope_type": "default"}}),
+        ("Llama", {"rope_parameters": None, "rope_theta": 5e5}),
+        ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0, "factor": 2.0}}),
+        ("Llama", {"partial_rotary_factor": 1.0}),
+        ("Qwen3", {"attention_bias": None}),
+        ("Qwen2", {"layer_types": ["full_attention"] * 3}),
+    ],
+)
+def test_what_is_left_open_is_asked_of_transformers(
+    architecture: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = mock.Mock(wraps=AutoConfig.for_model)
+    monkeypatch.setattr(AutoConfig, "for_model", asked)
+    with suppress(ConfigError):
+        of(architecture, **_WRITTEN | changes)
+    asked.assert_called_once()
+
+
+def test_a_window_that_nothing_is_said_of_is_the_familys() -> None:
+    unsaid = {name: value for name, value in _WRITTEN.items() if "sliding" not in name}
+    del unsaid["layer_types"]
+    with pytest.raises(UnsupportedModelError, match="sliding_window 4096"):
+        of("Mistral", **unsaid, max_position_embeddings=8192)
+
+
+def test_what_nobody_reads_may_hold_anything() -> None:
+    odd = {"auto_map": {"AutoConfig": "evil.Config"}, "id2label": 5, "dtype": "nn", "per_layer": {}}
+    assert ModelConfig.from_hf(llama(model_type="mamba", num_labels="x", **odd)).num_layers == 2
+
+
+def test_code_of_the_folder_never_runs_and_no_network_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "socket", None)
+    (tmp_path / "evil.py").write_text("raise SystemExit('the code of a folder ran')")
+    remote = {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(llama(model_type="evil", **remote)))
+    assert ModelConfig.from_hf(tmp_path).num_layers == 2
 
 
 def test_a_number_that_no_float_holds_is_no_share() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from paged_models import CPU, PagedServer
 from prefixcache.attention.flashinfer import FlashInferAttention
-from prefixcache.config import ModelConfig
+from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.loader import load_model
 from prefixcache.runner.cuda_graph import choose_size, graph_sizes

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from paged_driver import PagedDriver
 from prefixcache.cli import app
-from prefixcache.config import DEFAULT_MODEL, GenerationDefaults, ModelConfig
+from prefixcache.config import DEFAULT_MODEL
+from prefixcache.model_config import GenerationDefaults, ModelConfig
 from prefixcache.models.hub import is_downloaded, read_config, resolve_model
 from prefixcache.models.loader import load_model
 

@@ -13,7 +13,7 @@ from prefixcache._core import Cpu
 from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.cpu import CpuAttention
 from prefixcache.attention.torch_attention import TorchAttention
-from prefixcache.config import ModelConfig
+from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.loader import load_model
 

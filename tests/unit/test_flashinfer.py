@@ -30,8 +30,8 @@ from prefixcache.attention.flashinfer_plan import (
     pad_decodes,
     planned_tiles_alone,
 )
-from prefixcache.config import ModelConfig
 from prefixcache.exceptions import ConfigError
+from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.loader import load_model
 from reference.paged_attention import SlowSequence, batch_of

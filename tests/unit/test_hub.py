@@ -15,8 +15,9 @@ import torch
 from transformers import AutoTokenizer
 
 from paged_driver import PagedDriver
-from prefixcache.config import DEFAULT_MODEL, ModelConfig
+from prefixcache.config import DEFAULT_MODEL
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
+from prefixcache.model_config import ModelConfig
 from prefixcache.models import hub
 from prefixcache.models.hub import WheelModel, cache_home, is_downloaded, resolve_model
 from prefixcache.models.loader import load_model

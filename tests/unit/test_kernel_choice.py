@@ -10,7 +10,8 @@ import pytest
 from prefixcache._core import Cpu
 from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.registry import AttentionOptions, make_attention
-from prefixcache.engine.build import build, config_from_flags
+from prefixcache.config import EngineConfig
+from prefixcache.engine.build import build
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,9 @@ def test_the_fastest_that_keep_what_was_promised(
     expected: tuple[str, bool],
 ) -> None:
     monkeypatch.setattr("prefixcache.engine.build.torch_is_faster", lambda: amx)
-    config = config_from_flags(model=str(tiny_checkpoint()), num_blocks=32, device="cpu", **flags)
+    config = EngineConfig.from_flags(
+        model=str(tiny_checkpoint()), num_blocks=32, device="cpu", **flags
+    )
     built = build(config)
     assert (built.engine._runner._attention.name, built.batch_invariant) == expected
     ours = built.engine._runner._model.loaded._stack is not None

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.registry import make_attention
-from prefixcache.config import CacheConfig, ModelConfig
+from prefixcache.config import CacheConfig
 from prefixcache.exceptions import OutOfMemoryError
 from prefixcache.kv.specs import KVGroup, kv_groups
 from prefixcache.kv.tensors import KVTensors, allocate_kv, available_memory, choose_num_blocks
+from prefixcache.model_config import ModelConfig
 
 CPU = torch.device("cpu")
 GROUP = KVGroup(layers=(0, 1, 2), num_kv_heads=2, head_dim=16)
@@ -78,6 +80,33 @@ def test_without_a_size_half_of_the_free_memory_but_not_more_than_4_gib(
     assert choose(CacheConfig()) == (1 << 29) // BLOCK_BYTES
     monkeypatch.setattr(free, lambda device: 1 << 40)
     assert choose(CacheConfig()) == (4 << 30) // BLOCK_BYTES
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_share_is_one_of_what_is_free_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    free = {"cpu": 100 << 30, "cuda": 40 << 30}
+    monkeypatch.setattr("prefixcache.kv.tensors.available_memory", lambda device: free[device.type])
+    found = choose_num_blocks(
+        CacheConfig(kv_cache_memory=0.25), [GROUP], torch.float32, torch.device(device)
+    )
+    assert found == (free[device] // 4) // BLOCK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("limit", "usage", "free"), [("900", "400", 500), ("max", "400", 7000), ("900", "950", 0)]
+)
+def test_free_memory_is_the_systems_within_the_containers_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, usage: str, free: int
+) -> None:
+    files = tmp_path / "memory.max", tmp_path / "memory.current"
+    for file, text in zip(files, (limit, usage), strict=True):
+        file.write_text(text)
+    missing = (str(tmp_path / "no"), str(tmp_path / "nothing"))
+    monkeypatch.setattr("prefixcache.kv.tensors._CGROUP_FILES", (files, missing))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: mock.Mock(available=7000))
+    assert available_memory(CPU) == free
 
 
 def test_a_memory_limit_below_two_blocks_is_refused() -> None:

@@ -10,10 +10,11 @@ import torch
 
 from prefixcache.attention.flashinfer import FlashInferAttention
 from prefixcache.attention.torch_attention import TorchAttention
-from prefixcache.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from prefixcache.config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.engine import device as engine_device
 from prefixcache.exceptions import ConfigError, OutOfMemoryError
 from prefixcache.kv.sizing import DeviceMemory, fitting_blocks
+from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.loader import load_model
 from prefixcache.ops import cuda as ops_cuda

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paged_driver import PagedDriver
-from prefixcache.config import ModelConfig
+from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.loader import choose_dtype, load_model
 from prefixcache.models.weights import NamedTensor

@@ -40,10 +40,10 @@ def run(folder: Path, *arguments: str, **environment: str) -> str:
 def test_a_failing_run_says_how_to_repeat_it_and_the_next_run_draws_anew(tmp_path: Path) -> None:
     """With CI in the environment Hypothesis would draw the same cases unless told otherwise."""
     first = run(tmp_path, "-n1", "--dist=loadgroup", CI="1", HYPOTHESIS_STORAGE_DIRECTORY="a")
-    command = re.search(r"PREFIXCACHE_SEED=(\d+) pytest '(.+)'", first)
+    command = re.search(r"PREFIXCACHE_TEST_SEED=(\d+) pytest '(.+)'", first)
     assert command is not None
     assert "@reproduce_failure(" in first
-    again = run(tmp_path, command[2], PREFIXCACHE_SEED=command[1])
+    again = run(tmp_path, command[2], PREFIXCACHE_TEST_SEED=command[1])
     assert _schedule(again) == _schedule(first)
     second = run(tmp_path, CI="1", HYPOTHESIS_STORAGE_DIRECTORY="b")
     assert _schedule(second) != _schedule(first)

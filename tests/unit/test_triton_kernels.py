@@ -49,7 +49,7 @@ _BACKEND = """
 import torch
 from prefixcache.attention import flashinfer, flashinfer_reference
 from prefixcache.attention.base import AttentionSpec
-from prefixcache.config import RopeConfig
+from prefixcache.model_config import RopeConfig
 from prefixcache.ops import rope, triton_kernels
 from reference.paged_attention import SlowSequence, batch_of
 
@@ -92,7 +92,7 @@ print("checked")
 _CHECK = """
 import torch
 from prefixcache.attention.flashinfer_reference import append_paged_kv_cache
-from prefixcache.config import RopeConfig
+from prefixcache.model_config import RopeConfig
 from prefixcache.ops import activation, norm, rope, triton_kernels as fused
 
 def table(values):

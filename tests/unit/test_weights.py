@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from prefixcache.config import ModelConfig
 from prefixcache.exceptions import ModelLoadError
+from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.loader import load_model
 from prefixcache.models.weights import NamedTensor

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from prefixcache import __version__
-from prefixcache.engine.build import build, config_from_flags
+from prefixcache.config import EngineConfig
+from prefixcache.engine.build import build
 from prefixcache.models.hub import resolve_model
 from prefixcache.request import Request
 from prefixcache.sampling_params import SamplingParams
@@ -18,7 +19,7 @@ from prefixcache.sampling_params import SamplingParams
 class Contender:
     def __init__(self, *, threads: int, max_tokens: int, **flags: object) -> None:
         torch.set_num_threads(threads)
-        config = config_from_flags(
+        config = EngineConfig.from_flags(
             num_blocks=max_tokens // 16 + 64,
             max_num_batched_tokens=max_tokens,
             **flags,

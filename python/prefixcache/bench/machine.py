@@ -7,6 +7,8 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil
+
 _PACKAGES = ("prefixcache", "torch", "transformers", "numpy")
 
 
@@ -46,7 +48,7 @@ def _first_processor(cpuinfo: Path) -> dict[str, str]:
 
 
 def _memory_gib() -> int:
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
+    return round(psutil.virtual_memory().total / 2**30)
 
 
 def _version(name: str) -> str:

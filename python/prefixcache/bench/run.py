@@ -2,55 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from prefixcache.bench.client import BenchmarkError, RequestRecord, Target, drive
+from prefixcache.bench.options import BenchOptions
 from prefixcache.bench.report import Report, make_report
 from prefixcache.bench.targets import engine_target, http_target, server_target
-from prefixcache.bench.workloads import LoadConfig, Prompt, WorkloadConfig, make_prompts
-from prefixcache.config import DEFAULT_MODEL, CacheConfig
-from prefixcache.exceptions import ConfigError
-
-# How each variant's engine differs; the first one is what the others are compared with.
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "cache off": {"enable_prefix_caching": False},
-    "cache on": {"enable_prefix_caching": True},
-}
-# Sharing in flight apart: to wait for blocks that another request is computing, or not to.
-SHARING_VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "cache off": {"enable_prefix_caching": False},
-    "cache on, no waiting": {"enable_prefix_caching": True, "share_in_flight": False},
-    "cache on": {"enable_prefix_caching": True, "share_in_flight": True},
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
-    """What to measure.
-
-    Engines run in this process; with `http` each variant is a server on loopback; with `base_url`
-    the one server that runs there is measured as it is. `flags` go to each engine or server, and
-    each of `variants` adds its own; the first is the baseline.
-    """
-
-    model: str = DEFAULT_MODEL
-    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
-    load: LoadConfig = field(default_factory=LoadConfig)
-    repeats: int = 3
-    http: bool = False
-    base_url: str | None = None
-    flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: VARIANTS)
-
-    def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise ConfigError(f"repeats must be at least 1, got {self.repeats}.")
-        if self.http and self.base_url:
-            raise ConfigError("Give http or base_url, not both.")
-
+from prefixcache.bench.workloads import Prompt, WorkloadConfig, make_prompts
+from prefixcache.config import CacheConfig
 
 OnDone = Callable[[str], None]
 

@@ -25,11 +25,12 @@ _STOP_SECONDS = 20.0
 @asynccontextmanager
 async def engine_target(flags: Flags) -> AsyncGenerator[EngineTarget, None]:
     """An engine in this process; `flags` as `LLM` takes them."""
+    from prefixcache.config import EngineConfig
     from prefixcache.engine.async_engine import AsyncEngine
-    from prefixcache.engine.build import build, config_from_flags
+    from prefixcache.engine.build import build
     from prefixcache.models.hub import resolve_model
 
-    config = config_from_flags(**flags)
+    config = EngineConfig.from_flags(**flags)
     folder = resolve_model(config.model, config.revision)
     built = await asyncio.to_thread(build, config, folder)
     engine = AsyncEngine(built.engine)

@@ -11,7 +11,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prefixcache.exceptions import ConfigError
+from prefixcache.checked import Checked, Count, NonNegativeFloat, PositiveInt
+from prefixcache.exceptions import FieldError
+from prefixcache.flags import flag
 
 # Tokenized once by the target: the source of all prompts' tokens.
 SOURCE_TEXT = (
@@ -26,28 +28,19 @@ SOURCE_TEXT = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadConfig:
-    """Sizes in tokens. `prefix_len` tokens are shared by all prompts, `suffix_len` are their own.
+class WorkloadConfig(Checked):
+    """The prompts. Sizes are in tokens."""
 
-    Raises `ConfigError`, naming the field.
-    """
+    num_requests: PositiveInt = flag(16, "Requests of each run.", "Benchmark")
+    prefix_len: Count = flag(1024, "Prompt tokens that all requests share.", "Benchmark")
+    suffix_len: Count = flag(64, "Prompt tokens of each request's own.", "Benchmark")
+    output_len: PositiveInt = flag(32, "Tokens generated for each request.", "Benchmark")
+    seed: Count = flag(0, "Seed of prompts and arrivals.", "Benchmark")
 
-    num_requests: int = 16
-    prefix_len: int = 1024
-    suffix_len: int = 64
-    output_len: int = 32
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, low in (
-            ("num_requests", 1),
-            ("prefix_len", 0),
-            ("suffix_len", 0),
-            ("output_len", 1),
-        ):
-            _check_at_least(name, getattr(self, name), low)
+    def check_together(self) -> None:
+        """Raises `FieldError`."""
         if self.prompt_len == 0:
-            raise ConfigError("prefix_len and suffix_len must not both be 0.")
+            raise FieldError("suffix_len", "and prefix_len must not both be 0.")
 
     @property
     def prompt_len(self) -> int:
@@ -61,25 +54,18 @@ class WorkloadConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadConfig:
-    """How requests are sent: at most `concurrency` at once, at `request_rate` a second on average.
+class LoadConfig(Checked):
+    """How requests are sent. Arrivals at a rate are a Poisson process."""
 
-    None means without limit. Arrivals at a rate are a Poisson process.
-    """
-
-    concurrency: int | None = None
-    request_rate: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.concurrency is not None:
-            _check_at_least("concurrency", self.concurrency, 1)
-        if self.request_rate is not None and not 0 < self.request_rate < float("inf"):
-            raise ConfigError(f"request_rate must be positive, got {self.request_rate}.")
+    concurrency: Count = flag(4, "Requests at once; 0: all.", "Benchmark")
+    request_rate: NonNegativeFloat = flag(
+        0.0, "Requests a second on average (Poisson); 0: no limit.", "Benchmark"
+    )
+    seed: Count = 0
 
     def arrivals(self, count: int) -> list[float]:
         """Seconds after the start at which each of `count` requests is due."""
-        if self.request_rate is None:
+        if not self.request_rate:
             return [0.0] * count
         draw = random.Random(self.seed)
         due, times = 0.0, list[float]()
@@ -110,8 +96,3 @@ def make_prompts(config: WorkloadConfig, token_pool: Sequence[int]) -> list[Prom
 
 def _draw_tokens(draw: random.Random, pool: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(draw.choices(pool, k=count))
-
-
-def _check_at_least(name: str, value: int, low: int) -> None:
-    if value < low:
-        raise ConfigError(f"{name} must be at least {low}, got {value}.")

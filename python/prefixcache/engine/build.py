@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from prefixcache._core import Cpu
 from prefixcache.attention.base import AttentionBackend
 from prefixcache.attention.registry import AttentionOptions, make_attention
-from prefixcache.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from prefixcache.config import CacheConfig, EngineConfig
 from prefixcache.engine.device import (
     choose_device,
     is_sized_by_trial,
@@ -28,6 +26,7 @@ from prefixcache.exceptions import ConfigError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_groups
 from prefixcache.kv.tensors import KVTensors, choose_num_blocks
+from prefixcache.model_config import ModelConfig
 from prefixcache.models.hub import read_config, resolve_model
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.loader import choose_dtype, load_model, make_model
@@ -41,8 +40,6 @@ from prefixcache.tokenization.detokenizer import Detokenizers
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-_SYNONYMS = {"num_gpu_blocks_override": "num_blocks"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +56,6 @@ class BuiltEngine:
     batch_invariant: bool
     num_blocks: int
     max_model_len: int
-
-
-def config_from_flags(**flags: Any) -> EngineConfig:
-    """An `EngineConfig` from flat flags named as its fields and those of its parts.
-
-    A flag that is None keeps its default. Raises `ConfigError` for an unknown or wrong flag.
-    """
-    given = {_SYNONYMS.get(name, name): v for name, v in flags.items() if v is not None}
-    cache = _take(given, fields(CacheConfig))
-    scheduler = _take(given, fields(SchedulerConfig))
-    own = _take(given, fields(EngineConfig))
-    if given:
-        raise ConfigError(f"Unknown flag {', '.join(sorted(given))}.")
-    return EngineConfig(cache=CacheConfig(**cache), scheduler=SchedulerConfig(**scheduler), **own)
 
 
 def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
@@ -177,10 +160,6 @@ def _log_choices(
         config.scheduler.max_num_seqs,
         config.scheduler.max_num_batched_tokens,
     )
-
-
-def _take(given: dict[str, Any], known: Iterable[Field[Any]]) -> dict[str, Any]:
-    return {f.name: given.pop(f.name) for f in known if f.name in given}
 
 
 def _caches_prefixes(config: CacheConfig, runner: ModelRunner) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefixcache.config import ModelConfig
+from prefixcache.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -38,14 +38,14 @@ def choose_num_blocks(
 ) -> int:
     """Blocks of the pool, the null block included.
 
-    `num_blocks` and `kv_cache_memory` are taken at their word. With neither, half of the free
-    memory is used, on a CPU at most 4 GiB. Raises `OutOfMemoryError` when not even one block
-    beside the null block fits.
+    `num_blocks` and `kv_cache_memory` are taken at their word; a share is one of the memory that is
+    free now. With neither, half of that is used, on a CPU at most 4 GiB. Raises `OutOfMemoryError`
+    when not even one block beside the null block fits.
     """
     if cache.num_blocks is not None:
         return cache.num_blocks
     block_bytes = _bytes_per_block(groups, cache.block_size, dtype)
-    budget = cache.kv_cache_memory or _default_budget(device)
+    budget = _budget(cache.kv_cache_memory, device)
     if budget < 2 * block_bytes:
         raise OutOfMemoryError(
             f"The KV cache needs at least 2 blocks of {block_bytes} bytes, "
@@ -142,26 +142,19 @@ def available_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on the device, container limits included."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return min(_system_available(), *_cgroup_available())
+    return min(psutil.virtual_memory().available, *_cgroup_available())
 
 
 def _bytes_per_block(groups: Sequence[KVGroup], block_size: int, dtype: torch.dtype) -> int:
     return sum(group.bytes_per_block(block_size, dtype.itemsize) for group in groups)
 
 
-def _default_budget(device: torch.device) -> int:
-    budget = int(available_memory(device) * _DEFAULT_SHARE)
-    return budget if device.type == "cuda" else min(budget, _DEFAULT_CPU_BYTES)
-
-
-def _system_available() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # Not Linux: the whole memory is the best bound there is.
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _budget(asked: int | float | None, device: torch.device) -> int:
+    """Bytes for the pool."""
+    if isinstance(asked, int):
+        return asked
+    share = int(available_memory(device) * (asked or _DEFAULT_SHARE))
+    return share if asked or device.type == "cuda" else min(share, _DEFAULT_CPU_BYTES)
 
 
 def _cgroup_available() -> list[int]:

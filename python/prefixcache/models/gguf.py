@@ -143,6 +143,7 @@ def _config(metadata: _Metadata) -> dict[str, Any]:
         "max_position_embeddings": metadata.shape("context_length"),
         "rms_norm_eps": metadata.decimal("attention.layer_norm_rms_epsilon", 1e-6),
         "rope_parameters": _rope(metadata),
+        "sliding_window": None,
         "vocab_size": len(metadata.get("tokenizer.ggml.tokens", ())),
         **_token_ids(metadata),
     }

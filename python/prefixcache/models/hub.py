@@ -20,8 +20,9 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from prefixcache.config import DEFAULT_MODEL, GenerationDefaults, ModelConfig
+from prefixcache.config import DEFAULT_MODEL
 from prefixcache.exceptions import ModelLoadError
+from prefixcache.model_config import GenerationDefaults, ModelConfig
 
 logger = logging.getLogger(__name__)
 

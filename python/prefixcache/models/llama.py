@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prefixcache.attention.base import AttentionBackend, AttentionSpec
-from prefixcache.config import ModelConfig
+from prefixcache.model_config import ModelConfig
 from prefixcache.models.weights import NamedTensor, Slot, copy_into
 from prefixcache.ops.linear import Linear
 from prefixcache.ops.rope import RotaryEmbedding

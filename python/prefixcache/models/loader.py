@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from prefixcache._core import Cpu
-from prefixcache.config import DType, ModelConfig
+from prefixcache.config import DType
+from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import Builder, LlamaModel
 from prefixcache.models.weights import load_folder
 from prefixcache.ops.sets import make_ops

@@ -10,8 +10,8 @@ from pathlib import Path
 from torch import Tensor
 
 from prefixcache.attention.base import AttentionBackend
-from prefixcache.config import GenerationDefaults, ModelConfig
 from prefixcache.exceptions import ConfigError, ModelLoadError
+from prefixcache.model_config import GenerationDefaults, ModelConfig
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.weights import (
     NamedTensor,

@@ -11,8 +11,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from prefixcache.config import read_json_object
 from prefixcache.exceptions import ModelLoadError
+from prefixcache.model_config import read_json_object
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"

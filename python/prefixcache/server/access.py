@@ -23,7 +23,7 @@ from starlette.datastructures import Headers
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from prefixcache.exceptions import ConfigError
+from prefixcache.exceptions import FieldError
 from prefixcache.server.errors import ApiError, error_response
 
 _PUBLIC_PATHS = frozenset({"/health"})
@@ -64,7 +64,7 @@ class AccessRules:
 
     With `api_keys` clients must send one of them, with `admin_api_keys` administrators. A request's
     `Host` must be an address, localhost, or match one of `allowed_hosts` ("*.example.com").
-    `public_metrics` lets everybody read `/metrics`. Raises `ConfigError` for a key or host that
+    `public_metrics` lets everybody read `/metrics`. Raises `FieldError` for a key or host that
     could never match or would match too much.
     """
 
@@ -76,18 +76,17 @@ class AccessRules:
     def __post_init__(self) -> None:
         for key in (*self.api_keys, *self.admin_api_keys):
             if not key or key != key.strip():
-                raise ConfigError(
-                    "An API key must not be empty, nor begin or end with white space."
-                )
+                problem = "must not be empty, nor begin or end with white space."
+                raise FieldError("An API key", problem)
         if set(self.api_keys) & set(self.admin_api_keys):
-            raise ConfigError(
-                "An --api-key is an --admin-api-key too: every client would be an administrator."
-            )
+            problem = "is an --admin-api-key too: every client would be an administrator."
+            raise FieldError("An --api-key", problem)
         for host in self.allowed_hosts:
             if not is_host_name(host):
-                raise ConfigError(
-                    "--allowed-hosts takes a name without scheme and port, such as example.com or "
-                    f"*.example.com, and may be given several times; got {host!r}."
+                raise FieldError(
+                    "--allowed-hosts",
+                    "takes a name without scheme and port, such as example.com or *.example.com, "
+                    f"and may be given several times; got {host!r}.",
                 )
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
-from prefixcache.config import GenerationDefaults
 from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError
+from prefixcache.model_config import GenerationDefaults
 from prefixcache.request import CacheOptions, Request
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.access import Caller

@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from prefixcache.exceptions import ConfigError, InvalidRequestError
+from prefixcache.exceptions import FieldError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
@@ -18,14 +18,14 @@ _PARAM = "model_path"
 class ModelDirs:
     """Without `folders` a model may come from anywhere, but no error tells what is there.
 
-    With them it must lie in one of these, and errors are told in full. Raises `ConfigError` for one
+    With them it must lie in one of these, and errors are told in full. Raises `FieldError` for one
     that is no folder.
     """
 
     def __init__(self, folders: Sequence[Path] = ()) -> None:
         for folder in folders:
             if not folder.is_dir():
-                raise ConfigError(f"--allowed-model-dirs takes folders; {folder} is none.")
+                raise FieldError("--allowed-model-dirs", f"takes folders; {folder} is none.")
         self._folders = [Path(os.path.abspath(folder)) for folder in folders]
 
     @contextmanager

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -25,6 +25,7 @@ from prefixcache.server.access import AccessRules, is_host_name, is_loopback
 from prefixcache.server.connections import Connection, ConnectionLimits
 from prefixcache.server.context import Lifecycle
 from prefixcache.server.model_dirs import ModelDirs
+from prefixcache.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from prefixcache.config import EngineConfig
@@ -42,45 +43,14 @@ _EVERY_ADDRESS = ("", "0.0.0.0", "::")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """Where and as what a model is served.
-
-    `names` replaces the model's own name, `rules` say who may use the server, and `model_dirs`
-    where new weights may come from. `priorities` lets clients choose who is served first. While
-    `max_queue` requests wait others are refused (0: never). Open answers get `drain_seconds` to end
-    when the server is asked to stop.
-
-    At most `limit_concurrency` connections are open. A request's head, and each part of its body,
-    must come within `read_seconds`; a connection without a request is closed after
-    `keep_alive_seconds`.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    names: tuple[str, ...] = ()
-    rules: AccessRules = field(default_factory=AccessRules)
-    model_dirs: ModelDirs = field(default_factory=ModelDirs)
-    priorities: bool = False
-    max_queue: int = 512
-    drain_seconds: int = 10
-    limit_concurrency: int = 2048
-    read_seconds: float = 20
-    keep_alive_seconds: int = 5
-
-    def known_hosts(self) -> tuple[str, ...]:
-        """Names of this server: given ones, the one it listens on, and the machine's."""
-        own = (self.host, socket.gethostname())
-        return (*self.rules.allowed_hosts, *(name for name in own if is_host_name(name)))
-
-
-def serve(make_config: Callable[[], EngineConfig], options: ServeOptions) -> None:
+def serve(config: EngineConfig, options: ServeOptions) -> None:
     """Serves until SIGINT or SIGTERM; a second one ends it at once.
 
     The port is taken before anything is loaded. Raises `ConfigError` when it is not free, and
     whatever `engine.build` raises.
     """
     begun = time.perf_counter()
+    rules, model_dirs = _access_rules(options), ModelDirs(options.allowed_model_dirs)
     _allow_open_files(options.limit_concurrency)
     with _bound_socket(options.host, options.port) as listener:
         _warn_if_open(options, listener)
@@ -89,15 +59,13 @@ def serve(make_config: Callable[[], EngineConfig], options: ServeOptions) -> Non
         from prefixcache.models.hub import resolve_model
         from prefixcache.server.app import create_app
 
-        config = make_config()
         built = build(config, resolve_model(config.model, config.revision))
         served = _served_model(config, built, options)
         engine = AsyncEngine(built.engine, max_queue=options.max_queue or None)
         try:
-            rules = replace(options.rules, allowed_hosts=options.known_hosts())
             lifecycle = Lifecycle()
             app = create_app(
-                engine, served, rules=rules, model_dirs=options.model_dirs, lifecycle=lifecycle
+                engine, served, rules=rules, model_dirs=model_dirs, lifecycle=lifecycle
             )
             _collect_what_is_new_alone()
             address = f"http://{_shown_host(options.host)}:{listener.getsockname()[1]}"
@@ -106,6 +74,22 @@ def serve(make_config: Callable[[], EngineConfig], options: ServeOptions) -> Non
         finally:
             gc.unfreeze()
             engine.close()
+
+
+def _access_rules(options: ServeOptions) -> AccessRules:
+    rules = AccessRules(
+        api_keys=options.api_key,
+        admin_api_keys=options.admin_api_key,
+        allowed_hosts=options.allowed_hosts,
+        public_metrics=options.public_metrics,
+    )
+    return replace(rules, allowed_hosts=_known_hosts(options))
+
+
+def _known_hosts(options: ServeOptions) -> tuple[str, ...]:
+    """Names of this server: given ones, the one it listens on, and the machine's."""
+    own = (options.host, socket.gethostname())
+    return (*options.allowed_hosts, *(name for name in own if is_host_name(name)))
 
 
 def _allow_open_files(connections: int) -> None:
@@ -151,14 +135,14 @@ def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
 
 def _warn_if_open(options: ServeOptions, listener: socket.socket) -> None:
     """Who listens to the network without a key should know it."""
-    if options.rules.api_keys or is_loopback(listener.getsockname()[0]):
+    if options.api_key or is_loopback(listener.getsockname()[0]):
         return
     logger.warning(
         "WITHOUT A KEY, EVERYBODY WHO REACHES %s MAY USE THIS SERVER: set --api-key (or "
         "PREFIXCACHE_API_KEY), or leave --host out to listen on this machine alone. "
         "It answers to addresses and these names, others need --allowed-hosts: %s.",
         "THIS MACHINE" if options.host in _EVERY_ADDRESS else options.host,
-        ", ".join(("localhost", *options.known_hosts())),
+        ", ".join(("localhost", *_known_hosts(options))),
     )
 
 
@@ -166,12 +150,12 @@ def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOption
     from prefixcache.server.served_model import ServedModel
 
     return ServedModel(
-        names=options.names or (config.model,),
+        names=options.served_model_name or (config.model,),
         tokenizer=built.tokenizer,
         root=config.model,
         generation=built.model.generation,
         created=int(time.time()),
-        priorities=options.priorities,
+        priorities=options.scheduling_policy == "priority",
         batch_invariant=built.batch_invariant,
     )
 
@@ -185,7 +169,7 @@ def _run(server: Server, listener: socket.socket, options: ServeOptions) -> None
 
 def server_config(app: FastAPI, options: ServeOptions) -> uvicorn.Config:
     """The settings of uvicorn: its fast parser and event loop, our limits of a connection."""
-    limits = ConnectionLimits(most=options.limit_concurrency, read_seconds=options.read_seconds)
+    limits = ConnectionLimits(most=options.limit_concurrency, read_seconds=options.timeout_read)
     return uvicorn.Config(
         app,
         http=cast("type[Connection]", partial(Connection, limits=limits)),
@@ -196,7 +180,7 @@ def server_config(app: FastAPI, options: ServeOptions) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,  # `access` wants to know who connects, whatever a client claims
         server_header=False,
-        timeout_keep_alive=options.keep_alive_seconds,
+        timeout_keep_alive=options.timeout_keep_alive,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
 
@@ -287,7 +271,7 @@ def _shown_host(host: str) -> str:
 def _announce(address: str, served: ServedModel, options: ServeOptions, begun: float) -> None:
     seconds = time.perf_counter() - begun
     print(f"\n{served.names[0]} is ready after {seconds:.1f} s at {address}", flush=True)  # noqa: T201
-    example = _example(address, served, has_key=bool(options.rules.api_keys))
+    example = _example(address, served, has_key=bool(options.api_key))
     print(f"Try it:\n\n  {example}\n", flush=True)  # noqa: T201
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from prefixcache.config import GenerationDefaults
+from prefixcache.model_config import GenerationDefaults
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 

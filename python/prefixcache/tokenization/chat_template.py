@@ -17,8 +17,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from prefixcache.config import read_json_object
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError
+from prefixcache.model_config import read_json_object
 
 # Ends in a space: a template that trims the content loses it, and so tells.
 _CUT = "<<the final message ends here>> "

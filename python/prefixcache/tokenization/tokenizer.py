@@ -10,8 +10,8 @@ import numpy as np
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as _Backend
 
-from prefixcache.config import read_json_object
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError
+from prefixcache.model_config import read_json_object
 from prefixcache.token_ids import TokenIds, as_token_ids
 from prefixcache.tokenization.chat_template import ChatTemplate, load_chat_template
 

@@ -142,7 +142,7 @@ impl<M: Mode> World<M> {
 
     fn run(&self, writers: u64, hard: bool, duration: Duration) {
         let seed = seed();
-        println!("PREFIXCACHE_SEED={seed} repeats the choices, though not the threads' turns");
+        println!("PREFIXCACHE_TEST_SEED={seed} repeats the choices, though not the threads' turns");
         std::thread::scope(|scope| {
             (0..writers).for_each(|i| drop(scope.spawn(move || self.write(seed + i, hard))));
             (2..4).for_each(|i| drop(scope.spawn(move || self.probe(seed + i))));
@@ -179,7 +179,7 @@ impl<M: Mode> World<M> {
 
 /// Another number at each run, or the one that is asked for.
 fn seed() -> u64 {
-    let asked = std::env::var("PREFIXCACHE_SEED").ok();
+    let asked = std::env::var("PREFIXCACHE_TEST_SEED").ok();
     asked
         .and_then(|seed| seed.parse().ok())
         .unwrap_or_else(|| RandomState::new().hash_one(()) >> 32)

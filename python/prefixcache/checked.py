@@ -1,0 +1,122 @@
+"""Frozen dataclasses whose fields pydantic checks, with errors that name the field.
+
+pydantic is imported with the first check, so that a module may declare types for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+from annotated_types import Ge, Gt, Le
+
+from prefixcache.exceptions import FieldError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
+
+# More than anything here is counted to, and little enough for every kind of arithmetic.
+MAX_INT = 2**31 - 1
+
+Count = Annotated[int, Ge(0), Le(MAX_INT)]
+PositiveInt = Annotated[int, Ge(1), Le(MAX_INT)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+PositiveFloat = Annotated[float, Gt(0)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 60
+
+
+class Checked:
+    """Base of dataclasses that check themselves as they are made: types strictly, then ranges.
+
+    Raises `FieldError`. A boolean is no integer, text is no number, NaN and infinity are neither.
+    """
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for name, adapter in adapters(type(self)).items():
+            value = check(adapter, name, getattr(self, name), secret=is_secret(type(self), name))
+            object.__setattr__(self, name, value)
+        self.check_together()
+
+    def check_together(self) -> None:
+        """What fields must fulfil beside each other. Raises `FieldError`."""
+
+
+@cache
+def adapters(kind: type[Any]) -> dict[str, TypeAdapter[Any]]:
+    """What checks each field of a dataclass, but not its parts: those check themselves."""
+    hints = get_type_hints(kind, include_extras=True)
+    names = [one.name for one in fields(kind)]
+    return {name: adapter(hints[name]) for name in names if not is_dataclass(hints[name])}
+
+
+@cache
+def adapter(hint: Any) -> TypeAdapter[Any]:
+    """What checks a value of a type strictly."""
+    from pydantic import ConfigDict, TypeAdapter
+
+    return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False))
+
+
+@cache
+def is_secret(kind: type[Any], name: str) -> bool:
+    """Whether a field's value may stand neither in an error nor in a log."""
+    return any(field.name == name and not field.repr for field in fields(kind))
+
+
+def check(
+    adapter: TypeAdapter[Any],
+    name: str,
+    value: object,
+    *,
+    strict: bool = True,
+    secret: bool = False,
+) -> Any:
+    """The value as the field takes it. Not `strict`, text is read as what it spells.
+
+    Raises `FieldError`, which shows the value unless it is `secret`.
+    """
+    from pydantic import ValidationError
+
+    try:
+        return adapter.validate_python(value, strict=strict)
+    except ValidationError as error:
+        raise FieldError(name, problem(error, secret=secret)) from None
+
+
+def problem(error: ValidationError, *, secret: bool = False) -> str:
+    """What is wrong, as it goes on after the field's name."""
+    first = error.errors()[0]
+    text = re.sub(r"^\w+ should", "must", first["msg"].removeprefix("Value error, "))
+    if not text.startswith("must"):
+        text = f"is wrong: {text}"
+    return f"{text}." if secret else f"{text}, got {shown(first['input'])}."
+
+
+def shown(value: object) -> str:
+    """A value in an error: a short line, whatever it is."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        return "a number of too many digits"
+
+
+def is_finite(value: float) -> bool:
+    """Whether a float can hold the number: an integer may be too large for one."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def is_fraction(value: object) -> bool:
+    """Whether `value` is a number from 0 to 1; NaN and booleans are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 <= value <= 1.0

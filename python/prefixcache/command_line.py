@@ -1,0 +1,241 @@
+"""Commands whose options are made of flags, and what users say with them.
+
+A flag is looked for on the command line, then in the environment, then in the file of `--config`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import Field, dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import click
+from click.core import ParameterSource
+
+from prefixcache.checked import adapters, check, is_secret, shown
+from prefixcache.exceptions import FieldError, InvalidRequestError, PrefixCacheError
+from prefixcache.flags import Flag, Group, aliases, build, closest, leaves
+
+T = TypeVar("T")
+# Where a user said a value, and the value.
+Place = tuple[str, Any]
+
+_VARIABLES = "PREFIXCACHE_"
+_SOURCES = (
+    "Each option --some-name may also stand in the environment, as PREFIXCACHE_SOME_NAME, or in "
+    "the file of --config, as some_name. A flag goes before the variable, that before the file. In "
+    "a variable, white space stands between several values."
+)
+_METAVARS = {int: "<int>", float: "<number>", str: "<text>", Path: "<path>"}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a user said to a command: values by the names of flags, and where each was said."""
+
+    values: Mapping[str, Any]
+    places: Mapping[str, str]
+
+    def make(self, kind: type[T], **others: Any) -> T:
+        """The dataclass of what was said, and of `others` where nothing was.
+
+        Raises `FieldError` with the name of the option, the variable, or the place in the file.
+        """
+        try:
+            return build(kind, {**others, **self.values})
+        except FieldError as error:
+            place = self.places.get(error.field, _dashed(error.field))
+            raise FieldError(place, error.problem) from None
+
+    def of(self, kind: type[Any]) -> dict[str, Any]:
+        """Those values that belong to the dataclass or its parts."""
+        return {name: value for name, value in self.values.items() if name in leaves(kind)}
+
+
+class FlagCommand(click.Command):
+    """A command with an option for each flag of `kinds`, but for those `without`.
+
+    Of flags with one name the first counts. A positional argument is given as it is;
+    `some_flag_argument` is another way to say `--some-flag`.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Given], None],
+        *kinds: type[Any],
+        arguments: Sequence[click.Argument] = (),
+        without: Collection[str] = (),
+    ) -> None:
+        self._run = run
+        found = dict[str, FlagOption]()
+        for kind in kinds:
+            for name, (owner, one) in leaves(kind).items():
+                if "flag" in one.metadata and name not in without:
+                    found.setdefault(name, FlagOption(owner, one))
+        self._flags = found
+        config = click.Option(["--config"], metavar="<path>", help="YAML file with flags.")
+        params: list[click.Parameter] = [*arguments, *found.values(), config]
+        super().__init__(run.__name__, params=params, help=run.__doc__, epilog=_SOURCES)
+
+    def invoke(self, ctx: click.Context) -> None:
+        """Runs the command. Errors that are raised on purpose become one line."""
+        with errors_shown():
+            self._run(self._given(ctx))
+
+    def _given(self, ctx: click.Context) -> Given:
+        path = ctx.params["config"] or _variable("config")
+        file = _read_file(Path(path), self._flags) if path else {}
+        values = {name: ctx.params[name] for name in ctx.params if name not in self._flags}
+        places = dict[str, str]()
+        for name, option in self._flags.items():
+            said = option.said(ctx, file)
+            if said is not None:
+                places[name], value = said
+                values[name] = option.read(places[name], value)
+        return Given(values, places)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the groups; no name is cut to fit the terminal."""
+        groups: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+        for param in self.get_params(ctx):
+            other = "Arguments" if isinstance(param, click.Argument) else "Options"
+            if (record := param.get_help_record(ctx)) is not None:
+                groups[getattr(param, "group", other)].append(record)
+        for name in ("Arguments", *get_args(Group), "Options"):
+            if name in groups:
+                with formatter.section(name):
+                    formatter.write_dl(groups[name])
+
+
+class FlagOption(click.Option):
+    """The option of one flag: a field `one` of the dataclass `kind`."""
+
+    name: str
+
+    def __init__(self, kind: type[Any], one: Field[Any]) -> None:
+        told: Flag = one.metadata["flag"]
+        hint = get_type_hints(kind, include_extras=True)[one.name]
+        value_type = _value_type(hint)
+        names = [_dashed(name) for name in (one.name, *aliases(one))]
+        if value_type is bool:
+            names = [f"{name}/--no-{name.removeprefix('--')}" for name in names]
+        default = told.default or _shown_default(one.default)
+        super().__init__(
+            [one.name, *names],
+            type=bool if value_type is bool else click.UNPROCESSED,
+            default=None,
+            multiple=get_origin(hint) is tuple,
+            metavar=told.metavar or _metavar(value_type),
+            help=told.help + (f"  [default: {default}]" if default else ""),
+        )
+        self.group = told.group
+        self._kind = kind
+
+    def said(self, ctx: click.Context, file: Mapping[str, Place]) -> Place | None:
+        """Where a value is said, and the value; None where none is. Raises `FieldError`."""
+        positional = ctx.params.get(f"{self.name}_argument")
+        if positional is not None:
+            return self.name.upper(), positional
+        if ctx.get_parameter_source(self.name) is ParameterSource.COMMANDLINE:
+            return self.opts[0], ctx.params[self.name]
+        text = _variable(self.name)
+        if text is not None:
+            return _VARIABLES + self.name.upper(), text.split() if self.multiple else text
+        return file.get(self.name)
+
+    def read(self, place: str, value: Any) -> Any:
+        """The checked value: text counts as what it spells. Raises `FieldError` with the place."""
+        parts: tuple[Any, ...] = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        return check(
+            adapters(self._kind)[self.name],
+            place,
+            parts if self.multiple else value,
+            strict=not all(isinstance(part, str) for part in parts),
+            secret=is_secret(self._kind, self.name),
+        )
+
+
+@contextmanager
+def errors_shown() -> Generator[None, None, None]:
+    """Errors that are raised on purpose become one line: status 2 for a wrong flag, else 1."""
+    try:
+        with suppress(BrokenPipeError):
+            yield
+    except PrefixCacheError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2 if isinstance(error, (FieldError, InvalidRequestError)) else 1)
+
+
+def _read_file(path: Path, flags: Mapping[str, FlagOption]) -> dict[str, Place]:
+    """What the file says, by the names of flags. Raises `FieldError`.
+
+    Keys are names or aliases of flags, with dashes or without. What is wrong with the file is told
+    without a line of it: there may be a key in it.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FieldError("--config", f"cannot read {path}: {error.strerror}.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" (line {mark.line + 1})" if mark else ""
+        raise FieldError("--config", f"takes a YAML file; {path} is none{where}.") from None
+    if not isinstance(content, dict | None):
+        raise FieldError("--config", f"takes flags and their values; {path} holds none.")
+    known = {_plain(name): one.name for one in flags.values() for name in one.opts}
+    found = dict[str, Place]()
+    for key, value in (content or {}).items():
+        name = _plain(key)
+        if name not in known:
+            problem = f"is no flag of this command{closest(name, known)}."
+            raise FieldError(f"{shown(key)} in {path}", problem)
+        if value is not None:
+            found[known[name]] = (f"{key} in {path}", value)
+    return found
+
+
+def _variable(name: str) -> str | None:
+    """A flag's value in the environment.
+
+    Raises `FieldError` for an empty one: it would start an open server for somebody who wanted a
+    key, and tells nothing of any other flag.
+    """
+    variable = _VARIABLES + name.upper()
+    text = os.environ.get(variable)
+    if text is not None and not text.strip():
+        raise FieldError(variable, "is set but empty. Give it a value, or unset it.")
+    return text
+
+
+def _dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _plain(name: object) -> str:
+    return str(name).removeprefix("--").replace("-", "_")
+
+
+def _value_type(hint: Any) -> Any:
+    """The type of one value, without what it is wrapped in: `Annotated`, `| None`, a tuple."""
+    while get_origin(hint) is not Literal and get_args(hint):
+        hint = get_args(hint)[0]
+    return hint
+
+
+def _metavar(value_type: Any) -> str | None:
+    if get_origin(value_type) is Literal:
+        return f"[{'|'.join(map(str, get_args(value_type)))}]"
+    return _METAVARS.get(value_type)
+
+
+def _shown_default(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "" if value in (None, ()) else str(value)

@@ -1,0 +1,105 @@
+"""Flags: fields of checked dataclasses, each declared once, by its type, default, help and group.
+
+The command line, the environment and the file of `--config` are made of the same declarations
+(`command_line.py`), and so are the keyword arguments of `LLM`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from typing import Any, Literal, TypeVar
+
+from prefixcache.exceptions import ConfigError
+
+T = TypeVar("T")
+
+# The groups of `--help`, in their order.
+Group = Literal["Answer", "Benchmark", "Server", "Access", "Model", "Scheduling", "Cache"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """How a field is shown to users.
+
+    `aliases` are further names, spelled as fields. `default` tells in words what is used where
+    nothing is given, and `metavar` what a value is, where the field's own default and type do not.
+    """
+
+    help: str
+    group: Group
+    aliases: tuple[str, ...] = ()
+    default: str = ""
+    metavar: str = ""
+
+
+def flag(
+    default: Any,
+    help: str,  # noqa: A002
+    group: Group,
+    *,
+    aliases: tuple[str, ...] = (),
+    shown: str = "",
+    metavar: str = "",
+    secret: bool = False,
+) -> Any:
+    """A dataclass field that users may set. A `secret` one is never shown."""
+    told = Flag(help=help, group=group, aliases=aliases, default=shown, metavar=metavar)
+    return field(default=default, repr=not secret, metadata={"flag": told})
+
+
+def leaves(kind: type[Any]) -> dict[str, tuple[type[Any], Field[Any]]]:
+    """All fields of a dataclass and of the dataclasses it is made of, each with its owner.
+
+    Of fields with one name the first counts.
+    """
+    found: dict[str, tuple[type[Any], Field[Any]]] = {}
+    for one in fields(kind):
+        part = one.default_factory
+        if isinstance(part, type) and is_dataclass(part):
+            found |= {name: leaf for name, leaf in leaves(part).items() if name not in found}
+        else:
+            found.setdefault(one.name, (kind, one))
+    return found
+
+
+def build(kind: type[T], given: Mapping[str, Any]) -> T:
+    """The dataclass and its parts from flat values; names that are no field are passed over.
+
+    Raises `FieldError` for a wrong value.
+    """
+    values = dict[str, Any]()
+    for one in fields(kind):  # pyright: ignore[reportArgumentType]
+        part = one.default_factory
+        if one.name in given:
+            values[one.name] = given[one.name]
+        elif isinstance(part, type) and is_dataclass(part):
+            values[one.name] = build(part, given)
+    return kind(**values)
+
+
+def named(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given, by the fields' own names instead of aliases; None counts as not given.
+
+    Raises `ConfigError` for an unknown name, with the closest known one.
+    """
+    names = {name: name for name in leaves(kind)}
+    for name, (_, one) in leaves(kind).items():
+        names |= dict.fromkeys(aliases(one), name)
+    for name in given:
+        if name not in names:
+            raise ConfigError(f"Unknown flag {name}{closest(name, names)}.")
+    return {names[name]: value for name, value in given.items() if value is not None}
+
+
+def aliases(one: Field[Any]) -> tuple[str, ...]:
+    """Further names of a field."""
+    told: Flag | None = one.metadata.get("flag")
+    return told.aliases if told else ()
+
+
+def closest(name: str, known: Mapping[str, Any]) -> str:
+    """The end of an error about an unknown name: what may have been meant."""
+    found = get_close_matches(name, known, n=1)
+    return f"; did you mean {found[0]}?" if found else ""

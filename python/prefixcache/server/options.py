@@ -1,0 +1,70 @@
+"""Flags of `prefixcache serve` beside those of the engine. Nothing here imports FastAPI."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Le
+
+from prefixcache.checked import Checked, Count, PositiveFloat, PositiveInt
+from prefixcache.flags import flag
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+LOG_LEVEL_HELP = "debug shows what the cache does."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions(Checked):
+    """Where, as what and to whom a model is served."""
+
+    host: str = flag("127.0.0.1", "Address to listen on.", "Server")
+    port: Annotated[Count, Le(65535)] = flag(8000, "Port; 0 takes a free one.", "Server")
+    served_model_name: tuple[str, ...] = flag(
+        (), "Name for clients; may be given several times.", "Server"
+    )
+    drain_seconds: Count = flag(10, "Time for open answers to end when the server stops.", "Server")
+    limit_concurrency: PositiveInt = flag(2048, "Most connections at once; more get 503.", "Server")
+    timeout_keep_alive: PositiveInt = flag(
+        5, "Seconds that a connection stays open without a request.", "Server"
+    )
+    timeout_read: PositiveFloat = flag(
+        20, "Seconds for a request's head to come, and each part of its body.", "Server"
+    )
+    log_level: LogLevel = flag("info", LOG_LEVEL_HELP, "Server")
+    api_key: tuple[str, ...] = flag(
+        (), "Key that clients must send; may be given several times.", "Access", secret=True
+    )
+    admin_api_key: tuple[str, ...] = flag(
+        (),
+        "Key for control, statistics and metrics; may be given several times.",
+        "Access",
+        shown="this machine alone, and nobody with --api-key",
+        secret=True,
+    )
+    allowed_hosts: tuple[str, ...] = flag(
+        (),
+        "Name that clients may call the server by, as *.example.com; may be given several times.",
+        "Access",
+        shown="addresses, localhost, --host and the machine's name",
+    )
+    public_metrics: bool = flag(False, "Let everybody read /metrics.", "Access")
+    allowed_model_dirs: tuple[Path, ...] = flag(
+        (),
+        "Folder that new weights may come from; may be given several times.",
+        "Access",
+        shown="anywhere",
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = flag(
+        "fcfs",
+        "fcfs serves in order of arrival; priority lets clients choose who is first.",
+        "Scheduling",
+    )
+    max_queue: Count = flag(
+        512,
+        "Most requests that wait; more get a 503 with Retry-After. One with many prompts counts "
+        "once for every --max-num-seqs of them. 0 sets no limit.",
+        "Scheduling",
+    )

@@ -94,27 +94,31 @@ impl<'a, 'py, N: Name> FromPyObject<'a, 'py> for Real<N> {
     }
 }
 
-/// One of a few words that stand for values.
-pub fn choice<T: Copy>(
-    name: &'static str,
-    value: &Bound<'_, PyAny>,
-    choices: &[(&str, T)],
-) -> PyResult<T> {
-    let Ok(text) = value.cast::<PyString>() else {
-        return Err(wrong_type(name.into(), "a string", value));
-    };
-    let text = text.to_string_lossy();
-    let found = choices.iter().find(|(word, _)| *word == text);
-    found.map(|&(_, value)| value).ok_or_else(|| {
-        let words: Vec<_> = choices
-            .iter()
-            .map(|(word, _)| format!("{word:?}"))
-            .collect();
-        out_of_range(
-            name,
-            format!("must be {}, not {text:?}", words.join(" or ")),
-        )
-    })
+/// A type whose values an argument names by words.
+pub trait Word: Copy + 'static {
+    const ARGUMENT: &'static str;
+    const WORDS: &'static [(&'static str, Self)];
+}
+
+/// An argument that is one of a few words.
+pub struct OneOf<T>(pub T);
+
+impl<'a, 'py, T: Word> FromPyObject<'a, 'py> for OneOf<T> {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let Ok(text) = value.cast::<PyString>() else {
+            return Err(wrong_type(T::ARGUMENT.into(), "a string", &value));
+        };
+        let text = text.to_string_lossy();
+        let found = T::WORDS.iter().find(|(word, _)| *word == text);
+        found.map(|&(_, value)| Self(value)).ok_or_else(|| {
+            let words = T::WORDS.iter().map(|(word, _)| format!("{word:?}"));
+            let words: Vec<_> = words.collect();
+            let reason = format!("must be {}, not {text:?}", words.join(" or "));
+            out_of_range(T::ARGUMENT, reason)
+        })
+    }
 }
 
 pub fn wrong_type(argument: Argument, wanted: &str, value: &Bound<'_, PyAny>) -> PyErr {

@@ -4,7 +4,7 @@ use prefixcache_attention::{Attention, BlockTables, KvElement, Plan, append, att
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::arguments::{Array, Number, Real, slice_of};
+use crate::arguments::{Array, Number, OneOf, Real, slice_of};
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
 use crate::errors::{IntoPyErr, in_use, out_of_range};
 use crate::exclusive::{Exclusive, Using};
@@ -137,7 +137,7 @@ impl PagedAttention {
     )]
     fn new(
         cpu: Py<Cpu>,
-        dtype: DType,
+        dtype: OneOf<DType>,
         num_heads: Number<names::NumHeads>,
         num_kv_heads: Number<names::NumKvHeads>,
         head_dim: Number<names::HeadDim>,
@@ -152,7 +152,7 @@ impl PagedAttention {
         let step = Exclusive::new(None);
         Ok(Self {
             cpu,
-            dtype,
+            dtype: dtype.0,
             attention,
             step,
         })

@@ -3,15 +3,15 @@
 use prefixcache_core::error::Exhausted;
 use prefixcache_core::id::{BlockHash, BlockId, Epoch, GroupId};
 use prefixcache_core::pool::{self, Shared, SingleWriter};
-use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig, Registration};
+use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, PoolConfig, Registration};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::arguments::{Blocks, Group, Hash, Hashes, Number, ids_of, or_first};
+use crate::arguments::{Blocks, Group, Hash, Hashes, Number, OneOf, ids_of, or_first};
 use crate::detach::run;
 use crate::errors::{IntoPyErr, bad_blocks, out_of_range};
 use crate::names;
-use crate::prefix_cache::{FreeOrderWord, pool_config, store_stats};
+use crate::prefix_cache::{pool_config, store_stats};
 use crate::writer::{Threads, Writer, Writing};
 
 /// Either form of the pool.
@@ -79,7 +79,8 @@ impl BlockPool {
     #[new]
     #[pyo3(
         signature = (
-            num_blocks, *, free_order=FreeOrderWord::DEFAULT, threads=Threads::SingleWriter,
+            num_blocks, *, free_order=OneOf(FreeOrder::UnhashedFirst),
+            threads=OneOf(Threads::SingleWriter),
             max_blocks=None
         ),
         text_signature = "(num_blocks, *, free_order='unhashed_first', threads='single_writer', \
@@ -87,14 +88,14 @@ max_blocks=None)"
     )]
     fn new(
         num_blocks: Number<names::NumBlocks>,
-        free_order: FreeOrderWord,
-        threads: Threads,
+        free_order: OneOf<FreeOrder>,
+        threads: OneOf<Threads>,
         max_blocks: Option<Number<names::MaxBlocks>>,
     ) -> PyResult<Self> {
-        let config = pool_config(num_blocks, max_blocks, free_order);
+        let config = pool_config(num_blocks, max_blocks, free_order.0);
         Ok(Self {
-            pool: Pool::new(config, threads)?,
-            writer: Writer::new(threads),
+            pool: Pool::new(config, threads.0)?,
+            writer: Writer::new(threads.0),
         })
     }
 

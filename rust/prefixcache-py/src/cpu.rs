@@ -9,7 +9,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
-use crate::arguments::{Number, choice, wrong_type};
+use crate::arguments::{Number, Word, wrong_type};
 use crate::detach;
 use crate::errors::out_of_range;
 use crate::names::{self, Name};
@@ -93,13 +93,10 @@ pub enum DType {
     F32,
 }
 
-impl<'a, 'py> FromPyObject<'a, 'py> for DType {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        let words = [("bfloat16", Self::Bf16), ("float32", Self::F32)];
-        choice("dtype", &value, &words)
-    }
+impl Word for DType {
+    const ARGUMENT: &'static str = "dtype";
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("bfloat16", Self::Bf16), ("float32", Self::F32)];
 }
 
 /// Evaluates an expression with `$element` as the Rust type of a [`DType`].

@@ -8,7 +8,7 @@ use prefixcache_ops as ops;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::arguments::{Number, Numbers, Real, each, wrong_type};
+use crate::arguments::{Number, Numbers, OneOf, Real, each, wrong_type};
 use crate::attention::{PagedAttention, PlannedStep};
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
 use crate::errors::{IntoPyErr, out_of_range};
@@ -198,12 +198,12 @@ impl DecoderStack {
     #[new]
     fn new(
         cpu: Py<Cpu>,
-        dtype: DType,
+        dtype: OneOf<DType>,
         hidden: Number<names::Hidden>,
         eps: Real<names::Eps>,
         layers: Layers,
     ) -> PyResult<Self> {
-        let (hidden, eps, Layers(layers)) = (hidden.0, eps.0, layers);
+        let (dtype, hidden, eps, Layers(layers)) = (dtype.0, hidden.0, eps.0, layers);
         for (number, layer) in layers.iter().enumerate() {
             layer.check(number, hidden, dtype)?;
         }

@@ -6,7 +6,7 @@ use prefixcache_cpu::{Bf16, Element, OutOfMemory, WeightMemory};
 use prefixcache_ops as ops;
 use pyo3::prelude::*;
 
-use crate::arguments::Number;
+use crate::arguments::{Number, OneOf};
 use crate::cpu::{Cpu, DType, Matrix};
 use crate::detach::run_on_numbers;
 use crate::errors::{IntoPyErr, in_use, out_of_range};
@@ -123,10 +123,10 @@ impl PackedLinear {
         cpu: Py<Cpu>,
         inputs: Number<names::Inputs>,
         outputs: Number<names::Outputs>,
-        dtype: DType,
+        dtype: OneOf<DType>,
         bias: bool,
     ) -> PyResult<Self> {
-        let (inputs, outputs) = (inputs.0, outputs.0);
+        let (inputs, outputs, dtype) = (inputs.0, outputs.0, dtype.0);
         let per_word = if dtype == DType::Bf16 { 2 } else { 1 };
         if inputs == 0 || !inputs.is_multiple_of(per_word) {
             return Err(out_of_range(

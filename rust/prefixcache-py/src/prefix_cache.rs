@@ -14,7 +14,9 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::arguments::{Array, Group, Number, Numbers, choice, each, ids_of, slice_of, wrong_type};
+use crate::arguments::{
+    Array, Group, Number, Numbers, OneOf, Word, each, ids_of, slice_of, wrong_type,
+};
 use crate::block_hashes::BlockHashes;
 use crate::detach::{run, run_on_tokens};
 use crate::errors::IntoPyErr;
@@ -28,36 +30,25 @@ use crate::writer::Threads;
 #[pyclass(frozen, module = "prefixcache.core")]
 pub struct PrefixCache(Arc<Cache>);
 
-/// The argument `free_order`.
-pub struct FreeOrderWord(FreeOrder);
-
-impl FreeOrderWord {
-    pub const DEFAULT: Self = Self(FreeOrder::UnhashedFirst);
-}
-
-impl<'a, 'py> FromPyObject<'a, 'py> for FreeOrderWord {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        let words = [
-            ("unhashed_first", FreeOrder::UnhashedFirst),
-            ("append", FreeOrder::Append),
-        ];
-        choice("free_order", &value, &words).map(Self)
-    }
+impl Word for FreeOrder {
+    const ARGUMENT: &'static str = "free_order";
+    const WORDS: &'static [(&'static str, Self)] = &[
+        ("unhashed_first", Self::UnhashedFirst),
+        ("append", Self::Append),
+    ];
 }
 
 /// The size and order of a pool, as its constructor's arguments say.
 pub fn pool_config(
     num_blocks: Number<names::NumBlocks>,
     max_blocks: Option<Number<names::MaxBlocks>>,
-    free_order: FreeOrderWord,
+    free_order: FreeOrder,
 ) -> PoolConfig {
     let num_blocks = num_blocks.0;
     PoolConfig {
         num_blocks,
         max_blocks: max_blocks.map_or(num_blocks, |most| most.0),
-        free_order: free_order.0,
+        free_order,
     }
 }
 
@@ -85,7 +76,8 @@ impl PrefixCache {
     #[pyo3(
         signature = (
             num_blocks, block_size=None, *, model="", revision="", kv_dtype="", arithmetic="",
-            num_groups=None, free_order=FreeOrderWord::DEFAULT, threads=Threads::SingleWriter, max_blocks=None,
+            num_groups=None, free_order=OneOf(FreeOrder::UnhashedFirst),
+            threads=OneOf(Threads::SingleWriter), max_blocks=None,
         ),
         text_signature = "(num_blocks, block_size=16, *, model='', revision='', kv_dtype='', \
 arithmetic='', num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=None)"
@@ -102,11 +94,11 @@ arithmetic='', num_groups=1, free_order='unhashed_first', threads='single_writer
         kv_dtype: &str,
         arithmetic: &str,
         num_groups: Option<Number<names::NumGroups, u16>>,
-        free_order: FreeOrderWord,
-        threads: Threads,
+        free_order: OneOf<FreeOrder>,
+        threads: OneOf<Threads>,
         max_blocks: Option<Number<names::MaxBlocks>>,
     ) -> PyResult<Self> {
-        let pool = pool_config(num_blocks, max_blocks, free_order);
+        let pool = pool_config(num_blocks, max_blocks, free_order.0);
         let num_groups = num_groups.map_or(1, |count| count.0);
         let specs = vec![GroupSpec::FullAttention; num_groups.into()];
         let hashing = HashConfig {
@@ -117,7 +109,7 @@ arithmetic='', num_groups=1, free_order='unhashed_first', threads='single_writer
             block_size: block_size.map_or(16, |size| size.0),
             groups: Groups::new(specs).map_err(IntoPyErr::into_py_err)?,
         };
-        Ok(Self(Arc::new(Cache::new(hashing, pool, threads)?)))
+        Ok(Self(Arc::new(Cache::new(hashing, pool, threads.0)?)))
     }
 
     /// `h_0`, the hash before the first block, under the current weights. Any thread.

@@ -4,7 +4,7 @@ use prefixcache_cpu::Element;
 use prefixcache_ops::rowwise::{self, Gate};
 use pyo3::prelude::*;
 
-use crate::arguments::{Number, Real, choice};
+use crate::arguments::{Number, OneOf, Real, Word};
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
 use crate::detach::run_on_numbers;
 use crate::errors::out_of_range;
@@ -33,16 +33,10 @@ fn doubled<N: Name>(half: &Number<N>) -> PyResult<usize> {
     twice.ok_or_else(|| out_of_range(N::NAME, reason()))
 }
 
-/// The argument `gate`.
-struct GateWord(Gate);
-
-impl<'a, 'py> FromPyObject<'a, 'py> for GateWord {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        let words = [("silu", Gate::Silu), ("gelu_tanh", Gate::GeluTanh)];
-        choice("gate", &value, &words).map(Self)
-    }
+impl Word for Gate {
+    const ARGUMENT: &'static str = "gate";
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("silu", Self::Silu), ("gelu_tanh", Self::GeluTanh)];
 }
 
 /// # Safety
@@ -89,7 +83,8 @@ unsafe fn rotate<E: Element>(
 impl RowOps {
     /// Layers on tensors of type "bfloat16" or "float32".
     #[new]
-    fn new(cpu: Py<Cpu>, dtype: DType) -> Self {
+    fn new(cpu: Py<Cpu>, dtype: OneOf<DType>) -> Self {
+        let dtype = dtype.0;
         Self { cpu, dtype }
     }
 
@@ -136,20 +131,19 @@ impl RowOps {
     fn gated(
         &self,
         py: Python<'_>,
-        gate: GateWord,
+        gate: OneOf<Gate>,
         x: Number<names::X>,
         rows: Number<names::RowCount>,
         width: Number<names::Width>,
         x_stride: Number<names::XStride>,
         out: Number<names::Out>,
     ) -> PyResult<()> {
-        let GateWord(gate) = gate;
         let x = Matrix::strided(x, (rows.0, doubled(&width)?), x_stride.0);
         let out = Matrix::dense(out, rows.0, width.0);
         let cpu = self.cpu.get();
         // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
         run_on_numbers(py, out.numbers(), || unsafe {
-            with_dtype!(self.dtype, E => gated::<E>(cpu, gate, x, out))
+            with_dtype!(self.dtype, E => gated::<E>(cpu, gate.0, x, out))
         })
     }
 

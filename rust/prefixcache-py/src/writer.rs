@@ -5,7 +5,7 @@ use std::thread::{self, ThreadId};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use crate::arguments::choice;
+use crate::arguments::Word;
 use crate::exclusive::{Exclusive, Using};
 
 /// The right to change a cache until it is dropped.
@@ -14,23 +14,19 @@ pub type Writing<'a> = Option<Using<'a, Option<ThreadId>>>;
 /// The writing thread of a single-writer cache, once there is one; nothing for a shared cache.
 pub struct Writer(Option<Exclusive<Option<ThreadId>>>);
 
-/// The argument `threads` of a constructor.
+/// Which threads may change a cache: one at a time, or any.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Threads {
     SingleWriter,
     Shared,
 }
 
-impl<'a, 'py> FromPyObject<'a, 'py> for Threads {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        let words = [
-            ("single_writer", Self::SingleWriter),
-            ("shared", Self::Shared),
-        ];
-        choice("threads", &value, &words)
-    }
+impl Word for Threads {
+    const ARGUMENT: &'static str = "threads";
+    const WORDS: &'static [(&'static str, Self)] = &[
+        ("single_writer", Self::SingleWriter),
+        ("shared", Self::Shared),
+    ];
 }
 
 impl Writer {

@@ -40,8 +40,9 @@
 //! # Memory
 //!
 //! 112 bytes a block: 64 for the record, 16 for the index at a load of 4/7, 32 for a ring of four slots;
-//! 32 more for each further class that is in use. All of it starts as untouched zero pages (huge ones, where the system gives them), so a pool
-//! is built in microseconds and grows into its memory as it is used.
+//! 32 more for each further class that is in use. All of it starts as untouched zero pages (huge ones,
+//! where the system gives them), so a pool is built in microseconds and grows into its memory as it is
+//! used.
 
 mod content;
 mod give;

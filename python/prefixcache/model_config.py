@@ -80,11 +80,6 @@ _FIELDS: dict[str, Any] = {
 }
 
 
-def supported_architectures() -> tuple[str, ...]:
-    """Names as they stand in `architectures` of a Hugging Face config.json."""
-    return tuple(_MODEL_TYPES)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig(Checked):
     """Rotary position embedding: base frequency and how it is scaled to longer contexts.

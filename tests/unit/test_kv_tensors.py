@@ -13,8 +13,9 @@ from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.registry import make_attention
 from prefixcache.config import CacheConfig
 from prefixcache.exceptions import OutOfMemoryError
+from prefixcache.kv.sizing import available_memory, choose_num_blocks
 from prefixcache.kv.specs import KVGroup, kv_groups
-from prefixcache.kv.tensors import KVTensors, allocate_kv, available_memory, choose_num_blocks
+from prefixcache.kv.tensors import KVTensors, allocate_kv
 from prefixcache.model_config import ModelConfig
 
 CPU = torch.device("cpu")
@@ -75,7 +76,7 @@ def test_asked_sizes_are_taken_at_their_word() -> None:
 def test_without_a_size_half_of_the_free_memory_but_not_more_than_4_gib(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    free = "prefixcache.kv.tensors.available_memory"
+    free = "prefixcache.kv.sizing.available_memory"
     monkeypatch.setattr(free, lambda device: 1 << 30)
     assert choose(CacheConfig()) == (1 << 29) // BLOCK_BYTES
     monkeypatch.setattr(free, lambda device: 1 << 40)
@@ -87,7 +88,7 @@ def test_a_share_is_one_of_what_is_free_on_the_device(
     monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     free = {"cpu": 100 << 30, "cuda": 40 << 30}
-    monkeypatch.setattr("prefixcache.kv.tensors.available_memory", lambda device: free[device.type])
+    monkeypatch.setattr("prefixcache.kv.sizing.available_memory", lambda device: free[device.type])
     found = choose_num_blocks(
         CacheConfig(kv_cache_memory=0.25), [GROUP], torch.float32, torch.device(device)
     )
@@ -104,7 +105,7 @@ def test_free_memory_is_the_systems_within_the_containers_limit(
     for file, text in zip(files, (limit, usage), strict=True):
         file.write_text(text)
     missing = (str(tmp_path / "no"), str(tmp_path / "nothing"))
-    monkeypatch.setattr("prefixcache.kv.tensors._CGROUP_FILES", (files, missing))
+    monkeypatch.setattr("prefixcache.kv.sizing._CGROUP_FILES", (files, missing))
     monkeypatch.setattr("psutil.virtual_memory", lambda: mock.Mock(available=7000))
     assert available_memory(CPU) == free
 

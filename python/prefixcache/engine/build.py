@@ -24,8 +24,9 @@ from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.sizing import choose_num_blocks
 from prefixcache.kv.specs import kv_groups
-from prefixcache.kv.tensors import KVTensors, choose_num_blocks
+from prefixcache.kv.tensors import KVTensors
 from prefixcache.model_config import ModelConfig
 from prefixcache.models.hub import read_config, resolve_model
 from prefixcache.models.llama import LlamaModel

@@ -1,15 +1,76 @@
-"""How much of a GPU's memory is left for the KV cache, from a trial of the largest step."""
+"""How many blocks of KV fit: into free memory, or beside a GPU's largest step, which is tried."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import torch
 
+from prefixcache.config import CacheConfig
 from prefixcache.exceptions import OutOfMemoryError
+from prefixcache.kv.specs import KVGroup
 
 _MIB = 1 << 20
+_DEFAULT_SHARE = 0.5
+_DEFAULT_CPU_BYTES = 4 << 30
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+
+
+def choose_num_blocks(
+    cache: CacheConfig, groups: Sequence[KVGroup], dtype: torch.dtype, device: torch.device
+) -> int:
+    """Blocks of the pool, the null block included.
+
+    `num_blocks` and `kv_cache_memory` are taken at their word; a share is one of the memory that is
+    free now. With neither, half of that is used, on a CPU at most 4 GiB. Raises `OutOfMemoryError`
+    when not even one block beside the null block fits.
+    """
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    block_bytes = sum(g.bytes_per_block(cache.block_size, dtype.itemsize) for g in groups)
+    budget = _budget(cache.kv_cache_memory, device)
+    if budget < 2 * block_bytes:
+        raise OutOfMemoryError(
+            f"The KV cache needs at least 2 blocks of {block_bytes} bytes, "
+            f"but only {budget} bytes are allowed (kv_cache_memory)."
+        )
+    return budget // block_bytes
+
+
+def _budget(asked: int | float | None, device: torch.device) -> int:
+    """Bytes for the pool."""
+    if isinstance(asked, int):
+        return asked
+    share = int(available_memory(device) * (asked or _DEFAULT_SHARE))
+    return share if asked or device.type == "cuda" else min(share, _DEFAULT_CPU_BYTES)
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device, container limits included."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(psutil.virtual_memory().available, *_cgroup_available())
+
+
+def _cgroup_available() -> list[int]:
+    bounds = [_limit_minus_usage(Path(limit), Path(usage)) for limit, usage in _CGROUP_FILES]
+    return [bound for bound in bounds if bound is not None] or [1 << 62]
+
+
+def _limit_minus_usage(limit: Path, usage: Path) -> int | None:
+    try:
+        return max(int(limit.read_text()) - int(usage.read_text()), 0)
+    except (OSError, ValueError):
+        return None  # No such controller, or "max": no limit.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

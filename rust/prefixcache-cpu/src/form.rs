@@ -114,21 +114,9 @@ impl fmt::Debug for Form {
 }
 
 /// The processor has no form of this name.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("this processor has no form {0:?}; it has {available:?}", available = Form::available())]
 pub struct UnknownForm(String);
-
-impl fmt::Display for UnknownForm {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "this processor has no form {:?}; it has {:?}",
-            self.0,
-            Form::available()
-        )
-    }
-}
-
-impl std::error::Error for UnknownForm {}
 
 impl FromStr for Form {
     type Err = UnknownForm;

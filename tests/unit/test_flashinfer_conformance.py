@@ -104,3 +104,18 @@ def test_graphs_of_several_sizes_compute_what_the_reference_does(
             attention.plan_graph(batch, size)
             results.append(attention.run(0, q, k, v)[:3])
         assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("mode", ["off", "split", "unified", "packed"])
+def test_planning_looks_at_no_table_entry_by_entry(kernels, mode, monkeypatch) -> None:
+    """Python's max of a tensor takes 0.5 ms for 256 sequences."""
+    lengths = ((70, 1), (33, 1), (15, 1), (0, 30))
+    attention = _backend(SPECS["group 7"], kernels[0], mode)
+    attention.bind([torch.zeros(40, 2, PAGE, 4, 128).bfloat16()])
+    attention.reserve_graphs([3], max_page_indices=40)
+    iterated = []
+    monkeypatch.setattr(torch.Tensor, "__iter__", lambda tensor: iterated.append(tensor))
+    monkeypatch.setattr("native_flashinfer._plan_fa2", lambda *_args: [1] * 15)
+    attention.plan(batch_of(_step(lengths), PAGE))
+    attention.plan_graph(batch_of(_step(lengths[:3]), PAGE), 3)
+    assert iterated == []

@@ -22,6 +22,7 @@ from prefixcache.attention.base import AttentionBatch, AttentionSpec, kv_shape_n
 from prefixcache.attention.fence import Fence
 from prefixcache.attention.flashinfer_plan import (
     KernelRows,
+    KeyCounts,
     can_pack_heads,
     check_supported,
     check_workspace,
@@ -246,7 +247,7 @@ class _Kernel:
         """Plans for the next runs."""
         lens = rows.kv_lens(self._fixed["page_size"])
         pinned = rows.pinned() if self._pins else rows
-        pinned_lens = lens.pin_memory() if self._pins else lens
+        pinned_lens = (lens.pin_memory() if self._pins else lens).as_subclass(KeyCounts)
         self._plan(pinned, indices[rows.pages], self._fixed | {"seq_lens": pinned_lens})
         if self._adds_tiles:
             self.wrapper._plan_info = planned_tiles_alone(  # noqa: SLF001 (no other way to it)

@@ -61,7 +61,7 @@ class FixedTileLinear(TorchLinear):
         return out_TO
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,

@@ -1,0 +1,262 @@
+"""FlashInfer's wrappers as the backend plans and runs them.
+
+Letters of shapes as in `flashinfer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefixcache.attention.base import AttentionSpec
+from prefixcache.attention.flashinfer_plan import (
+    KernelRows,
+    KeyCounts,
+    check_workspace,
+    needs_tensor_cores,
+    plan_options,
+    planned_tiles_alone,
+)
+
+LAYOUT = "NHD"
+# What every FlashInfer wrapper makes for itself until it is given a shared one.
+_INT_WORKSPACE_BYTES = 8 << 20
+_H200_MULTIPROCESSORS = 132
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedRows:
+    """Device tables of one graph size, for the wrapper to read in every replay."""
+
+    qo_indptr: Tensor  # int32 [size + 1]
+    kv_indptr: Tensor  # int32 [size + 1]
+    last_page_len: Tensor  # int32 [size]
+    indices: Tensor  # int32 [N]
+
+
+class Kernel:
+    """A planned wrapper. `fixed` are the arguments that are the same in every plan.
+
+    `adds_tiles` tells that FlashInfer launches more tiles than it plans (see
+    `planned_tiles_alone`), `pins` that tables are given in pinned memory.
+    """
+
+    def __init__(
+        self,
+        wrapper: Any,
+        fixed: dict[str, Any],
+        *,
+        group_size: int,
+        adds_tiles: bool,
+        pins: bool,
+    ) -> None:
+        self._wrapper = wrapper
+        self._fixed = fixed
+        self._group_size = group_size
+        self._adds_tiles = adds_tiles
+        self._pins = pins
+
+    def plan(self, rows: KernelRows, indices: Tensor) -> None:
+        """Plans for the next runs."""
+        lens = rows.kv_lens(self._fixed["page_size"])
+        pinned = rows.pinned() if self._pins else rows
+        pinned_lens = (lens.pin_memory() if self._pins else lens).as_subclass(KeyCounts)
+        self._plan(pinned, indices[rows.pages], self._fixed | {"seq_lens": pinned_lens})
+        if self._adds_tiles:
+            self._wrapper._plan_info = planned_tiles_alone(  # noqa: SLF001 (no other way to it)
+                self._wrapper._plan_info,  # noqa: SLF001
+                rows.num_rows,
+                self._group_size,
+            )
+
+    def run(self, q_THD: Tensor, kv: Tensor, out_THD: Tensor) -> None:
+        """Computes the planned rows."""
+        self._wrapper.run(q_THD, kv, out=out_THD)
+
+    def _plan(self, rows: KernelRows, indices: Tensor, fixed: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class _Decode(Kernel):
+    """One query row a sequence."""
+
+    def _plan(self, rows: KernelRows, indices: Tensor, fixed: dict[str, Any]) -> None:
+        self._wrapper.plan(rows.kv_indptr, indices, rows.last_page_len, **fixed)
+
+
+class _Prefill(Kernel):
+    """Any number of query rows a sequence, causal at its last token."""
+
+    _causal = True
+
+    def _plan(self, rows: KernelRows, indices: Tensor, fixed: dict[str, Any]) -> None:
+        self._wrapper.plan(
+            rows.qo_indptr,
+            rows.kv_indptr,
+            indices,
+            rows.last_page_len,
+            causal=self._causal,
+            # FlashInfer would look for it entry by entry.
+            max_token_per_sequence=int(rows.qo_indptr.diff().max()),
+            **fixed,
+        )
+
+
+class _PackedDecode(_Prefill):
+    """One query row a sequence, whose G heads a key-value head become G rows of that one head.
+
+    All of them see all keys, as the row does: nothing is masked.
+    """
+
+    _causal = False
+
+    def plan(self, rows: KernelRows, indices: Tensor) -> None:
+        super().plan(replace(rows, qo_indptr=rows.qo_indptr * self._group_size), indices)
+
+    def run(self, q_THD: Tensor, kv: Tensor, out_THD: Tensor) -> None:
+        packed = q_THD.unflatten(1, (-1, self._group_size)).transpose(1, 2).flatten(0, 1)
+        out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
+        self._wrapper.run(packed, kv, out=out)
+        heads = out.unflatten(0, (-1, self._group_size)).transpose(1, 2)
+        out_THD.unflatten(1, (-1, self._group_size)).copy_(heads)
+
+
+MakeKernel = Callable[..., Kernel]
+
+
+class KernelMaker:
+    """Makes FlashInfer's wrappers. Those of one kind share workspaces: one runs at a time."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Any,
+        *,
+        prefill_backend: str,
+        split_keys: bool,
+        whole_keys_from: int | None,
+        tensor_cores: bool,
+        workspace_bytes: int,
+    ) -> None:
+        def workspace(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.uint8, device=device)
+
+        self._kernels = kernels
+        self._spec = spec
+        self._prefill_backend = prefill_backend
+        self._splits_keys = split_keys
+        self._whole_keys_from = whole_keys_from
+        self._group_size = spec.num_heads // spec.num_kv_heads
+        self._pins = device.type == "cuda"
+        self._tensor_cores = tensor_cores or needs_tensor_cores(spec)
+        self._options = plan_options(spec, dtype) | {"disable_split_kv": not split_keys}
+        self._workspace = workspace(workspace_bytes)
+        self._prefill_plans = workspace(min(workspace_bytes, _INT_WORKSPACE_BYTES))
+        self._decode_plans = workspace(min(workspace_bytes, _INT_WORKSPACE_BYTES))
+
+    def prefill(self, page_size: int, fixed_rows: FixedRows | None = None) -> _Prefill:
+        """A kernel for chunks, over tables of fixed addresses when these are given."""
+        sizes = self._sizes(page_size)
+        return self._make_prefill(_Prefill, sizes, self._prefill_plans, fixed_rows)
+
+    def packed_decode(self, page_size: int, fixed_rows: FixedRows | None = None) -> _Prefill:
+        """The same kernel for single rows, their heads packed into rows."""
+        sizes = self._sizes(page_size) | {"num_qo_heads": self._spec.num_kv_heads}
+        return self._make_prefill(_PackedDecode, sizes, self._decode_plans, fixed_rows)
+
+    def decode(self, page_size: int, fixed_rows: FixedRows | None = None) -> _Decode:
+        """A kernel for single rows, over tables of fixed addresses when these are given.
+
+        Always FA2: "auto" may become another one with the release or the shape of a step.
+        """
+        tables = {} if fixed_rows is None else _decode_tables(fixed_rows)
+        splits = self._splits(len(fixed_rows.last_page_len) if fixed_rows else 0)
+        wrapper = self._kernels.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            LAYOUT,
+            # The other kernel splits keys as it likes.
+            use_tensor_cores=self._tensor_cores or not splits,
+            backend="fa2",
+            **tables,
+        )
+        wrapper.reset_workspace_buffer(self._workspace, self._decode_plans)
+        return _Decode(
+            wrapper,
+            self._sizes(page_size)
+            | {"head_dim": self._spec.head_dim}
+            | self._options
+            | {"disable_split_kv": not splits},
+            group_size=self._group_size,
+            # It masks added tiles only beside split keys.
+            adds_tiles=fixed_rows is not None and not splits,
+            pins=self._pins,
+        )
+
+    def check_workspace(self, sizes: Sequence[int]) -> None:
+        """Raises `ConfigError` when the workspace cannot hold captured decodes of these sizes."""
+        num_seqs = max(filter(self._splits, sizes), default=0)
+        if self._tensor_cores and num_seqs:
+            device = self._workspace.device
+            count = (
+                torch.cuda.get_device_properties(device).multi_processor_count
+                if device.type == "cuda"
+                else _H200_MULTIPROCESSORS
+            )
+            check_workspace(self._spec, num_seqs, count, len(self._workspace))
+
+    def _make_prefill(
+        self,
+        kind: type[_Prefill],
+        sizes: dict[str, Any],
+        plans: Tensor,
+        fixed_rows: FixedRows | None,
+    ) -> _Prefill:
+        tables = {} if fixed_rows is None else _prefill_tables(fixed_rows)
+        wrapper = self._kernels.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, LAYOUT, backend=self._prefill_backend, **tables
+        )
+        wrapper.reset_workspace_buffer(self._workspace, plans)
+        return kind(
+            wrapper,
+            sizes | {"head_dim_qk": self._spec.head_dim} | self._options,
+            group_size=self._group_size,
+            adds_tiles=self._prefill_backend == "fa2" and fixed_rows is not None,
+            pins=self._pins,
+        )
+
+    def _splits(self, captured_rows: int) -> bool:
+        """Whether decodes may split keys: not where enough rows fill the device without."""
+        whole_from = self._whole_keys_from
+        return self._splits_keys and (whole_from is None or captured_rows < whole_from)
+
+    def _sizes(self, page_size: int) -> dict[str, Any]:
+        return {
+            "num_qo_heads": self._spec.num_heads,
+            "num_kv_heads": self._spec.num_kv_heads,
+            "page_size": page_size,
+        }
+
+
+def _prefill_tables(rows: FixedRows) -> dict[str, Any]:
+    return {
+        "use_cuda_graph": True,
+        "qo_indptr_buf": rows.qo_indptr,
+        "paged_kv_indptr_buf": rows.kv_indptr,
+        "paged_kv_indices_buf": rows.indices,
+        "paged_kv_last_page_len_buf": rows.last_page_len,
+    }
+
+
+def _decode_tables(rows: FixedRows) -> dict[str, Any]:
+    return {
+        "use_cuda_graph": True,
+        "paged_kv_indptr_buffer": rows.kv_indptr,
+        "paged_kv_indices_buffer": rows.indices,
+        "paged_kv_last_page_len_buffer": rows.last_page_len,
+    }

@@ -88,7 +88,7 @@ def _stays(plan: StepPlan) -> bool:
         known = len(sampling.tokens)
         assert _on_device(sampling) or known == sequence.start + sequence.num_tokens
     prompt_logprobs = any(s.prompt_logprobs is not None for s in plan.sequences)
-    return bool(sampled) and not prompt_logprobs and all(_on_device(s) for _, s in sampled)
+    return (bool(sampled) or prompt_logprobs) and all(_on_device(s) for _, s in sampled)
 
 
 def _on_device(sampling: SamplingInput) -> bool:

@@ -85,9 +85,11 @@ def test_two_copies_may_be_under_way() -> None:
     ids = torch.tensor([1, 2, 3])
     first = copies.start(ids)
     ids += 10
+    nothing = [copies.start(ids[:0]) for _ in range(3)]  # steps that tell nothing copy nothing
     second = copies.start(ids[:2])
     ids.zero_()
     assert (first().tolist(), second().tolist()) == ([1, 2, 3], [11, 12])
+    assert [len(read()) for read in nothing] == [0, 0, 0]
 
 
 def test_a_step_is_submitted_before_the_last_one_is_read() -> None:
@@ -239,6 +241,36 @@ def test_every_option_is_planned_ahead(
     given = {"max_tokens": 9, "temperature": 0.0, "ignore_eos": True} | options
     (output,) = llm.generate(["Que sera"], SamplingParams(**given), use_tqdm=False)
     assert resolve.call_count >= len(output.outputs[0].token_ids) - 1 > 0
+
+
+def test_log_probabilities_of_a_prompt_are_planned_ahead(
+    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixcache.runner.model_runner._LOGPROB_ROWS", 5)
+    resolve = mock.Mock(side_effect=resolve_pending)
+    monkeypatch.setattr("prefixcache.runner.batch.resolve_pending", resolve)
+    told = []
+    for ahead in (False, True):
+        small = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 50}
+        llm = LLM(str(tiny_checkpoint("qwen3")), dtype="float32", device="cpu", **small)
+        runner, is_known = llm._engine._runner, []
+        runner.runs_ahead = ahead
+        start = runner.submit
+
+        def submit(plan: StepPlan, start: Any = start, is_known: Any = is_known) -> Any:
+            step = start(plan)
+            is_known.append(step.is_known)
+            return step
+
+        monkeypatch.setattr(runner, "submit", submit)
+        params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=2)
+        outputs = llm.generate([[*range(5, 45)], [7, 8, 9]], params, use_tqdm=False)
+        told.append([(o.prompt_logprobs, o.outputs[0].token_ids) for o in outputs])
+        assert set(is_known) == {not ahead}
+        assert len(is_known) > 4
+    assert told[0] == told[1]
+    assert [len(prompt_logprobs) for prompt_logprobs, _ in told[0]] == [40, 3]
+    assert resolve.call_count >= 2
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])

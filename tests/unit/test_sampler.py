@@ -229,7 +229,17 @@ def sampled(
     """Without `waits` as a GPU does it."""
     known = [SampledRow(f"{r}", len(one.tokens), one) for r, one in enumerate(rows)]
     result = Sampler(len(rows), CPU, waits=waits).sample(values, known)
-    return result.outputs(result.results.numpy())
+    return result.outputs(part.numpy() for part in result.parts)
+
+
+def test_likeliest_tokens_that_are_known_are_not_looked_for_again() -> None:
+    values = logits(2, 97)
+    known = greedy_token_ids(values)
+    greedy = [SampledRow(f"{r}", 2, row(r, temperature=0.0)) for r in range(2)]
+    assert Sampler(2, CPU).sample(values, greedy, known).token_ids_R is known
+    biased = [SampledRow("0", 2, row(0, temperature=0.0, logit_bias={5: 100.0})), greedy[1]]
+    chosen_now = Sampler(2, CPU).sample(values, biased, known).token_ids_R.tolist()
+    assert chosen_now == [5, known[1].item()]
 
 
 @pytest.mark.parametrize("waits", [True, False])

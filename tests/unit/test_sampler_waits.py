@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from plans import context
+from plans import context, plan_of
 from prefixcache.runner.batch import StepBuffers
+from prefixcache.runner.pending import StepResults
 from prefixcache.sampling import race
 from prefixcache.sampling.row_options import SampledRow
 from prefixcache.sampling.sampler import Sampler
@@ -100,7 +101,8 @@ def sampled_step(
         sent.clear()
         with Copies() as copies:
             result = sampler.sample(logits, rows_of(options, 1))
-    assert result.results.device.type == "cuda"
+            results = StepResults(plan_of([]), result, {})
+    assert results.numbers.device.type == "cuda"
     assert result.token_ids_R.shape == (len(options),)
     return len(sent), copies.between
 

@@ -7,8 +7,7 @@ hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -17,19 +16,18 @@ from torch import Tensor
 
 from prefixcache.attention.base import AttentionBackend
 from prefixcache.kv.buffers import BlockTableBuffers
-from prefixcache.request import TokenLogprobs
 from prefixcache.runner.batch import Batch, StepBuffers
 from prefixcache.runner.cuda_graph import DecodeGraphs
 from prefixcache.runner.decoder import Decoder
-from prefixcache.runner.pending import PendingStep, ResultCopies
+from prefixcache.runner.pending import PendingStep, ResultCopies, StepResults
 from prefixcache.runner.trial import run_largest_step
-from prefixcache.sampling.logprobs import token_logprobs
+from prefixcache.sampling.logprobs import PackedLogprobs, compute_logprobs
 from prefixcache.sampling.row_options import SampledRow
-from prefixcache.sampling.sampler import Sampled, Sampler, all_plain_greedy
+from prefixcache.sampling.sampler import Sampled, Sampler
+from prefixcache.sampling.upload import Upload
 from prefixcache.step_plan import PromptLogprobsInput, SequenceOutput, StepPlan
 
 _LOGPROB_ROWS = 256
-_NOTHING = SequenceOutput()
 
 
 class ModelRunner:
@@ -69,7 +67,8 @@ class ModelRunner:
         )
         self._sampler = Sampler(max_seqs, device)
         self._copies = ResultCopies(max_seqs, device)
-        self._sampled_R = torch.zeros(0, dtype=torch.int64, device=device)
+        self._nothing_sampled = Sampled(torch.zeros(0, dtype=torch.int64, device=device))
+        self._sampled_R = self._nothing_sampled.token_ids_R
 
     @property
     def block_tables(self) -> Sequence[BlockTableBuffers]:
@@ -84,11 +83,15 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> PendingStep:
         """Starts the step on the device, and returns before it ends where that is possible.
 
-        The plan's tokens below zero are those that the step before sampled. What was sampled comes
-        by an asynchronous copy; log probabilities of prompts alone are waited for.
+        The plan's tokens below zero are those that the step before sampled. What the host is told
+        comes by an asynchronous copy.
         """
         with self._on_device():
-            return self._launch(plan, self._buffers.load(plan, self._sampled_R))
+            results = self._compute(plan, self._buffers.load(plan, self._sampled_R))
+            self._sampled_R = results.token_ids_R
+            read = self._copies.start(results.numbers)
+        is_known = not (self.runs_ahead and len(results.numbers))
+        return PendingStep(lambda: results.outputs(read()), is_known=is_known)
 
     def run_empty_step(self) -> None:
         """Computes one token of no request, in the null block; waits for it.
@@ -106,7 +109,7 @@ class ModelRunner:
                 device=self._device,
             )
 
-    def _launch(self, plan: StepPlan, batch: Batch) -> PendingStep:
+    def _compute(self, plan: StepPlan, batch: Batch) -> StepResults:
         rows = [
             SampledRow(s.request_id, s.start + s.num_tokens, s.sampling)
             for s in plan.sequences
@@ -114,61 +117,34 @@ class ModelRunner:
         ]
         if self.graphs is not None and self.graphs.fits(batch):
             decoded = self.graphs.run(batch)
-            if all_plain_greedy(rows):
-                return self._pending(plan, Sampled(decoded.token_ids_S))
-            return self._pending(plan, self._sampler.sample(decoded.logits_SV, rows))
-        hidden_TE = self._forward(batch)
-        sampled = None
+            sampled = self._sampler.sample(decoded.logits_SV, rows, decoded.token_ids_S)
+            return StepResults(plan, sampled, {})
+        self._attention.plan(batch.attention)
+        hidden_TE = self._model.forward(batch.token_ids_T, batch.positions_T, self._attention)
+        sampled = self._nothing_sampled
         if rows:
             logits_RV = self._model.compute_logits(hidden_TE[batch.sampled_rows_R])
             sampled = self._sampler.sample(logits_RV, rows)
-        if any(sequence.prompt_logprobs is not None for sequence in plan.sequences):
-            return self._finished(plan, hidden_TE, sampled)
-        return _known(_spread(plan, [])) if sampled is None else self._pending(plan, sampled)
-
-    def _forward(self, batch: Batch) -> Tensor:
-        self._attention.plan(batch.attention)
-        return self._model.forward(batch.token_ids_T, batch.positions_T, self._attention)
-
-    def _pending(self, plan: StepPlan, sampled: Sampled) -> PendingStep:
-        self._sampled_R = sampled.token_ids_R
-        read = self._copies.start(sampled.results)
-        return PendingStep(
-            lambda: _spread(plan, sampled.outputs(read())), is_known=not self.runs_ahead
-        )
-
-    def _finished(self, plan: StepPlan, hidden_TE: Tensor, sampled: Sampled | None) -> PendingStep:
-        outputs = [] if sampled is None else sampled.outputs(sampled.results.cpu().numpy())
-        return _known(self._with_prompt_logprobs(plan, hidden_TE, _spread(plan, outputs)))
-
-    def _with_prompt_logprobs(
-        self, plan: StepPlan, hidden_TE: Tensor, outputs: list[SequenceOutput]
-    ) -> list[SequenceOutput]:
-        first = 0
-        for index, sequence in enumerate(plan.sequences):
-            asked = sequence.prompt_logprobs
-            if asked is not None and outputs[index].error is None:
-                rows_RE = hidden_TE[first : first + len(asked.followers)]
-                logprobs = tuple(self._prompt_logprobs(asked, rows_RE))
-                outputs[index] = dataclasses.replace(outputs[index], prompt_logprobs=logprobs)
-            first += sequence.num_tokens
-        return outputs
+        return StepResults(plan, sampled, self._prompt_logprobs(plan, hidden_TE))
 
     def _prompt_logprobs(
-        self, asked: PromptLogprobsInput, hidden_RE: Tensor
-    ) -> Iterator[TokenLogprobs]:
+        self, plan: StepPlan, hidden_TE: Tensor
+    ) -> dict[int, list[PackedLogprobs]]:
+        found: dict[int, list[PackedLogprobs]] = {}
+        first = 0
+        for index, sequence in enumerate(plan.sequences):
+            if sequence.prompt_logprobs is not None:
+                found[index] = self._logprobs_of(sequence.prompt_logprobs, hidden_TE[first:])
+            first += sequence.num_tokens
+        return found
+
+    def _logprobs_of(self, asked: PromptLogprobsInput, hidden_RE: Tensor) -> list[PackedLogprobs]:
         """A few rows at a time: all logits of a long prompt would not fit into memory."""
-        for start in range(0, len(hidden_RE), _LOGPROB_ROWS):
-            stop = start + _LOGPROB_ROWS
-            logits_RV = self._model.compute_logits(hidden_RE[start:stop])
-            yield from token_logprobs(logits_RV.float(), asked.followers[start:stop], asked.count)
-
-
-def _known(outputs: list[SequenceOutput]) -> PendingStep:
-    return PendingStep(lambda: outputs, is_known=True)
-
-
-def _spread(plan: StepPlan, sampled: list[SequenceOutput]) -> list[SequenceOutput]:
-    """One output a sequence: a sampled one where it was due, an empty one elsewhere."""
-    due = iter(sampled)
-    return [_NOTHING if s.sampling is None else next(due) for s in plan.sequences]
+        upload = Upload()
+        ids_at = upload.integers(asked.followers)
+        parts = ids_at(upload.send(self._device)).split(_LOGPROB_ROWS)
+        rows = hidden_RE[: len(asked.followers)].split(_LOGPROB_ROWS)
+        return [
+            compute_logprobs(self._model.compute_logits(rows_RE).float(), ids_R, asked.count)
+            for rows_RE, ids_R in zip(rows, parts, strict=True)
+        ]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from prefixcache.step_plan import SequenceOutput
+from prefixcache.sampling.logprobs import PackedLogprobs
+from prefixcache.sampling.sampler import Sampled
+from prefixcache.step_plan import SequenceOutput, StepPlan
+
+_NOTHING = SequenceOutput()
 
 
 class PendingStep:
@@ -29,6 +35,41 @@ class PendingStep:
         return self._fetch()
 
 
+class StepResults:
+    """What the host is told of a step: its tokens, and the log probabilities that were asked for.
+
+    `numbers`, one row of int64 on the device, is what `outputs` reads; it begins with the sampled
+    `token_ids_R`. `prompt_logprobs` are by the place of their sequence in the plan.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        sampled: Sampled,
+        prompt_logprobs: Mapping[int, Sequence[PackedLogprobs]],
+    ) -> None:
+        self.token_ids_R = sampled.token_ids_R
+        self._plan = plan
+        self._sampled = sampled
+        self._prompt_logprobs = prompt_logprobs
+        pieces = itertools.chain.from_iterable(prompt_logprobs.values())
+        parts = [*sampled.parts, *(piece.numbers for piece in pieces)]
+        self._ends = list(itertools.accumulate(map(len, parts)))
+        self.numbers = parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def outputs(self, numbers: npt.NDArray[np.int64]) -> list[SequenceOutput]:
+        """One output for each sequence of the plan: an empty one where nothing was due."""
+        parts = (numbers[a:b] for a, b in itertools.pairwise([0, *self._ends]))
+        sampled = iter(self._sampled.outputs(parts))
+        sequences = self._plan.sequences
+        outputs = [_NOTHING if s.sampling is None else next(sampled) for s in sequences]
+        for index, pieces in self._prompt_logprobs.items():
+            known = tuple(one for piece in pieces for one in piece.unpack(next(parts)))
+            if outputs[index].error is None:
+                outputs[index] = dataclasses.replace(outputs[index], prompt_logprobs=known)
+        return outputs
+
+
 class ResultCopies:
     """Sampled tokens, and what is told about them, on their way to the host: one copy a step.
 
@@ -40,6 +81,8 @@ class ResultCopies:
 
     def start(self, results: Tensor) -> Callable[[], npt.NDArray[np.int64]]:
         """Starts the copy of int64 numbers; the result waits for its end and returns them."""
+        if not len(results):
+            return lambda: np.empty(0, np.int64)
         self._slots.rotate()
         return self._slots[0].start(results)
 

@@ -9,8 +9,7 @@ Letters of shapes: R rows, V vocabulary.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from prefixcache.request import TokenLogprobs
 from prefixcache.sampling.cuts import floors
-from prefixcache.sampling.logprobs import compute_logprobs, unpack
+from prefixcache.sampling.logprobs import PackedLogprobs, compute_logprobs
 from prefixcache.sampling.penalties import TokenCounts, adjust_logits
 from prefixcache.sampling.race import race, race_of_all
 from prefixcache.sampling.row_options import (
@@ -38,39 +37,34 @@ from prefixcache.step_plan import SamplingInput, SequenceOutput
 _UNUSABLE = "The model's logits are not finite numbers."
 
 
-@dataclass(frozen=True, slots=True)
-class _RowLogprobs:
-    """Packed log probabilities of some rows."""
-
-    rows: Sequence[int]
-    numbers: Tensor
-
-
 class Sampled:
-    """Tokens of a step, on the device: -1 in rows without a finite maximum.
+    """Tokens of some rows, on the device: -1 in rows without a finite maximum.
 
-    `results` are those and the log probabilities asked for: the int64 numbers that `outputs` reads.
+    `logprobs` are those that were asked for, each of some rows.
     """
 
-    def __init__(self, token_ids_R: Tensor, logprobs: Sequence[_RowLogprobs] = ()) -> None:
+    def __init__(
+        self, token_ids_R: Tensor, logprobs: Sequence[tuple[Sequence[int], PackedLogprobs]] = ()
+    ) -> None:
         self.token_ids_R = token_ids_R
         self._logprobs = logprobs
-        parts = [part.numbers for part in logprobs]
-        self.results = torch.cat([token_ids_R, *parts]) if parts else token_ids_R
 
-    def outputs(self, results: npt.NDArray[np.int64]) -> list[SequenceOutput]:
-        """One output a row, from the device's `results`; an unusable row gets an error."""
-        end = len(self.token_ids_R)
-        tokens = results[:end]
+    @property
+    def parts(self) -> list[Tensor]:
+        """The int64 numbers that `outputs` reads."""
+        return [self.token_ids_R, *(packed.numbers for _, packed in self._logprobs)]
+
+    def outputs(self, parts: Iterator[npt.NDArray[np.int64]]) -> list[SequenceOutput]:
+        """One output a row, from `parts` on the host; an unusable row gets an error."""
+        tokens = next(parts).tolist()
         logprobs: dict[int, TokenLogprobs] = {}
-        for part in self._logprobs:
-            begin, end = end, end + len(part.numbers)
-            logprobs.update(zip(part.rows, unpack(results[begin:end], len(part.rows)), strict=True))
+        for rows, packed in self._logprobs:
+            logprobs.update(zip(rows, packed.unpack(next(parts)), strict=True))
         return [
             SequenceOutput(error=_UNUSABLE)
             if token < 0
             else SequenceOutput(token_id=token, logprobs=logprobs.get(r))
-            for r, token in enumerate(tokens.tolist())
+            for r, token in enumerate(tokens)
         ]
 
 
@@ -86,14 +80,18 @@ class Sampler:
         self._waits = device.type == "cpu" if waits is None else waits
         self._counts = TokenCounts(max_rows, device)
 
-    def sample(self, logits_RV: Tensor, rows: Sequence[SampledRow]) -> Sampled:
+    def sample(
+        self, logits_RV: Tensor, rows: Sequence[SampledRow], likeliest_R: Tensor | None = None
+    ) -> Sampled:
         """The next token of each row, and its log probabilities where they are asked for.
+
+        `likeliest_R` are the logits' `greedy_token_ids`, where they were computed already.
 
         Logits of 16 bits are widened unless all rows are greedy, which changes no maximum. A row
         without a finite one gets an error in place of a token.
         """
-        if all_plain_greedy(rows):
-            return Sampled(greedy_token_ids(logits_RV))
+        if _all_plain_greedy(rows):
+            return Sampled(greedy_token_ids(logits_RV) if likeliest_R is None else likeliest_R)
         logits_RV = logits_RV.float()
         vocab_size = logits_RV.shape[1]
         drawn = [r for r, row in enumerate(rows) if not row.params.greedy]
@@ -114,13 +112,13 @@ class Sampler:
         if penalizing is not None:
             self._counts.add(penalizing.counts_P, tokens_R[penalizing.rows_P])
         logprobs = [
-            _logprobs(logits_RV, tokens_R, asking, asked_at[count](sent), count)
+            (asking, _logprobs(logits_RV, tokens_R, asked_at[count](sent), count))
             for count, asking in asked.items()
         ]
         return Sampled(tokens_R, logprobs)
 
 
-def all_plain_greedy(rows: Sequence[SampledRow]) -> bool:
+def _all_plain_greedy(rows: Sequence[SampledRow]) -> bool:
     """Whether the rows ask for nothing but their likeliest tokens: `greedy_token_ids` will do."""
     return all(
         row.params.greedy and row.params.logprobs is None and not has_adjustments(row.sampling)
@@ -141,7 +139,7 @@ def sample(logits_RV: Tensor, rows: Sequence[SamplingInput]) -> list[SequenceOut
     """What `Sampler` gives for rows whose tokens are all known. Waits for the device."""
     known = [SampledRow(f"{r}", len(row.tokens), row) for r, row in enumerate(rows)]
     sampled = Sampler(len(rows), logits_RV.device).sample(logits_RV, known)
-    return sampled.outputs(sampled.results.cpu().numpy())
+    return sampled.outputs(part.cpu().numpy() for part in sampled.parts)
 
 
 def _tokens(logits_RV: Tensor, adjusted_RV: Tensor, draws: Draws | None, *, waits: bool) -> Tensor:
@@ -192,9 +190,6 @@ def _rows_by_logprobs(rows: Sequence[SampledRow]) -> dict[int, list[int]]:
     return by_count
 
 
-def _logprobs(
-    logits_RV: Tensor, tokens_R: Tensor, rows: Sequence[int], rows_N: Tensor, count: int
-) -> _RowLogprobs:
-    picked_NV = logits_RV if len(rows) == len(logits_RV) else logits_RV[rows_N]
-    taken_N = tokens_R[rows_N].clamp_(min=0)
-    return _RowLogprobs(rows, compute_logprobs(picked_NV, taken_N, count).packed())
+def _logprobs(logits_RV: Tensor, tokens_R: Tensor, rows_N: Tensor, count: int) -> PackedLogprobs:
+    picked_NV = logits_RV if len(rows_N) == len(logits_RV) else logits_RV[rows_N]
+    return compute_logprobs(picked_NV, tokens_R[rows_N].clamp_(min=0), count)

@@ -149,7 +149,8 @@ class RequestState:
         count = self.request.params.prompt_logprobs
         if count is None or not self.prompt_logprobs_due:
             return None
-        return PromptLogprobsInput(self.tokens.prompt[start + 1 : stop + 1], count)
+        followers = self.tokens.prompt[start + 1 : stop + 1]
+        return PromptLogprobsInput(followers, count) if len(followers) else None
 
     def _sampling_input(self) -> SamplingInput:
         if self.num_tokens - self.tokens.num_prompt_tokens >= self.request.params.min_tokens:

@@ -264,7 +264,7 @@ def kernel_calls(width: int) -> dict[str, Callable[[], Any]]:
     layer = PackedLinear(cpu, width, width, "float32")
     weight = np.zeros((width, width), np.float32)
     return {
-        "zeroed": lambda: PackedLinear(cpu, width, width, "float32"),
+        "zeroed": lambda: PackedLinear(cpu, 1, width * width, "float32", bias=True),
         "copy_rows": lambda: layer.copy_rows(0, weight.ctypes.data, width),
     }
 

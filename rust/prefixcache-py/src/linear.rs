@@ -138,7 +138,8 @@ impl PackedLinear {
             return Err(out_of_range("outputs", "must be positive"));
         }
         let memory = &cpu.get().weights;
-        let layer = run_on_numbers(py, inputs.saturating_mul(outputs), || {
+        // Only the bias is written: the weight's zeroes are the system's.
+        let layer = run_on_numbers(py, outputs, || {
             Layer::zeroed(dtype, memory, (inputs, outputs), bias)
         });
         let layer = RwLock::new(layer.map_err(IntoPyErr::into_py_err)?);

@@ -1,7 +1,6 @@
 //! The Python class `RowOps`: layers without a weight matrix.
 
-use prefixcache_cpu::Element;
-use prefixcache_ops::rowwise::{self, Gate};
+use prefixcache_ops::rowwise::{Gate, gated, rms_norm, rotate};
 use pyo3::prelude::*;
 
 use crate::arguments::{Number, OneOf, Real, Word};
@@ -37,46 +36,6 @@ impl Word for Gate {
     const ARGUMENT: &'static str = "gate";
     const WORDS: &'static [(&'static str, Self)] =
         &[("silu", Self::Silu), ("gelu_tanh", Self::GeluTanh)];
-}
-
-/// # Safety
-/// The addresses are those of numbers of type E.
-unsafe fn rms_norm<E: Element>(
-    cpu: &Cpu,
-    x: Matrix,
-    weight: Matrix,
-    group: usize,
-    eps: f32,
-    out: Matrix,
-) -> PyResult<()> {
-    // SAFETY: the caller's promise.
-    let (x, weight, out) = unsafe { (x.rows::<E>()?, weight.rows()?, out.rows_mut()?) };
-    rowwise::rms_norm(cpu.form, &cpu.team, x, weight.row(0), group, eps, &out);
-    Ok(())
-}
-
-/// # Safety
-/// The addresses are those of numbers of type E.
-unsafe fn gated<E: Element>(cpu: &Cpu, gate: Gate, x: Matrix, out: Matrix) -> PyResult<()> {
-    // SAFETY: the caller's promise.
-    let (x, out) = unsafe { (x.rows::<E>()?, out.rows_mut()?) };
-    rowwise::gated(cpu.form, &cpu.team, gate, x, &out);
-    Ok(())
-}
-
-/// # Safety
-/// The addresses are those of numbers of type E, and of float32 for the angles.
-unsafe fn rotate<E: Element>(
-    cpu: &Cpu,
-    cos: Matrix,
-    sin: Matrix,
-    x: Matrix,
-    out: Matrix,
-) -> PyResult<()> {
-    // SAFETY: the caller's promise.
-    let (cos, sin, x, out) = unsafe { (cos.rows()?, sin.rows()?, x.rows::<E>()?, out.rows_mut()?) };
-    rowwise::rotate(cpu.form, &cpu.team, cos, sin, x, &out);
-    Ok(())
 }
 
 #[pymethods]
@@ -115,9 +74,13 @@ impl RowOps {
         let weight = Matrix::dense(weight, 1, weight_width.0);
         let out = Matrix::dense(out, rows, width);
         let cpu = self.cpu.get();
-        // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
-        run_on_numbers(py, out.numbers(), || unsafe {
-            with_dtype!(self.dtype, E => rms_norm::<E>(cpu, x, weight, group, eps, out))
+        run_on_numbers(py, out.numbers(), || {
+            with_dtype!(self.dtype, E => {
+                // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
+                let (x, weight, out) = unsafe { (x.rows::<E>()?, weight.rows()?, out.rows_mut()?) };
+                rms_norm(cpu.form, &cpu.team, x, weight.row(0), group, eps, &out);
+            });
+            Ok(())
         })
     }
 
@@ -141,9 +104,13 @@ impl RowOps {
         let x = Matrix::strided(x, (rows.0, doubled(&width)?), x_stride.0);
         let out = Matrix::dense(out, rows.0, width.0);
         let cpu = self.cpu.get();
-        // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
-        run_on_numbers(py, out.numbers(), || unsafe {
-            with_dtype!(self.dtype, E => gated::<E>(cpu, gate.0, x, out))
+        run_on_numbers(py, out.numbers(), || {
+            with_dtype!(self.dtype, E => {
+                // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
+                let (x, out) = unsafe { (x.rows::<E>()?, out.rows_mut()?) };
+                gated(cpu.form, &cpu.team, gate.0, x, &out);
+            });
+            Ok(())
         })
     }
 
@@ -173,9 +140,15 @@ impl RowOps {
         let x = Matrix::strided(x, (rows, width), x_stride.0);
         let out = Matrix::dense(out, rows, width);
         let cpu = self.cpu.get();
-        // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
-        run_on_numbers(py, out.numbers(), || unsafe {
-            with_dtype!(self.dtype, E => rotate::<E>(cpu, cos, sin, x, out))
+        run_on_numbers(py, out.numbers(), || {
+            with_dtype!(self.dtype, E => {
+                // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
+                let (x, out) = unsafe { (x.rows::<E>()?, out.rows_mut()?) };
+                // SAFETY: as above; angles are float32.
+                let (cos, sin) = unsafe { (cos.rows()?, sin.rows()?) };
+                rotate(cpu.form, &cpu.team, cos, sin, x, &out);
+            });
+            Ok(())
         })
     }
 }

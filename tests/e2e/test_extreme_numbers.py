@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from prefixcache.engine.control import Control
 from prefixcache.server import admin, protocol
 from serving import client_of, serve_folder
 
@@ -27,9 +28,7 @@ _ENDPOINTS: list[tuple[str, type[BaseModel], dict[str, Any]]] = [
     ("/tokenize", protocol.TokenizeRequest, {"prompt": "hello"}),
     ("/tokenize", protocol.TokenizeChatRequest, {"messages": _CHAT["messages"]}),
     ("/detokenize", protocol.DetokenizeRequest, {"tokens": [5]}),
-    ("/sleep", admin.SleepRequest, {}),
-    ("/wake_up", admin.WakeUpRequest, {}),
-    ("/pause", admin.PauseRequest, {}),
+    *((path, admin.options_of(command), {}) for path, command in Control.endpoints()),
     ("/update_weights_from_disk", admin.UpdateWeightsRequest, {"model_path": "/nowhere"}),
 ]
 _EDGES = [0, 1, 2**31, 2**32, 2**53, 2**63, 2**64, 2**127, 10**308, 10**309, 10**310, 10**4299]

@@ -97,16 +97,27 @@ def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
     return router
 
 
+def options_of(command: Callable[..., Any]) -> type[RequestFields]:
+    """The options of a command that is an endpoint, each of which may be left out or null."""
+    types: dict[str, Any] = {
+        one.name: (one.annotation | None, None) for one in _parameters(command)
+    }
+    return create_model(command.__name__, __base__=RequestFields, **types)
+
+
+def _parameters(command: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Those behind `self`."""
+    return list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+
 def _endpoint(engine: AsyncEngine, command: Callable[..., Any]) -> Callable[..., Any]:
     """What calls a command with a request's options; those left out or null keep their defaults."""
-    _, *parameters = inspect.signature(command, eval_str=True).parameters.values()
-    types: dict[str, Any] = {one.name: (one.annotation | None, None) for one in parameters}
-    options = create_model(command.__name__, __base__=RequestFields, **types)
+    parameters, options = _parameters(command), options_of(command)
     required = [one.name for one in parameters if one.default is one.empty]
 
     async def call(request: Request) -> Response:
         fields = await read_options(request, options) if parameters else options()
-        given = fields.model_dump(include=set(types), exclude_none=True)
+        given = fields.model_dump(include=set(options.model_fields), exclude_none=True)
         for name in required:
             if name not in given:
                 raise InvalidRequestError(f"{name} is required.", param=name)

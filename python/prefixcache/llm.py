@@ -127,7 +127,8 @@ class LLM:
     ) -> list[GenerationResult]:
         """Answers all prompts together; the results are in the prompts' order.
 
-        A prompt is a text, a list of token ids, or a dict with "prompt" or "prompt_token_ids".
+        A prompt is a text, token ids (a list or an array), or a dict with "prompt" or
+        "prompt_token_ids".
         Without `sampling_params` the model's own defaults hold (`get_default_sampling_params`).
         Raises `InvalidRequestError` before anything is computed when one of them is wrong, and
         `EngineHaltedError` while the model sleeps, is paused, or waits for the end of an update.

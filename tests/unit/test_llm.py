@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from prefixcache import LLM, SamplingParams
@@ -37,13 +38,15 @@ def test_prompts_come_in_every_form(llm: LLM) -> None:
         ids,
         {"prompt": "A block of the cache"},
         {"prompt_token_ids": ids},
+        np.array(ids),
+        {"prompt_token_ids": np.array(ids, np.uint32)},
     ]
     results = [generate(llm, form, GREEDY)[0] for form in forms]
     assert all(result.prompt_token_ids == ids for result in results)
     assert len({result.outputs[0].text for result in results}) == 1
     batch = generate(llm, forms, GREEDY)
-    assert [result.outputs[0].text for result in batch] == [results[0].outputs[0].text] * 4
-    assert [result.prompt for result in batch] == [forms[0], None, forms[0], None]
+    assert [result.outputs[0].text for result in batch] == [results[0].outputs[0].text] * 6
+    assert [result.prompt for result in batch] == [forms[0], None, forms[0], None, None, None]
 
 
 def test_results_are_in_the_order_of_the_prompts(llm: LLM) -> None:

@@ -263,7 +263,8 @@ def _one_prompt(item: object, index: int) -> str | TokenIds:
 
 
 def _all_ids(items: Sequence[object]) -> bool:
-    return all(type(item) is int for item in items)
+    """Whether all are integers, and none a bool, which is one too."""
+    return set(map(type, items)) <= {int}
 
 
 def _bad_prompt(what: str) -> InvalidRequestError:

@@ -1,7 +1,8 @@
 """Models by their shapes alone: Hugging Face configs, and the least time a step can take.
 
-Floors are for one H200 (4.3 TB/s and 790 TFLOP/s measured), bfloat16, a context of 1,024 tokens:
-the bytes that a step must read, or the operations that a prefill must do, at full speed.
+Configs are as transformers writes them, so that it need not be imported to read them. Floors are
+for one H200 (4.3 TB/s and 790 TFLOP/s measured), bfloat16, a context of 1,024 tokens: the bytes
+that a step must read, or the operations that a prefill must do, at full speed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ class Shape:
     floors_ms: dict[str, float] = field(default_factory=dict)
 
 
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
 def _config(architecture: str, model_type: str, **values: Any) -> dict[str, Any]:
     return {
         "architectures": [architecture],
@@ -27,6 +32,9 @@ def _config(architecture: str, model_type: str, **values: Any) -> dict[str, Any]
         "dtype": "bfloat16",
         "bos_token_id": 1,
         "eos_token_id": 2,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "sliding_window": None,
     } | values
 
 
@@ -43,10 +51,11 @@ SHAPES = {
                 num_hidden_layers=28,
                 num_attention_heads=28,
                 num_key_value_heads=4,
+                head_dim=128,
                 vocab_size=152064,
                 max_position_embeddings=32768,
                 rms_norm_eps=1e-6,
-                rope_theta=1e6,
+                rope_parameters=_rope(1e6),
                 tie_word_embeddings=False,
             ),
             {"prefill": 17.2, "1": 3.30, "64": 4.16, "256": 6.78},
@@ -65,7 +74,7 @@ SHAPES = {
                 vocab_size=151936,
                 max_position_embeddings=40960,
                 rms_norm_eps=1e-6,
-                rope_theta=1e6,
+                rope_parameters=_rope(1e6),
                 tie_word_embeddings=True,
             ),
             {"prefill": 1.29, "1": 0.30, "64": 2.03, "256": 7.27},
@@ -107,10 +116,11 @@ SHAPES = {
                 num_hidden_layers=2,
                 num_attention_heads=28,
                 num_key_value_heads=4,
+                head_dim=128,
                 vocab_size=1024,
                 max_position_embeddings=512,
                 rms_norm_eps=1e-6,
-                rope_theta=1e6,
+                rope_parameters=_rope(1e6),
                 tie_word_embeddings=False,
             ),
         ),
@@ -128,7 +138,7 @@ SHAPES = {
                 vocab_size=384,
                 max_position_embeddings=512,
                 rms_norm_eps=1e-6,
-                rope_theta=1e4,
+                rope_parameters=_rope(1e4),
                 tie_word_embeddings=True,
             ),
         ),

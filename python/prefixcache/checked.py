@@ -60,10 +60,10 @@ def adapters(kind: type[Any]) -> dict[str, TypeAdapter[Any]]:
 
 @cache
 def adapter(hint: Any) -> TypeAdapter[Any]:
-    """What checks a value of a type strictly."""
+    """What checks a value of a type."""
     from pydantic import ConfigDict, TypeAdapter
 
-    return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False))
+    return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False))
 
 
 @cache

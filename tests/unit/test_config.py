@@ -440,6 +440,7 @@ def test_what_leaves_nothing_open_means_the_same_without_transformers(
         ("Llama", {"head_dim": None}),
         ("Llama", {"num_key_value_heads": None}),
         ("Llama", {"rope_parameters": {"rope_type": "default"}}),
+        ("Llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}),
         ("Llama", {"rope_parameters": None, "rope_theta": 5e5}),
         ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
         ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0, "factor": 2.0}}),

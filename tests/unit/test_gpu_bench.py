@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -211,3 +212,17 @@ def test_packed_kernels_lie_where_flashinfer_asks_for_them(
     monkeypatch.delitem(sys.modules, "flashinfer_jit_cache")
     assert flashinfer_jit_cache.__version__ == "0.6.14"
     assert flashinfer_jit_cache.get_jit_cache_dir() == str(package / "aot")
+
+
+def test_the_packed_folder_holds_what_the_package_imports() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    (declared,) = re.findall(r"^dependencies = \[\n(.*?)^\]", project, re.DOTALL | re.MULTILINE)
+    needed = set(re.findall(r'^ *"([\w-]+)', declared, re.MULTILINE))
+    # They are on such a machine, and plots are drawn elsewhere.
+    there = {"torch", "transformers", "numpy", "safetensors", "tokenizers", "huggingface_hub"}
+    packed = {
+        name
+        for file in ("requirements.in", "requirements-alone.in")
+        for name in re.findall(r"^[\w-]+", (BENCH / file).read_text(), re.MULTILINE)
+    }
+    assert needed - there - {"matplotlib"} <= packed

@@ -152,7 +152,7 @@ def test_the_converted_tokenizer_cuts_words_as_the_file_says(gguf_file: Path) ->
         piece for piece, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a  12")
     ]
     assert cut == ["a", "ĠĠ", "1", "2"]
-    assert tokenizer.encode("<|im_end|>").tolist() == [2]
+    assert tokenizer.encode("<|im_end|>") == [2]
     chat = [{"role": "user", "content": "Hi"}]
     rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert rendered == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefixcache.attention.flashinfer_reference import _attention, append_paged_kv_cache
+from reference.flashinfer_reference import _attention, append_paged_kv_cache
 
 _MAX_TILES = 2 * 132
 _CAUSAL = 1  # of FlashInfer's MaskMode

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from prefixcache.attention import flashinfer_reference
+from reference import flashinfer_reference
 
 _FORBIDDEN = {
     torch.ops.aten._local_scalar_dense.default: "reads a value back to the host",

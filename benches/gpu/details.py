@@ -14,10 +14,10 @@ from system import Setup, System, mixed_batch, random_model, random_prompts
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from prefixcache.attention import flashinfer_reference
 from prefixcache.attention.base import AttentionSpec, kv_shape_nhd
 from prefixcache.attention.flashinfer import FlashInferAttention, load_kernels
 from prefixcache.ops.linear import TorchLinear
+from reference import flashinfer_reference
 
 _SHOWN_KERNELS = 14
 _STEPS = 4

@@ -31,7 +31,7 @@ from record import append_row, read_rows
 from prefixcache.bench.machine import machine_facts
 
 HERE = Path(__file__).parent
-TESTS = HERE.parents[1] / "tests" / "gpu"
+TESTS = HERE.parents[1] / "tests"
 _LEAST_SECONDS = 15
 _SHOWN_LINES = 30
 # What a process gets to print its stacks before it is killed.
@@ -148,7 +148,8 @@ class Run:
         if job.section == "tests":
             options = ["-m", job.marks, "-v", "--tb=short", "-p", "no:cacheprovider"]
             rows = ["-p", "pytest_rows", "--rows", self.record]
-            return [sys.executable, "-X", "faulthandler", "-m", "pytest", TESTS, *options, *rows]
+            pytest = [sys.executable, "-X", "faulthandler", "-m", "pytest", TESTS / "gpu"]
+            return [*pytest, *options, *rows]
         given = {"device": self.device, "scale": self.scale, "shape": job.shape, "peer": job.peer}
         sections = [HERE / "sections.py", job.section, json.dumps(given), self.record]
         return [sys.executable, "-X", "faulthandler", *sections]
@@ -184,9 +185,12 @@ def _missing(job: Job, left: float) -> str | None:
 
 
 def section_environment(jit: bool) -> dict[str, str]:
-    """Sections find the modules beside this file; where kernels are prebuilt, none is compiled."""
+    """Sections find the modules beside this file and the tests' references.
+
+    Where kernels are prebuilt, none is compiled.
+    """
     environment = dict(os.environ)
-    paths = [str(HERE), environment.get("PYTHONPATH", "")]
+    paths = [str(HERE), str(TESTS), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     if importlib.util.find_spec("flashinfer_jit_cache") is not None and not jit:
         environment["FLASHINFER_DISABLE_JIT"] = "1"

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from shapes import Shape
 
-from prefixcache.attention import flashinfer_reference
 from prefixcache.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
 from prefixcache.attention.flashinfer import FlashInferAttention
 from prefixcache.attention.registry import AttentionOptions, make_attention
@@ -30,6 +29,7 @@ from prefixcache.request import Request
 from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.scheduler import Scheduler
+from reference import flashinfer_reference
 
 BLOCK_SIZE = 16
 CPU_BLOCKS = 512

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from paged_models import PagedServer
-from prefixcache.attention import flashinfer_reference
 from prefixcache.attention.base import AttentionBatch, AttentionSpec
 from prefixcache.attention.flashinfer import FlashInferAttention, make_flashinfer
 from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import Builder, LlamaModel
 from prefixcache.ops.sets import make_ops
 from prefixcache.runner.cuda_graph import CudaCapture
+from reference import flashinfer_reference
 from reference.paged_attention import SlowSequence, batch_of
 
 PAGE = 16

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from paged_models import CPU, PagedServer
-from prefixcache.attention import flashinfer_reference
 from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.flashinfer import (
     FlashInferAttention,
@@ -34,6 +33,7 @@ from prefixcache.exceptions import ConfigError
 from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.loader import load_model
+from reference import flashinfer_reference
 from reference.paged_attention import SlowSequence, batch_of
 
 TinyCheckpoint = Callable[..., Path]

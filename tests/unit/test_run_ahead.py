@@ -320,8 +320,8 @@ def test_answers_blocks_are_shared_unless_their_bits_differ_from_a_prefills() ->
     ("invariance", "shared"), [("off", True), ("split", False), ("unified", True)]
 )
 def test_only_the_split_mode_keeps_answers_to_itself(invariance: str, shared: bool) -> None:
-    from prefixcache.attention import flashinfer_reference
     from prefixcache.attention.base import AttentionSpec
+    from reference import flashinfer_reference
 
     attention = FlashInferAttention(
         AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0),

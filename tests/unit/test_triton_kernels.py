@@ -47,10 +47,11 @@ print("checked")
 
 _BACKEND = """
 import torch
-from prefixcache.attention import flashinfer, flashinfer_reference
+from prefixcache.attention import flashinfer
 from prefixcache.attention.base import AttentionSpec
 from prefixcache.model_config import RopeConfig
 from prefixcache.ops import rope, triton_kernels
+from reference import flashinfer_reference
 from reference.paged_attention import SlowSequence, batch_of
 
 torch.manual_seed(0)
@@ -91,9 +92,9 @@ print("checked")
 
 _CHECK = """
 import torch
-from prefixcache.attention.flashinfer_reference import append_paged_kv_cache
 from prefixcache.model_config import RopeConfig
 from prefixcache.ops import activation, norm, rope, triton_kernels as fused
+from reference.flashinfer_reference import append_paged_kv_cache
 
 def table(values):
     return torch.tensor(list(values), dtype=torch.int32)

@@ -1,9 +1,10 @@
 """Paged attention on CUDA by FlashInfer's kernels, over the core's block tables.
 
 A step is planned once: its decodes go to one kernel, its prompt chunks to another. The kernels
-come from an object with FlashInfer's interface, so that `flashinfer_reference` can stand in for
-them on a CPU. Works with FlashInfer 0.6.14 and newer. Letters of shapes: T tokens in the step,
-H query heads, K key-value heads, D head size, P pages, B tokens a page, N page indices.
+come from an object with FlashInfer's interface, so that `tests/reference/flashinfer_reference.py`
+can stand in for them on a CPU. Works with FlashInfer 0.6.14 and newer. Letters of shapes: T tokens
+in the step, H query heads, K key-value heads, D head size, P pages, B tokens a page, N page
+indices.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """FlashInfer's paged kernels in plain torch: what they compute, and how they must be called.
 
 The same names, arguments and checks as the parts of the flashinfer module that
-`attention/flashinfer.py` uses, from FlashInfer's documentation, so that a CPU can run everything
-but the CUDA kernels. Slow: one sequence after another. Letters of shapes: S sequences, T query
-rows, H query heads, K key-value heads, D head size, P pages, B tokens a page, L keys of a sequence.
+`attention/flashinfer.py` uses, from FlashInfer's documentation, so that tests, and dry runs of the
+GPU bench, run everything but the CUDA kernels on a CPU. Slow: one sequence after another. Letters
+of shapes: S sequences, T query rows, H query heads, K key-value heads, D head size, P pages, B
+tokens a page, L keys of a sequence.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         logits_soft_cap: float | None = None,
         q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None,
-        fixed_split_size: int | None = None,  # noqa: ARG002 (order of additions is not modelled)
+        fixed_split_size: int | None = None,  # the order of additions is not modelled
         disable_split_kv: bool = False,
         seq_lens: Tensor | None = None,
         max_token_per_sequence: int | None = None,

@@ -48,7 +48,7 @@ def test_chat_template_is_chatml_with_the_models_own_system_prompt(folder: Path)
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
         "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert tokenizer.encode("<|im_start|><|im_end|><|endoftext|>").tolist() == [1, 2, 0]
+    assert tokenizer.encode("<|im_start|><|im_end|><|endoftext|>") == [1, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_words_are_cut_as_the_models_authors_do(folder: Path, text: str) -> None
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     theirs = pre_tokenizers.Sequence([digits, words]).pre_tokenize_str(text)
     assert [piece for piece, _ in ours] == [piece for piece, _ in theirs]
-    assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_64_greedy_tokens_equal_those_of_transformers(folder: Path) -> None:

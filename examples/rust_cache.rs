@@ -68,6 +68,7 @@ impl Engine<'_> {
             indices: &mut indices,
             last_page_len: &mut last_page_len,
             slot_mapping: &mut slots,
+            first_pages: None,
         };
         let (group, counts) = (GroupId::default(), [text.len() - start]);
         let pages =

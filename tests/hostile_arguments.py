@@ -65,7 +65,8 @@ class World:
     def __init__(self, choose: random.Random) -> None:
         self.choose = choose
         threads: Any = choose.choice(["single_writer", "shared"])
-        self.cache = _core.PrefixCache(17, BLOCK, threads=threads, max_blocks=33)
+        groups: Any = choose.choice([["full"], ["full", ("sliding_window", 6)]])
+        self.cache = _core.PrefixCache(17, BLOCK, groups=groups, threads=threads, max_blocks=33)
         self.other_cache = _core.PrefixCache(9, BLOCK)
         self.pool = _core.BlockPool(9, threads=threads, max_blocks=17)
         self.hashes = self.cache.compute_block_hashes(range(24))
@@ -146,6 +147,9 @@ class World:
         hostile = Items(items, self.interfere, length)
         return self.choose.choice([items, items, items, tuple(items), iter(items), hostile])
 
+    def group(self) -> Any:
+        return self.choose.choice(["full", ("sliding_window", self.number()), ("full", 2), 3])
+
     def nonsense(self, name: str) -> Any:
         wrong = [None, "text", "\ud800", b"bytes", 1.5, float("nan"), 10**400, {}, [[]], -1, 2**64]
         hostile = [Index(2**70, self.interfere), Items([], self.fail, sys.maxsize), self]
@@ -170,6 +174,13 @@ class World:
             "counts": lambda: self.some_list(self.number),
             "starts": lambda: self.some_list(self.number),
             "upto": lambda: self.some_list(self.number),
+            "groups": lambda: self.some_list(self.group),
+            "interval": lambda: choose.choice([None, 0, 5]),
+            "pin": lambda: choose.choice([False, True]),
+            "pin_prefix": lambda: choose.choice([False, True]),
+            "num_groups": lambda: choose.choice([None, None, 1, 2]),
+            "chunk": lambda: choose.choice([None, 1, 4]),
+            "max_tokens": lambda: choose.choice([None, 5, 24]),
             "caches": list,
             "layers": lambda: self.some_list(lambda: (0, self.layer, 0) + (self.layer,) * 4),
             "cpu": lambda: self.cpu,
@@ -272,7 +283,7 @@ class World:
 
 ADDRESSES = {"address", "cache", "cos", "keys", "out", "queries", "residual", "sin", "values"}
 ADDRESSES |= {"weight", "x"}
-ARRAYS = {"indptr", "indices", "last_page_len", "slot_mapping"}
+ARRAYS = {"first_pages", "indptr", "indices", "last_page_len", "slot_mapping"}
 ARRAYS |= {"qo_indptr", "kv_indptr", "kv_indices"}
 # `close` ends a cache for all calls after it.
 LEFT_OUT = {"close"}

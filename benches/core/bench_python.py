@@ -31,11 +31,12 @@ from reference.prefix_hashes import Root, block_hashes
 BLOCK = 16
 NUM_BLOCKS = 131_072
 PROMPT = 32_768
+HYBRID = ["full"] + [("sliding_window", 1024)] * 6  # Gemma 3's, with its window
 IN_A_ROW = 8  # evictions that are timed together
 MICROSECOND = 1_000  # of the nanoseconds that are measured
 
 Work = Callable[[], Any]
-Make = Callable[[int], Any]  # a cache with this many blocks
+Make = Callable[..., Any]  # a cache with this many blocks, and of these groups if they are given
 
 
 @dataclass
@@ -184,6 +185,63 @@ def append_tokens_256(make: Make) -> Iterator[Work]:
         yield lambda: cache.append_tokens(sequences, sampled)
 
 
+def match_hybrid(make: Make) -> Iterator[Work]:
+    cache = make(NUM_BLOCKS, HYBRID)
+    sequence = cached(cache, tokens(0))
+    while True:
+        yield lambda: cache.count_prefix_hits(sequence, PROMPT - 1)
+
+
+def allocate_hybrid_warm(make: Make) -> Iterator[Work]:
+    cache = make(NUM_BLOCKS, HYBRID)
+    sequence = cached(cache, tokens(0))
+    while True:
+        yield lambda: cache.commit_prefix_plan(sequence, PROMPT - BLOCK, BLOCK)
+        cache.release([sequence])
+
+
+def allocate_hybrid_cold(make: Make) -> Iterator[Work]:
+    cache = make(NUM_BLOCKS, HYBRID)
+    sequence = cache.new_sequence(tokens(0))
+    while True:
+        yield lambda: cache.commit_prefix_plan(sequence, 0, PROMPT, 2048)
+        cache.release([sequence])
+
+
+def decode_256_hybrid(make: Make) -> Iterator[Work]:
+    cache = make(NUM_BLOCKS, HYBRID)
+    sequences = [cache.new_sequence(tokens(seed, 100 + seed % BLOCK)) for seed in range(256)]
+    for sequence in sequences:
+        cache.commit_prefix_plan(sequence, 0, sequence.num_tokens)
+    ones = [1] * len(sequences)
+    while True:
+        yield lambda: cache.append_slots(sequences, ones)
+
+
+def drop_of(interval: int | None) -> Callable[[Make], Iterator[Work]]:
+    def setup(make: Make) -> Iterator[Work]:
+        cache = make(NUM_BLOCKS, HYBRID)
+        for seed in range(1000):
+            sequence = cache.new_sequence(tokens(seed))
+            sequence.set_retention(interval)
+            cache.commit_prefix_plan(sequence, 0, PROMPT)
+            cache.mark_blocks_filled([sequence], [PROMPT])
+            yield lambda: cache.drop_unneeded([sequence], [PROMPT])  # noqa: B023
+            cache.release([sequence])
+
+    return setup
+
+
+def drop_nothing_256(make: Make) -> Iterator[Work]:
+    cache = make(NUM_BLOCKS, HYBRID)
+    sequences = [cache.new_sequence(tokens(seed, 100 + seed % BLOCK)) for seed in range(256)]
+    for sequence in sequences:
+        cache.commit_prefix_plan(sequence, 0, sequence.num_tokens)
+    upto = [sequence.num_tokens for sequence in sequences]
+    while True:
+        yield lambda: cache.drop_unneeded(sequences, upto)
+
+
 ROWS = [
     Row("hash 16 tokens", hash_prompt(16)),
     Row("hash 256 tokens", hash_prompt(256)),
@@ -202,6 +260,13 @@ ROWS = [
     Row("evict 16 of 100,000 prefixes", evict_16_of(100_000), False, IN_A_ROW),
     Row("decode: slots for 256 sequences", decode_256),
     Row("decode: tokens of 256 sequences", append_tokens_256),
+    Row("7 groups: match, fully cached", match_hybrid),
+    Row("7 groups: allocate warm", allocate_hybrid_warm),
+    Row("7 groups: allocate cold, chunked", allocate_hybrid_cold),
+    Row("7 groups: slots for 256 sequences", decode_256_hybrid),
+    Row("7 groups: drop nothing, 256 seqs", drop_nothing_256),
+    Row("7 groups: drop 11,904, registered", drop_of(None), for_reference=False),
+    Row("7 groups: drop 11,898, forgotten", drop_of(0), for_reference=False),
 ]
 
 
@@ -242,6 +307,10 @@ def report_large_pool(threads: Any) -> None:
     )
 
 
+def slow_cache(num_blocks: int, groups: Any = ("full",)) -> ReferenceCache:
+    return ReferenceCache(num_blocks, BLOCK, groups)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", default="single_writer", choices=["single_writer", "shared"])
@@ -253,11 +322,13 @@ def main() -> None:
     print(f"{'us':34} {'core':>9} {'reference':>11}")
     for row in ROWS:
         core = measure(
-            row, lambda n: PrefixCache(n, BLOCK, threads=arguments.threads), arguments.repeats
+            row,
+            lambda n, groups=None: PrefixCache(n, BLOCK, groups=groups, threads=arguments.threads),
+            arguments.repeats,
         )
         slow = ""
         if row.for_reference and not arguments.no_reference:
-            slow = f"{measure(row, lambda n: ReferenceCache(n, BLOCK), 1):11,.0f}"
+            slow = f"{measure(row, slow_cache, 1):11,.0f}"
         print(f"{row.name:34} {core:9.1f} {slow:>11}", flush=True)
 
 

@@ -9,6 +9,7 @@ use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Extras, Scope};
 use prefixcache_core::id::{BlockId, GroupId};
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
+use prefixcache_core::retention::{Pins, Retention};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
@@ -20,8 +21,11 @@ const ROOM: usize = 16;
 
 fuzz_target!(|input: (u8, Vec<[u8; 3]>)| {
     let (choice, calls) = input;
-    let groups = 1 + usize::from(choice >> 1 & 1);
-    let num_blocks = 8 + usize::from(choice >> 2);
+    let window = |window| GroupSpec::SlidingWindow { window };
+    let full = GroupSpec::FullAttention;
+    let groups = [vec![full], vec![full, window(7)], vec![window(1), full, window(16)], vec![window(9)]];
+    let groups = Groups::new(groups[usize::from(choice >> 1 & 3)].clone()).unwrap();
+    let num_blocks = 8 + usize::from(choice >> 3) * 3;
     let config = PoolConfig {
         num_blocks,
         max_blocks: num_blocks + ROOM,
@@ -41,14 +45,14 @@ struct Side<S> {
 }
 
 impl<S: BlockStore> Side<S> {
-    fn new(groups: usize, store: S) -> Self {
+    fn new(groups: Groups, store: S) -> Self {
         let config = HashConfig {
             model: "model".into(),
             revision: String::new(),
             kv_dtype: String::new(),
             arithmetic: String::new(),
             block_size: BLOCK_SIZE,
-            groups: Groups::new(vec![GroupSpec::FullAttention; groups]).unwrap(),
+            groups,
         };
         Self { cache: PrefixCache::new(config, store).unwrap(), sequences: Vec::new() }
     }
@@ -81,23 +85,42 @@ impl<S: BlockStore> Side<S> {
             1 => {
                 let hits = cache.count_prefix_hits(sequence).unwrap();
                 let new = tokens - hits + usize::from(b % 3);
-                format!("{:?}", cache.commit_prefix_plan(sequence, hits, new))
+                let chunk = 1 + usize::from(b >> 4);
+                format!("{:?}", cache.commit_in_chunks(sequence, hits, new, chunk))
             }
-            2 => format!("{:?}", cache.append_slots(&mut [sequence], &[usize::from(b % 9)])),
+            2 if b & 64 == 0 => {
+                format!("{:?}", cache.append_slots(&mut [sequence], &[usize::from(b % 9)]))
+            }
+            2 => {
+                let upto = sequence.num_ready_slots() + usize::from(b % 9);
+                format!("{:?}", cache.ensure_slots(&mut [sequence], &[upto]))
+            }
+            4 if b & 1 == 0 => {
+                let upto = sequence.num_filled();
+                format!("{:?}", cache.drop_unneeded(&mut [sequence], &[upto]))
+            }
             3 => format!("{:?}", cache.append_tokens(&mut [sequence], &[u32::from(b & 1)])),
             4 | 5 => {
-                let upto = sequence.num_slots().min(tokens);
+                let upto = sequence.num_ready_slots().min(tokens);
                 format!("{:?}", cache.mark_blocks_filled(&mut [sequence], &[upto]))
             }
             6 => {
+                let pinned = cache.pin_anchors(&[&mut *sequence]);
                 let outcome = cache.release(&mut [sequence]);
                 if outcome.is_ok() && b & 1 == 0 {
                     self.sequences.swap_remove(at);
                 }
-                format!("{outcome:?}")
+                format!("{pinned:?} {outcome:?}")
+            }
+            7 if b & 8 == 0 => {
+                let pins = (b & 1 == 0).then_some(Pins { min_distance: 2, prefix: b & 2 == 0 });
+                let interval = usize::from(b >> 4);
+                sequence.set_retention(Retention::Anchors { interval, pins });
+                sequence.add_anchor(usize::from(a ^ b) % 48);
+                String::new()
             }
             7 => {
-                let (group, index) = (GroupId::new(u16::from(b >> 7)), usize::from(b & 15));
+                let (group, index) = (GroupId::new(u16::from(b >> 7)), usize::from(b & 7));
                 let hash = sequence.hashes().get(index);
                 let hits = hash.and_then(|&hash| cache.store().lookup(&BlockKey::new(hash, group)));
                 // Now and then a block that does not hit.
@@ -134,15 +157,15 @@ impl<S: BlockStore> Side<S> {
         let tables: Vec<_> = self
             .sequences
             .iter()
-            .map(|sequence| [sequence.block_table(0), sequence.block_table(1)])
+            .map(|sequence| [0, 1, 2].map(|group| sequence.block_table(group)))
             .collect();
         let pool = (store.free_order(), store.cached_blocks(), store.stats());
         format!("{:?} {tables:?} {pool:?} {:?}", self.hits(), self.cache.stats())
     }
 }
 
-fn run<M: Mode>(groups: usize, config: PoolConfig, calls: &[[u8; 3]]) {
-    let mut plain = Side::new(groups, PlainPool::new(config).unwrap());
+fn run<M: Mode>(groups: Groups, config: PoolConfig, calls: &[[u8; 3]]) {
+    let mut plain = Side::new(groups.clone(), PlainPool::new(config).unwrap());
     let mut tested = Side::new(groups, BlockPool::<M>::with_ring_capacity(config, 512).unwrap());
     for &call in calls {
         assert_eq!(tested.call(call), plain.call(call), "{call:?} came to something else");

@@ -47,6 +47,7 @@ _Tokens: TypeAlias = (
     | _Sequence[int]
     | _SupportsArray
 )
+_GroupKind: TypeAlias = Literal["full"] | tuple[Literal["sliding_window"], int]
 _FreeOrder: TypeAlias = Literal["unhashed_first", "append"]
 # Who may change a cache or pool: one thread at a time, which is cheaper, or any. The first one to
 # change a single-writer one is its writer; another gets RuntimeError until it calls `adopt_writer`.
@@ -75,6 +76,9 @@ class Sequence:
     def num_slots(self) -> int:
         """Tokens that have a KV slot: hits and allocated ones; 0 while nothing is held."""
     @property
+    def num_ready_slots(self) -> int:
+        """Tokens that have a KV slot in every group; 0 while nothing is held."""
+    @property
     def num_filled(self) -> int:
         """Tokens whose KV is there; 0 while nothing is held."""
     @property
@@ -82,8 +86,26 @@ class Sequence:
         """Whether the sequence holds blocks: from a commit until its release."""
     def extend(self, tokens: _Tokens) -> None:
         """Add tokens, and hash the blocks that they fill."""
+    def set_retention(
+        self,
+        interval: int | None,
+        *,
+        pin: bool = False,
+        min_pin_blocks: int = 0,
+        pin_prefix: bool = True,
+    ) -> None:
+        """Say which of the blocks that `drop_unneeded` drops keep their content.
+
+        `interval` None, the default: all. Otherwise those that a request needs which stands at an
+        anchor, and one block below them; every multiple of `interval` tokens is an anchor too, if
+        it is not 0. With `pin` anchors are pinned, but for those fewer than `min_pin_blocks` past
+        the one before; with `pin_prefix` so is, by `pin_anchors`, all before them in groups that
+        need it.
+        """
+    def add_anchor(self, position: int) -> None:
+        """Make `position` (tokens) an anchor: its last full block is where requests can stand."""
     def block_table(self, group: int = 0) -> list[int]:
-        """The blocks of a group, in the order of the positions; empty while nothing is held."""
+        """The blocks of a group by position, 0 where it needs none; empty while nothing is held."""
     def block_hashes(self, start: int = 0, stop: int | None = None) -> list[bytes]:
         """The hashes of full blocks `start` to `stop`, 32 bytes each."""
 
@@ -100,7 +122,8 @@ class PrefixCache:
         revision: str = "",
         kv_dtype: str = "",
         arithmetic: str = "",
-        num_groups: int = 1,
+        num_groups: int | None = None,
+        groups: _Sequence[_GroupKind] | None = None,
         free_order: _FreeOrder = "unhashed_first",
         threads: _Threads = "single_writer",
         max_blocks: int | None = None,
@@ -109,7 +132,9 @@ class PrefixCache:
 
         Block 0, the null block, counts among them and is never handed out, as in vLLM. `model`,
         `revision`, `kv_dtype` (the type of the KV's numbers) and `arithmetic` (what the model
-        computes with) enter every hash. `max_blocks` is the most that `resize` may reach.
+        computes with) enter every hash. `max_blocks` is the most that `resize` may reach. `groups`
+        names the kind of each group of layers, one of full attention by default, as `num_groups`
+        counts them where all are. A window is at least 1 token.
         """
     def root_hash(self, *, cache_salt: str | None = None, lora: str | None = None) -> bytes:
         """The 32 bytes before the first block's hash under the current weights. Any thread.
@@ -139,24 +164,41 @@ class PrefixCache:
         `extras` are bytes that a block's KV depends on besides its tokens, one entry for each block
         from the first on, empty where there is none.
         """
-    def probe(self, hashes: BlockHashes) -> int:
-        """How many leading tokens are cached, in full blocks. Any thread; changes nothing."""
-    def count_prefix_hits(self, sequence: Sequence) -> int:
+    def probe(self, hashes: BlockHashes, max_tokens: int | None = None) -> int:
+        """How many leading tokens hit, in full blocks. Any thread; changes nothing.
+
+        The longest length up to `max_tokens` of which every group has the blocks that it needs: all
+        under full attention, those of the window before its end otherwise. A shorter length need
+        not hit, so a caller who will use fewer tokens says so here.
+        """
+    def count_prefix_hits(self, sequence: Sequence, max_tokens: int | None = None) -> int:
         """`probe` for a sequence."""
     def commit_prefix_plan(
-        self, sequence: Sequence, hit_tokens: int, num_tokens: int
+        self, sequence: Sequence, hit_tokens: int, num_tokens: int, chunk: int | None = None
     ) -> int | None:
         """Take the first `hit_tokens` as hits and slots for `num_tokens` more, all or none.
 
         `hit_tokens` is a multiple of the block size, 0 included. Returns the hit tokens really
-        taken, fewer than asked where some are gone meanwhile; None when blocks are lacking, and
-        then nothing has changed.
+        taken: the longest length up to `hit_tokens` that hits; None when blocks are lacking, and
+        then nothing has changed. With `chunk`, groups that have a window get slots for so many of
+        the new tokens alone, and for the next ones by `ensure_slots`.
         """
     def append_slots(self, sequences: _Sequence[Sequence], counts: _Sequence[int]) -> int:
         """Give each sequence `counts[i]` (at least 1) more slots, in order.
 
         Returns how many leading sequences got all of theirs; it stops at the first that could not,
         which is unchanged as all after it.
+        """
+    def ensure_slots(self, sequences: _Sequence[Sequence], upto: _Sequence[int]) -> int:
+        """Give each sequence slots in every group for its first `upto[i]` tokens, in order.
+
+        Returns how many leading sequences have theirs, as `append_slots` does.
+        """
+    def most_blocks(self, num_tokens: int, chunk: int) -> int:
+        """The most blocks that a sequence of `num_tokens` holds at once, in all groups.
+
+        That is where `chunk` tokens are computed at a time, those of steps planned ahead counted,
+        and `drop_unneeded` is called before slots for the next are taken.
         """
     def append_tokens(self, sequences: _Sequence[Sequence], tokens: _Tokens) -> None:
         """Add one token to each sequence."""
@@ -168,6 +210,18 @@ class PrefixCache:
         Marking again, or less, changes nothing. Returns the twins among the blocks published:
         (sequence, group, index in the block table, the block that already holds the content). A
         sequence committed before the last clear publishes nothing.
+        """
+    def drop_unneeded(self, sequences: _Sequence[Sequence], upto: _Sequence[int]) -> int:
+        """Drop the blocks that no token from `upto[i]` on needs; how many.
+
+        The tokens before are computed, in no step under way, and their full blocks published. The
+        null block stands where one was dropped. `set_retention` says which keep their content;
+        what others hold keeps it in any case, and so does what was a hit.
+        """
+    def pin_anchors(self, sequences: _Sequence[Sequence]) -> int:
+        """Pin what the sequences' anchors need, as their retention says; how many pins are new.
+
+        The end of what was published is an anchor. For requests that ended well, before `release`.
         """
     def replace_block(self, sequence: Sequence, group: int, index: int, block: int) -> None:
         """Swap a published block for `block`, the twin that hits, and release the own one."""
@@ -184,9 +238,9 @@ class PrefixCache:
     def weight_version(self) -> int:
         """The version of the weights, which stands in every hash; 0 at first."""
     def pin(self, sequence: Sequence, num_tokens: int) -> int:
-        """Pin the cached full blocks among the first `num_tokens` tokens; they are evicted last.
+        """Pin the blocks that the longest hit within `num_tokens` tokens needs: evicted last.
 
-        Returns how many blocks were not pinned before. The sequence need not hold anything.
+        Returns how many pins are new. The sequence need not hold anything.
         """
     def unpin(self, sequence: Sequence) -> int:
         """Take the pins off the sequence's cached blocks. Returns how many were pinned."""
@@ -207,13 +261,15 @@ class PrefixCache:
         indices: npt.NDArray[np.int32],
         last_page_len: npt.NDArray[np.int32],
         slot_mapping: npt.NDArray[np.int64],
+        first_pages: npt.NDArray[np.int32] | None = None,
     ) -> int:
         """Write the block tables of a batch of S sequences and T computed tokens.
 
-        For each sequence: the pages that cover positions 0 to `starts[i] + counts[i]` (`indptr`
-        [S + 1], `indices` [pages], `last_page_len` [S]: tokens on the last page), and
-        block * block_size + offset for each of the `counts[i]` computed tokens (`slot_mapping`
-        [T]).
+        For each sequence: the pages up to position `starts[i] + counts[i]`, of a group with a
+        window those alone that the tokens from `starts[i]` on need (`indptr` [S + 1], `indices`
+        [pages], `last_page_len` [S]: tokens on the last page; `first_pages` [S]: how many are left
+        out before the first), and block * block_size + offset for each of the `counts[i]` computed
+        tokens (`slot_mapping` [T]).
         The arrays may be longer. Returns the number of pages written.
         """
     @property

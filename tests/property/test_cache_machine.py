@@ -16,6 +16,16 @@ from reference.cache import ReferenceCache
 from repeatable import bounded
 
 BASES = [[7] * 40, list(range(40))]  # prompts share a prefix of one of these
+FULL = "full"
+GROUPS: list[list[Any]] = [
+    [FULL],
+    [FULL],
+    [FULL] * 3,
+    [FULL, ("sliding_window", 5)],
+    [("sliding_window", 1), FULL, ("sliding_window", 16)],
+    [("sliding_window", 7)],
+    [("sliding_window", 3), ("sliding_window", 12)],
+]
 SCOPES = [{}] * 6 + [{"cache_salt": ""}, {"lora": ""}]
 MAX_BLOCKS = 24
 
@@ -41,7 +51,7 @@ def prompts() -> st.SearchStrategy[list[int]]:
 class CacheMachine(RuleBasedStateMachine):
     @initialize(
         block_size=st.sampled_from([1, 2, 4, 8]),
-        groups=st.sampled_from([1, 1, 1, 2, 3]),
+        groups=st.sampled_from(GROUPS),
         num_blocks=st.integers(MAX_BLOCKS // 2, MAX_BLOCKS),
         order=st.sampled_from(["unhashed_first", "append"]),
         threads=st.sampled_from(["single_writer", "shared"]),
@@ -50,7 +60,7 @@ class CacheMachine(RuleBasedStateMachine):
     def start(
         self,
         block_size: int,
-        groups: int,
+        groups: list[Any],
         num_blocks: int,
         order: str,
         threads: str,
@@ -61,7 +71,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.real = PrefixCache(
             num_blocks,
             block_size,
-            num_groups=groups,
+            groups=groups,
             free_order=order,
             threads=threads,
             max_blocks=MAX_BLOCKS,
@@ -135,7 +145,65 @@ class CacheMachine(RuleBasedStateMachine):
         asked = data.draw(st.integers(0, pair.slow.num_tokens // self.slow.block_size))
         asked = data.draw(st.sampled_from([hits, asked * self.slow.block_size]))
         rest = max(pair.slow.num_tokens - asked, 1)
-        self.both("commit_prefix_plan", pair, asked, data.draw(st.integers(1, rest)))
+        chunk = data.draw(st.one_of(st.none(), st.integers(1, 12)))
+        self.both("commit_prefix_plan", pair, asked, data.draw(st.integers(1, rest)), chunk)
+
+    @precondition(any_idle)
+    @rule(data=st.data(), most=st.integers(0, 50))
+    def count_within(self, data: st.DataObject, most: int) -> None:
+        self.both("count_prefix_hits", self.pick(data, held=False), most)
+
+    @precondition(any_held)
+    @rule(data=st.data(), more=st.integers(0, 9))
+    def ensure_slots(self, data: st.DataObject, more: int) -> None:
+        batch = self.pick_batch(data)
+        self.both("ensure_slots", batch, [pair.slow.num_ready_slots + more for pair in batch])
+
+    @precondition(any_held)
+    @rule(data=st.data(), published=st.booleans())
+    def drop_unneeded(self, data: st.DataObject, published: bool) -> None:
+        batch = self.pick_batch(data)
+        size = self.slow.block_size
+        ready = [pair.slow.num_ready_slots for pair in batch]
+        upto = [
+            min(pair.slow.num_published * size, most)
+            for pair, most in zip(batch, ready, strict=True)
+        ]
+        self.both("drop_unneeded", batch, upto if published else ready)
+
+    @precondition(lambda self: self.pairs)
+    @rule(
+        data=st.data(),
+        interval=st.sampled_from([None, 0, 0, 5, 16]),
+        anchors=st.lists(st.integers(0, 45), max_size=3),
+        pin=st.booleans(),
+        least=st.integers(0, 3),
+        prefix=st.booleans(),
+    )
+    def retain(
+        self,
+        data: st.DataObject,
+        interval: int | None,
+        anchors: list[int],
+        pin: bool,
+        least: int,
+        prefix: bool,
+    ) -> None:
+        pair = data.draw(st.sampled_from(self.pairs))
+        pins = {"pin": pin and interval is not None, "min_pin_blocks": least, "pin_prefix": prefix}
+        for sequence in (pair.real, pair.slow):
+            sequence.set_retention(interval, **pins)
+            for anchor in anchors:
+                sequence.add_anchor(anchor)
+
+    @precondition(any_held)
+    @rule(data=st.data())
+    def pin_anchors(self, data: st.DataObject) -> None:
+        self.both("pin_anchors", self.pick_batch(data))
+
+    @rule(num_tokens=st.integers(0, 90), chunk=st.integers(1, 20))
+    def most_blocks(self, num_tokens: int, chunk: int) -> None:
+        self.both("most_blocks", num_tokens, chunk)
 
     @precondition(any_held)
     @rule(data=st.data())
@@ -161,7 +229,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), every=st.booleans())
     def mark_filled(self, data: st.DataObject, every: bool) -> None:
         batch = self.pick_batch(data)
-        most = [min(pair.slow.num_slots, pair.slow.num_tokens) for pair in batch]
+        most = [min(pair.slow.num_ready_slots, pair.slow.num_tokens) for pair in batch]
         upto = most if every else [data.draw(st.integers(0, one)) for one in most]
         self.mark(batch, upto)
 
@@ -175,6 +243,8 @@ class CacheMachine(RuleBasedStateMachine):
         pair, group, index, epoch = self.twins.pop()
         if not pair.held or pair.slow.epoch != epoch or pair.slow.num_published <= index:
             return
+        if pair.slow.block_table(group)[index] == 0:
+            return  # dropped since
         key = (pair.slow.block_hashes()[index], group)
         hitting = self.slow.pool.lookup(key)
         if hitting is not None:
@@ -189,12 +259,19 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fill_block_tables(self, data: st.DataObject) -> None:
         batch = self.pick_batch(data)
-        ends = [data.draw(st.integers(0, pair.slow.num_slots)) for pair in batch]
-        starts = [data.draw(st.integers(0, end)) for end in ends]
-        counts = [end - start for start, end in zip(starts, ends, strict=True)]
         size, group = self.slow.block_size, self.slow.num_groups - 1
         tables = [pair.slow.block_table(group) for pair in batch]
-        pages = [table[: -(-end // size)] for table, end in zip(tables, ends, strict=True)]
+        ends = [data.draw(st.integers(0, pair.slow.num_ready_slots)) for pair in batch]
+        starts = [data.draw(st.integers(0, end)) for end in ends]
+        first = [self.slow.first_needed(group, start) for start in starts]
+        held = [next((i for i, b in enumerate(table) if b), len(table)) for table in tables]
+        if any(page < own for page, own in zip(first, held, strict=True)):
+            return  # what they need was dropped
+        counts = [end - start for start, end in zip(starts, ends, strict=True)]
+        pages = [
+            table[page : max(page, -(-end // size))]
+            for table, page, end in zip(tables, first, ends, strict=True)
+        ]
         slots = [
             table[position // size] * size + position % size
             for table, start, end in zip(tables, starts, ends, strict=True)
@@ -205,12 +282,16 @@ class CacheMachine(RuleBasedStateMachine):
         last = np.full(len(batch), -1, np.int32)
         mapping = np.full(len(slots), -1, np.int64)
         reals = [pair.real for pair in batch]
-        arrays = (indptr, indices, last, mapping)
+        left_out = np.full(len(batch), -1, np.int32)
+        arrays = (indptr, indices, last, mapping, left_out)
         written = self.real.fill_block_tables(reals, starts, counts, group, *arrays)
         assert written == len(indices)
         assert np.diff(indptr).tolist() == [len(page) for page in pages]
         assert indices.tolist() == [block for page in pages for block in page]
-        assert last.tolist() == [(end - 1) % size + 1 if end else 0 for end in ends]
+        assert last.tolist() == [
+            (end - 1) % size + 1 if page else 0 for page, end in zip(pages, ends, strict=True)
+        ]
+        assert left_out.tolist() == first
         assert mapping.tolist() == slots
 
     @rule()
@@ -258,6 +339,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert real.is_committed == pair.held
         assert real.num_tokens == slow.num_tokens
         assert (real.num_slots, real.num_filled) == (slow.num_slots, slow.num_filled)
+        assert real.num_ready_slots == slow.num_ready_slots
         assert real.block_hashes() == slow.block_hashes()
         for group in range(self.slow.num_groups):
             assert real.block_table(group) == slow.block_table(group)

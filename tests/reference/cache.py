@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from reference.prefix_hashes import Root, block_hashes
 
 Key = tuple[bytes, int]  # the content's hash and the group
+Group = str | tuple[str, int]  # "full" or ("sliding_window", window)
 
 
 @dataclass
@@ -32,8 +33,41 @@ class Sequence:
     tables: list[list[int]] | None = None
     epoch: int = 0
     num_slots: int = 0
+    num_ready_slots: int = 0
     num_filled: int = 0
     num_published: int = 0
+    num_hits: int = 0
+    interval: int | None = None
+    pin: bool = False
+    min_pin_blocks: int = 0
+    pin_prefix: bool = True
+    anchors: set[int] = field(default_factory=set)
+
+    def set_retention(
+        self,
+        interval: int | None,
+        *,
+        pin: bool = False,
+        min_pin_blocks: int = 0,
+        pin_prefix: bool = True,
+    ) -> None:
+        self.interval, self.pin = interval, pin
+        self.min_pin_blocks, self.pin_prefix = min_pin_blocks, pin_prefix
+
+    def add_anchor(self, position: int) -> None:
+        self.anchors.add(position)
+
+    def anchor_blocks(self, block_size: int, upto: int) -> list[int]:
+        """All anchors from block 1 to block `upto`, in blocks."""
+        step = self.interval
+        multiples = range(step, (upto + 1) * block_size, step) if step else ()
+        positions = self.anchors | set(multiples)
+        found = {position // block_size for position in positions}
+        return sorted(length for length in found if 0 < length <= upto)
+
+    def is_pinned(self, length: int, block_size: int) -> bool:
+        before = self.anchor_blocks(block_size, length - 1)
+        return self.pin and length - max(before, default=0) >= self.min_pin_blocks
 
     @property
     def num_tokens(self) -> int:
@@ -134,12 +168,14 @@ class ReferencePool:
         self.registered.setdefault(key, []).append(block)
         return hitting
 
-    def release(self, blocks: list[int]) -> None:
+    def release(self, blocks: list[int], *, discard: bool = False) -> None:
         freed = []
         for block in blocks:
             self.blocks[block].holders -= 1
             if self.blocks[block].holders == 0:
                 freed.append(block)
+                if discard and not self.blocks[block].pinned:
+                    self.forget(block)
         blank = [block for block in freed if not self.is_cached(block)]
         for block in blank:
             self.forget(block)
@@ -192,7 +228,7 @@ class ReferencePool:
 class ReferenceCache:
     num_blocks_with_null: int
     block_size: int = 16
-    num_groups: int = 1
+    groups: Items[Group] = ("full",)
     free_order_name: str = "unhashed_first"
     max_blocks: int | None = None
     weight_version: int = 0
@@ -202,6 +238,21 @@ class ReferenceCache:
 
     def __post_init__(self) -> None:
         self.pool = ReferencePool(self.num_blocks_with_null, self.free_order_name, self.max_blocks)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.groups)
+
+    def is_full(self, group: int) -> bool:
+        return self.groups[group] == "full"
+
+    def first_needed(self, group: int, position: int) -> int:
+        """The block of the first token that the one at `position` attends to."""
+        kind = self.groups[group]
+        return 0 if isinstance(kind, str) else max(0, position + 1 - kind[1]) // self.block_size
+
+    def first_kept(self, group: int, length: int) -> int:
+        return max(0, self.first_needed(group, length * self.block_size) - 1)
 
     def new_sequence(
         self,
@@ -216,66 +267,144 @@ class ReferenceCache:
             lora=lora,
             cache_salt=cache_salt,
             weights=str(self.weight_version),
-            groups=("full",) * self.num_groups,
+            groups=tuple(g if isinstance(g, str) else f"{g[0]}:{g[1]}" for g in self.groups),
         )
         return Sequence(list(tokens), root, tuple(extras or ()))
 
-    def keys(self, hashes: list[bytes]) -> list[Key]:
-        return [(one, group) for one in hashes for group in range(self.num_groups)]
+    def needed(self, hashes: list[bytes]) -> list[Key]:
+        """What a hit of all these blocks needs, group by group."""
+        end = len(hashes) * self.block_size
+        groups = range(self.num_groups)
+        return [(one, g) for g in groups for one in hashes[self.first_needed(g, end) :]]
+
+    def longest_hit(self, hashes: list[bytes]) -> int:
+        """Blocks of the longest length of which every group has what it needs."""
+        lengths = range(len(hashes), -1, -1)
+        has = self.pool.lookup
+        return next(n for n in lengths if all(has(key) for key in self.needed(hashes[:n])))
 
     def refresh(self, sequence: Sequence) -> None:
         if sequence.tables is None:
             sequence.root = replace(sequence.root, weights=str(self.weight_version))
 
-    def count_prefix_hits(self, sequence: Sequence) -> int:
+    def count_prefix_hits(self, sequence: Sequence, max_tokens: int = 1 << 60) -> int:
         self.refresh(sequence)
-        blocks = 0
-        for block_hash in sequence.block_hashes():
-            if any(self.pool.lookup(key) is None for key in self.keys([block_hash])):
-                break
-            blocks += 1
-        return blocks * self.block_size
+        hashes = sequence.block_hashes()[: max_tokens // self.block_size]
+        return self.longest_hit(hashes) * self.block_size
 
     def commit_prefix_plan(
-        self, sequence: Sequence, hit_tokens: int, num_tokens: int
+        self, sequence: Sequence, hit_tokens: int, num_tokens: int, chunk: int | None = None
     ) -> int | None:
         assert sequence.tables is None
         self.refresh(sequence)
-        groups = self.num_groups
-        wanted = sequence.block_hashes(0, hit_tokens // self.block_size)
-        new_blocks = -(-num_tokens // self.block_size)
-        taken = self.pool.commit(self.keys(wanted), new_blocks * groups)
+        near = num_tokens if chunk is None else min(num_tokens, chunk)
+        hashes = sequence.block_hashes(0, hit_tokens // self.block_size)
+        length = self.longest_hit(hashes)
+        hit_tokens = length * self.block_size
+        groups = range(self.num_groups)
+        new = [-(-(num_tokens if self.is_full(g) else near) // self.block_size) for g in groups]
+        keys = self.needed(hashes[:length])
+        taken = self.pool.commit(keys, sum(new))
         if taken is None:
             return None
-        count, blocks = taken
-        whole = count - count % groups
-        self.pool.release(blocks[whole:count])
-        hits, new = blocks[:whole], blocks[count:]
-        sequence.tables = [
-            hits[group::groups] + new[group * new_blocks : (group + 1) * new_blocks]
-            for group in range(groups)
-        ]
-        hit_tokens = whole // groups * self.block_size
+        blocks = taken[1]
+        hits, fresh = blocks[: len(keys)], blocks[len(keys) :]
+        sequence.tables = []
+        for group in groups:
+            first = self.first_needed(group, hit_tokens)
+            own, hits = hits[: length - first], hits[length - first :]
+            mine, fresh = fresh[: new[group]], fresh[new[group] :]
+            sequence.tables.append([0] * first + own + mine)
+        fulls = [self.is_full(group) for group in groups]
         sequence.epoch = self.pool.epoch
-        sequence.num_slots = hit_tokens + num_tokens
+        sequence.num_slots = hit_tokens + (num_tokens if any(fulls) else near)
+        sequence.num_ready_slots = hit_tokens + (num_tokens if all(fulls) else near)
         sequence.num_filled = hit_tokens
-        sequence.num_published = whole // groups
+        sequence.num_published = sequence.num_hits = length
         self.queries += sequence.num_tokens
         self.hits += hit_tokens
         return hit_tokens
 
     def append_slots(self, sequences: list[Sequence], counts: list[int]) -> int:
         for index, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
-            assert sequence.tables is not None
-            blocks = -(-(sequence.num_slots + count) // self.block_size)
-            missing = blocks - len(sequence.tables[0])
-            taken = self.pool.commit([], missing * self.num_groups)
-            if taken is None:
+            if not self.grow(sequence, sequence.num_slots + count):
                 return index
-            for group, table in enumerate(sequence.tables):
-                table += taken[1][group * missing : (group + 1) * missing]
-            sequence.num_slots += count
         return len(sequences)
+
+    def ensure_slots(self, sequences: list[Sequence], upto: list[int]) -> int:
+        for index, (sequence, tokens) in enumerate(zip(sequences, upto, strict=True)):
+            if not self.grow(sequence, tokens):
+                return index
+        return len(sequences)
+
+    def grow(self, sequence: Sequence, tokens: int) -> bool:
+        assert sequence.tables is not None
+        blocks = -(-tokens // self.block_size)
+        missing = [max(0, blocks - len(table)) for table in sequence.tables]
+        taken = self.pool.commit([], sum(missing))
+        if taken is None:
+            return False
+        for table, count in zip(sequence.tables, missing, strict=True):
+            table += taken[1][:count]
+            del taken[1][:count]
+        sequence.num_slots = max(sequence.num_slots, tokens)
+        sequence.num_ready_slots = max(sequence.num_ready_slots, tokens)
+        return True
+
+    def drop_unneeded(self, sequences: list[Sequence], upto: list[int]) -> int:
+        count = 0
+        for sequence, position in zip(sequences, upto, strict=True):
+            assert sequence.tables is not None
+            for group, table in enumerate(sequence.tables):
+                if sequence.interval is None:
+                    end = self.first_needed(group, position)
+                else:
+                    end = self.first_kept(group, position // self.block_size)
+                dropped = [index for index in range(end) if table[index] != 0][::-1]
+                fates = {index: self.fate(sequence, group, index) for index in dropped}
+                self.pool.set_pins([table[i] for i in dropped if fates[i] == "pinned"], True)
+                self.pool.release([table[i] for i in dropped if fates[i] != "forgotten"])
+                forgotten = [table[i] for i in dropped if fates[i] == "forgotten"]
+                self.pool.release(forgotten, discard=True)
+                for index in dropped:
+                    table[index] = 0
+                count += len(dropped)
+        return count
+
+    def fate(self, sequence: Sequence, group: int, index: int) -> str:
+        size = self.block_size
+        if sequence.interval is None:
+            return "kept"
+        anchors = sequence.anchor_blocks(size, len(sequence.tables[group]) + 100)
+        own = [a for a in anchors if self.first_kept(group, a) <= index < a]
+        if any(sequence.is_pinned(anchor, size) for anchor in own):
+            return "pinned"
+        return "kept" if own or index < sequence.num_hits else "forgotten"
+
+    def pin_anchors(self, sequences: list[Sequence]) -> int:
+        pinned = 0
+        for sequence in sequences:
+            assert sequence.tables is not None
+            end, size = sequence.num_published, self.block_size
+            anchors = {*sequence.anchor_blocks(size, end), end} if sequence.pin and end else ()
+            anchors = sorted(one for one in anchors if sequence.is_pinned(one, size))
+            for group, table in enumerate(sequence.tables):
+                own = anchors
+                if self.is_full(group):
+                    own = anchors[-1:] if sequence.pin_prefix else []
+                for length in own:
+                    blocks = table[self.first_kept(group, length) : length]
+                    pinned += self.pool.set_pins([block for block in blocks if block], True)
+        return pinned
+
+    def most_blocks(self, num_tokens: int, chunk: int) -> int:
+        return sum(self.most_of_group(group, num_tokens, chunk) for group in range(self.num_groups))
+
+    def most_of_group(self, group: int, num_tokens: int, chunk: int) -> int:
+        size = self.block_size
+        full = num_tokens // size
+        behind = full - self.first_kept(group, full)
+        return min(-(-num_tokens // size), behind + -(-chunk // size) + 1)
 
     def append_tokens(self, sequences: list[Sequence], tokens: list[int]) -> None:
         for sequence, token in zip(sequences, tokens, strict=True):
@@ -290,6 +419,8 @@ class ReferenceCache:
             hashes = sequence.block_hashes()
             for index in range(sequence.num_published, tokens // self.block_size):
                 for group, table in enumerate(sequence.tables):
+                    if table[index] == 0:
+                        continue
                     key = (hashes[index], group)
                     twin = self.pool.register(table[index], key, sequence.epoch)
                     if twin is not None:
@@ -309,9 +440,11 @@ class ReferenceCache:
         for sequence in sequences:
             assert sequence.tables is not None
             for table in sequence.tables:
-                self.pool.release(table[::-1])
+                self.pool.release([block for block in table[::-1] if block])
             sequence.tables = None
-            sequence.num_slots = sequence.num_filled = sequence.num_published = 0
+            sequence.num_slots = sequence.num_ready_slots = sequence.num_filled = (
+                sequence.num_published
+            ) = 0
 
     def clear_cache_index(self) -> None:
         self.pool.epoch += 1
@@ -322,23 +455,32 @@ class ReferenceCache:
         return self.weight_version
 
     def pin(self, sequence: Sequence, num_tokens: int) -> int:
-        return self.set_pins(sequence, num_tokens // self.block_size, pinned=True)
+        """Pins what the longest hit needs, which leaves the line of free blocks and joins again."""
+        self.refresh(sequence)
+        hashes = sequence.block_hashes()[: num_tokens // self.block_size]
+        keys = self.needed(hashes[: self.longest_hit(hashes)])
+        return self.set_pins(keys, pinned=True)
 
     def unpin(self, sequence: Sequence) -> int:
-        return self.set_pins(sequence, len(sequence.tokens), pinned=False)
-
-    def set_pins(self, sequence: Sequence, num_blocks: int, *, pinned: bool) -> int:
-        """Pin or unpin the leading hits, which leave the line of free blocks and join it again."""
         self.refresh(sequence)
-        taken = self.pool.commit(self.keys(sequence.block_hashes()[:num_blocks]), 0)
+        hashes = sequence.block_hashes()
+        unpinned = 0
+        for group in range(self.num_groups):
+            keys = [(one, group) for one in hashes if self.pool.lookup((one, group))]
+            unpinned += self.set_pins(keys, pinned=False)
+        return unpinned
+
+    def set_pins(self, keys: list[Key], *, pinned: bool) -> int:
+        taken = self.pool.commit(keys, 0)
         assert taken is not None
-        count, blocks = taken
-        whole = count - count % self.num_groups
-        self.pool.release(blocks[whole:])
-        tables = [blocks[group : whole : self.num_groups] for group in range(self.num_groups)]
-        blocks = [block for table in tables for block in table]
+        blocks = taken[1]
         changed = self.pool.set_pins(blocks, pinned)
-        self.pool.release(blocks[::-1])
+        groups = [
+            [b for b, key in zip(blocks, keys, strict=True) if key[1] == group]
+            for group in range(self.num_groups)
+        ]
+        for own in groups:
+            self.pool.release(own[::-1])
         return changed
 
     def demote(self, count: int) -> int:

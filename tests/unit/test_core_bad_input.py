@@ -59,6 +59,13 @@ def state(cache: PrefixCache) -> tuple[object, ...]:
         ((8, -16), {}, "block_size"),
         ((8,), {"num_groups": 0}, "num_groups"),
         ((8,), {"num_groups": 70_000}, "num_groups"),
+        ((8,), {"groups": []}, "groups must have from 1"),
+        ((8,), {"groups": ["full"] * 65_536}, "groups must have from 1"),
+        ((8,), {"groups": ["full", "mamba"]}, r"groups\[1\] must be .*, not \"mamba\""),
+        ((8,), {"groups": [("chunked", 4)]}, r"groups\[0\] must be .*, not \"chunked\""),
+        ((8,), {"groups": ["full", ("sliding_window", 0)]}, r"groups\[1\] must have a window"),
+        ((8,), {"groups": [("sliding_window", -1)]}, "window"),
+        ((8,), {"groups": ["full"], "num_groups": 1}, "num_groups must not be given beside groups"),
         ((8,), {"free_order": "lifo"}, "free_order"),
         ((8,), {"threads": "many"}, "threads"),
     ],
@@ -352,6 +359,52 @@ def test_a_shrunk_pool_publishes_nothing_above_its_end(cache: PrefixCache) -> No
     assert cache.num_free_blocks == cache.num_blocks - 1 == 2
     assert cache.resize(33) == 0
     assert cache.num_free_blocks == 32
+
+
+@pytest.mark.parametrize("kind", [("sliding_window",), ("sliding_window", 4, 4), 4, None])
+def test_kinds_of_groups_of_the_wrong_type(kind: Any) -> None:
+    with pytest.raises(TypeError, match=r"groups\[0\] must be "):
+        PrefixCache(8, groups=[kind])
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_calls_about_windows(threads: Any) -> None:
+    cache = PrefixCache(9, 4, groups=["full", ("sliding_window", 5)], threads=threads)
+    sequence = cache.new_sequence(range(16))
+    for call in (cache.drop_unneeded, cache.ensure_slots):
+        with pytest.raises(RuntimeError, match=r"sequences\[0\] holds no blocks"):
+            call([sequence], [1])
+    with pytest.raises(RuntimeError, match=r"sequences\[0\] holds no blocks"):
+        cache.pin_anchors([sequence])
+    with pytest.raises(ValueError, match="chunk must be at least 1"):
+        cache.commit_prefix_plan(sequence, 0, 16, 0)
+    with pytest.raises(ValueError, match="interval must not be None with pin"):
+        sequence.set_retention(None, pin=True)
+    with pytest.raises(ValueError, match="interval must be from 0"):
+        sequence.set_retention(-1)
+    with pytest.raises(ValueError, match="position must be from 0"):
+        sequence.add_anchor(-1)
+    assert cache.commit_prefix_plan(sequence, 0, 16, 8) == 0
+    assert (sequence.num_slots, sequence.num_ready_slots) == (16, 8)
+    with pytest.raises(ValueError, match=r"upto\[0\] must be at most 8, its slots, not 9"):
+        cache.drop_unneeded([sequence], [9])
+    with pytest.raises(ValueError, match=r"upto\[0\] must be at most 8, the tokens with a slot"):
+        cache.mark_blocks_filled([sequence], [9])
+    with pytest.raises(ValueError, match="upto must have one entry"):
+        cache.ensure_slots([sequence], [])
+    with pytest.raises(ValueError, match=r"upto\[0\] must be at most"):
+        cache.ensure_slots([sequence], [2**60])
+    cache.mark_blocks_filled([sequence], [8])
+    assert cache.drop_unneeded([sequence], [8]) == 1
+    assert sequence.block_table(1)[0] == 0
+    arrays = [np.zeros(4, kind) for kind in ("i4", "i4", "i4", "i8", "i4")]
+    with pytest.raises(ValueError, match=r"starts\[0\] must not need blocks before 1"):
+        cache.fill_block_tables([sequence], [7], [1], 1, *arrays)
+    with pytest.raises(ValueError, match="first_pages must have room for 1"):
+        cache.fill_block_tables([sequence], [7], [1], 0, *arrays[:4], arrays[4][:0])
+    with pytest.raises(ValueError, match="index must be at least 1, the first block held"):
+        cache.replace_block(sequence, 1, 0, 3)
+    cache.validate()
 
 
 @pytest.mark.parametrize("threads", THREADS)

@@ -18,8 +18,8 @@ from reference.prefix_hashes import Root, block_hashes, vectors
 VECTORS = Path(__file__).parent.parent / "vectors"
 
 
-def rows(number: int) -> Iterator[dict[str, Any]]:
-    with gzip.open(VECTORS / f"vllm_order_full.{number}.jsonl.gz", "rt") as lines:
+def rows(kind: str, number: int) -> Iterator[dict[str, Any]]:
+    with gzip.open(VECTORS / f"vllm_order_{kind}.{number}.jsonl.gz", "rt") as lines:
         yield from map(json.loads, lines)
 
 
@@ -41,8 +41,8 @@ class Replay:
 
     def match(self, row: dict[str, Any]) -> None:
         sequence = self.sequences[row["req"]]
-        computable = (sequence.num_tokens - 1) // self.cache.block_size * self.cache.block_size
-        assert min(self.cache.count_prefix_hits(sequence), computable) == row["hit_tokens"]
+        computable = sequence.num_tokens - 1
+        assert self.cache.count_prefix_hits(sequence, computable) == row["hit_tokens"]
 
     def allocate(self, row: dict[str, Any]) -> None:
         sequence = self.sequences[row["req"]]
@@ -53,6 +53,7 @@ class Replay:
 
     def append(self, row: dict[str, Any]) -> None:
         sequence = self.sequences[row["req"]]
+        self.cache.drop_unneeded([sequence], [sequence.num_filled])
         served = self.cache.append_slots([sequence], [row["new_tokens"]])
         assert served == row["ok"]
         if row["ok"]:
@@ -60,7 +61,8 @@ class Replay:
 
     def fill(self, sequence: Any, row: dict[str, Any]) -> None:
         self.cache.mark_blocks_filled([sequence], [sequence.num_slots])
-        assert [sequence.block_table()] == row["tables"]
+        groups = range(len(row["tables"]))
+        assert [sequence.block_table(group) for group in groups] == row["tables"]
 
     def sampled(self, row: dict[str, Any]) -> None:
         self.cache.append_tokens([self.sequences[row["req"]]], [row["token"]])
@@ -81,11 +83,19 @@ class Replay:
 
 @pytest.mark.parametrize("threads", ["single_writer", "shared", "reference"])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_vllm_order(threads: Any, number: int) -> None:
-    config, *operations = rows(number)
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+def test_vllm_order(threads: Any, kind: str, number: int) -> None:
+    config, *operations = rows(kind, number)
     size = (config["num_blocks"], config["block_size"])
+    groups: list[Any] = ["full"]
+    if kind == "hybrid":
+        groups.append(("sliding_window", config["sliding_window"]))
     slow = threads == "reference"
-    replay = Replay(ReferenceCache(*size) if slow else PrefixCache(*size, threads=threads))
+    replay = Replay(
+        ReferenceCache(*size, groups=groups)
+        if slow
+        else PrefixCache(*size, groups=groups, threads=threads)
+    )
     for index, row in enumerate(operations):
         try:
             replay.step(row)

@@ -328,6 +328,10 @@ impl Block {
 
     /// The last holder takes content and class from the block and holds it on.
     pub(crate) fn transition_to_blank<M: Mode>(&self, last: State) -> Transition {
+        if planted(Fault::BlindBlank) {
+            self.state.store(State::HELD_ONCE.0, Release);
+            return Transition::Done;
+        }
         self.exchange::<M>(last, State::HELD_ONCE)
     }
 

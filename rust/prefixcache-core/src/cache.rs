@@ -12,9 +12,11 @@ use std::sync::Arc;
 use crate::error::{
     Argument, Broken, CacheError, InvalidArgument, Misuse, ResizeError, SequenceFault,
 };
+use crate::groups::GroupSpec;
 use crate::hash::{Extras, HashConfig, PrefixHashes, Scope};
 use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
-use crate::sequence::{self, BlockHashes, Holding, Sequence};
+use crate::retention::Fate;
+use crate::sequence::{self, BlockHashes, Holding, Sequence, Table};
 use crate::store::{BlockKey, BlockStore, Registration};
 use crate::sync::{AtomicU64, Ordering};
 
@@ -36,10 +38,31 @@ pub struct Twin {
 
 /// What a commit took from the pool.
 struct Taken {
-    /// Leading blocks that hit, in every group.
+    /// Leading blocks that hit: those of them that a group needs.
     hits: usize,
     /// The block table of each group, hits first.
-    tables: Vec<Vec<BlockId>>,
+    tables: Vec<Table>,
+}
+
+/// The blocks that a commit takes without content.
+#[derive(Clone, Copy)]
+struct NewBlocks {
+    /// For each group that needs the whole prefix.
+    whole: usize,
+    /// For each of the others.
+    near: usize,
+}
+
+impl NewBlocks {
+    const NONE: Self = Self { whole: 0, near: 0 };
+
+    fn of(self, spec: GroupSpec) -> usize {
+        if spec.needs_whole_prefix() {
+            self.whole
+        } else {
+            self.near
+        }
+    }
 }
 
 /// Lifetime counts of the cache, in tokens.
@@ -117,28 +140,78 @@ impl<S: BlockStore> PrefixCache<S> {
 
     // Reading.
 
-    /// How many leading tokens are cached, in full blocks. Changes nothing.
+    /// How many leading tokens hit, in full blocks: the longest length of which every group has the
+    /// blocks that it needs. Changes nothing.
     pub fn probe(&self, hashes: &BlockHashes) -> usize {
-        self.count_leading_hits(hashes.as_slice()) * self.block_size()
+        self.probe_within(hashes, usize::MAX)
+    }
+
+    /// The longest such length up to `max_tokens`, which may be any: where a group does not need whole
+    /// prefixes, a length that hits says nothing of shorter ones.
+    pub fn probe_within(&self, hashes: &BlockHashes, max_tokens: usize) -> usize {
+        self.longest_hit(self.within(hashes.as_slice(), max_tokens)) * self.block_size()
     }
 
     /// [`PrefixCache::probe`] for a sequence, which is hashed anew if the weights have changed.
     pub fn count_prefix_hits(&self, sequence: &mut Sequence) -> Result<usize, CacheError> {
+        self.count_prefix_hits_within(sequence, usize::MAX)
+    }
+
+    /// [`PrefixCache::probe_within`] for a sequence.
+    pub fn count_prefix_hits_within(
+        &self,
+        sequence: &mut Sequence,
+        max_tokens: usize,
+    ) -> Result<usize, CacheError> {
         self.check_owner(sequence, "sequence".into())?;
         self.refresh(sequence);
-        Ok(self.count_leading_hits(sequence.hashes()) * self.block_size())
+        let hashes = self.within(sequence.hashes(), max_tokens);
+        Ok(self.longest_hit(hashes) * self.block_size())
     }
 
-    /// Leading blocks that every group has.
-    fn count_leading_hits(&self, hashes: &[BlockHash]) -> usize {
-        if self.keeps_prefixes() {
-            return hashes.partition_point(|&hash| self.is_hit(hash));
+    /// The hashes of the blocks that are full within `max_tokens`.
+    fn within<'a>(&self, hashes: &'a [BlockHash], max_tokens: usize) -> &'a [BlockHash] {
+        &hashes[..hashes.len().min(max_tokens / self.block_size())]
+    }
+
+    /// The longest length, in blocks, of which every group has the blocks that it needs.
+    ///
+    /// Groups that need the whole prefix come first: once they hit they hit at every shorter length. The
+    /// others are asked in turns, each for its longest length up to that of the one before, until all
+    /// agree.
+    fn longest_hit(&self, hashes: &[BlockHash]) -> usize {
+        let groups = &self.hash_config.groups;
+        let mut length = hashes.len();
+        for (group, spec) in groups.each() {
+            if spec.needs_whole_prefix() {
+                length = self.count_leading_hits(group, &hashes[..length]);
+            }
         }
-        let keys = self.hash_config.groups.keys(hashes);
-        self.store.count_leading(keys) / self.num_groups()
+        let others = || groups.each().filter(|(_, spec)| !spec.needs_whole_prefix());
+        loop {
+            let before = length;
+            for (group, spec) in others() {
+                length = spec.longest_hit(length, self.block_size(), |block| {
+                    self.is_hit(BlockKey::new(hashes[block], group))
+                });
+            }
+            if length == before {
+                return length;
+            }
+        }
     }
 
-    /// Whether a block hits only if all blocks before it do, so that a binary search finds the last hit.
+    /// Leading blocks that the group, which needs the whole prefix, has.
+    fn count_leading_hits(&self, group: GroupId, hashes: &[BlockHash]) -> usize {
+        let key = |hash: &BlockHash| BlockKey::new(*hash, group);
+        if self.keeps_prefixes() {
+            return hashes.partition_point(|hash| self.is_hit(key(hash)));
+        }
+        self.store.count_leading(hashes.iter().map(key))
+    }
+
+    /// Whether a block of a group that needs the whole prefix hits only if all blocks before it do, so that
+    /// a binary search finds the last hit.
     ///
     /// To show: for a block that hits and each position before it, there is a block with the content
     /// of that position that is lost later. "Held" is later than every place in line, the pinned tier
@@ -160,19 +233,11 @@ impl<S: BlockStore> PrefixCache<S> {
     ///
     /// A commit looks at every block again: beside a writer a count may be out of date in any case.
     fn keeps_prefixes(&self) -> bool {
-        self.hash_config.groups.need_whole_prefixes() && self.store.evicts_in_order()
+        self.store.evicts_in_order()
     }
 
-    fn is_hit(&self, hash: BlockHash) -> bool {
-        self.keys_of(hash)
-            .all(|key| self.store.lookup(&key).is_some())
-    }
-
-    fn keys_of(&self, hash: BlockHash) -> impl Iterator<Item = BlockKey> {
-        self.hash_config
-            .groups
-            .ids()
-            .map(move |group| BlockKey::new(hash, group))
+    fn is_hit(&self, key: BlockKey) -> bool {
+        self.store.lookup(&key).is_some()
     }
 
     /// A sequence that holds nothing follows the current weights.
@@ -191,35 +256,56 @@ impl<S: BlockStore> PrefixCache<S> {
     // Writing.
 
     /// Takes the first `hit_tokens` (a multiple of the block size) as hits and slots for `num_tokens`
-    /// more, all or none. Returns the hit tokens really taken, fewer than asked where some are gone
-    /// meanwhile, or None when blocks are lacking, and then nothing has changed.
+    /// more, all or none. Returns the hit tokens really taken: the longest length up to `hit_tokens`
+    /// that hits. None when blocks are lacking, and then nothing has changed.
     pub fn commit_prefix_plan(
         &self,
         sequence: &mut Sequence,
         hit_tokens: usize,
         num_tokens: usize,
     ) -> Result<Option<usize>, CacheError> {
+        self.commit_in_chunks(sequence, hit_tokens, num_tokens, num_tokens)
+    }
+
+    /// [`Self::commit_prefix_plan`] of a prompt that is computed `chunk` tokens at a time: groups that do
+    /// not need the whole prefix get slots for the first chunk alone, and for the next ones by
+    /// [`Self::ensure_slots`].
+    pub fn commit_in_chunks(
+        &self,
+        sequence: &mut Sequence,
+        hit_tokens: usize,
+        num_tokens: usize,
+        chunk: usize,
+    ) -> Result<Option<usize>, CacheError> {
         self.check_owner(sequence, "sequence".into())?;
         if sequence.is_committed() {
             return Err(fault("sequence", SequenceFault::Committed));
         }
-        self.check_plan(sequence, hit_tokens, num_tokens)?;
+        self.check_plan(sequence, hit_tokens, num_tokens, chunk)?;
         // Read before the blocks are taken: after a clear in between, they are refused at registration.
         // Read later, they would be registered in an epoch that their hits may not belong to.
         let epoch = self.store.epoch();
         self.refresh(sequence);
         let hit_blocks = hit_tokens / self.block_size();
-        let new_blocks = num_tokens.div_ceil(self.block_size());
+        let near = chunk.min(num_tokens);
+        let new_blocks = NewBlocks {
+            whole: num_tokens.div_ceil(self.block_size()),
+            near: near.div_ceil(self.block_size()),
+        };
         let Some(Taken { hits, tables }) =
             self.take(&sequence.hashes()[..hit_blocks], new_blocks)?
         else {
             return Ok(None);
         };
         let hit_tokens = hits * self.block_size();
+        let any_whole = self.hash_config.groups.any_whole();
+        let all_whole = self.hash_config.groups.all_whole();
         sequence.holding = Some(Holding {
             epoch,
             tables,
-            num_slots: hit_tokens + num_tokens,
+            num_slots: hit_tokens + if any_whole { num_tokens } else { near },
+            num_ready: hit_tokens + if all_whole { num_tokens } else { near },
+            num_hits: hits,
             num_filled: hit_tokens,
             num_published: hits,
         });
@@ -232,6 +318,7 @@ impl<S: BlockStore> PrefixCache<S> {
         sequence: &Sequence,
         hit_tokens: usize,
         num_tokens: usize,
+        chunk: usize,
     ) -> Result<(), CacheError> {
         let size = self.block_size();
         let full = sequence.num_tokens() / size * size;
@@ -242,6 +329,9 @@ impl<S: BlockStore> PrefixCache<S> {
         }
         if hit_tokens == 0 && num_tokens == 0 {
             return Err(InvalidArgument::new("num_tokens", "must be at least 1").into());
+        }
+        if chunk == 0 && num_tokens > 0 {
+            return Err(InvalidArgument::new("chunk", "must be at least 1").into());
         }
         self.check_num_slots("num_tokens".into(), num_tokens)
     }
@@ -256,41 +346,86 @@ impl<S: BlockStore> PrefixCache<S> {
         Err(InvalidArgument::new(argument, reason).into())
     }
 
-    /// Takes the blocks that hold `hits` and `new_blocks` more for each group; None when blocks are
+    /// Takes the blocks that the longest hit within `hashes` needs, and new blocks; None when blocks are
     /// lacking.
-    fn take(&self, hits: &[BlockHash], new_blocks: usize) -> Result<Option<Taken>, Misuse> {
-        let groups = self.num_groups();
-        let new = new_blocks * groups;
-        let likely_new = self.store.num_free().min(new);
-        let mut blocks = Vec::with_capacity(hits.len() * groups + likely_new);
-        let outcome = if groups == 1 {
-            // The common case without the iterator over groups, which costs a few ns for each key.
-            let key = |&hash| BlockKey::new(hash, GroupId::default());
-            self.store.commit(hits.iter().map(key), new, &mut blocks)
-        } else {
-            let keys = self.hash_config.groups.keys(hits);
-            self.store.commit(keys, new, &mut blocks)
-        };
-        let Ok(taken) = outcome else {
-            return Ok(None);
-        };
-        // A position hits where every group has its block: those of the last, if some are gone, go back.
-        let partial = taken - taken % groups..taken;
-        self.store.release(&blocks[partial.clone()])?;
-        blocks.drain(partial);
-        let hits = taken / groups;
-        if groups == 1 {
-            let tables = vec![blocks];
-            return Ok(Some(Taken { hits, tables }));
+    fn take(&self, hashes: &[BlockHash], new: NewBlocks) -> Result<Option<Taken>, Misuse> {
+        if self.hash_config.groups.is_one_full() {
+            return Ok(self.take_for_one(hashes, new.whole));
         }
-        let (hit, new) = blocks.split_at(hits * groups);
-        let table = |group: usize| {
-            let own_hits = hit.iter().skip(group).step_by(groups);
-            let own_new = &new[group * new_blocks..][..new_blocks];
-            own_hits.chain(own_new).copied().collect()
+        let mut most = hashes;
+        loop {
+            let length = self.longest_hit(most);
+            let keys = self.needed_keys(&hashes[..length]);
+            let specs = self.hash_config.groups.specs();
+            let num_new = specs.iter().map(|&spec| new.of(spec)).sum();
+            let mut blocks = Vec::new();
+            let Ok(taken) = self
+                .store
+                .commit(keys.iter().copied(), num_new, &mut blocks)
+            else {
+                return Ok(None);
+            };
+            let Some(gone) = keys.get(taken) else {
+                let tables = self.split(&blocks, length, new);
+                return Ok(Some(Taken {
+                    hits: length,
+                    tables,
+                }));
+            };
+            // Another thread took it since it was looked up. No length beyond that block hits, as each
+            // that is longer than another needs nothing before what the other needs.
+            self.store.release(&blocks)?;
+            let position = hashes.iter().position(|hash| *hash == gone.hash);
+            most = &hashes[..position.unwrap_or(0)];
+        }
+    }
+
+    /// The common case: one group, which needs the whole prefix.
+    fn take_for_one(&self, hashes: &[BlockHash], num_new: usize) -> Option<Taken> {
+        let likely_new = self.store.num_free().min(num_new);
+        let mut blocks = Vec::with_capacity(hashes.len() + likely_new);
+        let key = |&hash| BlockKey::new(hash, GroupId::default());
+        let outcome = self
+            .store
+            .commit(hashes.iter().map(key), num_new, &mut blocks);
+        let hits = outcome.ok()?;
+        let tables = vec![Table { blocks, first: 0 }];
+        Some(Taken { hits, tables })
+    }
+
+    /// The blocks that a hit of these hashes needs, group by group.
+    fn needed_keys(&self, hashes: &[BlockHash]) -> Vec<BlockKey> {
+        let groups = self.hash_config.groups.each();
+        groups
+            .flat_map(|(group, spec)| {
+                let needed = &hashes[self.first_needed(spec, hashes.len())..];
+                needed.iter().map(move |&hash| BlockKey::new(hash, group))
+            })
+            .collect()
+    }
+
+    /// The first block that a hit of `length` blocks needs.
+    fn first_needed(&self, spec: GroupSpec, length: usize) -> usize {
+        spec.first_needed(length * self.block_size(), self.block_size())
+    }
+
+    /// The table of each group, out of the hits that each needs and then the new blocks of each.
+    fn split(&self, blocks: &[BlockId], length: usize, new: NewBlocks) -> Vec<Table> {
+        let specs = self.hash_config.groups.specs();
+        let num_hits = |spec| length - self.first_needed(spec, length);
+        let all_hits: usize = specs.iter().map(|&spec| num_hits(spec)).sum();
+        let (mut hits, mut fresh) = blocks.split_at(all_hits);
+        let table = |&spec: &GroupSpec| {
+            let first = self.first_needed(spec, length);
+            let mut blocks = vec![BlockId::NULL; first];
+            for (part, count) in [(&mut hits, length - first), (&mut fresh, new.of(spec))] {
+                let (own, rest) = part.split_at(count);
+                blocks.extend_from_slice(own);
+                *part = rest;
+            }
+            Table { blocks, first }
         };
-        let tables = (0..groups).map(table).collect();
-        Ok(Some(Taken { hits, tables }))
+        specs.iter().map(table).collect()
     }
 
     fn count_query(&self, queries: usize, hits: usize) {
@@ -316,40 +451,66 @@ impl<S: BlockStore> PrefixCache<S> {
             self.check_num_slots(argument, count)?;
         }
         let mut batch = sequences.iter_mut().zip(counts);
+        let mut scratch = Vec::new();
         Ok(batch
-            .position(|(sequence, &count)| !self.append(sequence, count))
+            .position(|(sequence, &count)| {
+                let upto = sequence.num_slots() + count;
+                !self.grow(sequence, upto, &mut scratch)
+            })
             .unwrap_or(counts.len()))
     }
 
-    /// Gives a committed sequence `count` more slots; false when blocks are lacking.
-    fn append(&self, sequence: &mut Sequence, count: usize) -> bool {
+    /// Gives each sequence slots in every group for its first `upto[i]` tokens, in order: those of
+    /// the next chunk, where [`Self::commit_in_chunks`] gave some groups no more. Returns how many
+    /// leading sequences have theirs; it stops at the first that could not get them, which is
+    /// unchanged as all after it.
+    pub fn ensure_slots(
+        &self,
+        sequences: &mut [&mut Sequence],
+        upto: &[usize],
+    ) -> Result<usize, CacheError> {
+        self.check_committed(sequences)?;
+        check_len("upto", upto.len(), sequences.len())?;
+        for (index, &upto) in upto.iter().enumerate() {
+            self.check_num_slots(Argument::element("upto", index), upto)?;
+        }
+        let mut batch = sequences.iter_mut().zip(upto);
+        let mut scratch = Vec::new();
+        Ok(batch
+            .position(|(sequence, &upto)| !self.grow(sequence, upto, &mut scratch))
+            .unwrap_or(upto.len()))
+    }
+
+    /// Gives a committed sequence slots for its first `upto` tokens in every group; false when blocks are
+    /// lacking. `scratch` is empty before and after.
+    fn grow(&self, sequence: &mut Sequence, upto: usize, scratch: &mut Vec<BlockId>) -> bool {
         let Some(holding) = &mut sequence.holding else {
             return false;
         };
-        let num_slots = holding.num_slots + count;
-        let missing = num_slots.div_ceil(self.block_size()) - holding.tables[0].len();
-        if missing > 0 && !self.append_blocks(&mut holding.tables, missing) {
+        let blocks = upto.div_ceil(self.block_size());
+        if !self.grow_tables(&mut holding.tables, blocks, scratch) {
             return false;
         }
-        holding.num_slots = num_slots;
+        holding.num_slots = holding.num_slots.max(upto);
+        holding.num_ready = holding.num_ready.max(upto);
         true
     }
 
-    /// Allocates `count` blocks for each table; false when blocks are lacking.
-    fn append_blocks(&self, tables: &mut [Vec<BlockId>], count: usize) -> bool {
+    /// Allocates blocks until each table has `blocks` of them; false when they are lacking.
+    fn grow_tables(&self, tables: &mut [Table], blocks: usize, scratch: &mut Vec<BlockId>) -> bool {
+        let missing = |table: &Table| blocks.saturating_sub(table.blocks.len());
         if let [table] = tables {
-            return self.store.allocate(count, table).is_ok();
+            let count = missing(table);
+            return count == 0 || self.store.allocate(count, &mut table.blocks).is_ok();
         }
-        let mut blocks = Vec::new();
-        if self
-            .store
-            .allocate(count * tables.len(), &mut blocks)
-            .is_err()
-        {
+        let count = tables.iter().map(missing).sum();
+        if count > 0 && self.store.allocate(count, scratch).is_err() {
             return false;
         }
-        for (table, new) in tables.iter_mut().zip(blocks.chunks_exact(count)) {
-            table.extend_from_slice(new);
+        let mut new = scratch.drain(..);
+        for table in tables {
+            let count = missing(table);
+            table.blocks.extend(new.by_ref().take(count));
         }
         true
     }
@@ -380,7 +541,7 @@ impl<S: BlockStore> PrefixCache<S> {
         self.check_committed(sequences)?;
         check_len("upto", upto.len(), sequences.len())?;
         for (index, (sequence, &upto)) in sequences.iter().zip(upto).enumerate() {
-            let most = sequence.num_slots().min(sequence.num_tokens());
+            let most = sequence.num_ready_slots().min(sequence.num_tokens());
             if upto > most {
                 let reason = format!("must be at most {most}, the tokens with a slot, not {upto}");
                 return Err(InvalidArgument::new(Argument::element("upto", index), reason).into());
@@ -407,11 +568,18 @@ impl<S: BlockStore> PrefixCache<S> {
         let hashes = &sequence.hashes.as_slice()[..full];
         for index in holding.num_published..full {
             if let Some(&soon) = hashes.get(index + EXPECT_AHEAD) {
-                self.keys_of(soon).for_each(|key| self.store.expect(&key));
+                for (group, _) in self.hash_config.groups.each() {
+                    self.store.expect(&BlockKey::new(soon, group));
+                }
             }
             let hash = hashes[index];
-            for (table, key) in holding.tables.iter().zip(self.keys_of(hash)) {
-                let outcome = self.store.register(table[index], key, holding.epoch)?;
+            for (table, (group, _)) in holding.tables.iter().zip(self.hash_config.groups.each()) {
+                if index < table.first {
+                    continue;
+                }
+                let key = BlockKey::new(hash, group);
+                let block = table.blocks[index];
+                let outcome = self.store.register(block, key, holding.epoch)?;
                 if let Registration::Twin(holder) = outcome {
                     twins.push(Twin {
                         sequence: number,
@@ -449,7 +617,8 @@ impl<S: BlockStore> PrefixCache<S> {
             return Err(InvalidArgument::new("block", reason).into());
         }
         if let Some(holding) = &mut sequence.holding {
-            std::mem::swap(&mut holding.tables[group.index()][index], &mut taken[0]);
+            let table = &mut holding.tables[group.index()];
+            std::mem::swap(&mut table.blocks[index], &mut taken[0]);
         }
         self.store.release(&taken)?;
         Ok(())
@@ -470,7 +639,17 @@ impl<S: BlockStore> PrefixCache<S> {
             let reason = format!("must be below {published}, the blocks published, not {index}");
             return Err(InvalidArgument::new("index", reason).into());
         }
+        let first = holding.tables[group.index()].first;
+        if index < first {
+            let reason = format!("must be at least {first}, the first block held, not {index}");
+            return Err(InvalidArgument::new("index", reason).into());
+        }
         Ok(BlockKey::new(sequence.hashes()[index], group))
+    }
+
+    /// The kind of a group that the cache has.
+    pub(crate) fn group_spec(&self, group: GroupId) -> GroupSpec {
+        self.hash_config.groups.specs()[group.index()]
     }
 
     /// Fails unless the cache has this group.
@@ -488,13 +667,102 @@ impl<S: BlockStore> PrefixCache<S> {
         self.check_committed(sequences)?;
         for sequence in sequences {
             if let Some(holding) = sequence.holding.take() {
-                for mut table in holding.tables {
-                    table.reverse();
-                    self.store.release(&table)?;
+                for table in holding.tables {
+                    self.store.release(&table.into_held_from_the_end())?;
                 }
             }
         }
         Ok(())
+    }
+
+    /// Drops the blocks that no token from `upto[i]` on needs, where the tokens before are computed and
+    /// their full blocks published. The null block stands in their places. Returns how many there were.
+    ///
+    /// The [`Retention`](crate::retention::Retention) of a sequence says which of them keep their content
+    /// and which are pinned. What others hold, and what was a hit, keeps it in any case.
+    pub fn drop_unneeded(
+        &self,
+        sequences: &mut [&mut Sequence],
+        upto: &[usize],
+    ) -> Result<usize, CacheError> {
+        self.check_committed(sequences)?;
+        check_len("upto", upto.len(), sequences.len())?;
+        for (index, (sequence, &upto)) in sequences.iter().zip(upto).enumerate() {
+            let most = sequence.num_ready_slots();
+            if upto > most {
+                let reason = format!("must be at most {most}, its slots, not {upto}");
+                return Err(InvalidArgument::new(Argument::element("upto", index), reason).into());
+            }
+        }
+        let mut dropped = Dropped::default();
+        let mut count = 0;
+        for (sequence, &upto) in sequences.iter_mut().zip(upto) {
+            let Sequence {
+                holding, anchors, ..
+            } = &mut **sequence;
+            let Some(holding) = holding else { continue };
+            let specs = self.hash_config.groups.specs();
+            for (table, &spec) in holding.tables.iter_mut().zip(specs) {
+                let end = anchors.first_held(spec, upto, self.block_size());
+                if table.first < end {
+                    count += end - table.first;
+                    dropped.sort(table, end, |index| match index < holding.num_hits {
+                        true => anchors.fate(spec, index, self.block_size()).max(Fate::Kept),
+                        false => anchors.fate(spec, index, self.block_size()),
+                    });
+                    self.give_up(&mut dropped)?;
+                }
+            }
+        }
+        Ok(count)
+    }
+
+    fn give_up(&self, dropped: &mut Dropped) -> Result<(), Misuse> {
+        if !dropped.pinned.is_empty() {
+            self.store.pin(&dropped.pinned)?;
+        }
+        self.store.release(&dropped.kept)?;
+        self.store.discard(&dropped.forgotten)?;
+        dropped.clear();
+        Ok(())
+    }
+
+    /// Pins what the sequences' anchors need, as far as it was published and is held; the end of what was
+    /// published is an anchor too. To be called before the release of a request that ended well.
+    /// Returns how many pins are new.
+    pub fn pin_anchors(&self, sequences: &[&mut Sequence]) -> Result<usize, CacheError> {
+        self.check_committed(sequences)?;
+        let mut pinned = 0;
+        let size = self.block_size();
+        for sequence in sequences {
+            let Some(holding) = &sequence.holding else {
+                continue;
+            };
+            let anchors = &sequence.anchors;
+            let lengths: Vec<usize> = anchors.pinned_upto(holding.num_published, size).collect();
+            for (table, &spec) in holding.tables.iter().zip(self.hash_config.groups.specs()) {
+                let own = match spec.needs_whole_prefix() {
+                    // The last anchor's blocks are those of all.
+                    true if anchors.pins_prefix() => &lengths[lengths.len().saturating_sub(1)..],
+                    true => &[],
+                    false => &lengths[..],
+                };
+                for &length in own {
+                    let first = spec.first_kept(length, size).max(table.first);
+                    if first < length {
+                        pinned += self.store.pin(&table.blocks[first..length])?;
+                    }
+                }
+            }
+        }
+        Ok(pinned)
+    }
+
+    /// The most blocks that a sequence of `num_tokens` holds at once: see
+    /// [`Groups::most_blocks`](crate::groups::Groups::most_blocks).
+    pub fn most_blocks(&self, num_tokens: usize, chunk: usize) -> usize {
+        let groups = &self.hash_config.groups;
+        groups.most_blocks(num_tokens, chunk, self.block_size())
     }
 
     // Invalidation.
@@ -520,37 +788,50 @@ impl<S: BlockStore> PrefixCache<S> {
 
     // The pinned tier.
 
-    /// Pins the cached full blocks among the first `num_tokens` tokens, whether the sequence holds
-    /// them or not. Returns how many blocks were not pinned before.
+    /// Pins the blocks that the longest hit within the first `num_tokens` tokens needs, whether the
+    /// sequence holds them or not. Returns how many pins are new.
     pub fn pin(&self, sequence: &mut Sequence, num_tokens: usize) -> Result<usize, CacheError> {
         self.check_owner(sequence, "sequence".into())?;
         self.refresh(sequence);
         let full = num_tokens.min(sequence.num_tokens()) / self.block_size();
-        self.with_hits(&sequence.hashes()[..full], |blocks| self.store.pin(blocks))
+        let Some(Taken { tables, .. }) = self.take(&sequence.hashes()[..full], NewBlocks::NONE)?
+        else {
+            return Ok(0);
+        };
+        // They are held meanwhile, so that no other thread recycles a block after it was found.
+        let mut pinned = 0;
+        for table in &tables {
+            pinned += self.store.pin(&table.blocks[table.first..])?;
+        }
+        for table in tables {
+            self.store.release(&table.into_held_from_the_end())?;
+        }
+        Ok(pinned)
     }
 
     /// Takes the pins off the sequence's cached blocks. Returns how many were pinned.
     pub fn unpin(&self, sequence: &mut Sequence) -> Result<usize, CacheError> {
         self.check_owner(sequence, "sequence".into())?;
         self.refresh(sequence);
-        self.with_hits(sequence.hashes(), |blocks| self.store.unpin(blocks))
-    }
-
-    /// Calls `act`, which sets pins, on the leading blocks that hit. They are held meanwhile, so that no
-    /// other thread recycles a block after it was found and before it is pinned.
-    fn with_hits(
-        &self,
-        hashes: &[BlockHash],
-        act: impl FnOnce(&[BlockId]) -> Result<usize, Misuse>,
-    ) -> Result<usize, CacheError> {
-        let Some(Taken { tables, .. }) = self.take(hashes, 0)? else {
-            return Ok(0);
-        };
-        let mut blocks: Vec<BlockId> = tables.into_iter().flatten().collect();
-        let changed = act(&blocks)?;
-        blocks.reverse();
-        self.store.release(&blocks)?;
-        Ok(changed)
+        let mut unpinned = 0;
+        for (group, _) in self.hash_config.groups.each() {
+            let keys = sequence.hashes().iter();
+            let keys = keys.map(|&hash| BlockKey::new(hash, group));
+            // Of all blocks, as pinned anchors may stand anywhere.
+            let cached: Vec<BlockKey> = keys.filter(|&key| self.is_hit(key)).collect();
+            let mut blocks = Vec::with_capacity(cached.len());
+            // Without new blocks it takes what it can, and only free hits need to be free.
+            if self
+                .store
+                .commit(cached.into_iter(), 0, &mut blocks)
+                .is_ok()
+            {
+                unpinned += self.store.unpin(&blocks)?;
+                blocks.reverse();
+                self.store.release(&blocks)?;
+            }
+        }
+        Ok(unpinned)
     }
 
     /// Moves the oldest `count` free pinned blocks to the regular tier. Returns how many there were.
@@ -610,6 +891,40 @@ impl<S: BlockStore> PrefixCache<S> {
             let argument = Argument::element("sequences", index);
             Err(fault(argument, SequenceFault::NotCommitted))
         })
+    }
+}
+
+/// Blocks that a sequence drops, by what becomes of them, those of its end first.
+#[derive(Default)]
+struct Dropped {
+    pinned: Vec<BlockId>,
+    /// The pinned ones too.
+    kept: Vec<BlockId>,
+    forgotten: Vec<BlockId>,
+}
+
+impl Dropped {
+    /// Takes the blocks before `end` out of a table.
+    fn sort(&mut self, table: &mut Table, end: usize, fate: impl Fn(usize) -> Fate) {
+        for index in (table.first..end).rev() {
+            let block = std::mem::replace(&mut table.blocks[index], BlockId::NULL);
+            let fate = fate(index);
+            if fate == Fate::Pinned {
+                self.pinned.push(block);
+            }
+            if fate == Fate::Forgotten {
+                self.forgotten.push(block);
+            } else {
+                self.kept.push(block);
+            }
+        }
+        table.first = end;
+    }
+
+    fn clear(&mut self) {
+        self.pinned.clear();
+        self.kept.clear();
+        self.forgotten.clear();
     }
 }
 

@@ -1,20 +1,91 @@
 //! KV cache groups: layers that share one block table over the one pool.
+//!
+//! A kind of group is one rule, [`GroupSpec::first_needed`]: what is needed to compute on from a position.
+//! From it follow a hit (every block from there to its end), a drop (every block before), the pages that
+//! the attention reads and the blocks that an anchor keeps. A new kind is a new variant here; neither the
+//! cache nor the pool knows of any.
 
-use crate::error::InvalidArgument;
-use crate::id::{BlockHash, GroupId};
-use crate::store::BlockKey;
+use crate::error::{Argument, InvalidArgument};
+use crate::id::GroupId;
 
 /// How a group's layers attend, which decides the blocks that they need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupSpec {
     /// Every position attends to all before it: all blocks are needed while the sequence lives.
     FullAttention,
+    /// Each position attends to the `window` last ones, itself among them.
+    SlidingWindow {
+        /// Tokens, at least 1.
+        window: usize,
+    },
 }
 
 impl GroupSpec {
-    fn name(self) -> &'static str {
+    /// The first block that is needed to compute the token at `position` and those after it.
+    #[must_use]
+    #[inline]
+    pub const fn first_needed(self, position: usize, block_size: usize) -> usize {
         match self {
-            Self::FullAttention => "full",
+            Self::FullAttention => 0,
+            Self::SlidingWindow { window } => {
+                position.saturating_add(1).saturating_sub(window) / block_size
+            }
+        }
+    }
+
+    /// Whether all blocks before a position are needed, whatever the position.
+    #[must_use]
+    pub const fn needs_whole_prefix(self) -> bool {
+        matches!(self, Self::FullAttention)
+    }
+
+    /// The first block worth keeping for a request that stands after `length` blocks, or one block
+    /// earlier as it differs in its last tokens.
+    pub(crate) fn first_kept(self, length: usize, block_size: usize) -> usize {
+        let needed = self.first_needed(length * block_size, block_size);
+        needed.saturating_sub(1)
+    }
+
+    /// The longest length in blocks, up to `most`, of which every needed block hits. From the right.
+    pub(crate) fn longest_hit(
+        self,
+        most: usize,
+        block_size: usize,
+        mut hits: impl FnMut(usize) -> bool,
+    ) -> usize {
+        let (mut length, mut seen) = (most, most);
+        while seen > self.first_needed(length * block_size, block_size) {
+            seen -= 1;
+            if !hits(seen) {
+                length = seen;
+            }
+        }
+        length
+    }
+
+    /// The most blocks that a sequence of `num_tokens` holds in the group when `chunk` tokens at a time
+    /// are computed, and what is behind them dropped.
+    fn most_blocks(self, num_tokens: usize, chunk: usize, block_size: usize) -> usize {
+        let all = num_tokens.div_ceil(block_size);
+        let full = num_tokens / block_size;
+        let behind = full - self.first_kept(full, block_size);
+        // One more, as a chunk may begin and end within a block.
+        all.min(chunk.div_ceil(block_size).saturating_add(behind + 1))
+    }
+
+    fn name(self) -> String {
+        match self {
+            Self::FullAttention => "full".to_owned(),
+            Self::SlidingWindow { window } => format!("sliding_window:{window}"),
+        }
+    }
+
+    fn check(self) -> Result<(), &'static str> {
+        match self {
+            Self::SlidingWindow { window: 0 } => {
+                Err("must have a window of at least 1 token, not 0")
+            }
+            _ => Ok(()),
         }
     }
 }
@@ -24,80 +95,84 @@ impl GroupSpec {
 pub struct Groups(Vec<GroupSpec>);
 
 impl Groups {
-    /// Fails without a group, or with more than a [`GroupId`] can name.
+    /// Fails without a group, with more than a [`GroupId`] can name, or with a window of no tokens.
     pub fn new(specs: Vec<GroupSpec>) -> Result<Self, InvalidArgument> {
-        let most = usize::from(u16::MAX);
-        if (1..=most).contains(&specs.len()) {
-            return Ok(Self(specs));
+        for (index, spec) in specs.iter().enumerate() {
+            let argument = Argument::element("groups", index);
+            spec.check()
+                .map_err(|reason| InvalidArgument::new(argument, reason))?;
         }
-        let reason = format!("must be from 1 to {most}, not {}", specs.len());
-        Err(InvalidArgument::new("num_groups", reason))
+        Self::check_count("groups", specs.len())?;
+        Ok(Self(specs))
+    }
+
+    /// `count` groups of full attention.
+    pub fn full(count: usize) -> Result<Self, InvalidArgument> {
+        Self::check_count("num_groups", count)?;
+        Ok(Self(vec![GroupSpec::FullAttention; count]))
+    }
+
+    fn check_count(argument: &'static str, count: usize) -> Result<(), InvalidArgument> {
+        let most = usize::from(u16::MAX);
+        if (1..=most).contains(&count) {
+            return Ok(());
+        }
+        let reason = match argument {
+            "groups" => format!("must have from 1 to {most} entries, not {count}"),
+            _ => format!("must be from 1 to {most}, not {count}"),
+        };
+        Err(InvalidArgument::new(argument, reason))
     }
 
     /// How many groups there are.
     #[must_use]
+    #[inline]
     pub fn count(&self) -> usize {
         self.0.len()
     }
 
-    /// The id of each group.
-    pub fn ids(&self) -> impl Iterator<Item = GroupId> + use<> {
-        (0..self.0.len()).map(|index| GroupId::new(index as u16))
+    /// Each group's kind, in the order of their ids.
+    #[must_use]
+    #[inline]
+    pub fn specs(&self) -> &[GroupSpec] {
+        &self.0
     }
 
-    /// The keys of the blocks with these hashes: each hash in every group, then the next.
-    #[must_use]
-    pub fn keys<'a>(&self, hashes: &'a [BlockHash]) -> Keys<'a> {
-        Keys {
-            hashes,
-            groups: self.0.len() as u16,
-            next_group: 0,
-        }
+    /// Each group with its kind.
+    pub fn each(&self) -> impl Iterator<Item = (GroupId, GroupSpec)> {
+        let specs = self.0.iter().enumerate();
+        specs.map(|(index, &spec)| (GroupId::new(index as u16), spec))
     }
 
-    /// Whether a block is needed for as long as any block after it.
+    /// Whether one group of full attention is all there is.
+    #[inline]
+    pub(crate) fn is_one_full(&self) -> bool {
+        self.0 == [GroupSpec::FullAttention]
+    }
+
+    /// Whether every group needs all blocks before a position.
+    pub(crate) fn all_whole(&self) -> bool {
+        self.0.iter().all(|spec| spec.needs_whole_prefix())
+    }
+
+    /// Whether some group needs all blocks before a position.
+    pub(crate) fn any_whole(&self) -> bool {
+        self.0.iter().any(|spec| spec.needs_whole_prefix())
+    }
+
+    /// The most blocks that a sequence of `num_tokens` holds at once in all groups, when `chunk` tokens at
+    /// a time are computed and what is behind windows is dropped before each: what admission has to
+    /// find free, and whether it can ever fit.
     #[must_use]
-    pub(crate) fn need_whole_prefixes(&self) -> bool {
-        let full = |spec: &GroupSpec| matches!(spec, GroupSpec::FullAttention);
-        self.0.iter().all(full)
+    pub fn most_blocks(&self, num_tokens: usize, chunk: usize, block_size: usize) -> usize {
+        let most = |spec: &GroupSpec| spec.most_blocks(num_tokens, chunk, block_size);
+        self.0.iter().map(most).fold(0, usize::saturating_add)
     }
 
     /// The groups in words, for `h_0`.
     #[must_use]
     pub fn layout(&self) -> String {
-        let names: Vec<&str> = self.0.iter().map(|spec| spec.name()).collect();
+        let names: Vec<String> = self.0.iter().map(|spec| spec.name()).collect();
         names.join(",")
     }
 }
-
-/// The keys of some hashes in each of some groups: see [`Groups::keys`].
-#[derive(Clone, Debug)]
-pub struct Keys<'a> {
-    hashes: &'a [BlockHash],
-    groups: u16,
-    /// The group of the next key, whose hash is the first one left.
-    next_group: u16,
-}
-
-impl Iterator for Keys<'_> {
-    type Item = BlockKey;
-
-    #[inline]
-    fn next(&mut self) -> Option<BlockKey> {
-        let (&hash, rest) = self.hashes.split_first()?;
-        let key = BlockKey::new(hash, GroupId::new(self.next_group));
-        self.next_group += 1;
-        if self.next_group == self.groups {
-            self.next_group = 0;
-            self.hashes = rest;
-        }
-        Some(key)
-    }
-
-    fn size_hint(&self) -> (usize, Option<usize>) {
-        let left = self.hashes.len() * usize::from(self.groups) - usize::from(self.next_group);
-        (left, Some(left))
-    }
-}
-
-impl ExactSizeIterator for Keys<'_> {}

@@ -340,7 +340,11 @@ impl<M: Mode> BlockStore for BlockPool<M> {
     }
 
     fn release(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        self.give_back(blocks)
+        self.give_back(blocks, false)
+    }
+
+    fn discard(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
+        self.give_back(blocks, true)
     }
 
     fn epoch(&self) -> Epoch {

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
-use crate::id::{BlockHash, BlockId, Epoch};
+use crate::id::{BlockHash, BlockId, Epoch, GroupId};
+use crate::retention::{Anchors, Retention};
 
 /// The hashes of a token sequence's full blocks, to probe a cache with.
 #[derive(Clone, Debug)]
@@ -35,6 +36,7 @@ pub struct Sequence {
     pub(crate) tokens: Vec<u32>,
     pub(crate) hashes: PrefixHashes,
     pub(crate) holding: Option<Holding>,
+    pub(crate) anchors: Anchors,
 }
 
 /// What a committed sequence holds.
@@ -42,14 +44,36 @@ pub struct Sequence {
 pub(crate) struct Holding {
     /// The epoch from before the first block was allocated.
     pub(crate) epoch: Epoch,
-    /// The block table of each group, all of one length.
-    pub(crate) tables: Vec<Vec<BlockId>>,
-    /// Tokens that have a slot.
+    /// The block table of each group.
+    pub(crate) tables: Vec<Table>,
+    /// Tokens that have a slot in the groups that need the whole prefix, if there are any.
     pub(crate) num_slots: usize,
+    /// Tokens that have a slot in every group.
+    pub(crate) num_ready: usize,
+    /// Leading blocks that were hits.
+    pub(crate) num_hits: usize,
     /// Tokens whose KV is there.
     pub(crate) num_filled: usize,
     /// Leading blocks that were hits or have been offered to the index.
     pub(crate) num_published: usize,
+}
+
+/// A sequence's blocks in one group: block `i` holds positions from `i * block_size` on.
+#[derive(Debug, Default)]
+pub(crate) struct Table {
+    /// The null block where the sequence needs none any more, or never did.
+    pub(crate) blocks: Vec<BlockId>,
+    /// How many null blocks it begins with. There are none behind them.
+    pub(crate) first: usize,
+}
+
+impl Table {
+    /// The blocks that the sequence holds, the last one first.
+    pub(crate) fn into_held_from_the_end(mut self) -> Vec<BlockId> {
+        self.blocks.reverse();
+        self.blocks.truncate(self.blocks.len() - self.first);
+        self.blocks
+    }
 }
 
 impl Sequence {
@@ -70,6 +94,7 @@ impl Sequence {
             tokens,
             hashes,
             holding: None,
+            anchors: Anchors::default(),
         }
     }
 
@@ -93,10 +118,27 @@ impl Sequence {
         self.tokens.len()
     }
 
-    /// Tokens that have a KV slot; 0 while the sequence holds nothing.
+    /// Tokens that have a KV slot in the groups that need the whole prefix; where there is no such group,
+    /// in every one; 0 while the sequence holds nothing.
     #[must_use]
     pub fn num_slots(&self) -> usize {
         self.holding.as_ref().map_or(0, |holding| holding.num_slots)
+    }
+
+    /// Tokens that have a KV slot in every group, so that they can be computed.
+    #[must_use]
+    pub fn num_ready_slots(&self) -> usize {
+        self.holding.as_ref().map_or(0, |holding| holding.num_ready)
+    }
+
+    /// Says what the blocks that the sequence drops leave behind.
+    pub fn set_retention(&mut self, retention: Retention) {
+        self.anchors.retention = retention;
+    }
+
+    /// Makes `position` (tokens) an anchor: a later request can stand at the last full block before it.
+    pub fn add_anchor(&mut self, position: usize) {
+        self.anchors.add(position);
     }
 
     /// Tokens whose KV is there; 0 while the sequence holds nothing.
@@ -119,14 +161,21 @@ impl Sequence {
         self.hash_config.groups.count()
     }
 
-    /// The block table of a group: block `i` holds positions from `i * block_size` on. Empty while
-    /// the sequence holds nothing, and for a group that is none.
+    /// The block table of a group: block `i` holds positions from `i * block_size` on, and is the null
+    /// block where the group needs none. Empty while the sequence holds nothing, and for a group that is
+    /// none.
     #[must_use]
     pub fn block_table(&self, group: usize) -> &[BlockId] {
         self.holding
             .as_ref()
             .and_then(|holding| holding.tables.get(group))
-            .map_or(&[], Vec::as_slice)
+            .map_or(&[], |table| table.blocks.as_slice())
+    }
+
+    /// The first block that the sequence holds in a group.
+    pub(crate) fn first_held(&self, group: GroupId) -> usize {
+        let holding = self.holding.as_ref();
+        holding.map_or(0, |holding| holding.tables[group.index()].first)
     }
 
     /// The hashes of the full blocks.

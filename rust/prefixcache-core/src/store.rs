@@ -133,7 +133,8 @@ pub trait BlockStore {
     /// Whether all content of this epoch is lost in order: of two keys that one request held, the one
     /// that comes first in it is lost last. As long as it is asked for in order, see
     /// [`PrefixCache`](crate::cache::PrefixCache), that is so without twins of pinned blocks, without
-    /// [`unpin`](Self::unpin), without shrinking, and when one thread makes all changes.
+    /// [`unpin`](Self::unpin), without shrinking, and when one thread makes all changes. What is
+    /// [discarded](Self::discard) does not count.
     fn evicts_in_order(&self) -> bool {
         false
     }
@@ -170,6 +171,10 @@ pub trait BlockStore {
     ///
     /// At a block that cannot be released it stops: those before it are released, the rest is not.
     fn release(&self, blocks: &[BlockId]) -> Result<(), Misuse>;
+
+    /// [`release`](Self::release), but a block whose last hold goes loses its content, unless it is
+    /// pinned, and joins the line as a block without any.
+    fn discard(&self, blocks: &[BlockId]) -> Result<(), Misuse>;
 
     /// The current epoch.
     fn epoch(&self) -> Epoch;

@@ -225,6 +225,10 @@ pub(crate) enum Fault {
     GreedyDemotion,
     /// A demotion stores the block's state without looking whether it has changed.
     BlindDemotion,
+    /// A block loses its content by a store that does not look whether its state has changed.
+    BlindBlank,
+    /// A block that loses its content in its state keeps it in its record and in the index.
+    KeepDiscarded,
     /// A block gets another class by a store that does not look whether its state has changed.
     BlindClass,
     /// A thread takes fresh blocks without looking whether another has.

@@ -7,6 +7,7 @@ use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::id::BlockId;
 use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
+use prefixcache_core::retention::{Pins, Retention};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockStore, FreeOrder, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
@@ -20,6 +21,22 @@ const BLOCK_SIZE: usize = 2;
 /// What a request may do. The numbers choose among what there is.
 #[derive(Clone, Debug)]
 enum Step {
+    /// The tokens that are computed and published are behind the window, where there is one.
+    Drop {
+        which: usize,
+    },
+    /// A request whose windows get slots for one chunk at a time, to its end.
+    Chunks {
+        base: u32,
+        len: usize,
+        chunk: usize,
+    },
+    Retain {
+        which: usize,
+        interval: usize,
+        anchor: usize,
+        pins: bool,
+    },
     /// Some requests with one prompt at once: each takes its hits, and all compute the rest.
     Serve {
         base: u32,
@@ -61,6 +78,11 @@ fn step() -> impl Strategy<Value = Step> {
         3 => which.clone().prop_map(|which| Step::Fill { which }),
         6 => which.clone().prop_map(|which| Step::Finish { which }),
         1 => Just(Step::Clear),
+        4 => which.clone().prop_map(|which| Step::Drop { which }),
+        3 => (0..2_u32, 1..40_usize, 1..9_usize)
+            .prop_map(|(base, len, chunk)| Step::Chunks { base, len, chunk }),
+        3 => (which.clone(), 0..9_usize, 0..40_usize, any::<bool>())
+            .prop_map(|(which, interval, anchor, pins)| Step::Retain { which, interval, anchor, pins }),
         2 => (which.clone(), 0..40_usize).prop_map(|(which, tokens)| Step::Pin { which, tokens }),
         1 => which.prop_map(|which| Step::Unpin { which }),
         1 => (0..4_usize).prop_map(|count| Step::Demote { count }),
@@ -81,14 +103,14 @@ struct Driver<S> {
 }
 
 impl<S: BlockStore> Driver<S> {
-    fn new(groups: usize, store: S) -> Self {
+    fn new(groups: &Groups, store: S) -> Self {
         let hashing = HashConfig {
             model: String::new(),
             revision: String::new(),
             kv_dtype: String::new(),
             arithmetic: String::new(),
             block_size: BLOCK_SIZE,
-            groups: Groups::new(vec![GroupSpec::FullAttention; groups]).unwrap(),
+            groups: groups.clone(),
         };
         Self {
             cache: PrefixCache::new(hashing, store).unwrap(),
@@ -104,6 +126,7 @@ impl<S: BlockStore> Driver<S> {
     fn step(&mut self, step: &Step) {
         match *step {
             Step::Serve { base, len, copies } => self.serve(base, len, copies),
+            Step::Chunks { base, len, chunk } => self.serve_in_chunks(base, len, chunk),
             Step::Clear => self.cache.clear_cache_index(),
             Step::Demote { count } => {
                 let moved = self.cache.demote(count);
@@ -116,6 +139,8 @@ impl<S: BlockStore> Driver<S> {
             Step::Append { which, .. }
             | Step::Fill { which }
             | Step::Finish { which }
+            | Step::Drop { which }
+            | Step::Retain { which, .. }
             | Step::Pin { which, .. }
             | Step::Unpin { which } => {
                 if !self.live.is_empty() {
@@ -144,6 +169,44 @@ impl<S: BlockStore> Driver<S> {
         }
     }
 
+    fn serve_in_chunks(&mut self, base: u32, len: usize, chunk: usize) {
+        let tokens: Vec<u32> = (0..len as u32).map(|token| token * base).collect();
+        let mut sequence = self.cache.new_sequence(tokens, Scope::default(), vec![]);
+        sequence.set_retention(retention(0, true));
+        sequence.add_anchor(len - 1);
+        let most = len - 1;
+        let hits = self
+            .cache
+            .count_prefix_hits_within(&mut sequence, most)
+            .unwrap();
+        let rest = len - hits;
+        let plan = self
+            .cache
+            .commit_in_chunks(&mut sequence, hits, rest, chunk);
+        self.answer((hits, &plan));
+        let Ok(Some(mut computed)) = plan else { return };
+        while computed < len {
+            let upto = len.min(computed + chunk);
+            let batch = &mut [&mut sequence];
+            let dropped = self.cache.drop_unneeded(batch, &[computed]);
+            let served = self.cache.ensure_slots(batch, &[upto]);
+            if served != Ok(1) {
+                break;
+            }
+            let twins = self.cache.mark_blocks_filled(batch, &[upto]);
+            let held = (0..batch[0].num_groups()).map(|group| {
+                let table = batch[0].block_table(group);
+                table.iter().filter(|block| !block.is_null()).count()
+            });
+            let held: usize = held.sum();
+            let most = self.cache.most_blocks(len, chunk);
+            assert!(held <= most, "{held} blocks are held, {most} were promised");
+            computed = upto;
+            self.answer((dropped, twins));
+        }
+        self.live.push(sequence);
+    }
+
     fn step_of(&mut self, step: &Step, mut sequence: Sequence) {
         match *step {
             Step::Append { count, .. } => {
@@ -161,8 +224,24 @@ impl<S: BlockStore> Driver<S> {
                 let unpinned = self.cache.unpin(&mut sequence);
                 self.answer(unpinned);
             }
+            Step::Drop { .. } => {
+                let upto = sequence.num_filled();
+                let dropped = self.cache.drop_unneeded(&mut [&mut sequence], &[upto]);
+                self.answer(dropped);
+            }
+            Step::Retain {
+                interval,
+                anchor,
+                pins,
+                ..
+            } => {
+                sequence.set_retention(retention(interval, pins));
+                sequence.add_anchor(anchor);
+            }
             Step::Finish { .. } => {
                 self.fill(&mut sequence);
+                let pinned = self.cache.pin_anchors(&[&mut sequence]);
+                self.answer(pinned);
                 self.cache.release(&mut [&mut sequence]).unwrap();
                 return;
             }
@@ -172,7 +251,7 @@ impl<S: BlockStore> Driver<S> {
     }
 
     fn fill(&mut self, sequence: &mut Sequence) {
-        let upto = sequence.num_slots().min(sequence.num_tokens());
+        let upto = sequence.num_ready_slots().min(sequence.num_tokens());
         let twins = self.cache.mark_blocks_filled(&mut [sequence], &[upto]);
         self.answer(twins);
     }
@@ -195,7 +274,7 @@ impl<S: BlockStore> Driver<S> {
         let tables: Vec<Vec<BlockId>> = self
             .live
             .iter()
-            .map(|one| one.block_table(0).to_vec())
+            .flat_map(|one| (0..one.num_groups()).map(|group| one.block_table(group).to_vec()))
             .collect();
         let store = self.cache.store();
         let seen = (
@@ -209,13 +288,13 @@ impl<S: BlockStore> Driver<S> {
     }
 }
 
-fn answers<S: BlockStore>(groups: usize, store: S, steps: &[Step]) -> Vec<String> {
+fn answers<S: BlockStore>(groups: &Groups, store: S, steps: &[Step]) -> Vec<String> {
     let mut driver = Driver::new(groups, store);
     steps.iter().for_each(|step| driver.step(step));
     driver.answers
 }
 
-fn check(groups: usize, free_order: FreeOrder, steps: &[Step]) -> Result<(), TestCaseError> {
+fn check(groups: &Groups, free_order: FreeOrder, steps: &[Step]) -> Result<(), TestCaseError> {
     let config = PoolConfig {
         num_blocks: MAX_BLOCKS * 3 / 4,
         max_blocks: MAX_BLOCKS,
@@ -227,6 +306,20 @@ fn check(groups: usize, free_order: FreeOrder, steps: &[Step]) -> Result<(), Tes
     let shared = BlockPool::<Shared>::with_ring_capacity(config, 128).unwrap();
     prop_assert_eq!(&plain, &answers(groups, shared, steps));
     Ok(())
+}
+
+fn retention(interval: usize, pins: bool) -> Retention {
+    let pins = pins.then_some(Pins {
+        min_distance: 2,
+        prefix: interval.is_multiple_of(2),
+    });
+    Retention::Anchors { interval, pins }
+}
+
+fn groups() -> impl Strategy<Value = Groups> {
+    let window = (1..14_usize).prop_map(|window| GroupSpec::SlidingWindow { window });
+    let spec = prop_oneof![Just(GroupSpec::FullAttention), window];
+    vec(spec, 1..4).prop_map(|specs| Groups::new(specs).unwrap())
 }
 
 fn orders() -> impl Strategy<Value = FreeOrder> {
@@ -247,8 +340,8 @@ proptest! {
     #![proptest_config(cases(128))]
 
     #[test]
-    fn all_pools_answer_alike(groups in 1..3_usize, order in orders(), steps in vec(step(), 1..80)) {
-        check(groups, order, &steps)?;
+    fn all_pools_answer_alike(groups in groups(), order in orders(), steps in vec(step(), 1..80)) {
+        check(&groups, order, &steps)?;
     }
 
     #[test]
@@ -256,7 +349,7 @@ proptest! {
         order in orders(),
         steps in vec(step().prop_filter("in order", in_order), 1..200),
     ) {
-        check(1, order, &steps)?;
+        check(&Groups::full(1).unwrap(), order, &steps)?;
     }
 }
 
@@ -265,7 +358,11 @@ const PROMPT: [u32; 6] = [1, 2, 3, 4, 5, 6];
 type SmallCache = PrefixCache<BlockPool<SingleWriter>>;
 
 fn small_cache() -> SmallCache {
-    Driver::new(1, BlockPool::new(PoolConfig::new(7)).unwrap()).cache
+    Driver::new(
+        &Groups::full(1).unwrap(),
+        BlockPool::new(PoolConfig::new(7)).unwrap(),
+    )
+    .cache
 }
 
 fn commit(cache: &SmallCache, tokens: &[u32]) -> Sequence {

@@ -20,6 +20,16 @@ use serde::Deserialize;
 struct Config {
     num_blocks: usize,
     block_size: usize,
+    sliding_window: Option<usize>,
+}
+
+impl Config {
+    fn groups(&self) -> Groups {
+        let window = self.sliding_window;
+        let window = window.map(|window| GroupSpec::SlidingWindow { window });
+        let specs = std::iter::once(GroupSpec::FullAttention).chain(window);
+        Groups::new(specs.collect()).unwrap()
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -70,9 +80,9 @@ enum Operation {
     },
 }
 
-fn recording(number: u32) -> impl Iterator<Item = String> {
+fn recording(kind: &str, number: u32) -> impl Iterator<Item = String> {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/vectors");
-    let file = File::open(format!("{folder}/vllm_order_full.{number}.jsonl.gz")).unwrap();
+    let file = File::open(format!("{folder}/vllm_order_{kind}.{number}.jsonl.gz")).unwrap();
     BufReader::new(GzDecoder::new(file))
         .lines()
         .map(Result::unwrap)
@@ -95,7 +105,7 @@ impl<S: BlockStore> Replay<S> {
             kv_dtype: String::new(),
             arithmetic: String::new(),
             block_size: config.block_size,
-            groups: Groups::new(vec![GroupSpec::FullAttention]).unwrap(),
+            groups: config.groups(),
         };
         Self {
             cache: PrefixCache::new(hashing, store).unwrap(),
@@ -135,6 +145,10 @@ impl<S: BlockStore> Replay<S> {
                 free,
             } => {
                 let sequence = self.sequences.get_mut(&req).unwrap();
+                let computed = sequence.num_filled();
+                self.cache
+                    .drop_unneeded(&mut [sequence], &[computed])
+                    .unwrap();
                 let served = self.cache.append_slots(&mut [sequence], &[new_tokens]);
                 assert_eq!(served.unwrap(), usize::from(ok));
                 self.fill(&req, ok, tables, free);
@@ -170,10 +184,9 @@ impl<S: BlockStore> Replay<S> {
     /// At least one token of a prompt is always computed.
     fn matches(&mut self, req: &str, hit_tokens: usize) {
         let sequence = self.sequences.get_mut(req).unwrap();
-        let size = self.cache.block_size();
-        let computable = (sequence.num_tokens() - 1) / size * size;
-        let hits = self.cache.count_prefix_hits(sequence).unwrap();
-        assert_eq!(hits.min(computable), hit_tokens);
+        let computable = sequence.num_tokens() - 1;
+        let hits = self.cache.count_prefix_hits_within(sequence, computable);
+        assert_eq!(hits.unwrap(), hit_tokens);
     }
 
     /// The recording takes blocks as filled in the call that allocates them.
@@ -184,7 +197,11 @@ impl<S: BlockStore> Replay<S> {
             self.cache
                 .mark_blocks_filled(&mut [sequence], &[upto])
                 .unwrap();
-            assert_eq!(vec![numbers(sequence.block_table(0))], tables.unwrap());
+            let groups = 0..sequence.num_groups();
+            let own: Vec<_> = groups
+                .map(|group| numbers(sequence.block_table(group)))
+                .collect();
+            assert_eq!(own, tables.unwrap());
         }
         assert_eq!(self.cache.store().num_free(), free);
     }
@@ -195,8 +212,11 @@ impl<S: BlockStore> Replay<S> {
 }
 
 fn replay<S: BlockStore>(make: impl Fn(PoolConfig) -> S) {
-    for number in 1..=3 {
-        let mut lines = recording(number);
+    for (kind, number) in ["full", "hybrid"]
+        .iter()
+        .flat_map(|kind| (1..=3).map(move |n| (kind, n)))
+    {
+        let mut lines = recording(kind, number);
         let config: Config = serde_json::from_str(&lines.next().unwrap()).unwrap();
         let mut replay = Replay::new(&config, make(PoolConfig::new(config.num_blocks)));
         let mut count = 0;

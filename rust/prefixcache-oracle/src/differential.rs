@@ -101,7 +101,13 @@ impl Script {
             8..11 => {
                 let mut blocks = self.blocks(a);
                 blocks.reverse();
-                format!("{:?}", pool.release(&blocks))
+                // Now and then as what stands behind a window.
+                let outcome = if b & 3 == 0 {
+                    pool.discard(&blocks)
+                } else {
+                    pool.release(&blocks)
+                };
+                format!("{outcome:?}")
             }
             11 => format!("{:?}", pool.pin(&self.blocks(a))),
             12 => format!("{:?}", pool.unpin(&self.blocks(a))),

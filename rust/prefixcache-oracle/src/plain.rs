@@ -129,6 +129,10 @@ impl BlockStore for PlainPool {
         self.state.borrow_mut().release(blocks)
     }
 
+    fn discard(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
+        self.state.borrow_mut().discard(blocks)
+    }
+
     fn epoch(&self) -> Epoch {
         self.state.borrow().epoch
     }
@@ -272,7 +276,25 @@ impl State {
         id
     }
 
+    fn discard(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
+        let (freed, outcome) = self.let_go(blocks);
+        for &id in &freed {
+            if !self.blocks[id.index()].pinned {
+                self.forget(id);
+            }
+        }
+        self.join_line(&freed);
+        outcome
+    }
+
     fn release(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
+        let (freed, outcome) = self.let_go(blocks);
+        self.join_line(&freed);
+        outcome
+    }
+
+    /// Gives up a hold of each block; those that have none any more.
+    fn let_go(&mut self, blocks: &[BlockId]) -> (Vec<BlockId>, Result<(), Misuse>) {
         let mut freed = Vec::with_capacity(blocks.len());
         let outcome = blocks.iter().try_for_each(|&id| {
             self.check_held(id)?;
@@ -283,8 +305,7 @@ impl State {
             }
             Ok(())
         });
-        self.join_line(&freed);
-        outcome
+        (freed, outcome)
     }
 
     /// Puts blocks that lost their last holder where [`FreeOrder`] says.

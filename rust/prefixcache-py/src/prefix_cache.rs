@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use prefixcache_core::cache;
-use prefixcache_core::error::CacheError;
+use prefixcache_core::error::{Argument, CacheError};
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{Extras, HashConfig, Scope};
 use prefixcache_core::id::BlockId;
@@ -12,14 +12,14 @@ use prefixcache_core::store::{BlockStore, FreeOrder, PoolConfig};
 use prefixcache_core::tables::TableBuffers;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
 
 use crate::arguments::{
     Array, Group, Number, Numbers, OneOf, Word, each, ids_of, slice_of, wrong_type,
 };
 use crate::block_hashes::BlockHashes;
 use crate::detach::{run, run_on_tokens};
-use crate::errors::IntoPyErr;
+use crate::errors::{IntoPyErr, out_of_range};
 use crate::names;
 use crate::sequence::{Batch, Sequence};
 use crate::shared_cache::{Cache, Core, on};
@@ -36,6 +36,47 @@ impl Word for FreeOrder {
         ("unhashed_first", Self::UnhashedFirst),
         ("append", Self::Append),
     ];
+}
+
+/// The argument `groups`: each "full" or ("sliding_window", window).
+struct GroupKinds(Vec<GroupSpec>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for GroupKinds {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        each::<names::Groups, _>(&value, group_kind).map(Self)
+    }
+}
+
+fn group_kind(argument: Argument, item: &Bound<'_, PyAny>) -> PyResult<GroupSpec> {
+    let kinds = r#""full" or ("sliding_window", window)"#;
+    if let Ok(name) = item.cast::<PyString>() {
+        return match &*name.to_string_lossy() {
+            "full" => Ok(GroupSpec::FullAttention),
+            other => Err(out_of_range(
+                argument,
+                format!("must be {kinds}, not {other:?}"),
+            )),
+        };
+    }
+    let Some(pair) = item.cast::<PyTuple>().ok().filter(|pair| pair.len() == 2) else {
+        return Err(wrong_type(argument, kinds, item));
+    };
+    let name = pair.get_item(0)?;
+    let Ok(name) = name.cast::<PyString>() else {
+        return Err(wrong_type(argument, kinds, item));
+    };
+    match &*name.to_string_lossy() {
+        "sliding_window" => {
+            let window: Number<names::Window> = pair.get_item(1)?.extract()?;
+            Ok(GroupSpec::SlidingWindow { window: window.0 })
+        }
+        other => Err(out_of_range(
+            argument,
+            format!("must be {kinds}, not {other:?}"),
+        )),
+    }
 }
 
 /// The size and order of a pool, as its constructor's arguments say.
@@ -76,11 +117,11 @@ impl PrefixCache {
     #[pyo3(
         signature = (
             num_blocks, block_size=None, *, model="", revision="", kv_dtype="", arithmetic="",
-            num_groups=None, free_order=OneOf(FreeOrder::UnhashedFirst),
+            num_groups=None, groups=None, free_order=OneOf(FreeOrder::UnhashedFirst),
             threads=OneOf(Threads::SingleWriter), max_blocks=None,
         ),
         text_signature = "(num_blocks, block_size=16, *, model='', revision='', kv_dtype='', \
-arithmetic='', num_groups=1, free_order='unhashed_first', threads='single_writer', max_blocks=None)"
+arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', threads='single_writer', max_blocks=None)"
     )]
     #[expect(
         clippy::too_many_arguments,
@@ -94,20 +135,27 @@ arithmetic='', num_groups=1, free_order='unhashed_first', threads='single_writer
         kv_dtype: &str,
         arithmetic: &str,
         num_groups: Option<Number<names::NumGroups, u16>>,
+        groups: Option<GroupKinds>,
         free_order: OneOf<FreeOrder>,
         threads: OneOf<Threads>,
         max_blocks: Option<Number<names::MaxBlocks>>,
     ) -> PyResult<Self> {
         let pool = pool_config(num_blocks, max_blocks, free_order.0);
-        let num_groups = num_groups.map_or(1, |count| count.0);
-        let specs = vec![GroupSpec::FullAttention; num_groups.into()];
+        let groups = match (groups, num_groups) {
+            (Some(_), Some(_)) => {
+                let reason = "must not be given beside groups, which says how many there are";
+                return Err(out_of_range("num_groups", reason));
+            }
+            (Some(GroupKinds(specs)), None) => Groups::new(specs),
+            (None, count) => Groups::full(count.map_or(1, |count| count.0.into())),
+        };
         let hashing = HashConfig {
             model: model.to_owned(),
             revision: revision.to_owned(),
             kv_dtype: kv_dtype.to_owned(),
             arithmetic: arithmetic.to_owned(),
             block_size: block_size.map_or(16, |size| size.0),
-            groups: Groups::new(specs).map_err(IntoPyErr::into_py_err)?,
+            groups: groups.map_err(IntoPyErr::into_py_err)?,
         };
         Ok(Self(Arc::new(Cache::new(hashing, pool, threads.0)?)))
     }
@@ -168,15 +216,30 @@ arithmetic='', num_groups=1, free_order='unhashed_first', threads='single_writer
         Ok(Sequence::new(sequence, Arc::downgrade(&self.0)))
     }
 
-    /// How many leading tokens are cached, in full blocks. Any thread; changes nothing.
-    fn probe(&self, py: Python<'_>, hashes: &BlockHashes) -> PyResult<usize> {
+    /// How many leading tokens hit, in full blocks, `max_tokens` at most. Any thread; changes nothing.
+    #[pyo3(signature = (hashes, max_tokens=None))]
+    fn probe(
+        &self,
+        py: Python<'_>,
+        hashes: &BlockHashes,
+        max_tokens: Option<Number<names::MaxTokens>>,
+    ) -> PyResult<usize> {
         let (core, hashes) = (self.0.core()?, &hashes.0);
+        let most = max_tokens.map_or(usize::MAX, |most| most.0);
         let work = core.blocks_looked_at(hashes.as_slice().len());
-        Ok(run(py, work, || on!(core, |cache| cache.probe(hashes))))
+        let probe = || on!(core, |cache| cache.probe_within(hashes, most));
+        Ok(run(py, work, probe))
     }
 
     /// `probe` for a sequence.
-    fn count_prefix_hits(&self, py: Python<'_>, sequence: &Sequence) -> PyResult<usize> {
+    #[pyo3(signature = (sequence, max_tokens=None))]
+    fn count_prefix_hits(
+        &self,
+        py: Python<'_>,
+        sequence: &Sequence,
+        max_tokens: Option<Number<names::MaxTokens>>,
+    ) -> PyResult<usize> {
+        let most = max_tokens.map_or(usize::MAX, |most| most.0);
         let sequence = &mut *sequence.use_as("sequence")?;
         let core = self.0.core()?;
         let work = match on!(core, |cache| cache.hashes_are_current(sequence)) {
@@ -184,29 +247,33 @@ arithmetic='', num_groups=1, free_order='unhashed_first', threads='single_writer
             false => sequence.hashes().len(),
         };
         run(py, work, || {
-            on!(core, |cache| cache.count_prefix_hits(sequence))
+            on!(core, |cache| cache.count_prefix_hits_within(sequence, most))
         })
         .map_err(IntoPyErr::into_py_err)
     }
 
     /// Take the first `hit_tokens` as hits and slots for `num_tokens` more, all or none.
     ///
-    /// Returns the hit tokens really taken, fewer than asked where some are gone meanwhile; None when
-    /// blocks are lacking, and then nothing has changed.
+    /// Returns the hit tokens really taken: the longest length up to `hit_tokens` that hits; None when
+    /// blocks are lacking, and then nothing has changed. Groups with a window get slots for `chunk` of
+    /// the `num_tokens` alone, if that is given, and `ensure_slots` gives them the next.
+    #[pyo3(signature = (sequence, hit_tokens, num_tokens, chunk=None))]
     fn commit_prefix_plan(
         &self,
         py: Python<'_>,
         sequence: &Sequence,
         hit_tokens: Number<names::HitTokens>,
         num_tokens: Number<names::NumTokens>,
+        chunk: Option<Number<names::Chunk>>,
     ) -> PyResult<Option<usize>> {
         let (hit_tokens, num_tokens) = (hit_tokens.0, num_tokens.0);
+        let chunk = chunk.map_or(num_tokens, |chunk| chunk.0);
         let sequence = &mut *sequence.use_as("sequence")?;
         let (core, _writing) = self.0.core_to_write()?;
         let work = hit_tokens.saturating_add(num_tokens);
         run_on_tokens(py, work, || {
             on!(core, |cache| cache
-                .commit_prefix_plan(sequence, hit_tokens, num_tokens))
+                .commit_in_chunks(sequence, hit_tokens, num_tokens, chunk))
         })
         .map_err(IntoPyErr::into_py_err)
     }
@@ -227,6 +294,34 @@ arithmetic='', num_groups=1, free_order='unhashed_first', threads='single_writer
                 on!(core, |cache| cache.append_slots(batch, counts))
             })
         })
+    }
+
+    /// Give each sequence slots in every group for its first `upto[i]` tokens, in order.
+    ///
+    /// Returns how many leading sequences have theirs, as `append_slots` does.
+    fn ensure_slots(
+        &self,
+        py: Python<'_>,
+        sequences: Batch<'_>,
+        upto: Numbers<names::Upto>,
+    ) -> PyResult<usize> {
+        let upto = &upto.0;
+        self.on_batch(&sequences, |core, batch| {
+            let ready = batch.iter().map(|one| one.num_ready_slots()).sum();
+            run_on_tokens(py, saturating_sum(upto).saturating_sub(ready), || {
+                on!(core, |cache| cache.ensure_slots(batch, upto))
+            })
+        })
+    }
+
+    /// The most blocks that a sequence of `num_tokens` holds at once, computed `chunk` tokens at a time.
+    fn most_blocks(
+        &self,
+        num_tokens: Number<names::NumTokens>,
+        chunk: Number<names::Chunk>,
+    ) -> PyResult<usize> {
+        let (num_tokens, chunk) = (num_tokens.0, chunk.0);
+        Ok(on!(self.0.core()?, |cache| cache.most_blocks(num_tokens, chunk)))
     }
 
     /// Add one token to each sequence.
@@ -261,6 +356,32 @@ arithmetic='', num_groups=1, free_order='unhashed_first', threads='single_writer
             (twin.sequence, group, twin.index, twin.holder.get())
         };
         Ok(twins.iter().map(plain).collect())
+    }
+
+    /// Drop the blocks that no token from `upto[i]` on needs; how many.
+    ///
+    /// The tokens before are computed and their full blocks published. Each sequence's retention says
+    /// which of the blocks keep their content.
+    fn drop_unneeded(
+        &self,
+        py: Python<'_>,
+        sequences: Batch<'_>,
+        upto: Numbers<names::Upto>,
+    ) -> PyResult<usize> {
+        let upto = &upto.0;
+        self.on_batch(&sequences, |core, batch| {
+            run(py, batch.len(), || {
+                on!(core, |cache| cache.drop_unneeded(batch, upto))
+            })
+        })
+    }
+
+    /// Pin what the sequences' anchors need, as their retention says; how many pins are new.
+    fn pin_anchors(&self, py: Python<'_>, sequences: Batch<'_>) -> PyResult<usize> {
+        self.on_batch(&sequences, |core, batch| {
+            let work = batch.iter().map(|sequence| sequence.num_slots()).sum();
+            run_on_tokens(py, work, || on!(core, |cache| cache.pin_anchors(batch)))
+        })
     }
 
     /// Swap a published block of a sequence for `block`, the twin that hits, and release its own one.
@@ -309,9 +430,9 @@ arithmetic='', num_groups=1, free_order='unhashed_first', threads='single_writer
         Ok(on!(self.0.core()?, |cache| cache.weight_version()))
     }
 
-    /// Pin the cached full blocks among the first `num_tokens` tokens; they are evicted last.
+    /// Pin the blocks that the longest hit within the first `num_tokens` tokens needs.
     ///
-    /// Returns how many blocks were not pinned before. The sequence need not hold anything.
+    /// They are evicted last. Returns how many pins are new. The sequence need not hold anything.
     fn pin(
         &self,
         py: Python<'_>,
@@ -355,9 +476,14 @@ arithmetic='', num_groups=1, free_order='unhashed_first', threads='single_writer
 
     /// Write the block tables of a batch into the caller's arrays.
     ///
-    /// For each sequence: the pages that cover positions 0 to `starts[i] + counts[i]` (`indptr` and
-    /// `indices`, and the tokens on the last page), and block * block_size + offset for each of the
-    /// `counts[i]` computed tokens. Returns the number of pages written.
+    /// For each sequence: the pages up to position `starts[i] + counts[i]` (`indptr` and `indices`, and
+    /// the tokens on the last page), of a group with a window those that the tokens from `starts[i]` on
+    /// need (`first_pages` tells how many are left out before), and block * block_size + offset for
+    /// each of the `counts[i]` computed tokens. Returns the number of pages written.
+    #[pyo3(signature = (
+        sequences, starts, counts, group, indptr, indices, last_page_len, slot_mapping,
+        first_pages=None,
+    ))]
     #[expect(
         clippy::too_many_arguments,
         reason = "the arguments of the Python method"
@@ -372,6 +498,7 @@ arithmetic='', num_groups=1, free_order='unhashed_first', threads='single_writer
         indices: Array<'_, names::Indices, i32>,
         last_page_len: Array<'_, names::LastPageLen, i32>,
         slot_mapping: Array<'_, names::SlotMapping, i64>,
+        first_pages: Option<Array<'_, names::FirstPages, i32>>,
     ) -> PyResult<usize> {
         let batch = sequences.use_all()?;
         let batch: Vec<&core::Sequence> = batch.iter().map(|sequence| &**sequence).collect();
@@ -380,11 +507,16 @@ arithmetic='', num_groups=1, free_order='unhashed_first', threads='single_writer
         // resize the arrays.
         let (mut indptr, mut indices) = (indptr.write()?, indices.write()?);
         let (mut last_page_len, mut slot_mapping) = (last_page_len.write()?, slot_mapping.write()?);
+        let mut first_pages = first_pages.as_ref().map(Array::write).transpose()?;
+        let first_pages = first_pages.as_mut().map(|array| array.as_slice_mut());
         let mut buffers = TableBuffers {
             indptr: slice_of::<names::Indptr, _>(indptr.as_slice_mut())?,
             indices: slice_of::<names::Indices, _>(indices.as_slice_mut())?,
             last_page_len: slice_of::<names::LastPageLen, _>(last_page_len.as_slice_mut())?,
             slot_mapping: slice_of::<names::SlotMapping, _>(slot_mapping.as_slice_mut())?,
+            first_pages: first_pages
+                .map(slice_of::<names::FirstPages, _>)
+                .transpose()?,
         };
         let written = on!(core, |cache| {
             cache.fill_block_tables(&batch, &starts.0, &counts.0, group.0, &mut buffers)

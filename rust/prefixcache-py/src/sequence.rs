@@ -3,6 +3,7 @@
 use std::sync::{Arc, Weak};
 
 use prefixcache_core::error::Argument;
+use prefixcache_core::retention::{Pins, Retention};
 use prefixcache_core::sequence as core;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -59,6 +60,51 @@ impl Sequence {
     #[getter]
     fn num_slots(&self) -> PyResult<usize> {
         Ok(self.use_as("sequence")?.num_slots())
+    }
+
+    /// Tokens that have a KV slot in every group; 0 while nothing is held.
+    #[getter]
+    fn num_ready_slots(&self) -> PyResult<usize> {
+        Ok(self.use_as("sequence")?.num_ready_slots())
+    }
+
+    /// Say which of the blocks that it drops keep their content.
+    ///
+    /// `interval` None: all. Otherwise those of anchors alone, among which are all multiples of
+    /// `interval` tokens if it is not 0; with `pin` they are pinned, but for anchors fewer than
+    /// `min_pin_blocks` past the one before, and with `pin_prefix` so is all before them in groups that
+    /// need it.
+    #[pyo3(
+        signature = (interval, *, pin=false, min_pin_blocks=None, pin_prefix=true),
+        text_signature = "($self, interval, *, pin=False, min_pin_blocks=0, pin_prefix=True)"
+    )]
+    fn set_retention(
+        &self,
+        interval: Option<Number<names::Interval>>,
+        pin: bool,
+        min_pin_blocks: Option<Number<names::MinPinBlocks>>,
+        pin_prefix: bool,
+    ) -> PyResult<()> {
+        let pins = pin.then(|| Pins {
+            min_distance: min_pin_blocks.map_or(0, |least| least.0),
+            prefix: pin_prefix,
+        });
+        let retention = match interval {
+            None if pin => return Err(out_of_range("interval", "must not be None with pin")),
+            None => Retention::Everything,
+            Some(interval) => Retention::Anchors {
+                interval: interval.0,
+                pins,
+            },
+        };
+        self.use_as("sequence")?.set_retention(retention);
+        Ok(())
+    }
+
+    /// Make `position` (tokens) an anchor: a later request can stand at the last full block before it.
+    fn add_anchor(&self, position: Number<names::Position>) -> PyResult<()> {
+        self.use_as("sequence")?.add_anchor(position.0);
+        Ok(())
     }
 
     /// Tokens whose KV is there; 0 while nothing is held.

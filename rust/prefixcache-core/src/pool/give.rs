@@ -28,10 +28,12 @@ struct Return {
     queued: usize,
     /// Whether blank blocks join the end of the line.
     append: bool,
+    /// Whether blocks of the default class lose their content.
+    discard: bool,
 }
 
 impl Return {
-    fn new(append: bool) -> Self {
+    fn new(append: bool, discard: bool) -> Self {
         Self {
             front: Chain::EMPTY,
             in_front: 0,
@@ -39,6 +41,7 @@ impl Return {
             classes: ClassSet::EMPTY,
             queued: 0,
             append,
+            discard,
         }
     }
 }
@@ -49,28 +52,29 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// Gives up one hold of each block, in this order, up to the first that nobody holds.
-    pub(super) fn give_back(&self, ids: &[BlockId]) -> Result<(), Misuse> {
+    /// With `discard` those whose last hold it is lose their content, unless they are of another class than
+    /// the default.
+    pub(super) fn give_back(&self, ids: &[BlockId], discard: bool) -> Result<(), Misuse> {
         let mut inside = self.credits.enter::<M>();
-        self.give_back_inside(ids, &mut inside)
-    }
-
-    fn give_back_inside(&self, ids: &[BlockId], inside: &mut Inside<'_, M>) -> Result<(), Misuse> {
-        let mut batch = Return::new(self.appends());
+        let mut batch = Return::new(self.appends(), discard);
         let outcome = ids
             .chunks(CHUNK)
             .try_for_each(|chunk| self.give_back_chunk(chunk, &mut batch));
-        self.push_front(batch, inside);
+        self.push_front(batch, &mut inside);
         outcome
     }
 
     /// Gives up the holds of blocks that this call itself took.
     #[cold]
     pub(super) fn give_back_all(&self, ids: &[BlockId]) {
-        let outcome = self.give_back(ids);
+        let outcome = self.give_back(ids, false);
         debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");
     }
 
     fn give_back_chunk(&self, chunk: &[BlockId], batch: &mut Return) -> Result<(), Misuse> {
+        if batch.discard {
+            self.blank_all(chunk);
+        }
         self.reserve(chunk, batch);
         let outcome = chunk.iter().try_for_each(|&id| {
             self.check_held(id)?;
@@ -88,7 +92,8 @@ impl<M: Mode> BlockPool<M> {
             .filter_map(|id| self.blocks.get(id.index()))
             .map(Block::state)
         {
-            if state.holders() == 1 && (state.is_hashed() || batch.append) {
+            let stays = !batch.discard || state.class() != Class::DEFAULT;
+            if state.holders() == 1 && (state.is_hashed() && stays || batch.append) {
                 wanted[state.class().index()] += 1;
                 batch.classes = batch.classes.with(state.class());
             }
@@ -147,7 +152,8 @@ impl<M: Mode> BlockPool<M> {
     fn let_go(&self, id: BlockId, last: State, batch: &mut Return) -> Transition {
         let block = self.block(id);
         let retired = self.is_retired(id);
-        if last.is_hashed() && (retired || !self.is_current(block)) {
+        let discarded = batch.discard && last.class() == Class::DEFAULT;
+        if last.is_hashed() && (retired || discarded || !self.is_current(block)) {
             return self.blank(id, last);
         }
         if retired {
@@ -169,11 +175,31 @@ impl<M: Mode> BlockPool<M> {
         step
     }
 
+    /// Takes the content from those of a chunk, up to the first that nobody holds, of which the caller has
+    /// the last hold: together, as each one's index entry lies anywhere in memory.
+    fn blank_all(&self, chunk: &[BlockId]) {
+        let held = chunk.iter().take_while(|&&id| self.check_held(id).is_ok());
+        let blanked = held.copied().filter(|&id| {
+            let block = self.block(id);
+            let last = block.state();
+            let goes = last.holders() == 1
+                && last.is_hashed()
+                && !last.is_claimed()
+                && last.class() == Class::DEFAULT;
+            goes && block.transition_to_blank::<M>(last) == Transition::Done
+        });
+        let blanked: Vec<BlockId> = blanked.collect();
+        if !planted(Fault::KeepDiscarded) {
+            self.forget_all(&blanked);
+        }
+    }
+
     /// Takes the content from a block of which the caller has the last hold; the hold stays, and the
     /// state is another in any case.
-    #[cold]
     fn blank(&self, id: BlockId, last: State) -> Transition {
-        if self.block(id).transition_to_blank::<M>(last) == Transition::Done {
+        if self.block(id).transition_to_blank::<M>(last) == Transition::Done
+            && !planted(Fault::KeepDiscarded)
+        {
             self.forget_all(&[id]);
         }
         Transition::Raced
@@ -253,7 +279,7 @@ impl<M: Mode> BlockPool<M> {
             .ring(from)
             .take_oldest(&self.blocks, credits, take, &mut ids);
         inside.give_at_end(credits - moved);
-        let mut batch = Return::new(true);
+        let mut batch = Return::new(true, false);
         for chunk in ids.chunks(CHUNK) {
             let outcome = self.give_back_chunk(chunk, &mut batch);
             debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");

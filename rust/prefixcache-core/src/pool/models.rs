@@ -567,3 +567,76 @@ fn pin_copy_vs_evict() {
 fn pin_copy_vs_evict_fails_without_the_recheck() {
     faults::check_with(Fault::SkipRecheck, pin_copy_beside_evict);
 }
+
+/// A block behind a window loses its content at the drop, is handed out again and gets other content,
+/// while one thread wants the old content and another looks.
+fn discard_beside_touch_and_lookup() {
+    let pool = pool(1);
+    let block = held(&pool, 1);
+    let dropping = beside(&pool, move |pool| {
+        pool.discard(&[block]).unwrap();
+        let block = allocate(pool)?;
+        let _ = pool.register(block, key(2), pool.epoch());
+        Some(block)
+    });
+    let looking = beside(&pool, |pool| (pool.lookup(&key(2)), pool.lookup(&key(1))));
+    let touched = touch(&pool, 1);
+    let recycled = dropping.join().unwrap();
+    let (new, old) = looking.join().unwrap();
+    assert!(
+        new.is_none() || old.is_none(),
+        "old content hit after new content did"
+    );
+    if let Some(hit) = touched {
+        let content = pool.block(hit).content();
+        assert_eq!(content, Content::from(&key(1)), "a hit had other content");
+        assert_eq!(recycled, None, "a block was handed out twice");
+    }
+    let held: Vec<BlockId> = touched.into_iter().chain(recycled).collect();
+    check_rest(&pool, &held);
+}
+
+#[test]
+fn discard_vs_touch_vs_lookup() {
+    check(discard_beside_touch_and_lookup);
+}
+
+#[test]
+#[should_panic]
+fn discard_vs_touch_vs_lookup_fails_with_blind_stores() {
+    faults::check_with(Fault::BlindBlank, discard_beside_touch_and_lookup);
+}
+
+#[test]
+#[should_panic]
+fn discard_vs_touch_vs_lookup_fails_when_the_content_stays() {
+    faults::check_with(Fault::KeepDiscarded, discard_beside_touch_and_lookup);
+}
+
+/// A window's blocks are dropped, one for good and one that stays registered, while another thread probes.
+fn drop_beside_probe() {
+    let pool = pool(2);
+    let (kept, forgotten) = (held(&pool, 1), held(&pool, 2));
+    let probing = beside(&pool, |pool| {
+        let late = pool.lookup(&key(2));
+        (late, pool.lookup(&key(2)), pool.lookup(&key(1)))
+    });
+    pool.release(&[kept]).unwrap();
+    pool.discard(&[forgotten]).unwrap();
+    let (first, second, own) = probing.join().unwrap();
+    assert!(first.is_some() || second.is_none(), "content came back");
+    assert_eq!(own, Some(kept), "kept content was lost");
+    assert_eq!(pool.lookup(&key(2)), None, "content outlived the drop");
+    check_rest(&pool, &[]);
+}
+
+#[test]
+fn drop_vs_probe() {
+    check(drop_beside_probe);
+}
+
+#[test]
+#[should_panic(expected = "content outlived the drop")]
+fn drop_vs_probe_fails_when_the_content_stays() {
+    faults::check_with(Fault::KeepDiscarded, drop_beside_probe);
+}

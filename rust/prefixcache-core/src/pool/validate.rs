@@ -17,7 +17,12 @@ pub(super) fn validate<M: Mode>(pool: &BlockPool<M>) -> Check {
     let blank = check_blank(pool, &mut free)?;
     let mut found = blank;
     for (ring, class) in pool.rings.iter().zip(Class::all()) {
-        found += check_ring(pool, ring, class, &mut free)?;
+        let in_line = check_ring(pool, ring, class, &mut free)?;
+        let used = pool.classes.used().contains(class);
+        ensure(used || in_line == 0, || {
+            format!("{in_line} blocks stand in the line of {class:?}, which is not marked as used")
+        })?;
+        found += in_line;
     }
     let available = pool.credits.available();
     ensure(found == available, || {

@@ -1,0 +1,278 @@
+//! Full attention and sliding windows over one pool: what a request holds, what hits, what stays behind.
+
+use prefixcache_core::cache::PrefixCache;
+use prefixcache_core::groups::{GroupSpec, Groups};
+use prefixcache_core::hash::{HashConfig, Scope};
+use prefixcache_core::pool::{BlockPool, SingleWriter};
+use prefixcache_core::retention::{Pins, Retention};
+use prefixcache_core::sequence::Sequence;
+use prefixcache_core::store::{BlockStore, PoolConfig};
+
+const SIZE: usize = 4;
+const FULL: GroupSpec = GroupSpec::FullAttention;
+/// A hit needs two blocks of it.
+const WINDOW: GroupSpec = GroupSpec::SlidingWindow { window: 8 };
+const ANCHORS: Retention = Retention::Anchors {
+    interval: 0,
+    pins: None,
+};
+const PINNED: Retention = Retention::Anchors {
+    interval: 0,
+    pins: Some(Pins {
+        min_distance: 0,
+        prefix: true,
+    }),
+};
+
+type Cache = PrefixCache<BlockPool<SingleWriter>>;
+
+fn cache(groups: &[GroupSpec], block_size: usize, num_blocks: usize) -> Cache {
+    let config = HashConfig {
+        model: String::new(),
+        revision: String::new(),
+        kv_dtype: String::new(),
+        arithmetic: String::new(),
+        block_size,
+        groups: Groups::new(groups.to_vec()).unwrap(),
+    };
+    let pool = PoolConfig::new(num_blocks + 1);
+    let pool = BlockPool::with_ring_capacity(pool, 1 << 12).unwrap();
+    PrefixCache::new(config, pool).unwrap()
+}
+
+fn prompt(seed: u32, len: u32) -> Vec<u32> {
+    (0..len).map(|place| seed * 1_000 + place).collect()
+}
+
+/// Serves a request as a scheduler does: chunk by chunk, what is behind dropped before the next one, and
+/// an anchor at the last full block before the prompt's last token. Returns its hit.
+fn serve(cache: &Cache, tokens: &[u32], retention: Retention, chunk: usize) -> (usize, Sequence) {
+    let len = tokens.len();
+    let mut sequence = cache.new_sequence(tokens.to_vec(), Scope::default(), vec![]);
+    sequence.set_retention(retention);
+    sequence.add_anchor(len - 1);
+    let hits = cache.count_prefix_hits_within(&mut sequence, len - 1);
+    let hits = hits.unwrap();
+    let plan = cache.commit_in_chunks(&mut sequence, hits, len - hits, chunk);
+    assert_eq!(plan, Ok(Some(hits)));
+    let mut computed = hits;
+    while computed < len {
+        let upto = len.min(computed + chunk);
+        let batch = &mut [&mut sequence];
+        cache.drop_unneeded(batch, &[computed]).unwrap();
+        assert_eq!(cache.ensure_slots(batch, &[upto]), Ok(1));
+        cache.mark_blocks_filled(batch, &[upto]).unwrap();
+        computed = upto;
+    }
+    (hits, sequence)
+}
+
+/// Serves a request to its end; its hit.
+fn finish(cache: &Cache, tokens: &[u32], retention: Retention) -> usize {
+    let (hits, mut sequence) = serve(cache, tokens, retention, 8);
+    cache.pin_anchors(&[&mut sequence]).unwrap();
+    cache.release(&mut [&mut sequence]).unwrap();
+    cache.validate().unwrap();
+    hits
+}
+
+fn cached_blocks(cache: &Cache) -> usize {
+    cache.store().cached_blocks().len()
+}
+
+fn probe(cache: &Cache, tokens: &[u32]) -> usize {
+    let hashes = cache.compute_block_hashes(tokens, &Scope::default(), vec![]);
+    cache.probe_within(&hashes, tokens.len() - 1)
+}
+
+#[test]
+fn a_long_prompt_holds_a_window_and_a_chunk_in_each_window_group() {
+    let window = GroupSpec::SlidingWindow { window: 1024 };
+    let cache = cache(&[FULL, window, window], 16, 2200);
+    let tokens = prompt(1, 28_000);
+    // The full group's 1,750 blocks; in each other 64 of the window, one below, 32 of the chunk, and one.
+    assert_eq!(cache.most_blocks(28_000, 512), 1750 + 2 * (64 + 1 + 32 + 1));
+    let (_, mut sequence) = serve(&cache, &tokens, ANCHORS, 512);
+    let held = |group| {
+        let table = sequence.block_table(group).iter();
+        table.filter(|block| !block.is_null()).count()
+    };
+    assert_eq!(held(0), 1750);
+    // The last chunk has 22 blocks.
+    assert!((65 + 22..=98).contains(&held(1)), "{} held", held(1));
+    assert_eq!(cache.store().stats().in_use, held(0) + 2 * held(1));
+    cache.release(&mut [&mut sequence]).unwrap();
+}
+
+#[test]
+fn a_hit_needs_all_of_the_full_group_and_the_window_before_its_end() {
+    let cache = cache(&[FULL, WINDOW], SIZE, 64);
+    let tokens = prompt(1, 32);
+    finish(&cache, &tokens, Retention::Everything);
+    assert_eq!(probe(&cache, &tokens), 28, "a token is left to compute");
+    assert_eq!(probe(&cache, &tokens[..13]), 12);
+    // Blocks 0 to 3 of the window's group were dropped first, and are lost first.
+    let mut others = Vec::new();
+    cache.store().allocate(48 + 4, &mut others).unwrap();
+    assert_eq!(probe(&cache, &tokens), 28);
+    assert_eq!(probe(&cache, &tokens[..25]), 24);
+    assert_eq!(probe(&cache, &tokens[..21]), 0, "its window is gone");
+    let mut shorter = cache.new_sequence(tokens.clone(), Scope::default(), vec![]);
+    assert_eq!(cache.commit_prefix_plan(&mut shorter, 28, 4), Ok(Some(28)));
+    let null = |group: usize| {
+        shorter
+            .block_table(group)
+            .iter()
+            .filter(|b| b.is_null())
+            .count()
+    };
+    assert_eq!((null(0), null(1)), (0, 5));
+    cache.release(&mut [&mut shorter]).unwrap();
+    // A commit of fewer blocks than were counted derives a length that holds.
+    assert_eq!(cache.commit_prefix_plan(&mut shorter, 20, 4), Ok(Some(0)));
+    cache.release(&mut [&mut shorter]).unwrap();
+    cache.store().release(&others).unwrap();
+}
+
+#[test]
+fn anchors_alone_stay_behind_a_window() {
+    let cache = cache(&[FULL, WINDOW], SIZE, 64);
+    let mut tokens = prompt(1, 34);
+    finish(&cache, &tokens, ANCHORS);
+    // Eight full blocks, and the last three of the window: two, and one below.
+    assert_eq!(cached_blocks(&cache), 8 + 3);
+    assert_eq!(probe(&cache, &tokens), 32, "the same prompt again");
+    tokens[30] = 0;
+    assert_eq!(probe(&cache, &tokens), 28, "edited in its last full block");
+    tokens[25] = 0;
+    assert_eq!(probe(&cache, &tokens), 0, "edited before what was kept");
+}
+
+#[test]
+fn a_junction_repairs_what_the_windows_lost() {
+    let cache = cache(&[FULL, WINDOW], SIZE, 128);
+    let shared = prompt(1, 24);
+    let request = |suffix: u32| [shared.clone(), prompt(suffix, 20)].concat();
+    finish(&cache, &request(2), ANCHORS);
+    // The second finds the full group alone, and makes the junction its anchor.
+    let second = request(3);
+    assert_eq!(probe(&cache, &second), 0);
+    let mut sequence = cache.new_sequence(second, Scope::default(), vec![]);
+    sequence.set_retention(ANCHORS);
+    sequence.add_anchor(24);
+    cache.commit_prefix_plan(&mut sequence, 0, 44).unwrap();
+    cache
+        .mark_blocks_filled(&mut [&mut sequence], &[44])
+        .unwrap();
+    cache.drop_unneeded(&mut [&mut sequence], &[44]).unwrap();
+    cache.release(&mut [&mut sequence]).unwrap();
+    assert_eq!(probe(&cache, &request(4)), 24, "the third stands there");
+}
+
+#[test]
+fn multiples_of_the_interval_are_anchors_whatever_the_chunks() {
+    for chunk in [1, 3, 8, 40] {
+        let cache = cache(&[FULL, WINDOW], SIZE, 64);
+        let retention = Retention::Anchors {
+            interval: 16,
+            pins: None,
+        };
+        let tokens = prompt(1, 40);
+        let (_, mut sequence) = serve(&cache, &tokens, retention, chunk);
+        cache.drop_unneeded(&mut [&mut sequence], &[40]).unwrap();
+        cache.release(&mut [&mut sequence]).unwrap();
+        let hits: Vec<usize> = (1..=10)
+            .map(|blocks| probe(&cache, &tokens[..blocks * SIZE]))
+            .collect();
+        // Lengths of 4 blocks (16 tokens), of 8, and of 9 and 10 at the end; of one less each.
+        let expected = [0, 0, 0, 12, 16, 16, 16, 28, 32, 36];
+        assert_eq!(hits, expected, "chunks of {chunk}");
+    }
+}
+
+#[test]
+fn what_was_a_hit_or_is_held_by_others_keeps_its_content() {
+    let cache = cache(&[FULL, WINDOW], SIZE, 64);
+    let shared = prompt(1, 17);
+    finish(&cache, &shared, ANCHORS);
+    let longer = [&shared[..], &prompt(2, 30)[..]].concat();
+    assert_eq!(finish(&cache, &longer, ANCHORS), 16);
+    assert_eq!(
+        probe(&cache, &shared),
+        16,
+        "the second moved on past its hit"
+    );
+    // Two at once: the one that drops a block first leaves it to the other.
+    let (_, mut first) = serve(&cache, &prompt(3, 8), ANCHORS, 8);
+    let (hits, mut second) = serve(&cache, &prompt(3, 9), ANCHORS, 8);
+    assert_eq!(hits, 8);
+    for token in 8..40 {
+        cache.append_tokens(&mut [&mut first], &[7]).unwrap();
+        let batch = &mut [&mut first];
+        cache.append_slots(batch, &[1]).unwrap();
+        cache.mark_blocks_filled(batch, &[token + 1]).unwrap();
+        cache.drop_unneeded(batch, &[token + 1]).unwrap();
+    }
+    assert!(first.block_table(1)[0].is_null());
+    cache.release(&mut [&mut first, &mut second]).unwrap();
+    assert_eq!(probe(&cache, &prompt(3, 9)), 8);
+}
+
+#[test]
+fn pinned_anchors_outlast_a_flood_and_nothing_waits_for_them() {
+    let cache = cache(&[FULL, WINDOW], SIZE, 60);
+    let tokens = prompt(1, 40);
+    finish(&cache, &tokens, PINNED);
+    // The full group's ten, and the windows of the prompt's end and of what follows it.
+    assert_eq!(cache.store().stats().pinned_free, 10 + 4);
+    for seed in 2..12 {
+        finish(&cache, &prompt(seed, 60), Retention::Everything);
+    }
+    assert_eq!(probe(&cache, &tokens), 36);
+    assert_eq!(finish(&cache, &tokens, ANCHORS), 36);
+    assert_eq!(cache.store().stats().pinned_free, 14, "a hit takes no pin");
+    // A request that needs the whole pool starts.
+    let mut all = cache.new_sequence(prompt(20, 120), Scope::default(), vec![]);
+    assert_eq!(cache.commit_prefix_plan(&mut all, 0, 120), Ok(Some(0)));
+    assert_eq!(cache.store().num_free(), 0);
+    cache.release(&mut [&mut all]).unwrap();
+}
+
+#[test]
+fn an_anchor_close_to_the_one_before_is_not_pinned() {
+    let cache = cache(&[FULL, WINDOW], SIZE, 64);
+    let retention = Retention::Anchors {
+        interval: 0,
+        pins: Some(Pins {
+            min_distance: 9,
+            prefix: false,
+        }),
+    };
+    finish(&cache, &prompt(1, 40), retention);
+    // The prompt's last full block lies nine blocks past nothing, its end one further.
+    assert_eq!(cache.store().stats().pinned_free, 3);
+    assert_eq!(cached_blocks(&cache), 10 + 5);
+}
+
+#[test]
+fn an_aborted_request_pins_nothing_more() {
+    let cache = cache(&[FULL, WINDOW], SIZE, 64);
+    let (_, mut sequence) = serve(&cache, &prompt(1, 40), PINNED, 8);
+    cache.release(&mut [&mut sequence]).unwrap();
+    assert_eq!(cache.store().stats().pinned_free, 0);
+    cache.validate().unwrap();
+}
+
+#[test]
+fn layouts_of_other_windows_share_nothing() {
+    let layout = |groups: &[GroupSpec]| Groups::new(groups.to_vec()).unwrap().layout();
+    assert_eq!(layout(&[FULL, WINDOW]), "full,sliding_window:8");
+    let tokens = prompt(1, 8);
+    let hashes = |groups| {
+        let cache = cache(groups, SIZE, 8);
+        let hashes = cache.compute_block_hashes(&tokens, &Scope::default(), vec![]);
+        hashes.as_slice().to_vec()
+    };
+    let other = GroupSpec::SlidingWindow { window: 9 };
+    assert_ne!(hashes(&[FULL, WINDOW]), hashes(&[FULL, other]));
+}

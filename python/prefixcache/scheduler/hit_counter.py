@@ -19,10 +19,7 @@ class HitCounter:
         self.hits = 0
         self.queried_tokens = 0
         self.hit_tokens = 0
-        self._window = window
-        self._recent: deque[tuple[int, int]] = deque()
-        self._recent_queried = 0
-        self._recent_hit = 0
+        self._recent: deque[tuple[int, int]] = deque(maxlen=window)
 
     def add(self, queried: int, hit: int) -> None:
         """Counts one request of `queried` tokens, `hit` of them cached."""
@@ -30,7 +27,7 @@ class HitCounter:
         self.hits += hit > 0
         self.queried_tokens += queried
         self.hit_tokens += hit
-        self._slide(queried, hit)
+        self._recent.append((queried, hit))
 
     @property
     def num_recent(self) -> int:
@@ -40,13 +37,6 @@ class HitCounter:
     @property
     def recent_ratio(self) -> float:
         """Cached share of the tokens in the window, 0 to 1; 0 when it is empty."""
-        return self._recent_hit / self._recent_queried if self._recent_queried else 0.0
-
-    def _slide(self, queried: int, hit: int) -> None:
-        self._recent.append((queried, hit))
-        self._recent_queried += queried
-        self._recent_hit += hit
-        if len(self._recent) > self._window:
-            oldest_queried, oldest_hit = self._recent.popleft()
-            self._recent_hit -= oldest_hit
-            self._recent_queried -= oldest_queried
+        recent = self._recent.copy()  # another thread may add to it meanwhile
+        queried = sum(queried for queried, _ in recent)
+        return sum(hit for _, hit in recent) / queried if queried else 0.0

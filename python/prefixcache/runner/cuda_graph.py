@@ -12,7 +12,7 @@ import bisect
 import gc
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from prefixcache.attention.base import AttentionBackend, AttentionBatch
 from prefixcache.runner.batch import Batch
 from prefixcache.runner.decoder import Decoder
+from prefixcache.runner.trial import null_batch
 from prefixcache.sampling.sampler import greedy_token_ids
 
 Replay = Callable[[], None]
@@ -39,15 +40,11 @@ class GraphAttention(AttentionBackend, Protocol):
         ...
 
 
-class Capture(Protocol):
-    """Records the work that `step` launches; calling the result launches it again.
+Capture = Callable[[Callable[[], None]], Replay]
+"""Records the work that a step launches, running it at least once; the result launches it again.
 
-    The memory that `step` takes for itself may be used again by the next recording.
-    """
-
-    def __call__(self, step: Callable[[], None], /) -> Replay:
-        """Runs `step` at least once."""
-        ...
+The memory that the step takes for itself may be used again by the next recording.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +121,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture(self, size: int, capture: Capture) -> Replay:
-        self._attention.plan_graph(_null_decode(self._device), size)
+        one = replace(null_batch([1], 1, self._device), num_decodes=1)
+        self._attention.plan_graph(one, size)
         return capture(lambda: self._step(size))
 
     def _step(self, size: int) -> None:
@@ -190,16 +188,3 @@ def _no_garbage_collection() -> Generator[None, None, None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _null_decode(device: torch.device) -> AttentionBatch:
-    """One decode in the null block, to plan a capture with."""
-    return AttentionBatch(
-        qo_indptr=torch.tensor([0, 1], dtype=torch.int32),
-        kv_indptr=torch.tensor([0, 1], dtype=torch.int32),
-        kv_indices=torch.zeros(1, dtype=torch.int32),
-        last_page_len=torch.ones(1, dtype=torch.int32),
-        slot_mapping=torch.zeros(1, dtype=torch.int64, device=device),
-        max_q_len=1,
-        num_decodes=1,
-    )

@@ -32,7 +32,7 @@ def run_largest_step(
     """
     lengths = _split(max_tokens, max_model_len)
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-    attention.plan(_null_batch(lengths, block_size, device))
+    attention.plan(null_batch(lengths, block_size, device))
     hidden_TE = model.forward(torch.zeros_like(positions), positions, attention)
     rows = min(max_seqs, len(hidden_TE))
     logits_RV = model.compute_logits(hidden_TE[:rows])
@@ -46,7 +46,8 @@ def _split(total: int, most: int) -> list[int]:
     return [most] * whole + ([rest] if rest else [])
 
 
-def _null_batch(lengths: list[int], block_size: int, device: torch.device) -> AttentionBatch:
+def null_batch(lengths: list[int], block_size: int, device: torch.device) -> AttentionBatch:
+    """Sequences of so many tokens in a step, none before it, all in the null block."""
     pages = [-(-length // block_size) for length in lengths]
     last = [length - (count - 1) * block_size for length, count in zip(lengths, pages, strict=True)]
     return AttentionBatch(

@@ -13,7 +13,7 @@ from paged_driver import PagedDriver
 from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.loader import choose_dtype, load_model
-from prefixcache.models.weights import NamedTensor
+from prefixcache.models.weights import NamedTensor, copy_into
 from tiny_models import ARCHITECTURES, make_model
 
 CPU = torch.device("cpu")
@@ -109,7 +109,7 @@ def test_weights_are_replaced_in_place_one_chunk_at_a_time(
     tokens = prompt_of(30)
     before = PagedDriver(model).forward([(0, 0, tokens)])
     for name, tensor in other.named_parameters():
-        model.load_weights([NamedTensor(name, tensor.detach(), "update")])
+        copy_into(model.slots, [NamedTensor(name, tensor.detach(), "update")])
     after = PagedDriver(model).forward([(0, 0, tokens)])
     with torch.inference_mode():
         expected = other(torch.tensor([tokens])).logits[0]

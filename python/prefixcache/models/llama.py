@@ -6,7 +6,7 @@ key-value heads, D head size, R rows whose logits are wanted, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from prefixcache.attention.base import AttentionBackend, AttentionSpec
 from prefixcache.model_config import ModelConfig
-from prefixcache.models.weights import NamedTensor, Slot, copy_into
+from prefixcache.models.weights import Slot
 from prefixcache.ops.linear import Linear
 from prefixcache.ops.rope import RotaryEmbedding
 from prefixcache.ops.sets import Ops
@@ -226,14 +226,6 @@ class LlamaModel:
     def compute_logits(self, hidden_RE: Tensor) -> Tensor:
         """Logits [R, V] of the given rows of `forward`'s result, not rounded any further."""
         return self._head.wide(hidden_RE)
-
-    def load_weights(self, tensors: Iterable[NamedTensor]) -> set[str]:
-        """Replaces the named parameters in place and returns their names.
-
-        Names and shapes are the checkpoint's. Raises `ModelLoadError` for an unknown name or a
-        wrong shape. Nothing may run on the model meanwhile.
-        """
-        return copy_into(self.slots, tensors)
 
     @property
     def ignored_names(self) -> frozenset[str]:

@@ -32,7 +32,8 @@ class ReplaceableModel:
     """Stands for a model to those who compute with it, whatever becomes of its weights.
 
     `make` makes the model anew with undefined weights, and `folder` is where those of `model` came
-    from, if any. Weights are usable when every tensor was written (`complete`). Letters of shapes:
+    from, if any; later it is the one that holds just these weights, None when some came from
+    elsewhere. Weights are usable when every tensor was written (`complete`). Letters of shapes:
     T tokens in the step, E hidden size, R rows whose logits are wanted, V vocabulary.
     """
 
@@ -41,7 +42,7 @@ class ReplaceableModel:
     ) -> None:
         self._model: LlamaModel | None = model
         self._make = make
-        self._folder: Path | None = folder
+        self.folder = folder
         self._config = model.config
         self._shapes = shapes_of(model.slots)
         self._ignored = model.ignored_names
@@ -58,11 +59,6 @@ class ReplaceableModel:
     def complete(self) -> bool:
         """Whether the weights are there, every one of them."""
         return self._model is not None and not self._unwritten
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder that holds just these weights; None when some came from elsewhere."""
-        return self._folder
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionBackend
@@ -92,7 +88,7 @@ class ReplaceableModel:
         Raises `ModelLoadError` when the folder has changed meanwhile; the weights before are then
         back, or given up where no folder holds them.
         """
-        before = self._folder if self.complete else None
+        before = self.folder if self.complete else None
         try:
             self._load(folder)
         except BaseException:
@@ -121,7 +117,7 @@ class ReplaceableModel:
         if self._model is None:
             self._model = self._make()
             self._unwritten = set(self._shapes)
-        self._folder = None
+        self.folder = None
         written = copy_into(
             self.loaded.slots,
             (
@@ -158,7 +154,7 @@ class ReplaceableModel:
         load_folder(model.slots, folder, model.device, self._ignored)
         self._model = model
         self._unwritten = set()
-        self._folder = folder
+        self.folder = folder
 
 
 def _check_is_weight(name: str, tensor: object) -> None:

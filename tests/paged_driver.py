@@ -11,7 +11,7 @@ from prefixcache._core import Cpu
 from prefixcache.attention.base import AttentionBackend, AttentionBatch
 from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.kv.specs import kv_groups
-from prefixcache.kv.tensors import allocate_kv
+from prefixcache.kv.tensors import KVTensors
 from prefixcache.models.llama import LlamaModel
 
 
@@ -65,14 +65,14 @@ class PagedDriver:
             attention, model.attention_spec, AttentionOptions(dtype=model.dtype, cpu=cpu)
         )
         (group,) = kv_groups(model.config)
-        self.kv = allocate_kv(
-            group,
-            self.attention,
+        self.kv = KVTensors(
+            group=group,
+            backend=self.attention,
             num_blocks=num_blocks,
             block_size=block_size,
             dtype=model.dtype,
             device=model.device,
-        )
+        ).make(num_blocks)
         self.attention.bind(self.kv)
 
     def forward(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:

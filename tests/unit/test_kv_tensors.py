@@ -15,7 +15,7 @@ from prefixcache.config import CacheConfig
 from prefixcache.exceptions import OutOfMemoryError
 from prefixcache.kv.sizing import available_memory, choose_num_blocks
 from prefixcache.kv.specs import KVGroup, kv_groups
-from prefixcache.kv.tensors import KVTensors, allocate_kv
+from prefixcache.kv.tensors import KVTensors
 from prefixcache.model_config import ModelConfig
 
 CPU = torch.device("cpu")
@@ -25,14 +25,14 @@ BLOCK_BYTES = 3 * 2 * 16 * 2 * 16 * 4
 
 def allocate(num_blocks: int) -> list[torch.Tensor]:
     spec = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=16, scale=1.0)
-    return allocate_kv(
-        GROUP,
-        make_attention("torch", spec),
+    return KVTensors(
+        group=GROUP,
+        backend=make_attention("torch", spec),
         num_blocks=num_blocks,
         block_size=16,
         dtype=torch.float32,
         device=CPU,
-    )
+    ).make(num_blocks)
 
 
 def choose(cache: CacheConfig) -> int:

@@ -16,6 +16,7 @@ from prefixcache.config import CacheConfig, EngineConfig
 from prefixcache.engine.device import (
     choose_device,
     is_sized_by_trial,
+    kv_tensors,
     make_graphs,
     shares_answers,
     trial_blocks,
@@ -86,7 +87,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         ),
         folder,
     )
-    kv = _kv_tensors(config, model, attention, num_blocks)
+    kv = kv_tensors(config, model, attention, num_blocks)
     runner = _runner(config, weights, attention, max_model_len, device)
     memory = ModelMemory(
         weights, kv, runner, lambda: make_graphs(config, weights.loaded, attention, max_model_len)
@@ -123,7 +124,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         seed=config.seed,
         memory=memory,
     )
-    _log_choices(config, parts, runner, kv, cpu)
+    _log_choices(config, parts, kv, cpu)
     return BuiltEngine(
         engine=Engine(parts),
         tokenizer=tokenizer,
@@ -138,13 +139,10 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     )
 
 
-def _log_choices(
-    config: EngineConfig, parts: EngineParts, runner: ModelRunner, kv: KVTensors, cpu: Cpu | None
-) -> None:
+def _log_choices(config: EngineConfig, parts: EngineParts, kv: KVTensors, cpu: Cpu | None) -> None:
     """What was chosen where nothing was said, in one line."""
     threads = "" if kv.device.type != "cpu" else f" with {torch.get_num_threads()} threads"
     kernels = "" if cpu is None else f" ({cpu.instructions})"
-    caches = config.cache.enable_prefix_caching and runner.shares_kv
     logger.info(
         "%s on %s%s%s, attention %s. KV cache: %d blocks of %d tokens (%.2f GiB), prefix cache %s. "
         "A sequence has at most %d tokens, a step %d sequences and %d tokens.",
@@ -156,7 +154,7 @@ def _log_choices(
         kv.num_blocks,
         kv.block_size,
         kv.num_bytes / 2**30,
-        "on" if caches else "off",
+        "on" if parts.scheduler.caches_prefixes else "off",
         parts.max_model_len,
         config.scheduler.max_num_seqs,
         config.scheduler.max_num_batched_tokens,
@@ -235,20 +233,6 @@ def _attention(config: EngineConfig, model: LlamaModel, cpu: Cpu | None) -> Atte
         cpu=cpu,
     )
     return make_attention(config.attention, model.attention_spec, options)
-
-
-def _kv_tensors(
-    config: EngineConfig, model: LlamaModel, attention: AttentionBackend, num_blocks: int
-) -> KVTensors:
-    (group,) = kv_groups(model.config)
-    return KVTensors(
-        group=group,
-        backend=attention,
-        num_blocks=num_blocks,
-        block_size=config.cache.block_size,
-        dtype=model.dtype,
-        device=model.device,
-    )
 
 
 def _runner(

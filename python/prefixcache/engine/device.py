@@ -12,6 +12,7 @@ from prefixcache.config import EngineConfig
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.sizing import DeviceMemory, fitting_blocks, measure_peak
 from prefixcache.kv.specs import kv_groups
+from prefixcache.kv.tensors import KVTensors
 from prefixcache.models.llama import LlamaModel
 from prefixcache.ops.cuda import pin_matmul
 from prefixcache.runner.cuda_graph import (
@@ -53,6 +54,21 @@ def is_sized_by_trial(config: EngineConfig, device: torch.device) -> bool:
     return device.type == "cuda" and cache.num_blocks is None and cache.kv_cache_memory is None
 
 
+def kv_tensors(
+    config: EngineConfig, model: LlamaModel, attention: AttentionBackend, num_blocks: int
+) -> KVTensors:
+    """The pool of the model's one group; `allocate` makes its memory."""
+    (group,) = kv_groups(model.config)
+    return KVTensors(
+        group=group,
+        backend=attention,
+        num_blocks=num_blocks,
+        block_size=config.cache.block_size,
+        dtype=model.dtype,
+        device=model.device,
+    )
+
+
 def trial_blocks(
     config: EngineConfig,
     model: LlamaModel,
@@ -64,11 +80,8 @@ def trial_blocks(
 
     Binds `attention` to a pool of the null block alone. Raises `OutOfMemoryError`.
     """
-    block_size = config.cache.block_size
-    groups = kv_groups(model.config)
-    shape = attention.kv_shape(1, block_size, groups[0].num_kv_heads, groups[0].head_dim)
-    layers = groups[0].layers
-    attention.bind([torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in layers])
+    null_block = kv_tensors(config, model, attention, 1)
+    null_block.allocate()
     memory = measure(
         lambda: run_largest_step(
             model,
@@ -76,13 +89,12 @@ def trial_blocks(
             max_tokens=config.scheduler.max_num_batched_tokens,
             max_seqs=config.scheduler.max_num_seqs,
             max_model_len=max_model_len,
-            block_size=block_size,
+            block_size=config.cache.block_size,
             device=model.device,
         ),
         model.device,
     )
-    block_bytes = sum(group.bytes_per_block(block_size, model.dtype.itemsize) for group in groups)
-    return fitting_blocks(memory, config.cache.gpu_memory_utilization, block_bytes)
+    return fitting_blocks(memory, config.cache.gpu_memory_utilization, null_block.num_bytes)
 
 
 def shares_answers(attention: AttentionBackend) -> bool:

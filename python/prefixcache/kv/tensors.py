@@ -43,59 +43,42 @@ class KVTensors:
 
     def allocate(self) -> None:
         """Binds zeroed tensors of all blocks. Raises `OutOfMemoryError`."""
-        self._bind(self.num_blocks)
+        self.backend.bind(self.make(self.num_blocks))
 
     def give_up(self) -> None:
         """Gives the memory back to the system; its content is lost."""
-        self._bind(1)
+        self.backend.bind(self.make(1))
         give_back(self.device)
 
-    def _bind(self, num_blocks: int) -> None:
-        kv_layers = allocate_kv(
-            self.group,
-            self.backend,
-            num_blocks=num_blocks,
-            block_size=self.block_size,
-            dtype=self.dtype,
-            device=self.device,
+    def make(self, num_blocks: int) -> list[Tensor]:
+        """One zeroed tensor a layer of the group, of the backend's shape.
+
+        Raises `OutOfMemoryError` with the numbers when they exceed the free memory.
+        """
+        group = self.group
+        needed = num_blocks * group.bytes_per_block(self.block_size, self.dtype.itemsize)
+        free = available_memory(self.device)
+        if needed > free:
+            raise OutOfMemoryError(
+                f"The KV cache of {num_blocks} blocks of {self.block_size} tokens needs "
+                f"{needed / _MIB:,.0f} MiB, but only {free / _MIB:,.0f} MiB are free. "
+                "Lower num_blocks or kv_cache_memory."
+            )
+        shape = self.backend.kv_shape(
+            num_blocks, self.block_size, group.num_kv_heads, group.head_dim
         )
-        self.backend.bind(kv_layers)
+        try:
+            return [_zeros(shape, self.dtype, self.device) for _ in group.layers]
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise OutOfMemoryError(
+                f"Cannot allocate {needed / _MIB:,.0f} MiB of KV: {error}"
+            ) from error
 
 
 def give_back(device: torch.device) -> None:
     """Hands memory that torch holds unused on a GPU to the driver; a CPU's went at once."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def allocate_kv(
-    group: KVGroup,
-    backend: AttentionBackend,
-    *,
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[Tensor]:
-    """One zeroed tensor a layer of the group, of the backend's shape.
-
-    Raises `OutOfMemoryError` with the numbers when they exceed the free memory.
-    """
-    needed = num_blocks * group.bytes_per_block(block_size, dtype.itemsize)
-    free = available_memory(device)
-    if needed > free:
-        raise OutOfMemoryError(
-            f"The KV cache of {num_blocks} blocks of {block_size} tokens needs "
-            f"{needed / _MIB:,.0f} MiB, but only {free / _MIB:,.0f} MiB are free. "
-            "Lower num_blocks or kv_cache_memory."
-        )
-    shape = backend.kv_shape(num_blocks, block_size, group.num_kv_heads, group.head_dim)
-    try:
-        return [_zeros(shape, dtype, device) for _ in group.layers]
-    except (OSError, RuntimeError, MemoryError) as error:
-        raise OutOfMemoryError(
-            f"Cannot allocate {needed / _MIB:,.0f} MiB of KV: {error}"
-        ) from error
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

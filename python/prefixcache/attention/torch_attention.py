@@ -34,6 +34,7 @@ class TorchAttention:
     decode_matches_prefill = False
     run_stack = None
     rotate_and_run = None
+    kv_shape = staticmethod(kv_shape_nhd)
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
@@ -42,12 +43,6 @@ class TorchAttention:
         self._sequences: list[_SequencePlan] = []
         self._slot_blocks_T = torch.empty(0, dtype=torch.int64)
         self._slot_offsets_T = torch.empty(0, dtype=torch.int64)
-
-    def kv_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
-    ) -> tuple[int, ...]:
-        """[P, 2, B, K, D]."""
-        return kv_shape_nhd(num_blocks, block_size, num_kv_heads, head_dim)
 
     def bind(self, kv_layers: Sequence[Tensor]) -> None:
         """Takes the KV tensors, one a layer."""

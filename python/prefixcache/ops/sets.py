@@ -62,6 +62,10 @@ class TorchOps:
     With `fixed_tiles`, which needs CUDA and triton, linears are those of `ops/triton_matmul.py`.
     """
 
+    rms_norm = staticmethod(norm.rms_norm)
+    silu_and_mul = staticmethod(activation.silu_and_mul)
+    apply_rope = staticmethod(rope.apply_rope)
+
     def __init__(
         self, dtype: torch.dtype, device: torch.device, *, fixed_tiles: bool = False
     ) -> None:
@@ -82,18 +86,6 @@ class TorchOps:
             weight_OI = torch.empty(outputs, inputs, dtype=self.dtype, device=self.device)
         bias_O = torch.empty(outputs, dtype=self.dtype, device=self.device) if bias else None
         return self._linear(weight_OI, bias_O)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `ops/norm.py`."""
-        return norm.rms_norm(x, weight, eps)
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """See `ops/activation.py`."""
-        return activation.silu_and_mul(gate_up)
-
-    def apply_rope(self, x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-        """See `ops/rope.py`."""
-        return rope.apply_rope(x_TND, cos_T1R, sin_T1R)
 
     def stack(self, layers: Sequence[LayerWeights], eps: float) -> None:  # noqa: ARG002
         """Torch computes op by op."""

@@ -30,7 +30,6 @@ class ModelMemory:
         self._kv = kv
         self._runner = runner
         self._make_graphs = make_graphs
-        self._has_graphs = False
 
     def make_kv(self) -> None:
         """Allocates the KV tensors, zeroed. Raises `OutOfMemoryError`."""
@@ -39,7 +38,7 @@ class ModelMemory:
 
     def give_up_kv(self) -> None:
         """Frees the KV tensors' memory."""
-        self.has_kv = self._has_graphs = False
+        self.has_kv = False
         self._runner.graphs = None
         self._kv.give_up()
 
@@ -47,8 +46,6 @@ class ModelMemory:
         """Drops graphs that point nowhere and makes those that are due."""
         if not (self.has_kv and self.weights.complete):
             self._runner.graphs = None
-            self._has_graphs = False
             give_back(self._kv.device)
-        elif not self._has_graphs:
+        elif self._runner.graphs is None:
             self._runner.graphs = self._make_graphs()
-            self._has_graphs = True

@@ -347,7 +347,8 @@ class Scheduler:
             if short and self._under_way:
                 return None
             if short:
-                victim = self._preempt_last()
+                self.num_preemptions += 1
+                victim = self._requeue_last()
                 chunks = [chunk for chunk in chunks if chunk.state is not victim]
                 short = [chunk for chunk in short if chunk.state is not victim]
         return chunks
@@ -370,10 +371,6 @@ class Scheduler:
         """A block's slots cost nothing more once it is held, so they are taken together."""
         size = self._cache.block_size
         return -(-num_tokens // size) * size
-
-    def _preempt_last(self) -> RequestState:
-        self.num_preemptions += 1
-        return self._requeue_last()
 
     def _requeue_last(self) -> RequestState:
         state = self._running.pop()

@@ -175,7 +175,7 @@ class Run:
 
     def running(self) -> list[str]:
         """Requests that hold blocks, the first to be served first."""
-        return self.engine.running
+        return [state.request_id for state in self.engine._scheduler._running]
 
     def check_plan(self, plan: StepPlan) -> None:
         assert 1 <= plan.num_tokens <= self.setup.max_num_batched_tokens

@@ -95,11 +95,6 @@ class Engine:
         return self._scheduler.has_unfinished() and not self.control.is_halted
 
     @property
-    def running(self) -> list[str]:
-        """Ids of the requests that hold blocks, the first to be served first."""
-        return self._scheduler.running
-
-    @property
     def queue_length(self) -> int:
         """Jobs that wait; see `scheduler.jobs`. From any thread."""
         return self._scheduler.queue_length

@@ -19,20 +19,17 @@ from prefixcache.step_plan import SequenceOutput, StepPlan
 _NOTHING = SequenceOutput()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A submitted step. Its results are fetched once, when they are needed.
+    """A submitted step. `outputs` is called once, when its results are needed.
 
-    `is_known` tells that `outputs` need not wait. Otherwise the next step may be submitted before,
-    with this one's tokens named by their places.
+    It waits until the device has computed them, and gives one output for each sequence of the plan.
+    `is_known` tells that it need not wait. Otherwise the next step may be submitted before, with
+    this one's tokens named by their places.
     """
 
-    def __init__(self, fetch: Callable[[], list[SequenceOutput]], *, is_known: bool) -> None:
-        self.is_known = is_known
-        self._fetch = fetch
-
-    def outputs(self) -> list[SequenceOutput]:
-        """One output for each sequence of the plan; waits until the device has computed them."""
-        return self._fetch()
+    outputs: Callable[[], list[SequenceOutput]]
+    is_known: bool
 
 
 class StepResults:

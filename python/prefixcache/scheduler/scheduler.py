@@ -108,11 +108,6 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def running(self) -> list[str]:
-        """Ids of the requests that hold blocks, the first to be served first."""
-        return [state.request_id for state in self._running]
-
-    @property
     def num_waiting(self) -> int:
         """Requests that wait for their start or, preempted, for their return."""
         return len(self._waiting) + (0 if self._in_flight is None else len(self._in_flight))

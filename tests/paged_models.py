@@ -93,7 +93,7 @@ class PagedServer:
         plan = self.scheduler.schedule()
         self.plans.append(plan)
         self.cache.fill(plan, self.runner.block_tables)
-        self.take(plan, self.runner.execute(plan))
+        self.take(plan, self.runner.submit(plan).outputs())
 
     def take(self, plan: StepPlan, outputs: Sequence[SequenceOutput]) -> None:
         self.scheduler.complete(plan, outputs)

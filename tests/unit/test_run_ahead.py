@@ -64,7 +64,7 @@ def test_decodes_can_be_submitted_before_their_tokens_are_known(
         )
     plan = server.scheduler.schedule()
     server.cache.fill(plan, server.runner.block_tables)
-    server.scheduler.complete(plan, server.runner.execute(plan))
+    server.scheduler.complete(plan, server.runner.submit(plan).outputs())
     second = server.scheduler.schedule()
     server.cache.fill(second, server.runner.block_tables)
     in_flight = server.runner.submit(second)

@@ -75,18 +75,8 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     model, attention, num_blocks, max_model_len = _model_and_pool(
         config, model_config, folder, dtype, device, cpu
     )
-    weights = ReplaceableModel(
-        model,
-        partial(
-            make_model,
-            model_config,
-            dtype=dtype,
-            device=device,
-            max_positions=max_model_len,
-            cpu=cpu,
-        ),
-        folder,
-    )
+    make = partial(make_model, model_config, dtype=dtype, device=device, cpu=cpu)
+    weights = ReplaceableModel(model, partial(make, max_positions=max_model_len), folder)
     kv = kv_tensors(config, model, attention, num_blocks)
     runner = _runner(config, weights, attention, max_model_len, device)
     memory = ModelMemory(

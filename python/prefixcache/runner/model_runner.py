@@ -25,7 +25,7 @@ from prefixcache.sampling.logprobs import PackedLogprobs, compute_logprobs
 from prefixcache.sampling.row_options import SampledRow
 from prefixcache.sampling.sampler import Sampled, Sampler
 from prefixcache.sampling.upload import Upload
-from prefixcache.step_plan import PromptLogprobsInput, SequenceOutput, StepPlan
+from prefixcache.step_plan import PromptLogprobsInput, StepPlan
 
 _LOGPROB_ROWS = 256
 
@@ -74,10 +74,6 @@ class ModelRunner:
     def block_tables(self) -> Sequence[BlockTableBuffers]:
         """Arrays for the cache to fill before each step, one set a KV cache group."""
         return self._buffers.block_tables
-
-    def execute(self, plan: StepPlan) -> list[SequenceOutput]:
-        """Computes the step; one output for each sequence of the plan, in its order."""
-        return self.submit(plan).outputs()
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingStep:

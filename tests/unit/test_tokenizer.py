@@ -92,10 +92,9 @@ def test_unknown_ids_add_nothing(tokenizer):
     assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
 
 
-def test_eos_ids_join_the_generation_config_and_the_named_token(folder, tmp_path, tokenizer):
-    assert tokenizer.eos_token_ids == {2}
-    edited = _edit(folder, tmp_path, "generation_config.json", eos_token_id=[0, 5])
-    assert Tokenizer.from_folder(edited).eos_token_ids == {0, 2, 5}
+def test_the_named_eos_token_is_told_by_its_id(tokenizer):
+    assert tokenizer.eos_token_ids == (2,)
+    assert Tokenizer(Backend(models.BPE({"a": 0}, []))).eos_token_ids == ()
 
 
 def test_vocab_size_is_one_more_than_the_last_id(tokenizer):
@@ -113,7 +112,7 @@ def test_named_tokens_become_special_where_the_file_forgot():
     backend.add_tokens(["<end>"])
     tokenizer = Tokenizer(backend, special_tokens={"eos_token": "<end>"})
     assert tokenizer.special_token_ids == {0}
-    assert tokenizer.eos_token_ids == {0}
+    assert tokenizer.eos_token_ids == (0,)
 
 
 def test_byte_fallback_tokens_have_their_byte():

@@ -30,7 +30,8 @@ _NAMED_TOKENS = (
 class Tokenizer:
     """Encodes text as the model's folder says, and decodes token ids.
 
-    `longest_token` is the most characters that a token spells. Safe to share between threads.
+    `longest_token` is the most characters that a token spells; `eos_token_ids` holds the token
+    that the tokenizer itself names, where it names one. Safe to share between threads.
     """
 
     def __init__(
@@ -39,7 +40,6 @@ class Tokenizer:
         *,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: ChatTemplate | None = None,
-        eos_token_ids: Iterable[int] = (),
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -49,9 +49,8 @@ class Tokenizer:
         _mark_special(backend, self.special_tokens.values())
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        self.bos_token_id = self._named_id("bos_token")
-        own_eos = self._named_id("eos_token")
-        self.eos_token_ids = frozenset([*eos_token_ids, *([] if own_eos is None else [own_eos])])
+        eos = backend.token_to_id(self.special_tokens.get("eos_token", ""))
+        self.eos_token_ids = () if eos is None else (eos,)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         self.longest_token = max(map(len, vocabulary), default=1)
@@ -71,7 +70,6 @@ class Tokenizer:
             backend,
             special_tokens=special_tokens,
             chat_template=load_chat_template(folder, config, special_tokens),
-            eos_token_ids=_configured_eos(folder),
         )
 
     def encode(
@@ -114,10 +112,6 @@ class Tokenizer:
         Ids outside the vocabulary add none.
         """
         return self._token_bytes[token_id]
-
-    def _named_id(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        return None if token is None else self._backend.token_to_id(token)
 
 
 def _plain_token(backend: _Backend) -> tuple[int, ...]:
@@ -239,12 +233,3 @@ def _mark_special(backend: _Backend, tokens: Iterable[str]) -> None:
     missing = [token for token in dict.fromkeys(tokens) if token not in known]
     if missing:
         backend.add_special_tokens([AddedToken(token, special=True) for token in missing])
-
-
-def _configured_eos(folder: Path) -> list[int]:
-    """Ids that end an answer: `generation_config.json` wins over `config.json`."""
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder / name).get("eos_token_id")
-        if value is not None:
-            return [int(token_id) for token_id in (value if isinstance(value, list) else [value])]
-    return []

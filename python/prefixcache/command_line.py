@@ -19,7 +19,7 @@ from click.core import ParameterSource
 
 from prefixcache.checked import adapters, check, is_secret, shown
 from prefixcache.exceptions import FieldError, InvalidRequestError, PrefixCacheError
-from prefixcache.flags import Flag, Group, aliases, build, closest, leaves
+from prefixcache.flags import Group, build, closest, leaves
 
 T = TypeVar("T")
 # Where a user said a value, and the value.
@@ -75,7 +75,7 @@ class FlagCommand(click.Command):
         found = dict[str, FlagOption]()
         for kind in kinds:
             for name, (owner, one) in leaves(kind).items():
-                if "flag" in one.metadata and name not in without:
+                if one.metadata and name not in without:
                     found.setdefault(name, FlagOption(owner, one))
         self._flags = found
         config = click.Option(["--config"], metavar="<path>", help="YAML file with flags.")
@@ -118,22 +118,22 @@ class FlagOption(click.Option):
     name: str
 
     def __init__(self, kind: type[Any], one: Field[Any]) -> None:
-        told: Flag = one.metadata["flag"]
+        told = one.metadata
         hint = get_type_hints(kind, include_extras=True)[one.name]
         value_type = _value_type(hint)
-        names = [_dashed(name) for name in (one.name, *aliases(one))]
+        names = [_dashed(name) for name in (one.name, *told["aliases"])]
         if value_type is bool:
             names = [f"{name}/--no-{name.removeprefix('--')}" for name in names]
-        default = told.default or _shown_default(one.default)
+        default = told["shown"] or _shown_default(one.default)
         super().__init__(
             [one.name, *names],
             type=bool if value_type is bool else click.UNPROCESSED,
             default=None,
             multiple=get_origin(hint) is tuple,
-            metavar=told.metavar or _metavar(value_type),
-            help=told.help + (f"  [default: {default}]" if default else ""),
+            metavar=told["metavar"] or _metavar(value_type),
+            help=told["help"] + (f"  [default: {default}]" if default else ""),
         )
-        self.group = told.group
+        self.group: Group = told["group"]
         self._kind = kind
 
     def said(self, ctx: click.Context, file: Mapping[str, Place]) -> Place | None:

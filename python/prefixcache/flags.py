@@ -7,7 +7,7 @@ The command line, the environment and the file of `--config` are made of the sam
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import Field, field, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
@@ -17,21 +17,6 @@ T = TypeVar("T")
 
 # The groups of `--help`, in their order.
 Group = Literal["Answer", "Benchmark", "Server", "Access", "Model", "Scheduling", "Cache"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flag:
-    """How a field is shown to users.
-
-    `aliases` are further names, spelled as fields. `default` tells in words what is used where
-    nothing is given, and `metavar` what a value is, where the field's own default and type do not.
-    """
-
-    help: str
-    group: Group
-    aliases: tuple[str, ...] = ()
-    default: str = ""
-    metavar: str = ""
 
 
 def flag(
@@ -44,9 +29,13 @@ def flag(
     metavar: str = "",
     secret: bool = False,
 ) -> Any:
-    """A dataclass field that users may set. A `secret` one is never shown."""
-    told = Flag(help=help, group=group, aliases=aliases, default=shown, metavar=metavar)
-    return field(default=default, repr=not secret, metadata={"flag": told})
+    """A dataclass field that users may set. The value of a `secret` one is never shown.
+
+    `aliases` are further names, spelled as fields. `shown` tells in words what is used where
+    nothing is given, and `metavar` what a value is, where the field's own default and type do not.
+    """
+    told = {"help": help, "group": group, "aliases": aliases, "shown": shown, "metavar": metavar}
+    return field(default=default, repr=not secret, metadata=told)
 
 
 def leaves(kind: type[Any]) -> dict[str, tuple[type[Any], Field[Any]]]:
@@ -84,19 +73,13 @@ def named(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises `ConfigError` for an unknown name, with the closest known one.
     """
-    names = {name: name for name in leaves(kind)}
+    names = dict[str, str]()
     for name, (_, one) in leaves(kind).items():
-        names |= dict.fromkeys(aliases(one), name)
+        names |= dict.fromkeys((name, *one.metadata.get("aliases", ())), name)
     for name in given:
         if name not in names:
             raise ConfigError(f"Unknown flag {name}{closest(name, names)}.")
     return {names[name]: value for name, value in given.items() if value is not None}
-
-
-def aliases(one: Field[Any]) -> tuple[str, ...]:
-    """Further names of a field."""
-    told: Flag | None = one.metadata.get("flag")
-    return told.aliases if told else ()
 
 
 def closest(name: str, known: Mapping[str, Any]) -> str:

@@ -5,7 +5,6 @@ pydantic is imported with the first check, so that a module may declare types fo
 
 from __future__ import annotations
 
-import math
 import re
 import reprlib
 from dataclasses import fields, is_dataclass
@@ -107,14 +106,6 @@ def shown(value: object) -> str:
         return _SHORT.repr(value)
     except ValueError:  # an integer of more digits than Python prints
         return "a number of too many digits"
-
-
-def is_finite(value: float) -> bool:
-    """Whether a float can hold the number: an integer may be too large for one."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 def is_fraction(value: object) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from prefixcache.checked import is_finite
 from prefixcache.exceptions import InvalidRequestError
 
 MAX_LOGPROBS = 20
@@ -88,16 +88,15 @@ class SamplingParams:
 def _in_range(
     name: str,
     value: float,
-    low: float | None,
+    low: float,
     high: float | None,
     *,
     open_low: bool = False,
 ) -> None:
-    finite = is_finite(value)
-    bad = isinstance(value, bool) or not finite
-    bad = bad or (low is not None and (value <= low if open_low else value < low))
-    bad = bad or (high is not None and value > high)
-    if bad:
+    finite = abs(value) <= sys.float_info.max  # not so for NaN
+    too_low = value <= low if open_low else value < low
+    too_high = high is not None and value > high
+    if isinstance(value, bool) or not finite or too_low or too_high:
         bracket = "(" if open_low else "["
         upper = "infinity" if high is None else high
         raise InvalidRequestError(

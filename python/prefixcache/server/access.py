@@ -16,7 +16,7 @@ import secrets
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from http import HTTPStatus
-from ipaddress import IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -145,7 +145,7 @@ class AccessCheck:
         if self._api_keys and not (caller.is_admin or _holds(self._api_keys, digest)):
             raise _key_needed("the server's API key")
         if not (caller.is_admin or _is_for_clients(path)) and _exists(scope):
-            raise self._admin_needed(scope, known=bool(self._api_keys))
+            raise self._admin_needed(scope)
         return caller
 
     def _refuse_pages(self, headers: Headers) -> None:
@@ -166,11 +166,11 @@ class AccessCheck:
         is_admin = _holds(self._admin_keys, digest) if has_keys else _is_local(scope, headers)
         return Caller(is_admin, digest.hex() if self._api_keys else None)
 
-    def _admin_needed(self, scope: Scope, *, known: bool) -> ApiError:
-        if self._admin_keys and not known:
+    def _admin_needed(self, scope: Scope) -> ApiError:
+        if self._admin_keys and not self._api_keys:
             return _key_needed("the server's admin API key")
         who = "those who send an --admin-api-key"
-        if not (known or self._admin_keys):
+        if not (self._api_keys or self._admin_keys):
             who += " or, as long as there is no key, connect from this machine without a proxy"
         return _forbidden(f"{scope['method']} {scope['path']} is for {who}.", "admin_only")
 
@@ -201,20 +201,19 @@ def _exists(scope: Scope) -> bool:
 
 
 def _is_known_host(host: str, patterns: tuple[str, ...]) -> bool:
+    """An address is reached without resolving a name, so that nobody can rebind it."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return False
-    return _is_address(name) or any(fnmatchcase(name, pattern) for pattern in patterns)
+    return bool(_address(name)) or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _is_address(name: str) -> bool:
-    """An address is reached without resolving a name, so that nobody can rebind it."""
+def _address(text: str) -> IPv4Address | IPv6Address | None:
     try:
-        ip_address(name)
+        return ip_address(text)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _is_local(scope: Scope, headers: Headers) -> bool:
@@ -234,12 +233,9 @@ def _tells_of_a_proxy(header: str) -> bool:
 
 def is_loopback(host: str) -> bool:
     """Whether an address is this machine's own, which nobody else can use."""
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return False
+    address = _address(host)
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-    return (mapped or address).is_loopback
+    return address is not None and (mapped or address).is_loopback
 
 
 def _forbidden(message: str, code: str) -> ApiError:

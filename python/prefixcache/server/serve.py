@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -26,11 +25,11 @@ from prefixcache.server.connections import Connection, ConnectionLimits
 from prefixcache.server.context import Lifecycle
 from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.options import ServeOptions
+from prefixcache.server.served_model import ServedModel
 
 if TYPE_CHECKING:
     from prefixcache.config import EngineConfig
     from prefixcache.engine.build import BuiltEngine
-    from prefixcache.server.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +76,12 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
 
 
 def _access_rules(options: ServeOptions) -> AccessRules:
-    rules = AccessRules(
+    return AccessRules(
         api_keys=options.api_key,
         admin_api_keys=options.admin_api_key,
-        allowed_hosts=options.allowed_hosts,
+        allowed_hosts=_known_hosts(options),
         public_metrics=options.public_metrics,
     )
-    return replace(rules, allowed_hosts=_known_hosts(options))
 
 
 def _known_hosts(options: ServeOptions) -> tuple[str, ...]:
@@ -147,8 +145,6 @@ def _warn_if_open(options: ServeOptions, listener: socket.socket) -> None:
 
 
 def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOptions) -> ServedModel:
-    from prefixcache.server.served_model import ServedModel
-
     return ServedModel(
         names=options.served_model_name or (config.model,),
         tokenizer=built.tokenizer,

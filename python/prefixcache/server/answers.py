@@ -136,7 +136,7 @@ async def _to_the_end(chunks: AsyncGenerator[bytes, None], job: Job) -> AsyncGen
                 yield chunk
     except Exception as error:  # the status is sent already: the error goes into the stream
         if is_unexpected(error):
-            logger.exception("The stream %s failed.", job.id)
+            logger.exception("The stream %s failed.", job.call.id)
         job.call.outcome.failed_status, body = error_body(error)
         yield event(body)
     yield DONE

@@ -15,7 +15,7 @@ from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.answers import Choice, answer
 from prefixcache.server.body import parse_fields, parse_object, read_body
 from prefixcache.server.context import Call, new_call
-from prefixcache.server.job_maker import Job, JobMaker, check_ids, fields_named, sampling_params
+from prefixcache.server.job_maker import Job, JobMaker, fields_named, sampling_params
 from prefixcache.server.logprobs import chat_logprobs, prompt_logprobs
 from prefixcache.server.protocol import ChatFields, ChatRequest
 from prefixcache.token_ids import TokenIds
@@ -89,17 +89,13 @@ async def chat_job(maker: JobMaker, fields: ChatRequest, size: int, call: Call) 
 
 
 def _params(maker: JobMaker, fields: ChatRequest) -> SamplingParams:
-    generation = maker.served.generation
     max_tokens = fields.max_completion_tokens
     if max_tokens is None:
         max_tokens = fields.max_tokens
     if max_tokens is None:
-        max_tokens = generation.max_new_tokens
-    params = sampling_params(
-        fields, generation, max_tokens=max_tokens, logprobs=_num_logprobs(fields)
-    )
-    check_ids(params.stop_token_ids, maker.served.tokenizer, "stop_token_ids")
-    return params
+        max_tokens = maker.served.generation.max_new_tokens
+    logprobs = _num_logprobs(fields)
+    return sampling_params(fields, maker.served, max_tokens=max_tokens, logprobs=logprobs)
 
 
 def _num_logprobs(fields: ChatRequest) -> int | None:
@@ -174,4 +170,4 @@ class ChatForm:
 
 
 def _head(job: Job, kind: str) -> dict[str, Any]:
-    return {"id": job.id, "object": kind, "created": job.created, "model": job.model}
+    return {"id": job.call.id, "object": kind, "created": job.created, "model": job.model}

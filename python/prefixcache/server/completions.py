@@ -18,7 +18,6 @@ from prefixcache.server.context import Call, new_call
 from prefixcache.server.job_maker import (
     Job,
     JobMaker,
-    check_ids,
     check_num_sequences,
     parse_prompts,
     sampling_params,
@@ -75,12 +74,10 @@ async def _encoded(
 
 
 def _params(maker: JobMaker, fields: CompletionRequest) -> SamplingParams:
-    generation = maker.served.generation
     max_tokens = fields.max_tokens
     if max_tokens is None:
-        max_tokens = generation.max_new_tokens or _DEFAULT_MAX_TOKENS
-    params = sampling_params(fields, generation, max_tokens=max_tokens, logprobs=fields.logprobs)
-    check_ids(params.stop_token_ids, maker.served.tokenizer, "stop_token_ids")
+        max_tokens = maker.served.generation.max_new_tokens or _DEFAULT_MAX_TOKENS
+    params = sampling_params(fields, maker.served, max_tokens=max_tokens, logprobs=fields.logprobs)
     if fields.echo and params.prompt_logprobs is None and params.logprobs is not None:
         return dataclasses.replace(params, prompt_logprobs=params.logprobs)
     return params
@@ -158,7 +155,7 @@ def _prompt_tokens(prompt: TokenIds, choice: Choice) -> list[ScoredToken]:
 
 def _head(job: Job) -> dict[str, Any]:
     return {
-        "id": job.id,
+        "id": job.call.id,
         "object": "text_completion",
         "created": job.created,
         "model": job.model,

@@ -12,7 +12,6 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError
-from prefixcache.model_config import GenerationDefaults
 from prefixcache.request import CacheOptions, Request
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.access import Caller
@@ -62,11 +61,6 @@ class Job:
     prompts: tuple[TokenIds, ...]
     params: SamplingParams
     requests: tuple[Request, ...]
-
-    @property
-    def id(self) -> str:
-        """The id of the answer."""
-        return self.call.id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +172,7 @@ class JobMaker:
 
 def sampling_params(
     fields: SamplingFields,
-    generation: GenerationDefaults,
+    served: ServedModel,
     *,
     max_tokens: int | None,
     logprobs: int | None,
@@ -187,14 +181,16 @@ def sampling_params(
     _check_stream_fields(fields)
     given = {name: getattr(fields, name) for name in _PASSED_ON}
     chosen = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(
-        **{**generation.sampling_options(), **chosen},
+    params = SamplingParams(
+        **{**served.generation.sampling_options(), **chosen},
         max_tokens=max_tokens,
         logprobs=logprobs,
         stop=_stop_strings(fields.stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         logit_bias=_logit_bias(fields.logit_bias or {}),
     )
+    check_ids(params.stop_token_ids, served.tokenizer, "stop_token_ids")
+    return params
 
 
 def _check_stream_fields(fields: SamplingFields) -> None:

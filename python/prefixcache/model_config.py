@@ -199,7 +199,8 @@ class ModelConfig(Checked):
         field, `ModelLoadError` for an unreadable file.
         """
         if isinstance(source, (str, Path)):
-            config_path = _config_path(Path(source))
+            path = Path(source)
+            config_path = path / "config.json" if path.is_dir() else path
             source = read_json_object(config_path)
             beside = config_path.with_name("generation_config.json")
             if generation is None and beside.is_file():
@@ -216,10 +217,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelLoadError(f"Cannot read {path}: it does not hold a JSON object.")
     return cast("dict[str, Any]", value)
-
-
-def _config_path(path: Path) -> Path:
-    return path / "config.json" if path.is_dir() else path
 
 
 def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -367,21 +364,20 @@ def _last_line(error: Exception) -> str:
 
 
 def _refuse_windows(config: Any) -> None:
-    """Raises `UnsupportedModelError` unless every layer sees the whole context."""
-    if any(kind != "full_attention" for kind in layer_types(config)):
-        window = getattr(config, "sliding_window", None)
+    """Raises `UnsupportedModelError` unless every layer sees the whole context.
+
+    Mistral names no types of layers: all have the window, which may hold the whole context.
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    slides = any(kind != "full_attention" for kind in kinds or ())
+    if not kinds and config.model_type == "mistral" and window is not None:
+        slides = window < config.max_position_embeddings
+    if slides:
         raise UnsupportedModelError(
             f"Sliding window attention (sliding_window {window}) is not supported. "
             "Supported: full attention in every layer."
         )
-
-
-def layer_types(config: Any) -> tuple[str, ...]:
-    """What each layer attends to, "full_attention" where a window holds the whole context."""
-    window = getattr(config, "sliding_window", None)
-    slides = window is not None and window < config.max_position_embeddings
-    one = "sliding_attention" if slides and config.model_type == "mistral" else "full_attention"
-    return tuple(getattr(config, "layer_types", None) or (one,) * config.num_hidden_layers)
 
 
 def _head_dim(config: Any) -> int:

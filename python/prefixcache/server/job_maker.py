@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError
 from prefixcache.request import CacheOptions, Request
@@ -33,22 +33,10 @@ _SLICE = 2**18
 _OVERHEAD = 256
 MAX_PRIORITY = 2**31 - 1
 
+# Fields of a body that are sampling options as they are.
 _PASSED_ON = (
-    "n",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "ignore_eos",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "prompt_logprobs",
-)
+    SamplingFields.model_fields.keys() & {one.name for one in dataclasses.fields(SamplingParams)}
+) - {"max_tokens", "stop", "stop_token_ids", "logit_bias"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +144,7 @@ class JobMaker:
         fit_max_tokens: bool,
     ) -> Iterator[Request]:
         limit = self.engine.max_model_len if fit_max_tokens else None
-        shared = _shared_options(fields, call.caller)
+        cache_options, now = _cache_options(fields, call.caller), time.monotonic()
         job = f"{call.id}-{uuid.uuid4().hex[:8]}"  # clients may send one request id twice
         choices = cache(partial(_choices, params))
         for prompt_index, prompt in enumerate(prompts):
@@ -166,7 +154,9 @@ class JobMaker:
                     job_id=job,
                     prompt_token_ids=prompt,
                     params=choice_params,
-                    **shared,
+                    cache=cache_options,
+                    priority=fields.priority or 0,
+                    arrival_time=now,
                 )
 
 
@@ -267,17 +257,13 @@ def _bad_prompt(what: str) -> InvalidRequestError:
     return InvalidRequestError(f"prompt must be {what}.", param="prompt")
 
 
-def _shared_options(fields: SamplingFields, caller: Caller) -> dict[str, Any]:
-    return {
-        "cache": CacheOptions(
-            salt=caller.own_salt(fields.cache_salt),
-            read=fields.cache_read is not False,
-            write=fields.cache_write is not False,
-            hit_threshold=fields.cache_hit_threshold,
-        ),
-        "priority": fields.priority or 0,
-        "arrival_time": time.monotonic(),
-    }
+def _cache_options(fields: SamplingFields, caller: Caller) -> CacheOptions:
+    return CacheOptions(
+        salt=caller.own_salt(fields.cache_salt),
+        read=fields.cache_read is not False,
+        write=fields.cache_write is not False,
+        hit_threshold=fields.cache_hit_threshold,
+    )
 
 
 def _max_tokens(params: SamplingParams, prompt: TokenIds, limit: int | None) -> int | None:

@@ -16,7 +16,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -111,7 +110,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` use when they are given nothing: the model's own defaults."""
-        options: dict[str, Any] = {**self._generation.sampling_options()}
+        options = self._generation.sampling_options()
         if self._generation.max_new_tokens is not None:
             options["max_tokens"] = self._generation.max_new_tokens
         return SamplingParams(**options)
@@ -272,15 +271,13 @@ class LLM:
     def _collect(
         self, places: Mapping[str, tuple[GenerationResult, CompletionOutput]], show_progress: bool
     ) -> None:
-        progress = _progress_bar() if show_progress else nullcontext()
-        with progress as bar:
-            task = None if bar is None else bar.add_task("Generating", total=len(places))
+        with _progress_bar(disable=not show_progress) as bar:
+            task = bar.add_task("Generating", total=len(places))
             while self._engine.has_unfinished():
                 outputs = self._engine.step()
                 for output in outputs:
                     self._add(output, *places[output.request_id])
-                if bar is not None and task is not None:
-                    bar.advance(task, sum(output.finished for output in outputs))
+                bar.advance(task, sum(output.finished for output in outputs))
 
     def _add(self, new: RequestOutput, result: GenerationResult, choice: CompletionOutput) -> None:
         choice.text += new.text
@@ -336,11 +333,12 @@ def _for_each(value: Any, count: int, name: str) -> Iterator[Any]:
     return iter(value)
 
 
-def _progress_bar() -> Progress:
+def _progress_bar(*, disable: bool) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         transient=True,
+        disable=disable,
     )

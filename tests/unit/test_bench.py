@@ -16,9 +16,9 @@ from prefixcache.bench.client import RequestRecord
 from prefixcache.bench.plots import draw
 from prefixcache.bench.report import (
     Report,
+    Variant,
     heading,
     make_report,
-    median_summary,
     summarize,
     table,
     to_json,
@@ -122,14 +122,14 @@ def test_one_token_has_no_inter_token_time() -> None:
     )
     summary = summarize([lone], [(7,)])
     assert summary.inter_token_p50 is None
-    assert median_summary([summary, summary]).inter_token_p99 is None
+    assert Variant("one token", (), (summary, summary)).median.inter_token_p99 is None
     report = make_report("prefixcache bench", SETTINGS, {"cache off": [[lone]]})
     assert printed(report).count(" - ") == 2
 
 
 def test_the_median_is_taken_field_by_field() -> None:
-    runs = [summarize([record(0.0, ttft)], ["abc"]) for ttft in (3.0, 1.0, 2.0)]
-    assert median_summary(runs).ttft_p50 == pytest.approx(2.0)
+    runs = tuple(summarize([record(0.0, ttft)], ["abc"]) for ttft in (3.0, 1.0, 2.0))
+    assert Variant("three runs", (), runs).median.ttft_p50 == pytest.approx(2.0)
 
 
 def printed(report: Report) -> str:

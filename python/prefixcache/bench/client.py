@@ -158,11 +158,14 @@ class EngineTarget:
 
 
 class HttpTarget:
-    """A server that speaks the OpenAI completions API with token-id prompts and `ignore_eos`."""
+    """A server that speaks the OpenAI completions API with token-id prompts and `ignore_eos`.
+
+    `model` is the name under which it serves its model.
+    """
 
     def __init__(self, client: httpx.AsyncClient, model: str) -> None:
         self._client = client
-        self._model = model
+        self.model = model
 
     @classmethod
     async def connect(cls, client: httpx.AsyncClient) -> HttpTarget:
@@ -173,14 +176,9 @@ class HttpTarget:
             raise BenchmarkError(f"No server answers at {client.base_url}: {error}") from error
         return cls(client, _json(response)["data"][0]["id"])
 
-    @property
-    def model(self) -> str:
-        """The name under which the server serves its model."""
-        return self._model
-
     async def token_pool(self) -> list[int]:
         """Tokens of plain English words, by the server's own tokenizer."""
-        body = {"model": self._model, "prompt": SOURCE_TEXT, "add_special_tokens": False}
+        body = {"model": self.model, "prompt": SOURCE_TEXT, "add_special_tokens": False}
         return _json(await self._client.post("/tokenize", json=body))["tokens"]
 
     async def send(self, prompt: Prompt) -> RequestRecord:
@@ -220,7 +218,7 @@ class HttpTarget:
     def _body(self, prompt: Prompt) -> dict[str, Any]:
         salt = {} if prompt.cache_salt is None else {"cache_salt": prompt.cache_salt}
         return salt | {
-            "model": self._model,
+            "model": self.model,
             "prompt": prompt.token_ids,
             "max_tokens": prompt.output_len,
             "temperature": 0,

@@ -49,7 +49,11 @@ class Variant:
     @property
     def median(self) -> Summary:
         """Field by field over the runs."""
-        return median_summary(self.summaries)
+        columns = {
+            field.name: [getattr(summary, field.name) for summary in self.summaries]
+            for field in fields(Summary)
+        }
+        return Summary(**{name: _median(column) for name, column in columns.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +109,6 @@ def summarize(
             record.output == expected for record, expected in zip(records, reference, strict=True)
         ),
     )
-
-
-def median_summary(summaries: Sequence[Summary]) -> Summary:
-    """The median of each field by itself."""
-    values = {
-        field.name: [getattr(summary, field.name) for summary in summaries]
-        for field in fields(Summary)
-    }
-    return Summary(**{name: _median(column) for name, column in values.items()})
 
 
 def _median(column: list[float | None]) -> Any:

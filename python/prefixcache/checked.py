@@ -106,8 +106,3 @@ def shown(value: object) -> str:
         return _SHORT.repr(value)
     except ValueError:  # an integer of more digits than Python prints
         return "a number of too many digits"
-
-
-def is_fraction(value: object) -> bool:
-    """Whether `value` is a number from 0 to 1; NaN and booleans are not."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 <= value <= 1.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from prefixcache.checked import is_fraction
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.token_ids import TokenIds, as_token_ids
@@ -13,9 +12,9 @@ from prefixcache.token_ids import TokenIds, as_token_ids
 FinishReason = Literal["stop", "length", "abort", "error", "cache_threshold"]
 
 
-def check_hit_threshold(value: object) -> None:
-    """Raises `InvalidRequestError` unless `value` is a number from 0 to 1."""
-    if not is_fraction(value):
+def _check_hit_threshold(value: object) -> None:
+    """Raises `InvalidRequestError` unless `value` is a number from 0 to 1; a boolean is none."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
         raise InvalidRequestError(
             f"cache_hit_threshold must be a number from 0.0 to 1.0, got {value!r}.",
             param="cache_hit_threshold",
@@ -53,7 +52,7 @@ class CacheOptions:
         if self.salt is not None:
             _check_salt(self.salt)
         if self.hit_threshold is not None:
-            check_hit_threshold(self.hit_threshold)
+            _check_hit_threshold(self.hit_threshold)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -30,7 +30,8 @@ def info_router(maker: JobMaker, version: str) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        _raise_if_dead(maker)
+        if engine.dead is not None:
+            raise engine.dead
         return Response()
 
     @router.get("/version")
@@ -59,8 +60,3 @@ def _card(maker: JobMaker, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": maker.engine.max_model_len,
     }
-
-
-def _raise_if_dead(maker: JobMaker) -> None:
-    if maker.engine.dead is not None:
-        raise maker.engine.dead

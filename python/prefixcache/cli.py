@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 from annotated_types import MinLen
 
+from prefixcache import __version__
 from prefixcache.bench.command import bench
 from prefixcache.bench.options import BenchOptions
 from prefixcache.checked import Checked
@@ -122,14 +123,6 @@ def _set_up_logging(level: LogLevel) -> None:
     logging.getLogger("prefixcache").setLevel(level.upper())
 
 
-def _show_version(ctx: click.Context, _param: click.Parameter, asked: bool) -> None:
-    if asked:
-        from prefixcache import __version__
-
-        click.echo(f"prefixcache {__version__}")
-        ctx.exit()
-
-
 _MODEL = click.Argument(["model_argument"], metavar="[MODEL]", required=False, help="As --model.")
 _PROMPT = click.Argument(["prompt"], help="What the model goes on with, or with --chat answers.")
 app = click.Group(
@@ -137,16 +130,6 @@ app = click.Group(
     help="An LLM server around a prefix KV cache.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    params=[
-        click.Option(
-            ["--version"],
-            is_flag=True,
-            is_eager=True,
-            expose_value=False,
-            callback=_show_version,
-            help="Show the version.",
-        )
-    ],
     commands=[
         FlagCommand(serve, ServeOptions, EngineConfig, arguments=[_MODEL]),
         FlagCommand(
@@ -165,3 +148,4 @@ app = click.Group(
         FlagCommand(bench, BenchOptions, EngineConfig),
     ],
 )
+click.version_option(__version__, message="prefixcache %(version)s", help="Show the version.")(app)

@@ -17,7 +17,7 @@ def machine_facts() -> dict[str, str | int]:
     return {
         "cpu": _cpu_model(),
         "cores": usable_cores(),
-        "memory_gib": _memory_gib(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
     } | {name: _version(name) for name in _PACKAGES}
@@ -45,10 +45,6 @@ def _first_processor(cpuinfo: Path) -> dict[str, str]:
     except OSError:
         return {}
     return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-
-
-def _memory_gib() -> int:
-    return round(psutil.virtual_memory().total / 2**30)
 
 
 def _version(name: str) -> str:

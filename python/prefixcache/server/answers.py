@@ -19,7 +19,7 @@ from prefixcache.server.errors import ApiError, error_body, is_unexpected
 from prefixcache.server.job_maker import Job, JobMaker
 from prefixcache.server.json_text import json_response, object_json
 from prefixcache.server.protocol import SamplingFields, StreamOptions
-from prefixcache.server.sse import DONE, EventStream, answer_unless_disconnected, event
+from prefixcache.server.sse import DONE, EventStream, event, unless_disconnected
 from prefixcache.server.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ async def answer(
     """
     if not fields.stream:
         work = _whole_body(maker, job, form)
-        return json_response(await answer_unless_disconnected(request, work))
+        return json_response(await unless_disconnected(request.receive, work))
     outputs = await maker.engine.generate_all(job.requests)
     options = fields.stream_options or StreamOptions()
     chunks = _chunk_events(outputs, job, form, options, maker.workers)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pydantic_core import to_json
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -44,7 +44,7 @@ class EventStream(Response):
         """Streams until the events or the client end."""
         ping = partial(self._ping, send)
         with suppress(ClientDisconnect):
-            await _unless_disconnected(receive, self._stream(send), ping, self._ping_seconds)
+            await unless_disconnected(receive, self._stream(send), ping, self._ping_seconds)
 
     async def _stream(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
@@ -65,21 +65,17 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
 
 
-async def answer_unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves.
-
-    Raises `ClientDisconnect` then. The body must have been read.
-    """
-    return await _unless_disconnected(request.receive, work)
-
-
-async def _unless_disconnected(
+async def unless_disconnected(
     receive: Receive,
     work: Coroutine[Any, Any, T],
     ping: Callable[[], Awaitable[None]] | None = None,
     ping_seconds: float | None = None,
 ) -> T:
-    """As `answer_unless_disconnected`; `ping` is called every `ping_seconds` meanwhile."""
+    """The result of `work`, which is cancelled when the client leaves.
+
+    `ping` is called every `ping_seconds` meanwhile. Raises `ClientDisconnect` when the client
+    leaves. The body must have been read.
+    """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(receive))
     first = partial(asyncio.wait, (working, leaving), return_when=asyncio.FIRST_COMPLETED)

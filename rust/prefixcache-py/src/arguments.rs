@@ -17,43 +17,70 @@ use pyo3::types::{PyList, PyString};
 use crate::errors::out_of_range;
 use crate::names::{self, Name};
 
-/// A type of whole numbers from 0.
-pub trait Whole: for<'a, 'py> FromPyObject<'a, 'py, Error = PyErr> + Copy {
-    const MOST: u64;
+/// What an argument, or an element of a list, is read into.
+pub trait Value: Sized {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self>;
 }
+
+/// The argument `N`.
+pub struct One<N, T>(pub T, PhantomData<N>);
+
+impl<'a, 'py, N: Name, T: Value> FromPyObject<'a, 'py> for One<N, T> {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        Ok(Self(T::read(N::NAME.into(), &value)?, PhantomData))
+    }
+}
+
+/// The argument `N`, a list or any other iterable.
+pub struct List<N, T>(pub Vec<T>, PhantomData<N>);
+
+impl<'a, 'py, N: Name, T: Value> FromPyObject<'a, 'py> for List<N, T> {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        Ok(Self(each::<N, _>(&value, T::read)?, PhantomData))
+    }
+}
+
+/// A whole number from 0 to what `T` holds.
+pub type Number<N, T = usize> = One<N, T>;
+
+/// A list of whole numbers from 0.
+pub type Numbers<N, T = usize> = List<N, T>;
+
+/// A floating-point number.
+pub type Real<N> = One<N, f32>;
+
+/// The argument `group`.
+pub type Group = One<names::GroupIndex, GroupId>;
+
+/// The argument `blocks`.
+pub type Blocks = List<names::Blocks, BlockId>;
 
 macro_rules! whole {
     ($($number:ty),*) => {
-        $(impl Whole for $number {
-            const MOST: u64 = <$number>::MAX as u64;
+        $(impl Value for $number {
+            fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+                let number = value.extract::<Self>();
+                number.map_err(|error| not_whole(argument, value, Self::MAX as u64, error))
+            }
         })*
     };
 }
 
-whole!(u16, u32, u64, usize);
+whole!(u16, u32, usize);
 
-/// A whole number from 0 to what `T` holds.
-pub struct Number<N, T = usize>(pub T, PhantomData<N>);
-
-impl<'a, 'py, N: Name, T: Whole> FromPyObject<'a, 'py> for Number<N, T> {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        Ok(Self(number(N::NAME.into(), &value)?, PhantomData))
+fn not_whole(argument: Argument, value: &Bound<'_, PyAny>, most: u64, error: PyErr) -> PyErr {
+    if error.is_instance_of::<PyOverflowError>(value.py()) {
+        let reason = format!("must be from 0 to {most}, not {}", shown(value));
+        return out_of_range(argument, reason);
     }
-}
-
-fn number<T: Whole>(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<T> {
-    value.extract().map_err(|error: PyErr| {
-        if error.is_instance_of::<PyOverflowError>(value.py()) {
-            let reason = format!("must be from 0 to {}, not {}", T::MOST, shown(value));
-            return out_of_range(argument, reason);
-        }
-        if error.is_instance_of::<PyTypeError>(value.py()) {
-            return wrong_type(argument, "a whole number", value);
-        }
-        error
-    })
+    if error.is_instance_of::<PyTypeError>(value.py()) {
+        return wrong_type(argument, "a whole number", value);
+    }
+    error
 }
 
 /// A number as a message shows it; Python refuses to write very long ones.
@@ -62,35 +89,43 @@ fn shown(value: &Bound<'_, PyAny>) -> String {
     text.unwrap_or_else(|_| "a number of thousands of digits".to_owned())
 }
 
-/// A list of whole numbers from 0.
-pub struct Numbers<N, T = usize>(pub Vec<T>, PhantomData<N>);
-
-impl<'a, 'py, N: Name, T: Whole> FromPyObject<'a, 'py> for Numbers<N, T> {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        let all = each::<N, _>(&value, |argument, item| number(argument, item))?;
-        Ok(Self(all, PhantomData))
-    }
-}
-
-/// A floating-point number.
-pub struct Real<N>(pub f32, PhantomData<N>);
-
-impl<'a, 'py, N: Name> FromPyObject<'a, 'py> for Real<N> {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+impl Value for f32 {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
         let real = value.extract::<f64>().map_err(|error| {
             match error.is_instance_of::<PyOverflowError>(value.py()) {
-                true => out_of_range(N::NAME, "must be a number that a float can hold"),
+                true => out_of_range(argument, "must be a number that a float can hold"),
                 false if error.is_instance_of::<PyTypeError>(value.py()) => {
-                    wrong_type(N::NAME.into(), "a number", &value)
+                    wrong_type(argument, "a number", value)
                 }
                 false => error,
             }
         });
-        Ok(Self(real? as f32, PhantomData))
+        Ok(real? as f32)
+    }
+}
+
+impl Value for GroupId {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        u16::read(argument, value).map(Self::new)
+    }
+}
+
+impl Value for BlockId {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        u32::read(argument, value).map(Self::new)
+    }
+}
+
+/// 32 bytes.
+impl Value for BlockHash {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let Ok(bytes) = value.extract::<&[u8]>() else {
+            return Err(wrong_type(argument, "bytes", value));
+        };
+        bytes.try_into().map(Self::from_bytes).map_err(|_| {
+            let reason = format!("must have 32 bytes, not {}", bytes.len());
+            out_of_range(argument, reason)
+        })
     }
 }
 
@@ -129,7 +164,7 @@ pub fn wrong_type(argument: Argument, wanted: &str, value: &Bound<'_, PyAny>) ->
 /// The items of a list or of any other iterable.
 ///
 /// Their number is what the iterator gives, not what `__len__` says, which may be anything.
-pub fn items<'py>(name: &'static str, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+fn items<'py>(name: &'static str, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
     if let Ok(list) = value.cast::<PyList>() {
         return Ok(list.clone());
     }
@@ -153,72 +188,13 @@ pub fn each<'py, N: Name, T>(
     list.iter().enumerate().map(element).collect()
 }
 
-/// The argument `group`.
-pub struct Group(pub GroupId);
-
-impl<'a, 'py> FromPyObject<'a, 'py> for Group {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        let Number::<names::GroupIndex, u16>(group, _) = value.extract()?;
-        Ok(Self(GroupId::new(group)))
-    }
-}
-
 /// The group of an argument `group`; the first, if there is none.
 pub fn or_first(group: Option<Group>) -> GroupId {
-    group.map_or(GroupId::new(0), |Group(group)| group)
-}
-
-/// The argument `blocks`.
-pub struct Blocks(pub Vec<BlockId>);
-
-impl<'a, 'py> FromPyObject<'a, 'py> for Blocks {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        let Numbers::<names::Blocks, u32>(ids, _) = value.extract()?;
-        Ok(Self(ids.into_iter().map(BlockId::new).collect()))
-    }
+    group.map_or(GroupId::new(0), |group| group.0)
 }
 
 pub fn ids_of(blocks: &[BlockId]) -> Vec<u32> {
     blocks.iter().map(|block| block.get()).collect()
-}
-
-/// The argument `block_hash`: 32 bytes.
-pub struct Hash(pub BlockHash);
-
-impl<'a, 'py> FromPyObject<'a, 'py> for Hash {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        hash(names::BlockHash::NAME.into(), &value).map(Self)
-    }
-}
-
-/// The argument `hashes`: 32 bytes each.
-pub struct Hashes(pub Vec<BlockHash>);
-
-impl<'a, 'py> FromPyObject<'a, 'py> for Hashes {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        each::<names::Hashes, _>(&value, hash).map(Self)
-    }
-}
-
-fn hash(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<BlockHash> {
-    let Ok(bytes) = value.extract::<&[u8]>() else {
-        return Err(wrong_type(argument, "bytes", value));
-    };
-    match bytes.try_into() {
-        Ok(bytes) => Ok(BlockHash::from_bytes(bytes)),
-        Err(_) => {
-            let reason = format!("must have 32 bytes, not {}", bytes.len());
-            Err(out_of_range(argument, reason))
-        }
-    }
 }
 
 /// A numpy array of one dimension, not borrowed yet.

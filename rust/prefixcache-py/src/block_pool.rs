@@ -7,7 +7,7 @@ use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, PoolConfig, Regis
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::arguments::{Blocks, Group, Hash, Hashes, Number, OneOf, ids_of, or_first};
+use crate::arguments::{Blocks, Group, List, Number, One, OneOf, ids_of, or_first};
 use crate::detach::run;
 use crate::errors::{IntoPyErr, bad_blocks, out_of_range};
 use crate::names;
@@ -121,7 +121,7 @@ max_blocks=None)"
     fn commit(
         &self,
         py: Python<'_>,
-        hashes: Hashes,
+        hashes: List<names::Hashes, BlockHash>,
         num_new: Option<Number<names::NumNew>>,
         group: Option<Group>,
     ) -> PyResult<Option<(usize, Vec<u32>)>> {
@@ -141,7 +141,11 @@ max_blocks=None)"
 
     /// The block that hits for `block_hash`, or None.
     #[pyo3(signature = (block_hash, group=None), text_signature = "($self, block_hash, group=0)")]
-    fn lookup(&self, block_hash: Hash, group: Option<Group>) -> Option<u32> {
+    fn lookup(
+        &self,
+        block_hash: One<names::BlockHash, BlockHash>,
+        group: Option<Group>,
+    ) -> Option<u32> {
         let key = BlockKey::new(block_hash.0, or_first(group));
         on!(&self.pool, |pool| pool.lookup(&key)).map(BlockId::get)
     }
@@ -159,7 +163,7 @@ max_blocks=None)"
         &self,
         py: Python<'_>,
         blocks: Blocks,
-        hashes: Hashes,
+        hashes: List<names::Hashes, BlockHash>,
         epoch: Number<names::EpochBefore, u32>,
         group: Option<Group>,
     ) -> PyResult<Vec<Option<u32>>> {

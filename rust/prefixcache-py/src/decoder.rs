@@ -3,12 +3,13 @@
 use std::sync::RwLockReadGuard;
 
 use prefixcache_attention::{Attention, KvElement};
+use prefixcache_core::error::Argument;
 use prefixcache_decoder::{DecoderLayer, Scratch, Step};
 use prefixcache_ops as ops;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::arguments::{Number, Numbers, OneOf, Real, each, wrong_type};
+use crate::arguments::{List, Number, Numbers, OneOf, Real, Value, wrong_type};
 use crate::attention::{PagedAttention, PlannedStep};
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
 use crate::errors::{IntoPyErr, out_of_range};
@@ -26,6 +27,7 @@ pub struct DecoderStack {
 }
 
 /// The weights of a layer; norms as addresses, 0 where there is none.
+#[derive(FromPyObject)]
 struct Weights(
     usize,
     Py<PackedLinear>,
@@ -36,30 +38,16 @@ struct Weights(
     Py<PackedLinear>,
 );
 
-/// The argument `layers`.
-struct Layers(Vec<Weights>);
-
-impl<'a, 'py> FromPyObject<'a, 'py> for Layers {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        let weights = |argument, item: &Bound<'py, PyAny>| {
-            Weights::read(item).map_err(|_| wrong_type(argument, Weights::FORM, item))
-        };
-        each::<names::Layers, _>(&value, weights).map(Self)
+impl Value for Weights {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let form = "a tuple (input_norm, qkv, qk_norm, out, post_norm, gate_up, down) of addresses and linears";
+        value
+            .extract()
+            .map_err(|_| wrong_type(argument, form, value))
     }
 }
 
 impl Weights {
-    const FORM: &'static str = "a tuple (input_norm, qkv, qk_norm, out, post_norm, gate_up, down) of addresses and linears";
-
-    fn read(item: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let (input_norm, qkv, qk_norm, out, post_norm, gate_up, down) = item.extract()?;
-        Ok(Self(
-            input_norm, qkv, qk_norm, out, post_norm, gate_up, down,
-        ))
-    }
-
     fn check(&self, number: usize, hidden: usize, dtype: DType) -> PyResult<()> {
         let Self(_, qkv, _, out, _, gate_up, down) = self;
         let [qkv, out, gate_up, down] = [qkv, out, gate_up, down].map(|layer| layer.get());
@@ -201,9 +189,9 @@ impl DecoderStack {
         dtype: OneOf<DType>,
         hidden: Number<names::Hidden>,
         eps: Real<names::Eps>,
-        layers: Layers,
+        layers: List<names::Layers, Weights>,
     ) -> PyResult<Self> {
-        let (dtype, hidden, eps, Layers(layers)) = (dtype.0, hidden.0, eps.0, layers);
+        let (dtype, hidden, eps, layers) = (dtype.0, hidden.0, eps.0, layers.0);
         for (number, layer) in layers.iter().enumerate() {
             layer.check(number, hidden, dtype)?;
         }

@@ -15,12 +15,12 @@ use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
 
 use crate::arguments::{
-    Array, Group, Number, Numbers, OneOf, Word, each, ids_of, slice_of, wrong_type,
+    Array, Group, List, Number, Numbers, One, OneOf, Value, Word, ids_of, slice_of, wrong_type,
 };
 use crate::block_hashes::BlockHashes;
 use crate::detach::{run, run_on_tokens};
 use crate::errors::{IntoPyErr, out_of_range};
-use crate::names;
+use crate::names::{self, Name};
 use crate::sequence::{Batch, Sequence};
 use crate::shared_cache::{Cache, Core, on};
 use crate::tokens::Tokens;
@@ -38,44 +38,28 @@ impl Word for FreeOrder {
     ];
 }
 
-/// The argument `groups`: each "full" or ("sliding_window", window).
-struct GroupKinds(Vec<GroupSpec>);
-
-impl<'a, 'py> FromPyObject<'a, 'py> for GroupKinds {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        each::<names::Groups, _>(&value, group_kind).map(Self)
-    }
-}
-
-fn group_kind(argument: Argument, item: &Bound<'_, PyAny>) -> PyResult<GroupSpec> {
-    let kinds = r#""full" or ("sliding_window", window)"#;
-    if let Ok(name) = item.cast::<PyString>() {
-        return match &*name.to_string_lossy() {
-            "full" => Ok(GroupSpec::FullAttention),
-            other => Err(out_of_range(
-                argument,
-                format!("must be {kinds}, not {other:?}"),
-            )),
+/// "full" or ("sliding_window", window).
+impl Value for GroupSpec {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let kinds = r#""full" or ("sliding_window", window)"#;
+        let (name, window) = match value.cast::<PyTuple>() {
+            Ok(pair) if pair.len() == 2 => (pair.get_item(0)?, Some(pair.get_item(1)?)),
+            _ => (value.clone(), None),
         };
-    }
-    let Some(pair) = item.cast::<PyTuple>().ok().filter(|pair| pair.len() == 2) else {
-        return Err(wrong_type(argument, kinds, item));
-    };
-    let name = pair.get_item(0)?;
-    let Ok(name) = name.cast::<PyString>() else {
-        return Err(wrong_type(argument, kinds, item));
-    };
-    match &*name.to_string_lossy() {
-        "sliding_window" => {
-            let window: Number<names::Window> = pair.get_item(1)?.extract()?;
-            Ok(GroupSpec::SlidingWindow { window: window.0 })
+        let Ok(name) = name.cast::<PyString>() else {
+            return Err(wrong_type(argument, kinds, value));
+        };
+        match (&*name.to_string_lossy(), window) {
+            ("full", None) => Ok(Self::FullAttention),
+            ("sliding_window", Some(window)) => {
+                let window = usize::read(names::Window::NAME.into(), &window)?;
+                Ok(Self::SlidingWindow { window })
+            }
+            (other, _) => {
+                let reason = format!("must be {kinds}, not {other:?}");
+                Err(out_of_range(argument, reason))
+            }
         }
-        other => Err(out_of_range(
-            argument,
-            format!("must be {kinds}, not {other:?}"),
-        )),
     }
 }
 
@@ -93,22 +77,17 @@ pub fn pool_config(
     }
 }
 
-/// The argument `extras`.
-#[derive(Default)]
-struct BlockExtras(Extras);
-
-impl<'a, 'py> FromPyObject<'a, 'py> for BlockExtras {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        let bytes = |argument, item: &Bound<'py, PyAny>| match item.extract::<PyBackedBytes>() {
-            Ok(bytes) => Ok(bytes.to_vec()),
-            Err(_) => Err(wrong_type(argument, "bytes", item)),
-        };
-        let all = each::<names::Extras, _>(&value, bytes)?;
-        Ok(Self(all.into_iter().collect()))
+/// Bytes, of any length.
+impl Value for Vec<u8> {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let bytes = value.extract::<PyBackedBytes>();
+        let bytes = bytes.map_err(|_| wrong_type(argument, "bytes", value))?;
+        Ok(bytes.to_vec())
     }
 }
+
+/// The argument `extras`.
+type BlockExtras = List<names::Extras, Vec<u8>>;
 
 #[pymethods]
 impl PrefixCache {
@@ -135,7 +114,7 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', thread
         kv_dtype: &str,
         arithmetic: &str,
         num_groups: Option<Number<names::NumGroups, u16>>,
-        groups: Option<GroupKinds>,
+        groups: Option<List<names::Groups, GroupSpec>>,
         free_order: OneOf<FreeOrder>,
         threads: OneOf<Threads>,
         max_blocks: Option<Number<names::MaxBlocks>>,
@@ -146,7 +125,7 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', thread
                 let reason = "must not be given beside groups, which says how many there are";
                 return Err(out_of_range("num_groups", reason));
             }
-            (Some(GroupKinds(specs)), None) => Groups::new(specs),
+            (Some(specs), None) => Groups::new(specs.0),
             (None, count) => Groups::full(count.map_or(1, |count| count.0.into())),
         };
         let hashing = HashConfig {
@@ -185,7 +164,7 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', thread
     ) -> PyResult<BlockHashes> {
         let core = self.0.core()?;
         let (tokens, scope) = (tokens.0, Scope { lora, cache_salt });
-        let BlockExtras(extras) = extras.unwrap_or_default();
+        let extras = extras.map_or_else(Extras::new, |extras| extras.0);
         let hashes = run_on_tokens(py, tokens.len(), || {
             on!(core, |cache| cache
                 .compute_block_hashes(&tokens, &scope, extras))
@@ -208,7 +187,7 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', thread
     ) -> PyResult<Sequence> {
         let core = self.0.core()?;
         let (tokens, scope) = (tokens.0, Scope { lora, cache_salt });
-        let BlockExtras(extras) = extras.unwrap_or_default();
+        let extras = extras.map_or_else(Extras::new, |extras| extras.0);
         let count = tokens.len();
         let sequence = run_on_tokens(py, count, || {
             on!(core, |cache| cache.new_sequence(tokens, scope, extras))
@@ -285,7 +264,7 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', thread
     fn append_slots(
         &self,
         py: Python<'_>,
-        sequences: Batch<'_>,
+        sequences: Batch,
         counts: Numbers<names::Counts>,
     ) -> PyResult<usize> {
         let counts = &counts.0;
@@ -302,7 +281,7 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', thread
     fn ensure_slots(
         &self,
         py: Python<'_>,
-        sequences: Batch<'_>,
+        sequences: Batch,
         upto: Numbers<names::Upto>,
     ) -> PyResult<usize> {
         let upto = &upto.0;
@@ -325,7 +304,7 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', thread
     }
 
     /// Add one token to each sequence.
-    fn append_tokens(&self, py: Python<'_>, sequences: Batch<'_>, tokens: Tokens) -> PyResult<()> {
+    fn append_tokens(&self, py: Python<'_>, sequences: Batch, tokens: Tokens) -> PyResult<()> {
         let tokens = &tokens.0;
         self.on_batch(&sequences, |core, batch| {
             run_on_tokens(py, tokens.len(), || {
@@ -341,7 +320,7 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', thread
     fn mark_blocks_filled(
         &self,
         py: Python<'_>,
-        sequences: Batch<'_>,
+        sequences: Batch,
         upto: Numbers<names::Upto>,
     ) -> PyResult<Vec<(usize, u16, usize, u32)>> {
         let upto = &upto.0;
@@ -365,7 +344,7 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', thread
     fn drop_unneeded(
         &self,
         py: Python<'_>,
-        sequences: Batch<'_>,
+        sequences: Batch,
         upto: Numbers<names::Upto>,
     ) -> PyResult<usize> {
         let upto = &upto.0;
@@ -377,7 +356,7 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', thread
     }
 
     /// Pin what the sequences' anchors need, as their retention says; how many pins are new.
-    fn pin_anchors(&self, py: Python<'_>, sequences: Batch<'_>) -> PyResult<usize> {
+    fn pin_anchors(&self, py: Python<'_>, sequences: Batch) -> PyResult<usize> {
         self.on_batch(&sequences, |core, batch| {
             let work = batch.iter().map(|sequence| sequence.num_slots()).sum();
             run_on_tokens(py, work, || on!(core, |cache| cache.pin_anchors(batch)))
@@ -390,9 +369,9 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', thread
         sequence: &Sequence,
         group: Group,
         index: Number<names::Index>,
-        block: Number<names::Block, u32>,
+        block: One<names::Block, BlockId>,
     ) -> PyResult<()> {
-        let (Group(group), index, block) = (group, index.0, BlockId::new(block.0));
+        let (group, index, block) = (group.0, index.0, block.0);
         let mut sequence = sequence.use_as("sequence")?;
         let (core, _writing) = self.0.core_to_write()?;
         let replaced = on!(core, |cache| {
@@ -404,7 +383,7 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', thread
     /// Give all blocks of each sequence back, the tail first, so that it is evicted before the head.
     ///
     /// The sequence can be committed again.
-    fn release(&self, py: Python<'_>, sequences: Batch<'_>) -> PyResult<()> {
+    fn release(&self, py: Python<'_>, sequences: Batch) -> PyResult<()> {
         self.on_batch(&sequences, |core, batch| {
             let work = batch.iter().map(|sequence| sequence.num_slots()).sum();
             run_on_tokens(py, work, || on!(core, |cache| cache.release(batch)))
@@ -490,7 +469,7 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', thread
     )]
     fn fill_block_tables(
         &self,
-        sequences: Batch<'_>,
+        sequences: Batch,
         starts: Numbers<names::Starts>,
         counts: Numbers<names::Counts>,
         group: Group,
@@ -592,7 +571,7 @@ impl PrefixCache {
     /// Calls `work`, which changes the cache, with all sequences of the argument `sequences`.
     fn on_batch<T>(
         &self,
-        sequences: &Batch<'_>,
+        sequences: &Batch,
         work: impl FnOnce(&Core, &mut [&mut core::Sequence]) -> Result<T, CacheError>,
     ) -> PyResult<T> {
         let mut batch = sequences.use_all()?;
@@ -604,9 +583,7 @@ impl PrefixCache {
 }
 
 fn saturating_sum(counts: &[usize]) -> usize {
-    counts
-        .iter()
-        .fold(0, |sum, &count| sum.saturating_add(count))
+    counts.iter().copied().fold(0, usize::saturating_add)
 }
 
 /// What a pool tells of itself.

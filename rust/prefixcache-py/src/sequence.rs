@@ -8,7 +8,7 @@ use prefixcache_core::sequence as core;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::arguments::{Number, each, ids_of, wrong_type};
+use crate::arguments::{List, Number, Value, ids_of, wrong_type};
 use crate::detach;
 use crate::errors::{in_use, out_of_range};
 use crate::exclusive::{Exclusive, Using};
@@ -158,22 +158,17 @@ impl Sequence {
     }
 }
 
-/// The argument `sequences` of a batch call, kept alive and each used by this call alone.
-pub struct Batch<'py>(Vec<Bound<'py, Sequence>>);
-
-impl<'a, 'py> FromPyObject<'a, 'py> for Batch<'py> {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        let sequence = |argument, item: &Bound<'py, PyAny>| {
-            let sequence = item.cast::<Sequence>().cloned();
-            sequence.map_err(|_| wrong_type(argument, "a Sequence", item))
-        };
-        each::<names::Sequences, _>(&value, sequence).map(Self)
+impl Value for Py<Sequence> {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let sequence = value.cast::<Sequence>().cloned().map(Bound::unbind);
+        sequence.map_err(|_| wrong_type(argument, "a Sequence", value))
     }
 }
 
-impl Batch<'_> {
+/// The argument `sequences` of a batch call, kept alive and each used by this call alone.
+pub type Batch = List<names::Sequences, Py<Sequence>>;
+
+impl Batch {
     /// Uses all sequences; fails at one that another call uses, or that stands in the list twice.
     pub fn use_all(&self) -> PyResult<Vec<Using<'_, core::Sequence>>> {
         let sequences = self.0.iter().enumerate();

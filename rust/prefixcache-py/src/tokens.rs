@@ -50,16 +50,11 @@ fn numpy_array<'py>(how: &str, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py,
 
 /// None unless `value` is an array of a type that token ids come in.
 fn from_array(value: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u32>>> {
-    if let Some(tokens) = from_array_of::<i32>(value) {
-        return tokens.map(Some);
-    }
-    if let Some(tokens) = from_array_of::<i64>(value) {
-        return tokens.map(Some);
-    }
-    if let Some(tokens) = from_array_of::<u32>(value) {
-        return tokens.map(Some);
-    }
-    if let Some(tokens) = from_array_of::<u64>(value) {
+    let tokens = from_array_of::<i32>(value)
+        .or_else(|| from_array_of::<i64>(value))
+        .or_else(|| from_array_of::<u32>(value))
+        .or_else(|| from_array_of::<u64>(value));
+    if let Some(tokens) = tokens {
         return tokens.map(Some);
     }
     let empty = value

@@ -30,16 +30,8 @@ pub fn attend<E: KvElement>(
     out: &RowsMut<'_, E>,
 ) -> Result<(), OutOfMemory> {
     let (width, kv_heads) = (attention.heads * attention.head_dim, attention.kv_heads);
-    assert_eq!(
-        (queries.rows(), queries.width()),
-        (plan.num_queries(), width),
-        "queries"
-    );
-    assert_eq!(
-        (out.rows(), out.width()),
-        (plan.num_queries(), width),
-        "shape of out"
-    );
+    assert_eq!(queries.shape(), (plan.num_queries(), width), "queries");
+    assert_eq!(out.shape(), (plan.num_queries(), width), "shape of out");
     assert_eq!(
         cache.width(),
         plan.block_size() * attention.head_dim,

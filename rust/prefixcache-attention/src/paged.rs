@@ -40,12 +40,12 @@ pub fn append<E: Element>(
     let heads = keys.width() / dims;
     assert_eq!(cache.width(), block_size * dims, "width of the cache");
     assert_eq!(
-        (keys.rows(), keys.width()),
+        keys.shape(),
         (slots.len(), heads * dims),
         "shape of the keys"
     );
     assert_eq!(
-        (values.rows(), values.width()),
+        values.shape(),
         (slots.len(), heads * dims),
         "shape of the values"
     );

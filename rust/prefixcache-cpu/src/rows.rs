@@ -52,6 +52,11 @@ impl<'a, T> Rows<'a, T> {
         self.width
     }
 
+    /// Number of rows, and numbers in a row.
+    pub fn shape(&self) -> (usize, usize) {
+        (self.rows, self.width)
+    }
+
     /// These columns of every row.
     ///
     /// # Panics
@@ -126,6 +131,11 @@ impl<'a, T> RowsMut<'a, T> {
     #[inline(always)]
     pub fn width(&self) -> usize {
         self.rows.width
+    }
+
+    /// Number of rows, and numbers in a row.
+    pub fn shape(&self) -> (usize, usize) {
+        self.rows.shape()
     }
 
     /// The rows, to read for a while.

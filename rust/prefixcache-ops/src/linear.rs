@@ -130,18 +130,10 @@ impl<E: Element> PackedLinear<E> {
         residual: Option<Rows<'_, O>>,
         out: &RowsMut<'_, O>,
     ) {
-        assert_eq!(
-            (x.rows(), x.width()),
-            (out.rows(), self.inputs),
-            "shape of x"
-        );
+        assert_eq!(x.shape(), (out.rows(), self.inputs), "shape of x");
         assert_eq!(out.width(), self.outputs, "width of out");
         if let Some(residual) = &residual {
-            assert_eq!(
-                (residual.rows(), residual.width()),
-                (out.rows(), out.width()),
-                "residual"
-            );
+            assert_eq!(residual.shape(), out.shape(), "residual");
         }
         let split = Split::new(x.rows(), self.outputs.div_ceil(PANEL));
         team.run(split.tasks(), |task| {
@@ -253,15 +245,10 @@ struct Tile<'a, E, O, L> {
 impl<E: Element, O: Element, L: Lanes> TileWork for Tile<'_, E, O, L> {
     #[inline(always)]
     fn run<const H: usize, const W: usize>(self) {
-        let Self {
-            task,
-            lanes,
-            row,
-            column,
-        } = self;
+        let (task, lanes) = (self.task, self.lanes);
         let depth = task.layer.inputs / E::PER_WORD;
-        let rows = std::array::from_fn(|r| task.x.row(row + r).as_ptr().cast());
-        let panel = &task.layer.panel(task.panel)[column..];
+        let rows = std::array::from_fn(|r| task.x.row(self.row + r).as_ptr().cast());
+        let panel = &task.layer.panel(task.panel)[self.column..];
         let panels = std::array::from_fn(|c| panel[c * L::LANES..].as_ptr());
         let mut acc = [[lanes.splat(0.0); W]; H];
         // SAFETY: a row of x holds `depth` words, and a panel `depth` lines of 64 of which
@@ -269,9 +256,9 @@ impl<E: Element, O: Element, L: Lanes> TileWork for Tile<'_, E, O, L> {
         unsafe { dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, &panels, PANEL, depth) };
         for (r, sums) in acc.iter().enumerate() {
             for (c, &sum) in sums.iter().enumerate() {
-                let column = task.panel * PANEL + column + c * L::LANES;
+                let column = task.panel * PANEL + self.column + c * L::LANES;
                 if column < task.layer.outputs {
-                    task.finish(lanes, row + r, column, sum);
+                    task.finish(lanes, self.row + r, column, sum);
                 }
             }
         }

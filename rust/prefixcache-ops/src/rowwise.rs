@@ -23,26 +23,13 @@ pub fn rms_norm<E: Element>(
     eps: f32,
     out: &RowsMut<'_, E>,
 ) {
-    assert_eq!(
-        (x.rows(), x.width()),
-        (out.rows(), out.width()),
-        "shape of out"
-    );
+    assert_eq!(x.shape(), out.shape(), "shape of out");
     assert!(
         x.width().is_multiple_of(weight.len()),
         "width of the weight"
     );
     assert!(weight.len().is_multiple_of(group), "width of a group");
-    in_chunks(team, x.rows(), x.width(), |rows| {
-        form.run(RmsNorm {
-            x,
-            weight,
-            group,
-            eps,
-            out,
-            rows,
-        });
-    });
+    each_row(form, team, x, out, &RmsNorm { weight, group, eps });
 }
 
 /// The function between the two halves of a gated layer.
@@ -65,14 +52,8 @@ pub fn gated<E: Element>(
     x: Rows<'_, E>,
     out: &RowsMut<'_, E>,
 ) {
-    assert_eq!(
-        (x.rows(), x.width()),
-        (out.rows(), 2 * out.width()),
-        "shape of x"
-    );
-    in_chunks(team, x.rows(), x.width(), |rows| {
-        form.run(Gated { gate, x, out, rows })
-    });
+    assert_eq!(x.shape(), (out.rows(), 2 * out.width()), "shape of x");
+    each_row(form, team, x, out, &Gated { gate });
 }
 
 /// Turns each head of a row by the row's angles: halves (x, y) become
@@ -90,37 +71,55 @@ pub fn rotate<E: Element>(
     x: Rows<'_, E>,
     out: &RowsMut<'_, E>,
 ) {
-    assert_eq!(
-        (cos.rows(), cos.width()),
-        (sin.rows(), sin.width()),
-        "shape of sin"
-    );
-    assert_eq!(
-        (x.rows(), x.width()),
-        (out.rows(), out.width()),
-        "shape of out"
-    );
+    assert_eq!(cos.shape(), sin.shape(), "shape of sin");
+    assert_eq!(x.shape(), out.shape(), "shape of out");
     assert_eq!(cos.rows(), x.rows(), "rows of cos");
     assert!(x.width().is_multiple_of(2 * cos.width()), "width of cos");
-    in_chunks(team, x.rows(), x.width(), |rows| {
-        form.run(Rotate {
-            cos,
-            sin,
-            x,
-            out,
-            rows,
-        })
+    each_row(form, team, x, out, &Rotate { cos, sin });
+}
+
+/// What a layer makes of one row.
+trait RowWork<E>: Sync {
+    /// Writes `out` from `x`, row `row` of both.
+    fn run<L: Lanes>(&self, lanes: L, row: usize, x: &[E], out: &mut [E]);
+}
+
+fn each_row<E: Element>(
+    form: Form,
+    team: &Team,
+    x: Rows<'_, E>,
+    out: &RowsMut<'_, E>,
+    work: &impl RowWork<E>,
+) {
+    if x.width() == 0 {
+        return;
+    }
+    let chunk = (TASK_NUMBERS / x.width()).max(1);
+    team.run(x.rows().div_ceil(chunk), |task| {
+        let rows = task * chunk..((task + 1) * chunk).min(x.rows());
+        form.run(Chunk { work, x, out, rows });
     });
 }
 
-fn in_chunks(team: &Team, rows: usize, width: usize, work: impl Fn(Range<usize>) + Sync) {
-    if width == 0 {
-        return;
+/// The rows of one task.
+struct Chunk<'a, E, W> {
+    work: &'a W,
+    x: Rows<'a, E>,
+    out: &'a RowsMut<'a, E>,
+    rows: Range<usize>,
+}
+
+impl<E: Element, W: RowWork<E>> Kernel for Chunk<'_, E, W> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        for row in self.rows {
+            // SAFETY: a row belongs to one task.
+            let out = unsafe { self.out.part(row, 0, self.out.width()) };
+            self.work.run(lanes, row, self.x.row(row), out);
+        }
     }
-    let chunk = (TASK_NUMBERS / width).max(1);
-    team.run(rows.div_ceil(chunk), |task| {
-        work(task * chunk..((task + 1) * chunk).min(rows));
-    });
 }
 
 /// Starts of the vectors of `width` numbers, and how many numbers each really has.
@@ -132,29 +131,19 @@ fn vectors<L: Lanes>(width: usize) -> impl Iterator<Item = (usize, usize)> {
 }
 
 struct RmsNorm<'a, E> {
-    x: Rows<'a, E>,
     weight: &'a [E],
     group: usize,
     eps: f32,
-    out: &'a RowsMut<'a, E>,
-    rows: Range<usize>,
 }
 
-impl<E: Element> Kernel for RmsNorm<'_, E> {
-    type Output = ();
-
+impl<E: Element> RowWork<E> for RmsNorm<'_, E> {
     #[inline(always)]
-    fn run<L: Lanes>(self, lanes: L) {
-        for row in self.rows {
-            let x = self.x.row(row);
-            // SAFETY: a row belongs to one task.
-            let out = unsafe { self.out.part(row, 0, x.len()) };
-            let groups = x
-                .chunks_exact(self.group)
-                .zip(out.chunks_exact_mut(self.group));
-            for ((x, out), weight) in groups.zip(self.weight.chunks_exact(self.group).cycle()) {
-                norm_group(lanes, x, weight, self.eps, out);
-            }
+    fn run<L: Lanes>(&self, lanes: L, _row: usize, x: &[E], out: &mut [E]) {
+        let groups = x
+            .chunks_exact(self.group)
+            .zip(out.chunks_exact_mut(self.group));
+        for ((x, out), weight) in groups.zip(self.weight.chunks_exact(self.group).cycle()) {
+            norm_group(lanes, x, weight, self.eps, out);
         }
     }
 }
@@ -179,30 +168,21 @@ fn norm_group<E: Element, L: Lanes>(lanes: L, x: &[E], weight: &[E], eps: f32, o
     }
 }
 
-struct Gated<'a, E> {
+struct Gated {
     gate: Gate,
-    x: Rows<'a, E>,
-    out: &'a RowsMut<'a, E>,
-    rows: Range<usize>,
 }
 
-impl<E: Element> Kernel for Gated<'_, E> {
-    type Output = ();
-
+impl<E: Element> RowWork<E> for Gated {
     #[inline(always)]
-    fn run<L: Lanes>(self, lanes: L) {
-        for row in self.rows {
-            let (gates, values) = self.x.row(row).split_at(self.out.width());
-            // SAFETY: a row belongs to one task.
-            let out = unsafe { self.out.part(row, 0, values.len()) };
-            for (at, count) in vectors::<L>(values.len()) {
-                // SAFETY: `count` numbers stand at `at` in each of the three.
-                unsafe {
-                    let x = E::load_some(lanes, gates[at..].as_ptr(), count);
-                    let v = E::load_some(lanes, values[at..].as_ptr(), count);
-                    let y = lanes.mul(opened(lanes, self.gate, x), v);
-                    E::store_some(lanes, out[at..].as_mut_ptr(), y, count);
-                }
+    fn run<L: Lanes>(&self, lanes: L, _row: usize, x: &[E], out: &mut [E]) {
+        let (gates, values) = x.split_at(out.len());
+        for (at, count) in vectors::<L>(values.len()) {
+            // SAFETY: `count` numbers stand at `at` in each of the three.
+            unsafe {
+                let x = E::load_some(lanes, gates[at..].as_ptr(), count);
+                let v = E::load_some(lanes, values[at..].as_ptr(), count);
+                let y = lanes.mul(opened(lanes, self.gate, x), v);
+                E::store_some(lanes, out[at..].as_mut_ptr(), y, count);
             }
         }
     }
@@ -224,29 +204,20 @@ fn opened<L: Lanes>(lanes: L, gate: Gate, x: L::V) -> L::V {
     lanes.div(x, lanes.add(lanes.splat(1.0), lanes.exp(minus_t)))
 }
 
-struct Rotate<'a, E> {
+struct Rotate<'a> {
     cos: Rows<'a, f32>,
     sin: Rows<'a, f32>,
-    x: Rows<'a, E>,
-    out: &'a RowsMut<'a, E>,
-    rows: Range<usize>,
 }
 
-impl<E: Element> Kernel for Rotate<'_, E> {
-    type Output = ();
-
+impl<E: Element> RowWork<E> for Rotate<'_> {
     #[inline(always)]
-    fn run<L: Lanes>(self, lanes: L) {
-        for row in self.rows {
-            let (cos, sin, x) = (self.cos.row(row), self.sin.row(row), self.x.row(row));
-            // SAFETY: a row belongs to one task.
-            let out = unsafe { self.out.part(row, 0, x.len()) };
-            let heads = x
-                .chunks_exact(2 * cos.len())
-                .zip(out.chunks_exact_mut(2 * cos.len()));
-            for (head, out) in heads {
-                rotate_head(lanes, head, cos, sin, out);
-            }
+    fn run<L: Lanes>(&self, lanes: L, row: usize, x: &[E], out: &mut [E]) {
+        let (cos, sin) = (self.cos.row(row), self.sin.row(row));
+        let heads = x
+            .chunks_exact(2 * cos.len())
+            .zip(out.chunks_exact_mut(2 * cos.len()));
+        for (head, out) in heads {
+            rotate_head(lanes, head, cos, sin, out);
         }
     }
 }

@@ -131,10 +131,6 @@ impl PagedAttention {
     #[pyo3(signature = (
         cpu, dtype, num_heads, num_kv_heads, head_dim, scale, *, window_left=None, softcap=None
     ))]
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the constants of a model's attention"
-    )]
     fn new(
         cpu: Py<Cpu>,
         dtype: OneOf<DType>,
@@ -161,7 +157,6 @@ impl PagedAttention {
     /// Take the block tables of a step over a cache [num_pages, 2, K, block_size, D].
     ///
     /// The queries of sequence s are rows `qo_indptr[s]:qo_indptr[s + 1]`, its last tokens.
-    #[expect(clippy::too_many_arguments, reason = "the arrays of a block table")]
     fn plan(
         &self,
         num_pages: Number<names::NumPages>,
@@ -201,10 +196,6 @@ impl PagedAttention {
     /// Write the step's keys and values to their slots in `cache`, then attend; to `out`, dense.
     ///
     /// Rows of `queries` [T, H * D], `keys` and `values` [T, K * D] stand every so many numbers.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "addresses and strides of five tensors"
-    )]
     fn run(
         &self,
         py: Python<'_>,

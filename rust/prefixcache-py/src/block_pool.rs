@@ -1,6 +1,5 @@
 //! The Python class `BlockPool`: the pool alone, for a caller that keeps its own hashes and tables.
 
-use prefixcache_core::error::Exhausted;
 use prefixcache_core::id::{BlockHash, BlockId, Epoch, GroupId};
 use prefixcache_core::pool::{self, Shared, SingleWriter};
 use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, PoolConfig, Registration};
@@ -12,23 +11,11 @@ use crate::detach::run;
 use crate::errors::{IntoPyErr, bad_blocks, out_of_range};
 use crate::names;
 use crate::prefix_cache::{pool_config, store_stats};
+use crate::shared_cache::{Either, on};
 use crate::writer::{Threads, Writer, Writing};
 
 /// Either form of the pool.
-enum Pool {
-    SingleWriter(pool::BlockPool<SingleWriter>),
-    Shared(pool::BlockPool<Shared>),
-}
-
-/// Evaluates an expression about the pool, whichever form it has.
-macro_rules! on {
-    ($pool:expr, |$either:ident| $work:expr) => {
-        match $pool {
-            Pool::SingleWriter($either) => $work,
-            Pool::Shared($either) => $work,
-        }
-    };
-}
+type Pool = Either<pool::BlockPool<SingleWriter>, pool::BlockPool<Shared>>;
 
 /// A pool of blocks that are handed out, counted, given back, and found again by their hashes.
 #[pyclass(frozen, module = "prefixcache.core")]
@@ -132,10 +119,8 @@ max_blocks=None)"
         let count = keys.len() + num_new;
         Ok(run(py, count, || {
             let mut blocks = Vec::with_capacity(count);
-            match on!(pool, |pool| pool.commit(keys, num_new, &mut blocks)) {
-                Ok(hits) => Some((hits, ids_of(&blocks))),
-                Err(Exhausted { .. }) => None,
-            }
+            let hits = on!(pool, |pool| pool.commit(keys, num_new, &mut blocks)).ok()?;
+            Some((hits, ids_of(&blocks)))
         }))
     }
 

@@ -3,6 +3,10 @@
 //! Nothing is decided here. Arguments are checked once, with an error that names the argument; no
 //! call panics, and none waits for another: what is in use by another thread raises.
 #![warn(missing_docs)]
+#![expect(
+    clippy::too_many_arguments,
+    reason = "a method has the arguments of its Python signature"
+)]
 
 mod arguments;
 mod attention;

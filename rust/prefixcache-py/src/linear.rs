@@ -213,10 +213,6 @@ impl PackedLinear {
         signature = (x, rows, x_stride, out, residual=None, *, wide_out=false),
         text_signature = "($self, x, rows, x_stride, out, residual=0, *, wide_out=False)"
     )]
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "addresses and sizes of three tensors"
-    )]
     fn forward(
         &self,
         py: Python<'_>,

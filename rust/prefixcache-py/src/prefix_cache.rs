@@ -102,10 +102,6 @@ impl PrefixCache {
         text_signature = "(num_blocks, block_size=16, *, model='', revision='', kv_dtype='', \
 arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', threads='single_writer', max_blocks=None)"
     )]
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the keywords of the Python class"
-    )]
     fn new(
         num_blocks: Number<names::NumBlocks>,
         block_size: Option<Number<names::BlockSize>>,
@@ -463,10 +459,6 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', thread
         sequences, starts, counts, group, indptr, indices, last_page_len, slot_mapping,
         first_pages=None,
     ))]
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the arguments of the Python method"
-    )]
     fn fill_block_tables(
         &self,
         sequences: Batch,

@@ -50,10 +50,6 @@ impl RowOps {
     /// Write x / sqrt(mean(x^2) + eps) * weight, for each `group` numbers of a row, to `out`, dense.
     ///
     /// The weight has `weight_width` numbers, a multiple of `group`, and is repeated along a row.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "addresses and sizes of three tensors"
-    )]
     fn rms_norm(
         &self,
         py: Python<'_>,
@@ -87,10 +83,6 @@ impl RowOps {
     /// Write gate(x[:width]) * x[width:] for rows of 2 * width numbers to `out`, dense.
     ///
     /// The gate is "silu" or "gelu_tanh".
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "addresses and sizes of two tensors"
-    )]
     fn gated(
         &self,
         py: Python<'_>,
@@ -117,10 +109,6 @@ impl RowOps {
     /// Write each row's heads, turned by the row's angles, to `out`, dense.
     ///
     /// `cos` and `sin` are dense float32 of `half` numbers a row; a head has 2 * half.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "addresses and sizes of four tensors"
-    )]
     fn rotate(
         &self,
         py: Python<'_>,

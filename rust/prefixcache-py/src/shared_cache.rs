@@ -18,18 +18,22 @@ use crate::writer::{Threads, Writer, Writing};
 /// A sequence that outlives its Python object where its blocks cannot be given back at once.
 pub type SharedSequence = Arc<Exclusive<Sequence>>;
 
-/// A cache over either form of the pool.
-pub enum Core {
-    SingleWriter(cache::PrefixCache<BlockPool<SingleWriter>>),
-    Shared(cache::PrefixCache<BlockPool<Shared>>),
+/// A pool in either of its forms, or what lies over it.
+pub enum Either<A, B> {
+    SingleWriter(A),
+    Shared(B),
 }
 
-/// Evaluates an expression about the cache, whichever form it has.
+/// A cache over either form of the pool.
+pub type Core =
+    Either<cache::PrefixCache<BlockPool<SingleWriter>>, cache::PrefixCache<BlockPool<Shared>>>;
+
+/// Evaluates an expression about a pool or a cache, whichever form it has.
 macro_rules! on {
-    ($core:expr, |$cache:ident| $work:expr) => {
-        match $core {
-            $crate::shared_cache::Core::SingleWriter($cache) => $work,
-            $crate::shared_cache::Core::Shared($cache) => $work,
+    ($either:expr, |$one:ident| $work:expr) => {
+        match $either {
+            $crate::shared_cache::Either::SingleWriter($one) => $work,
+            $crate::shared_cache::Either::Shared($one) => $work,
         }
     };
 }

@@ -16,17 +16,6 @@ impl Avx2 {
     }
 }
 
-/// Methods whose body needs nothing but the instructions themselves.
-macro_rules! arithmetic {
-    ($(fn $name:ident($($arg:ident),*) $body:expr;)*) => {$(
-        #[inline(always)]
-        fn $name(self, $($arg: __m256),*) -> __m256 {
-            // SAFETY: `self` proves that the processor has AVX2 and FMA.
-            unsafe { $body }
-        }
-    )*};
-}
-
 impl Lanes for Avx2 {
     type V = __m256;
     const LANES: usize = 8;
@@ -78,6 +67,7 @@ impl Lanes for Avx2 {
     }
 
     arithmetic! {
+        __m256;
         fn iota() _mm256_setr_ps(0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0);
         fn add(a, b) _mm256_add_ps(a, b);
         fn sub(a, b) _mm256_sub_ps(a, b);

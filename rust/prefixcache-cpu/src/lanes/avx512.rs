@@ -34,17 +34,6 @@ impl Avx512Bf16 {
     }
 }
 
-/// Methods whose body needs nothing but the instructions themselves.
-macro_rules! arithmetic {
-    ($(fn $name:ident($($arg:ident),*) $body:expr;)*) => {$(
-        #[inline(always)]
-        fn $name(self, $($arg: __m512),*) -> __m512 {
-            // SAFETY: `self` proves that the processor has the instructions.
-            unsafe { $body }
-        }
-    )*};
-}
-
 /// What both forms share.
 macro_rules! common {
     () => {
@@ -95,6 +84,7 @@ macro_rules! common {
         }
 
         arithmetic! {
+            __m512;
             fn iota() _mm512_setr_ps(
                 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0
             );
@@ -129,6 +119,7 @@ impl Lanes for Avx512 {
     common!();
 
     arithmetic! {
+        __m512;
         fn dot_pair(acc, a, b) {
             let upper = _mm512_castsi512_ps(_mm512_set1_epi32(0xffff_0000_u32 as i32));
             let low = |v| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_castps_si512(v)));
@@ -158,6 +149,7 @@ impl Lanes for Avx512Bf16 {
     common!();
 
     arithmetic! {
+        __m512;
         fn dot_pair(acc, a, b) {
             // SAFETY: both are 64 bytes of plain bits.
             let pairs = |v| std::mem::transmute::<__m512, __m512bh>(v);

@@ -1,5 +1,17 @@
 //! One vector of `f32`, in each form.
 
+/// Methods whose body needs nothing but the instructions themselves.
+#[cfg(target_arch = "x86_64")]
+macro_rules! arithmetic {
+    ($vector:ty; $(fn $name:ident($($arg:ident),*) $body:expr;)*) => {$(
+        #[inline(always)]
+        fn $name(self, $($arg: $vector),*) -> $vector {
+            // SAFETY: `self` proves that the processor has the instructions.
+            unsafe { $body }
+        }
+    )*};
+}
+
 #[cfg(target_arch = "x86_64")]
 pub mod avx2;
 #[cfg(target_arch = "x86_64")]

@@ -34,14 +34,17 @@ _SHORT.maxstring = 60
 class Checked:
     """Base of dataclasses that check themselves as they are made: types strictly, then ranges.
 
-    Raises `FieldError`. A boolean is no integer, text is no number, NaN and infinity are neither.
+    Raises `FieldError`, which never shows the value of a field without `repr`. A boolean is no
+    integer, text is no number, NaN and infinity are neither.
     """
 
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        for name, adapter in adapters(type(self)).items():
-            value = check(adapter, name, getattr(self, name), secret=is_secret(type(self), name))
+        kind: type[Any] = type(self)
+        secrets = {one.name for one in fields(kind) if not one.repr}
+        for name, adapter in adapters(kind).items():
+            value = check(adapter, name, getattr(self, name), secret=name in secrets)
             object.__setattr__(self, name, value)
         self.check_together()
 
@@ -63,12 +66,6 @@ def adapter(hint: Any) -> TypeAdapter[Any]:
     from pydantic import ConfigDict, TypeAdapter
 
     return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False))
-
-
-@cache
-def is_secret(kind: type[Any], name: str) -> bool:
-    """Whether a field's value may stand neither in an error nor in a log."""
-    return any(field.name == name and not field.repr for field in fields(kind))
 
 
 def check(

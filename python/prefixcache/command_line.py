@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import click
 from click.core import ParameterSource
 
-from prefixcache.checked import adapters, check, is_secret, shown
+from prefixcache.checked import adapters, check, shown
 from prefixcache.exceptions import FieldError, InvalidRequestError, PrefixCacheError
 from prefixcache.flags import Group, build, closest, leaves
 
@@ -83,9 +83,16 @@ class FlagCommand(click.Command):
         super().__init__(run.__name__, params=params, help=run.__doc__, epilog=_SOURCES)
 
     def invoke(self, ctx: click.Context) -> None:
-        """Runs the command. Errors that are raised on purpose become one line."""
-        with errors_shown():
-            self._run(self._given(ctx))
+        """Runs the command.
+
+        Errors that are raised on purpose become one line: status 2 for a wrong flag, else 1.
+        """
+        try:
+            with suppress(BrokenPipeError):
+                self._run(self._given(ctx))
+        except PrefixCacheError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(2 if isinstance(error, (FieldError, InvalidRequestError)) else 1)
 
     def _given(self, ctx: click.Context) -> Given:
         path = ctx.params["config"] or _variable("config")
@@ -135,6 +142,7 @@ class FlagOption(click.Option):
         )
         self.group: Group = told["group"]
         self._kind = kind
+        self._is_secret = not one.repr
 
     def said(self, ctx: click.Context, file: Mapping[str, Place]) -> Place | None:
         """Where a value is said, and the value; None where none is. Raises `FieldError`."""
@@ -156,19 +164,8 @@ class FlagOption(click.Option):
             place,
             parts if self.multiple else value,
             strict=not all(isinstance(part, str) for part in parts),
-            secret=is_secret(self._kind, self.name),
+            secret=self._is_secret,
         )
-
-
-@contextmanager
-def errors_shown() -> Generator[None, None, None]:
-    """Errors that are raised on purpose become one line: status 2 for a wrong flag, else 1."""
-    try:
-        with suppress(BrokenPipeError):
-            yield
-    except PrefixCacheError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2 if isinstance(error, (FieldError, InvalidRequestError)) else 1)
 
 
 def _read_file(path: Path, flags: Mapping[str, FlagOption]) -> dict[str, Place]:

@@ -222,8 +222,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     architecture = _known_architecture(source.get("architectures"))
     _refuse_unsupported(source)
-    given = _read(_readers(ModelConfig), source)
-    config = _normalized(architecture, given | _ropes(source) | _window(source))
+    given = _read(_readers(ModelConfig), source) | _ropes(source)
+    # Null means that there is none, which families differ on where nothing is said.
+    if "sliding_window" in source and source["sliding_window"] is None:
+        given["sliding_window"] = None
+    config = _normalized(architecture, given)
     _refuse_windows(config)
     attention_bias = "attention_bias" in _BIASES[architecture] and config.attention_bias
     return ModelConfig(
@@ -313,13 +316,6 @@ def _ropes(source: Mapping[str, Any]) -> dict[str, Any]:
             )
         ropes[name] = _read(_readers(RopeConfig), rope) | {"rope_type": kind}
     return ropes
-
-
-def _window(source: Mapping[str, Any]) -> dict[str, Any]:
-    """Null means that there is none, which families differ on where nothing is said."""
-    if "sliding_window" in source and source["sliding_window"] is None:
-        return {"sliding_window": None}
-    return {}
 
 
 def _normalized(architecture: str, given: dict[str, Any]) -> Any:

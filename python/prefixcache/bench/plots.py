@@ -41,9 +41,10 @@ def draw(report: Report, path: Path) -> None:
 
 
 def _draw_tokens(axes: Axes, variants: Sequence[Variant]) -> None:
-    total = max(_prompt_tokens(variant) for variant in variants)
-    for row, variant in enumerate(variants):
-        computed, cached = variant.median.computed_tokens, variant.median.cached_tokens
+    medians = [variant.median for variant in variants]
+    total = max(median.computed_tokens + median.cached_tokens for median in medians)
+    for row, median in enumerate(medians):
+        computed, cached = median.computed_tokens, median.cached_tokens
         axes.barh(row, computed, _BAR, color=_COMPUTED)
         axes.barh(row, cached, _BAR, left=computed, color=_SKIPPED)
         _label_computed(axes, row, computed, total)
@@ -106,10 +107,6 @@ def _typical_run(variant: Variant) -> Sequence[RequestRecord]:
     """The run whose duration is the median."""
     order = sorted(range(len(variant.runs)), key=lambda run: variant.summaries[run].duration)
     return variant.runs[order[len(order) // 2]]
-
-
-def _prompt_tokens(variant: Variant) -> float:
-    return variant.median.computed_tokens + variant.median.cached_tokens
 
 
 def _footer(report: Report) -> str:

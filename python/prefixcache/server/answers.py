@@ -184,7 +184,7 @@ def _told_to_the_log(job: Job, choices: Sequence[Choice]) -> Generator[None, Non
         outcome.num_prompt_tokens = counts["prompt_tokens"]
         outcome.num_cached_tokens = counts["prompt_tokens_details"]["cached_tokens"]
         outcome.num_completion_tokens = counts["completion_tokens"]
-        outcome.finish(choice.finish_reason for choice in choices)
+        outcome.finish_reasons = {choice.finish_reason or "unfinished" for choice in choices}
 
 
 def _raise_if_void(output: RequestOutput) -> None:

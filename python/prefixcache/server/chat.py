@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -30,17 +29,15 @@ def chat_router(maker: JobMaker) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
         body = await read_body(request)
-        fields = await maker.workers.run(len(body), partial(_parse, body))
+        fields = await maker.workers.run(
+            len(body), lambda: parse_fields(parse_object(body), ChatRequest)
+        )
         with fields_named(chat_names(fields)):
             job = await chat_job(maker, fields, len(body), new_call(request, "chatcmpl"))
             form = ChatForm(maker.served.tokenizer, fields)
             return await answer(request, maker, job, form, fields)
 
     return router
-
-
-def _parse(body: bytes) -> ChatRequest:
-    return parse_fields(parse_object(body), ChatRequest)
 
 
 async def chat_prompt(

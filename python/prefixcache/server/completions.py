@@ -126,7 +126,8 @@ class CompletionForm:
         if self._echo and not choice.started:
             index = choice.index // job.params.n
             text = self._echoed(index) + text
-            tokens = [*_prompt_tokens(job.prompts[index], choice), *tokens]
+            prompt = job.prompts[index].tolist()
+            tokens = [*zip(prompt, choice.prompt_logprobs or (), strict=False), *tokens]
         return {
             "index": choice.index,
             "text": text,
@@ -147,10 +148,6 @@ class CompletionForm:
         )
         choice.text_offset += sum(map(len, shown["tokens"]))
         return shown
-
-
-def _prompt_tokens(prompt: TokenIds, choice: Choice) -> list[ScoredToken]:
-    return list(zip(prompt.tolist(), choice.prompt_logprobs or (), strict=False))
 
 
 def _head(job: Job) -> dict[str, Any]:

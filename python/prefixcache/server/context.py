@@ -7,7 +7,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -40,7 +40,7 @@ class Outcome:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
-    finish_reasons: frozenset[str] = frozenset()
+    finish_reasons: Collection[str] = ()
     failed_status: int | None = None
 
     def __str__(self) -> str:
@@ -51,10 +51,6 @@ class Outcome:
             f"{self.num_completion_tokens} completion tokens, "
             f"{'+'.join(sorted(self.finish_reasons))}"
         )
-
-    def finish(self, reasons: Iterable[str | None]) -> None:
-        """Takes the choices' finish reasons; None is a choice that was not finished."""
-        self.finish_reasons = frozenset(reason or "unfinished" for reason in reasons)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,16 +51,6 @@ class ApiError(PrefixCacheError):
         self.code = code
 
 
-def model_not_found(name: str, served: str) -> ApiError:
-    """404 for a model that is not served here; `served` is the one that is."""
-    return ApiError(
-        HTTPStatus.NOT_FOUND,
-        f"The model {name!r} does not exist. Served here: {served!r}.",
-        param="model",
-        code="model_not_found",
-    )
-
-
 def server_stopping() -> ApiError:
     """503 for what comes, or is not finished, when the server ends."""
     return ApiError(

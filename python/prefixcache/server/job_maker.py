@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
 
 from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError
@@ -16,7 +17,7 @@ from prefixcache.request import CacheOptions, Request
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.access import Caller
 from prefixcache.server.context import Call
-from prefixcache.server.errors import model_not_found
+from prefixcache.server.errors import ApiError
 from prefixcache.server.limits import MAX_SEQUENCES
 from prefixcache.server.protocol import SamplingFields
 from prefixcache.server.served_model import ServedModel
@@ -63,7 +64,12 @@ class JobMaker:
         """The name to answer under. Raises `ApiError` (404) when the model is another one."""
         first = self.served.names[0]
         if name is not None and name not in self.served.names:
-            raise model_not_found(name, first)
+            raise ApiError(
+                HTTPStatus.NOT_FOUND,
+                f"The model {name!r} does not exist. Served here: {first!r}.",
+                param="model",
+                code="model_not_found",
+            )
         return name or first
 
     async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> TokenIds:

@@ -107,10 +107,6 @@ impl<S: BlockStore> PrefixCache<S> {
         self.hash_config.block_size
     }
 
-    fn num_groups(&self) -> usize {
-        self.hash_config.groups.count()
-    }
-
     // Hashing.
 
     /// The hash before the first block under the current weights, from which others can compute the
@@ -654,7 +650,7 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// Fails unless the cache has this group.
     pub(crate) fn check_group(&self, group: GroupId) -> Result<(), InvalidArgument> {
-        let groups = self.num_groups();
+        let groups = self.hash_config.groups.count();
         if group.index() < groups {
             return Ok(());
         }

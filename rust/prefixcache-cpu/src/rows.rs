@@ -63,14 +63,9 @@ impl<'a, T> Rows<'a, T> {
     /// There are no such columns.
     pub fn columns(&self, columns: Range<usize>) -> Self {
         assert!(columns.start <= columns.end && columns.end <= self.width);
-        let start = if self.rows == 0 {
-            self.start
-        } else {
-            // SAFETY: inside the first row, or at its end.
-            unsafe { self.start.add(columns.start) }
-        };
         Self {
-            start,
+            // Wrapping: without a row it may point anywhere.
+            start: self.start.wrapping_add(columns.start),
             width: columns.len(),
             ..*self
         }

@@ -134,17 +134,14 @@ impl Matrix {
         stride: usize,
     ) -> Self {
         Self {
-            name: N::NAME,
-            address: address.0,
-            rows,
-            width,
             stride,
+            ..Self::dense(address, rows, width)
         }
     }
 
     /// Rows that follow each other without gaps.
     pub fn dense<N: Name>(address: Number<N>, rows: usize, width: usize) -> Self {
-        Self::strided(address, (rows, width), width)
+        Self::dense_at(N::NAME, address.0, rows, width)
     }
 
     /// Rows at an address that was read before.
@@ -185,11 +182,6 @@ impl Matrix {
         // The address space of a process ends in its middle: no object is larger than `isize` counts.
         let end = bytes.and_then(|bytes| self.address.checked_add(bytes));
         end.is_some_and(|end| isize::try_from(end).is_ok())
-    }
-
-    /// Where the matrix starts; 0 says that there is none.
-    pub fn is_given(&self) -> bool {
-        self.address != 0
     }
 
     /// Numbers of the matrix, as far as they can be counted.

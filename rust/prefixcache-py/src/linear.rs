@@ -75,10 +75,8 @@ impl PackedLinear {
     }
 
     fn check_outputs(&self, start: usize, count: usize) -> PyResult<()> {
-        match start
-            .checked_add(count)
-            .is_some_and(|end| end <= self.outputs)
-        {
+        let end = start.checked_add(count);
+        match end.is_some_and(|end| end <= self.outputs) {
             true => Ok(()),
             false => {
                 let reason = format!("must leave room for {count} of {} outputs", self.outputs);
@@ -224,10 +222,10 @@ impl PackedLinear {
         wide_out: bool,
     ) -> PyResult<()> {
         let rows = rows.0;
-        let residual = residual.map(|residual| Matrix::dense(residual, rows, self.outputs));
+        let residual = residual.filter(|address| address.0 != 0);
         let product = Product {
             x: Matrix::strided(x, (rows, self.inputs), x_stride.0),
-            residual: residual.filter(Matrix::is_given),
+            residual: residual.map(|address| Matrix::dense(address, rows, self.outputs)),
             out: Matrix::dense(out, rows, self.outputs),
         };
         let (cpu, layer) = (self.cpu.get(), self.read()?);

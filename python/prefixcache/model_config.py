@@ -237,7 +237,9 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=given.get("head_dim") or _head_dim(config),
+        # Qwen2's class has no field for it.
+        head_dim=getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
         max_position_embeddings=config.max_position_embeddings,
         rms_norm_eps=config.rms_norm_eps,
         rope=_rope(config.rope_parameters),
@@ -332,9 +334,8 @@ def _normalized(architecture: str, given: dict[str, Any]) -> Any:
     try:
         return AutoConfig.for_model(model_type, **given)
     except (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"transformers refuses the model's config: {_last_line(error)}"
-        ) from error
+        reason = str(error).strip('"\n').splitlines()[-1].strip()
+        raise ConfigError(f"transformers refuses the model's config: {reason}") from error
 
 
 def _is_normalized(architecture: str, given: dict[str, Any]) -> bool:
@@ -355,10 +356,6 @@ def _is_normalized(architecture: str, given: dict[str, Any]) -> bool:
     )
 
 
-def _last_line(error: Exception) -> str:
-    return str(error).strip('"\n').splitlines()[-1].strip()
-
-
 def _refuse_windows(config: Any) -> None:
     """Raises `UnsupportedModelError` unless every layer sees the whole context.
 
@@ -374,11 +371,6 @@ def _refuse_windows(config: Any) -> None:
             f"Sliding window attention (sliding_window {window}) is not supported. "
             "Supported: full attention in every layer."
         )
-
-
-def _head_dim(config: Any) -> int:
-    """Qwen2's class has no field for it."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _rope(values: Mapping[str, Any]) -> RopeConfig:

@@ -6,13 +6,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 
 from prefixcache.server.access import AccessCheck, AccessRules
 from prefixcache.server.admin import admin_router
 from prefixcache.server.chat import chat_router
 from prefixcache.server.completions import completions_router
 from prefixcache.server.context import Lifecycle, RequestContext
-from prefixcache.server.errors import install_error_handlers
+from prefixcache.server.errors import on_http_exception
 from prefixcache.server.info import info_router
 from prefixcache.server.job_maker import JobMaker
 from prefixcache.server.model_dirs import ModelDirs
@@ -52,7 +53,7 @@ def create_app(
     app.include_router(probe_router(maker))
     app.include_router(info_router(maker, release))
     app.include_router(admin_router(engine, model_dirs or ModelDirs()))
-    install_error_handlers(app)
+    app.add_exception_handler(HTTPException, on_http_exception)
     app.add_middleware(AccessCheck, rules=rules or AccessRules())
     app.add_middleware(RequestContext, lifecycle=lifecycle or Lifecycle())
     return app

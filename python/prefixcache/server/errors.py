@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, cast
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -90,18 +90,8 @@ def is_unexpected(error: Exception) -> bool:
     return not isinstance(error, (ApiError, InvalidRequestError, *_UNAVAILABLE))
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Every error of `app` leaves it in OpenAI's form."""
-    app.add_exception_handler(PrefixCacheError, _on_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(error, request_id=request.state.request_id)
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Unknown routes and methods."""
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Answers an unknown route or method, where FastAPI would in a form of its own."""
     error = cast("HTTPException", error)
     status = HTTPStatus(error.status_code)
     message = f"{status.phrase}: {request.method} {request.url.path}"

@@ -228,6 +228,7 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
         given["sliding_window"] = None
     config = _normalized(architecture, given)
     _refuse_windows(config)
+    head_dim = getattr(config, "head_dim", None)  # Qwen2's class has no field for it
     attention_bias = "attention_bias" in _BIASES[architecture] and config.attention_bias
     return ModelConfig(
         architecture=architecture,
@@ -237,9 +238,7 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        # Qwen2's class has no field for it.
-        head_dim=getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads,
+        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
         max_position_embeddings=config.max_position_embeddings,
         rms_norm_eps=config.rms_norm_eps,
         rope=_rope(config.rope_parameters),

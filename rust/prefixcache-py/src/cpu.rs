@@ -1,7 +1,6 @@
 //! The Python class `Cpu`, and tensors that come as addresses.
 
-use std::io;
-
+use prefixcache_core::error::Argument;
 use prefixcache_cpu::form::UnknownForm;
 use prefixcache_cpu::team::MAX_THREADS;
 use prefixcache_cpu::{Bf16, Element, Form, Rows, RowsMut, Team, WeightMemory};
@@ -9,7 +8,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
-use crate::arguments::{Number, Word, wrong_type};
+use crate::arguments::{Number, One, Value, Word, wrong_type};
 use crate::detach;
 use crate::errors::out_of_range;
 use crate::names::{self, Name};
@@ -30,7 +29,7 @@ impl Cpu {
     fn new(
         py: Python<'_>,
         threads: Number<names::ThreadCount>,
-        instructions: Option<Instructions>,
+        instructions: Option<One<names::Instructions, Form>>,
     ) -> PyResult<Self> {
         let threads = threads.0;
         if !(1..=MAX_THREADS).contains(&threads) {
@@ -38,9 +37,14 @@ impl Cpu {
             return Err(out_of_range("threads", reason));
         }
         let team = detach::run(py, threads, || Team::new(threads));
+        let team = team.map_err(|error| {
+            PyRuntimeError::new_err(format!(
+                "the system does not give {threads} threads; ask for fewer: {error}"
+            ))
+        })?;
         Ok(Self {
-            form: instructions.map_or_else(Form::detect, |Instructions(form)| form),
-            team: team.map_err(|error| no_threads(threads, &error))?,
+            form: instructions.map_or_else(Form::detect, |form| form.0),
+            team,
             weights: WeightMemory::default(),
         })
     }
@@ -64,26 +68,14 @@ impl Cpu {
     }
 }
 
-/// The argument `instructions`.
-struct Instructions(Form);
-
-impl<'a, 'py> FromPyObject<'a, 'py> for Instructions {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+impl Value for Form {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
         let Ok(name) = value.cast::<PyString>() else {
-            return Err(wrong_type("instructions".into(), "a string", &value));
+            return Err(wrong_type(argument, "a string", value));
         };
         let form = name.to_string_lossy().parse();
-        form.map(Self)
-            .map_err(|error: UnknownForm| out_of_range("instructions", error.to_string()))
+        form.map_err(|error: UnknownForm| out_of_range(argument, error.to_string()))
     }
-}
-
-fn no_threads(threads: usize, error: &io::Error) -> PyErr {
-    PyRuntimeError::new_err(format!(
-        "the system does not give {threads} threads; ask for fewer: {error}"
-    ))
 }
 
 /// The number type of a tensor.

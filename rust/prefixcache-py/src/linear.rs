@@ -2,7 +2,7 @@
 
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use prefixcache_cpu::{Bf16, Element, OutOfMemory, WeightMemory};
+use prefixcache_cpu::{Bf16, Element};
 use prefixcache_ops as ops;
 use pyo3::prelude::*;
 
@@ -25,20 +25,6 @@ pub struct PackedLinear {
 pub enum Layer {
     Bf16(ops::PackedLinear<Bf16>),
     F32(ops::PackedLinear<f32>),
-}
-
-impl Layer {
-    fn zeroed(
-        dtype: DType,
-        memory: &WeightMemory,
-        (inputs, outputs): (usize, usize),
-        bias: bool,
-    ) -> Result<Self, OutOfMemory> {
-        match dtype {
-            DType::Bf16 => ops::PackedLinear::zeroed(memory, inputs, outputs, bias).map(Self::Bf16),
-            DType::F32 => ops::PackedLinear::zeroed(memory, inputs, outputs, bias).map(Self::F32),
-        }
-    }
 }
 
 /// A number type of layers.
@@ -137,8 +123,11 @@ impl PackedLinear {
         }
         let memory = &cpu.get().weights;
         // Only the bias is written: the weight's zeroes are the system's.
-        let layer = run_on_numbers(py, outputs, || {
-            Layer::zeroed(dtype, memory, (inputs, outputs), bias)
+        let layer = run_on_numbers(py, outputs, || match dtype {
+            DType::Bf16 => {
+                ops::PackedLinear::zeroed(memory, inputs, outputs, bias).map(Layer::Bf16)
+            }
+            DType::F32 => ops::PackedLinear::zeroed(memory, inputs, outputs, bias).map(Layer::F32),
         });
         let layer = RwLock::new(layer.map_err(IntoPyErr::into_py_err)?);
         Ok(Self {

@@ -45,6 +45,7 @@ names! {
     Indices = "indices",
     Indptr = "indptr",
     Inputs = "inputs",
+    Instructions = "instructions",
     Interval = "interval",
     Keys = "keys",
     KeyStride = "key_stride",

@@ -209,13 +209,7 @@ def allocate_hybrid_cold(make: Make) -> Iterator[Work]:
 
 
 def decode_256_hybrid(make: Make) -> Iterator[Work]:
-    cache = make(NUM_BLOCKS, HYBRID)
-    sequences = [cache.new_sequence(tokens(seed, 100 + seed % BLOCK)) for seed in range(256)]
-    for sequence in sequences:
-        cache.commit_prefix_plan(sequence, 0, sequence.num_tokens)
-    ones = [1] * len(sequences)
-    while True:
-        yield lambda: cache.append_slots(sequences, ones)
+    return decode_256(lambda num_blocks: make(num_blocks, HYBRID))
 
 
 def drop_of(interval: int | None) -> Callable[[Make], Iterator[Work]]:

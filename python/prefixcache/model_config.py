@@ -137,8 +137,10 @@ class ModelConfig(Checked):
     """The shape of a decoder of the Llama family, and the flags in which its members differ.
 
     `qkv_bias`, `output_bias` and `mlp_bias` say which linears carry a bias, `qk_norm` whether each
-    query and key head is RMS-normalised before rotation. `checkpoint_dtype` is the type the
-    weights were saved in, None when the checkpoint does not say.
+    query and key head is RMS-normalised before rotation. `layer_windows` has an entry for each
+    layer: how many of the last tokens a token sees, itself among them, or None for all; with no
+    entries every layer sees all. `checkpoint_dtype` is the type the weights were saved in, None
+    when the checkpoint does not say.
     """
 
     architecture: str
@@ -156,6 +158,7 @@ class ModelConfig(Checked):
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    layer_windows: tuple[PositiveInt | None, ...] = ()
     tie_word_embeddings: bool = False
     checkpoint_dtype: str | None = None
     bos_token_id: int | None = None
@@ -169,6 +172,12 @@ class ModelConfig(Checked):
             raise ConfigError(
                 f"num_attention_heads ({self.num_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_kv_heads})."
+            )
+        if len(self.layer_windows) not in (0, self.num_layers):
+            raise FieldError(
+                "layer_windows",
+                f"must have an entry for each of {self.num_layers} layers, "
+                f"got {len(self.layer_windows)}.",
             )
         if self.head_dim % 2:
             raise FieldError(

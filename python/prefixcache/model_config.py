@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
+Activation = Literal["silu", "gelu_tanh"]
 
 # transformers' name for the configuration of each supported architecture.
 _MODEL_TYPES = {
@@ -139,8 +140,12 @@ class ModelConfig(Checked):
     `qkv_bias`, `output_bias` and `mlp_bias` say which linears carry a bias, `qk_norm` whether each
     query and key head is RMS-normalised before rotation. `layer_windows` has an entry for each
     layer: how many of the last tokens a token sees, itself among them, or None for all; with no
-    entries every layer sees all. `checkpoint_dtype` is the type the weights were saved in, None
-    when the checkpoint does not say.
+    entries every layer sees all. Layers with a window rotate by `local_rope` where it is given, all
+    others by `rope`. Norms multiply by their weight plus `norm_offset`; with `sandwich_norms` what
+    attention and MLP add is normalised too. `embedding_scale` multiplies embeddings, rounded to
+    their type; `attention_scale` the dot products of queries and keys, None for
+    `head_dim ** -0.5`. `checkpoint_dtype` is the type the weights were saved in, None when the
+    checkpoint does not say.
     """
 
     architecture: str
@@ -159,6 +164,12 @@ class ModelConfig(Checked):
     mlp_bias: bool = False
     qk_norm: bool = False
     layer_windows: tuple[PositiveInt | None, ...] = ()
+    local_rope: RopeConfig | None = None
+    norm_offset: float = 0.0
+    sandwich_norms: bool = False
+    activation: Activation = "silu"
+    embedding_scale: PositiveFloat = 1.0
+    attention_scale: PositiveFloat | None = None
     tie_word_embeddings: bool = False
     checkpoint_dtype: str | None = None
     bos_token_id: int | None = None

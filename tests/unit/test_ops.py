@@ -8,7 +8,7 @@ import torch
 from prefixcache._core import Cpu
 from prefixcache.exceptions import ConfigError
 from prefixcache.model_config import RopeConfig
-from prefixcache.ops.activation import silu
+from prefixcache.ops.activation import gelu_tanh, silu
 from prefixcache.ops.linear import Linear
 from prefixcache.ops.rope import RotaryEmbedding, inverse_frequencies
 from prefixcache.ops.sets import Ops, make_ops
@@ -104,6 +104,21 @@ def test_rms_norm(form: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None
     torch.testing.assert_close(result.double(), expected, **near)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(24,), (7, 24)])
+def test_rms_norm_with_an_offset_is_rounded_once(
+    form: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    x, weight = random(3, 9, 24).to(dtype)[:, :7], random(*shape, seed=1).to(dtype)
+    wide = x.double()
+    scaled = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (weight.double() + 1)
+    result = ops(form, dtype).rms_norm(x, weight, 1e-5, offset=1.0)
+    # Half a unit of the last place and float32's own errors, not the 5 % of two roundings.
+    near = {"atol": 1e-5, "rtol": 1e-5 if dtype == torch.float32 else 2.0**-8}
+    torch.testing.assert_close(result.double(), scaled, **near)
+    assert (result.dtype, result.shape) == (dtype, x.shape)
+
+
 def test_silu_at_the_extremes_is_finite() -> None:
     x = torch.tensor([-1e30, -100.0, -1.0, 0.0, 1.0, 100.0])
     expected = torch.tensor([0.0, 0.0, -0.2689414, 0.0, 0.7310586, 100.0])
@@ -116,6 +131,21 @@ def test_silu_and_mul_takes_the_gate_first(form: str, dtype: torch.dtype) -> Non
     expected = (gate.double() * torch.sigmoid(gate.double()) * up.double()).to(dtype)
     result = ops(form, dtype).silu_and_mul(torch.cat([gate, up], dim=-1))
     torch.testing.assert_close(result, expected, atol=tolerance(dtype), rtol=tolerance(dtype))
+
+
+def test_gelu_tanh_at_the_extremes_is_finite() -> None:
+    x = torch.tensor([-1e30, -100.0, -1.0, 0.0, 1.0, 100.0])
+    expected = torch.tensor([0.0, 0.0, -0.1588080, 0.0, 0.8411920, 100.0])
+    torch.testing.assert_close(gelu_tanh(x), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_tanh_and_mul_takes_the_gate_first(form: str, dtype: torch.dtype) -> None:
+    gate, up = random(5, 6).to(dtype), random(5, 6, seed=1).to(dtype)
+    activated = torch.nn.functional.gelu(gate.double(), approximate="tanh")
+    result = ops(form, dtype).gelu_tanh_and_mul(torch.cat([gate, up], dim=-1))
+    near = {"atol": tolerance(dtype) / 10, "rtol": tolerance(dtype) / 4}
+    torch.testing.assert_close(result.double(), activated * up.double(), **near)
 
 
 def test_rope_rotates_each_pair_by_its_angle(form: str) -> None:

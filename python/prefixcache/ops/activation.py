@@ -1,15 +1,20 @@
-"""Gated activation of the MLP.
+"""Gated activations of the MLP.
 
-SiLU is written out with exp: torch's own kernels for it compute the elements of a vector and those
-left over at the end of a row by different code, so their last bits depend on the number of rows.
+They are written out with exp: torch's own kernels compute the elements of a vector and those left
+over at the end of a row by different code, so their last bits depend on the number of rows.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from prefixcache.ops.cuda import fused_kernels
+
+_GELU_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
+_GELU_CUBE = 0.044715
 
 
 def silu(x: Tensor) -> Tensor:
@@ -24,3 +29,19 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         return fused.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate) * up
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU (Hendrycks and Gimpel, 2016) with tanh for erf, in float32, in the type of `x`.
+
+    Since (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)), it is a SiLU with another argument of exp.
+    """
+    wide = x.float()
+    inner = _GELU_SLOPE * (wide + _GELU_CUBE * (wide * wide * wide))
+    return (wide / (1.0 + torch.exp(-inner))).to(x.dtype)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """gelu_tanh(gate) * up, with the two halves side by side in the last dimension."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu_tanh(gate) * up

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from prefixcache._core import Cpu, DecoderStack, PackedLinear, PagedAttention, RowOps
 from prefixcache.exceptions import ConfigError
+from prefixcache.ops import activation, norm
 from prefixcache.ops.linear import Linear
 from prefixcache.ops.stack import LayerWeights
 
@@ -197,9 +198,11 @@ class InvariantOps:
         """Makes an unfilled layer. A packed weight is always a copy, also of a tied one."""
         return InvariantLinear(self._cpu, self.dtype, inputs, outputs, bias=bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
         """Normalises the last dimension, rounding once, after the scaling."""
         self._check(x, weight)
+        if offset:
+            return norm.rms_norm(x, weight, eps, offset=offset)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         rows = _dense_rows(x)
         self._rows.rms_norm(
@@ -225,6 +228,11 @@ class InvariantOps:
             "silu", rows.data_ptr(), rows.shape[0], width, rows.stride(0), out.data_ptr()
         )
         return out
+
+    def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
+        """gelu_tanh(gate) * up for rows of gate and up."""
+        self._check(gate_up)
+        return activation.gelu_tanh_and_mul(gate_up)
 
     def apply_rope(self, x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
         """Rotates every head, in float32; returns [T, N, D]."""

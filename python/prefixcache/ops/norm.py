@@ -8,13 +8,16 @@ from torch import Tensor
 from prefixcache.ops.cuda import fused_kernels
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalises the last dimension, in float32, and scales it by `weight`.
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+    """Normalises the last dimension, in float32, and scales it by `weight + offset`.
 
-    The result is rounded to the type of `x` before the scaling, as Llama does.
+    Without an offset the result is rounded to the type of `x` before the scaling, as Llama does;
+    with one, once and after it, as Gemma does.
     """
-    if (fused := fused_kernels(x)) is not None:
+    if not offset and (fused := fused_kernels(x)) is not None:
         return fused.rms_norm(x, weight, eps)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if offset:
+        return (wide * (weight.float() + offset)).to(x.dtype)
     return wide.to(x.dtype) * weight

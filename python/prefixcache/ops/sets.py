@@ -36,15 +36,20 @@ class Ops(Protocol):
         """
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Scales the last dimension to x / sqrt(mean(x^2) + eps), times `weight`.
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+        """Scales the last dimension to x / sqrt(mean(x^2) + eps), times `weight + offset`.
 
-        `weight` has the shape of the last dimension, or of all but the first.
+        `weight` has the shape of the last dimension, or of all but the first. With an offset the
+        result is rounded once, after the scaling in float32.
         """
         ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up, with the two halves side by side in the last dimension."""
+        ...
+
+    def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
+        """gelu_tanh(gate) * up, with the halves side by side as in `silu_and_mul`."""
         ...
 
     def apply_rope(self, x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
@@ -64,6 +69,7 @@ class TorchOps:
 
     rms_norm = staticmethod(norm.rms_norm)
     silu_and_mul = staticmethod(activation.silu_and_mul)
+    gelu_tanh_and_mul = staticmethod(activation.gelu_tanh_and_mul)
     apply_rope = staticmethod(rope.apply_rope)
 
     def __init__(

@@ -7,13 +7,16 @@ torch.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MinLen
 
 from prefixcache.checked import (
+    MAX_INT,
     Checked,
+    Count,
     Fraction,
     NonNegativeFloat,
     PositiveFloat,
@@ -34,20 +37,20 @@ Attention = Literal["auto", "torch", "cpu", "flashinfer", "flashinfer-split", "f
 MAX_BLOCK_SIZE = 256
 _CPU_STEP_MS = 250
 _MOST_BYTES = 2**62
+_DIGITS = re.compile(r"[0-9]{1,10}")
 _SIZE = re.compile(r"(\d{0,30}\.?\d{1,30})\s*(([KMGT])(i?)B?|B)?", re.IGNORECASE)
 
 
-class _MemorySize:
-    """Marks a field that takes bytes, text such as "2GiB", or a share of the free memory."""
+@dataclass(frozen=True, slots=True)
+class _ReadBy:
+    """Marks a field whose values a function of ours reads, raising `ValueError`."""
+
+    parse: Callable[[object], Any]
 
     def __get_pydantic_core_schema__(self, _source: Any, _handler: Any) -> Any:
         from pydantic_core import core_schema
 
-        return core_schema.no_info_plain_validator_function(parse_memory)
-
-
-# Bytes as an integer, or a share of the free memory as a float.
-MemorySize = Annotated[int | float, _MemorySize()]
+        return core_schema.no_info_plain_validator_function(self.parse)
 
 
 def parse_memory(value: object) -> int | float:
@@ -79,6 +82,19 @@ def _read_size(text: str) -> int | float | None:
     return int(float(number) * (1000 if decimal else 1024) ** power)
 
 
+def parse_interval(value: object) -> int | Literal["none"]:
+    """Tokens between two positions, of 64 or "64", or "none". Raises `ValueError`."""
+    tokens = int(value) if isinstance(value, str) and _DIGITS.fullmatch(value) else value
+    if tokens == "none" or (type(tokens) is int and 0 <= tokens <= MAX_INT):
+        return tokens
+    raise ValueError("must be 'none', 0, or a number of tokens")
+
+
+# Bytes as an integer, or a share of the free memory as a float.
+MemorySize = Annotated[int | float, _ReadBy(parse_memory)]
+RetentionInterval = Annotated[int | Literal["none"], _ReadBy(parse_interval)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig(Checked):
     """The paged KV cache. `num_blocks` counts the null block, as vLLM's override does.
@@ -89,6 +105,10 @@ class CacheConfig(Checked):
 
     With `merge_duplicate_blocks` a block whose content another one holds is given up for that one,
     where equal content means equal bytes: in batch-invariant mode.
+
+    Where layers have a sliding window, `prefix_cache_retention_interval` and what is pinned say
+    which of the blocks behind it later requests find; see `kv/retention.py`. Other models have no
+    such blocks, and these fields change nothing.
     """
 
     block_size: Annotated[PositiveInt, Le(MAX_BLOCK_SIZE)] = flag(
@@ -120,6 +140,29 @@ class CacheConfig(Checked):
     merge_duplicate_blocks: bool = flag(
         True, "Keep one of several blocks that were filled with the same.", "Cache"
     )
+    prefix_cache_retention_interval: RetentionInterval | None = flag(
+        None,
+        "With sliding windows: keep a window for later requests at every multiple of so many "
+        "tokens too; 0 only where they are likely to begin (the end of a prompt, of an answer, and "
+        "of what requests share), none every block of every window.",
+        "Cache",
+        shown="0; --max-num-batched-tokens with --pin-swa-tokens",
+        metavar="<none or tokens>",
+    )
+    pin_swa_tokens: bool = flag(
+        False, "With sliding windows: evict the windows that are kept last.", "Cache"
+    )
+    pin_max_share: Fraction = flag(
+        0.2, "Most of the cache that is pinned; beyond it the oldest pins end.", "Cache"
+    )
+    pin_min_drop_size: Count = flag(
+        16, "A kept window fewer blocks than this past the one before is not pinned.", "Cache"
+    )
+    pin_prefix_blocks: bool = flag(
+        True,
+        "Pin the blocks of full attention before a pinned window too: it is no use without them.",
+        "Cache",
+    )
 
     def check_together(self) -> None:
         """Raises `FieldError`."""
@@ -130,6 +173,12 @@ class CacheConfig(Checked):
             )
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise FieldError("kv_cache_memory", "stands beside num_blocks: give one, not both.")
+        if self.pin_swa_tokens and self.prefix_cache_retention_interval == "none":
+            raise FieldError(
+                "prefix_cache_retention_interval",
+                "must be a number of tokens where pin_swa_tokens is on: pins protect chosen "
+                "windows, and none keeps all, which would push the pinned ones out.",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +276,14 @@ class EngineConfig(Checked):
         A flag that is None keeps its default. Raises `ConfigError` for an unknown or wrong flag.
         """
         return build(cls, named(cls, flags))
+
+    @property
+    def retention_interval(self) -> int | None:
+        """`cache.prefix_cache_retention_interval` or its default; None keeps every block."""
+        interval = self.cache.prefix_cache_retention_interval
+        if interval is None:
+            return self.scheduler.max_num_batched_tokens if self.cache.pin_swa_tokens else 0
+        return None if interval == "none" else interval
 
     def keeps_batch_invariant(self, device_type: str) -> bool:
         """Whether answers on that type of device must not depend on the batch."""

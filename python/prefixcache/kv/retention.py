@@ -1,0 +1,98 @@
+"""Which blocks behind a sliding window later requests find, and which of them are evicted last.
+
+A window's blocks are given back as it moves on. Those before an *anchor*, a position at which a
+later request is likely to begin, keep their content; the others are handed out first. Anchors are
+
+- the last full block before the prompt's last token: the same prompt again;
+- the end of the answer: the next turn of a conversation. The core adds it;
+- where the blocks of full attention matched further than the windows could follow: two requests
+  share the prompt up to there, so a third one may (`CacheManager.add_junction`);
+- where a request that waits parts from the one that computes their prefix (`in_flight.py`);
+- every multiple of `interval` tokens.
+
+Pinned anchors are evicted after everything else. Nothing waits for a pinned block: whoever finds no
+other free one takes the oldest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prefixcache.config import EngineConfig
+from prefixcache.core import Sequence as CoreSequence
+from prefixcache.request import Request
+
+_PREFIX_TOKENS = 25_000
+_FILLED_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """What requests leave behind their windows; the flags of `CacheConfig` say what each means.
+
+    `interval` None keeps every block, 0 those of the other anchors alone.
+    """
+
+    interval: int | None = 0
+    pin: bool = False
+    pin_max_share: float = 0.2
+    pin_min_drop_size: int = 16
+    pin_prefix_blocks: bool = True
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Retention:
+        """What the flags say."""
+        return cls(
+            interval=config.retention_interval,
+            pin=config.cache.pin_swa_tokens,
+            pin_max_share=config.cache.pin_max_share,
+            pin_min_drop_size=config.cache.pin_min_drop_size,
+            pin_prefix_blocks=config.cache.pin_prefix_blocks,
+        )
+
+    def apply(self, sequence: CoreSequence, request: Request) -> None:
+        """Tells a new sequence its retention and its first anchor."""
+        sequence.set_retention(
+            self.interval,
+            pin=self.pin and request.cache.write,
+            min_pin_blocks=self.pin_min_drop_size,
+            pin_prefix=self.pin_prefix_blocks,
+        )
+        sequence.add_anchor(len(request.prompt_token_ids) - 1)
+
+    def num_blocks_kept(
+        self, num_tokens: int, block_size: int, windows: Sequence[int | None]
+    ) -> int:
+        """Blocks that a prefix of so many tokens leaves behind, in groups with these windows.
+
+        None stands for full attention.
+        """
+        full = num_tokens // block_size
+        anchors = 1 + (num_tokens // self.interval if self.interval else 0)
+        kept = 0
+        for window in windows:
+            if window is None or self.interval is None:
+                kept += full
+            else:
+                # With one block below the window, for prompts that differ in their last tokens.
+                kept += min(full, anchors * (-(-(window - 1) // block_size) + 1))
+        return kept
+
+    def describe_pins(
+        self, num_usable_blocks: int, block_size: int, windows: Sequence[int | None]
+    ) -> str:
+        """What is pinned, and how many prefixes the cache holds, in one line."""
+        what = "windows at the ends of prompts and answers, and where prompts part"
+        if self.interval:
+            what += f", and every {self.interval} tokens"
+        if self.pin_prefix_blocks and None in windows:
+            what += ", with the blocks of full attention before them"
+        each = self.num_blocks_kept(_PREFIX_TOKENS, block_size, windows)
+        fit = int(_FILLED_SHARE * num_usable_blocks / each) if each else 0
+        return (
+            f"Pinned: {what}, in at most {self.pin_max_share:.0%} of the cache. It has "
+            f"{num_usable_blocks} blocks ({num_usable_blocks * block_size} tokens of one group of "
+            f"layers); {_FILLED_SHARE:.0%} of them hold {fit} prefixes of {_PREFIX_TOKENS} tokens. "
+            "With more in turns, demotion thrashes: each is gone before it is asked for again."
+        )

@@ -84,10 +84,12 @@ def _read_size(text: str) -> int | float | None:
 
 def parse_interval(value: object) -> int | Literal["none"]:
     """Tokens between two positions, of 64 or "64", or "none". Raises `ValueError`."""
+    if value == "none":
+        return "none"
     tokens = int(value) if isinstance(value, str) and _DIGITS.fullmatch(value) else value
-    if tokens == "none" or (type(tokens) is int and 0 <= tokens <= MAX_INT):
-        return tokens
-    raise ValueError("must be 'none', 0, or a number of tokens")
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 <= tokens <= MAX_INT:
+        raise ValueError("must be 'none', 0, or a number of tokens")
+    return tokens
 
 
 # Bytes as an integer, or a share of the free memory as a float.

@@ -128,3 +128,8 @@ class RequestOutput:
     def finished(self) -> bool:
         """Whether no further output follows."""
         return self.finish_reason is not None
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether the answer came to its end: it neither failed nor was cut off."""
+        return self.finish_reason in ("stop", "length")

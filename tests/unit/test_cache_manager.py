@@ -30,69 +30,69 @@ def started(cache: CacheManager, name: str, length: int, salt: str | None = None
 def test_blocks_are_hit_after_they_are_marked_and_not_before() -> None:
     cache = CacheManager(9, 4)
     started(cache, "a", 10)
-    assert cache.commit("a", 0, 12) == 0
+    assert cache.commit("a", 0, 12, 99) == 0
     started(cache, "b", 10)
-    assert cache.count_hits("b") == 0
+    assert cache.count_hits("b", 99) == 0
     cache.mark_filled(["a"], [10])
-    assert cache.count_hits("b") == 8
-    assert cache.commit("b", 8, 4) == 8
+    assert cache.count_hits("b", 99) == 8
+    assert cache.commit("b", 8, 4, 99) == 8
     assert cache.num_free_blocks == cache.num_blocks - 5
     assert cache.usage == pytest.approx(4 / 8)
 
 
 def test_salts_do_not_share() -> None:
     cache = CacheManager(9, 4)
-    cache.commit(started(cache, "a", 8, "x"), 0, 8)
+    cache.commit(started(cache, "a", 8, "x"), 0, 8, 99)
     cache.mark_filled(["a"], [8])
-    assert cache.count_hits(started(cache, "b", 8, "x")) == 8
-    assert cache.count_hits(started(cache, "c", 8, "y")) == 0
-    assert cache.count_hits(started(cache, "d", 8)) == 0
+    assert cache.count_hits(started(cache, "b", 8, "x"), 99) == 8
+    assert cache.count_hits(started(cache, "c", 8, "y"), 99) == 0
+    assert cache.count_hits(started(cache, "d", 8), 99) == 0
 
 
 def test_a_commit_that_does_not_fit_changes_nothing() -> None:
     cache = CacheManager(4, 4)
     started(cache, "a", 16)
-    assert cache.commit("a", 0, 16) is None
+    assert cache.commit("a", 0, 16, 99) is None
     assert cache.num_free_blocks == 3
-    assert cache.commit("a", 0, 12) == 0
+    assert cache.commit("a", 0, 12, 99) == 0
 
 
-def test_append_serves_the_leading_requests() -> None:
+def test_slots_go_to_the_leading_requests() -> None:
     cache = CacheManager(4, 4)
     for name in "abc":
-        cache.commit(started(cache, name, 4), 0, 4) if name != "c" else None
-    assert cache.append([("a", 4), ("b", 4)]) == 1
-    assert cache.append([]) == 0
+        cache.commit(started(cache, name, 4), 0, 4, 99) if name != "c" else None
+    assert cache.ensure_slots([("a", 8), ("b", 8)]) == 1
+    assert cache.ensure_slots([]) == 0
 
 
 def test_released_requests_resume_and_freed_ones_are_forgotten() -> None:
     cache = CacheManager(9, 4)
-    cache.commit(started(cache, "a", 8), 0, 8)
+    cache.commit(started(cache, "a", 8), 0, 8, 99)
     cache.mark_filled(["a"], [8])
     cache.append_tokens({"a": 77})
     cache.release(["a"])
     assert cache.num_free_blocks == cache.num_blocks - 1
-    assert cache.commit("a", cache.count_hits("a"), 4) == 8
+    assert cache.commit("a", cache.count_hits("a", 99), 4, 99) == 8
     started(cache, "waiting", 4)
     cache.free(["a", "waiting"])
     assert cache.num_free_blocks == cache.num_blocks - 1
     with pytest.raises(KeyError):
-        cache.count_hits("a")
+        cache.count_hits("a", 99)
 
 
 def test_reset_forgets_every_prefix() -> None:
     cache = CacheManager(9, 4)
-    cache.commit(started(cache, "a", 8), 0, 8)
+    cache.commit(started(cache, "a", 8), 0, 8, 99)
     cache.mark_filled(["a"], [8])
     cache.reset()
-    assert cache.count_hits(started(cache, "b", 8)) == 0
+    assert cache.count_hits(started(cache, "b", 8), 99) == 0
     assert cache.stats()["cached_blocks"] == 0
 
 
 def test_fill_writes_pages_and_slots() -> None:
     cache = CacheManager(9, 4)
-    cache.commit(started(cache, "a", 10), 0, 12)
-    cache.commit(started(cache, "b", 5), 0, 8)
+    cache.commit(started(cache, "a", 10), 0, 12, 99)
+    cache.commit(started(cache, "b", 5), 0, 8, 99)
     tables = BlockTableBuffers(
         indptr=np.zeros(9, dtype=np.int32),
         indices=np.zeros(64, dtype=np.int32),
@@ -115,11 +115,11 @@ def test_fill_writes_pages_and_slots() -> None:
 def test_debugging_shows_what_the_cache_does(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "prefixcache")
     cache = CacheManager(9, 4)
-    cache.commit(started(cache, "a", 10), 0, 12)
+    cache.commit(started(cache, "a", 10), 0, 12, 99)
     cache.mark_filled(["a"], [10])
-    cache.commit(started(cache, "b", 10), 8, 4)
+    cache.commit(started(cache, "b", 10), 8, 4, 99)
     cache.release(["b"])
-    assert cache.commit(started(cache, "c", 99), 0, 99) is None
+    assert cache.commit(started(cache, "c", 99), 0, 99, 99) is None
     cache.free(["a"])
     cache.reset()
     assert [record.getMessage() for record in caplog.records] == [

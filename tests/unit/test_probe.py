@@ -23,7 +23,7 @@ from prefixcache.request import CacheOptions, Request
 from prefixcache.scheduler.scheduler import Scheduler
 
 PROMPT = list(range(1, 11))  # two full blocks of 4 and a half
-READERS = {"probe", "stats"}
+READERS = {"probe", "most_blocks", "stats"}
 
 
 def asking(prompt: list[int], cache: CacheOptions | None = None, name: str = "p") -> Request:
@@ -154,7 +154,7 @@ async def test_probes_of_many_threads_beside_a_busy_engine() -> None:
 
     def hold() -> None:
         cache.start(asking(kept, name="holder"))
-        cache.commit("holder", 0, 16)
+        cache.commit("holder", 0, 16, 99)
         cache.mark_filled(["holder"], [16])
 
     def probe(number: int) -> set[int]:
@@ -224,11 +224,17 @@ async def test_only_the_loop_and_probes_reach_the_cache(monkeypatch: pytest.Monk
         served.close()
     loop = {served.thread_id}
     beside = {name for name, threads in cache.callers.items() if threads != loop}
-    assert beside == {"probe", "stats"}
-    assert all(cache.callers[name] == {threading.get_ident()} for name in beside)
-    assert {"adopt_writer", "start", "commit", "append", "mark_filled", "free", "reset"} <= set(
-        cache.callers
-    )
+    assert beside == READERS
+    assert all(cache.callers[name] - loop == {threading.get_ident()} for name in beside)
+    assert {
+        "adopt_writer",
+        "start",
+        "commit",
+        "ensure_slots",
+        "mark_filled",
+        "free",
+        "reset",
+    } <= set(cache.callers)
 
 
 async def test_an_engine_that_has_served_already_is_taken_over() -> None:

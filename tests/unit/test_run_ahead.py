@@ -71,7 +71,7 @@ def test_decodes_can_be_submitted_before_their_tokens_are_known(
     # The tokens of `second` are not read yet; its successor names them by their place.
     later = [dataclasses.replace(s, start=s.start + 1) for s in second.sequences]
     third = plan_of(later, [-1, -2], decodes=2)
-    assert server.cache.append([("a", 4), ("b", 4)]) == 2
+    assert server.cache.ensure_slots([(s.request_id, s.start + 1) for s in later]) == 2
     server.cache.fill(third, server.runner.block_tables)
     after = server.runner.submit(third)
     seconds, thirds = in_flight.outputs(), after.outputs()
@@ -300,7 +300,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
 def _manager(*, publish_answers: bool) -> CacheManager:
     cache = CacheManager(20, 4, publish_answers=publish_answers)
     cache.start(Request(request_id="a", prompt_token_ids=[1] * 6, params=SamplingParams()))
-    cache.commit("a", 0, 12)
+    cache.commit("a", 0, 12, 99)
     cache.append_tokens({"a": 2})
     for token in (3, 4, 5, 6, 7):
         cache.append_tokens({"a": token})
@@ -312,8 +312,8 @@ def _manager(*, publish_answers: bool) -> CacheManager:
 
 
 def test_answers_blocks_are_shared_unless_their_bits_differ_from_a_prefills() -> None:
-    assert _manager(publish_answers=True).count_hits("b") == 12
-    assert _manager(publish_answers=False).count_hits("b") == 4
+    assert _manager(publish_answers=True).count_hits("b", 99) == 12
+    assert _manager(publish_answers=False).count_hits("b", 99) == 4
 
 
 @pytest.mark.parametrize(

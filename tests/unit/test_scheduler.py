@@ -237,7 +237,7 @@ def test_a_request_that_cannot_start_although_alone_ends_and_the_next_one_runs()
     bench = Bench(num_blocks=9, max_model_len=32)
     other = Request(request_id="other", prompt_token_ids=prompt_of(20), params=SamplingParams())
     bench.cache.start(other)
-    bench.cache.commit("other", 0, 20)
+    bench.cache.commit("other", 0, 20, 99)
     bench.add("big", prompt_of(20), max_tokens=4)
     bench.add("small", prompt_of(8, 1), max_tokens=2)
     assert counts(bench.step()) == {"small": 8}

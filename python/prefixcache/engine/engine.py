@@ -251,7 +251,8 @@ class Engine:
                 self._answers[output.request_id].observe(output, now, self.metrics)
                 outputs.append(output)
         ended = [output.request_id for output in outputs if output.finished]
-        self._scheduler.finish(ended)
+        well = [output.request_id for output in outputs if output.ended_well]
+        self._scheduler.finish(ended, ended_well=well)
         for request_id in ended:
             del self._answers[request_id]
         return outputs

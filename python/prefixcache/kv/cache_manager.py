@@ -6,7 +6,8 @@ Every call is one for the whole batch, never one per block.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Literal
 
 from prefixcache.core import PrefixCache
 from prefixcache.core import Sequence as CoreSequence
@@ -19,15 +20,21 @@ logger = logging.getLogger(__name__)
 HASH_FORMAT = "prefixcache v2"
 """Names what docs/hashing.md specifies; other bytes under a block's name get another format."""
 
+GroupKind = Literal["full"] | tuple[Literal["sliding_window"], int]
+"""How a group's layers attend: to all tokens before, or to a window of so many, itself counted."""
+
 
 class CacheManager:
     """One core sequence per request: its tokens, block hashes and block tables.
 
-    One thread makes all calls but `probe` and `stats`, the first to change something or the last to
-    `adopt_writer`; attributes may be read from any. `num_blocks` counts the null block, which no
-    request can hold; `num_usable_blocks` does not. Errors of the core pass through: `ValueError`
-    names an argument, `RuntimeError` tells of misuse. Without `publish_answers` only blocks of
-    prompts are shared, for attention whose decodes write other bits than its prefills.
+    Each of the `groups` has a block table of its own over the one pool. A group of full attention
+    keeps a request's blocks until its end; one with a window gives back what is behind it.
+
+    One thread makes all calls but `probe`, `most_blocks` and `stats`, the first to change something
+    or the last to `adopt_writer`; attributes may be read from any. `num_blocks` counts the null
+    block, which no request can hold; `num_usable_blocks` does not. Errors of the core pass through:
+    `ValueError` names an argument, `RuntimeError` tells of misuse. Without `publish_answers` only
+    blocks of prompts are shared, for attention whose decodes write other bits than its prefills.
     """
 
     def __init__(
@@ -39,7 +46,7 @@ class CacheManager:
         revision: str = "",
         kv_dtype: str = "",
         arithmetic: str = "",
-        num_groups: int = 1,
+        groups: Sequence[GroupKind] = ("full",),
         merge_twins: bool = False,
         publish_answers: bool = True,
     ) -> None:
@@ -50,18 +57,24 @@ class CacheManager:
             revision=revision,
             kv_dtype=kv_dtype,
             arithmetic=arithmetic,
-            num_groups=num_groups,
+            groups=groups,
         )
         self.block_size = block_size
         self.num_blocks = self._cache.num_blocks
         self.num_usable_blocks = self.num_blocks - 1
-        self._num_groups = num_groups
+        self._num_groups = len(groups)
+        self._windows = [kind[1] for kind in groups if kind != "full"]
         self._merge_twins = merge_twins
         self.num_merged_blocks = 0
         self._sequences: dict[str, CoreSequence] = {}
         self._unhashed: set[str] = set()
         self._publish_answers = publish_answers
         self._prompt_lengths: dict[str, int] = {}
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some group keeps less than all blocks of a request."""
+        return bool(self._windows)
 
     @property
     def num_free_blocks(self) -> int:
@@ -86,14 +99,14 @@ class CacheManager:
         self._cache.adopt_writer()
 
     def probe(self, request: Request) -> int:
-        """Leading tokens of the prompt whose full blocks are cached now. From any thread.
+        """Leading tokens of the prompt that hit now, in full blocks. From any thread.
 
         Hashes the prompt anew and only reads, so it waits for nobody and nobody for it.
         """
         hashes = self._cache.compute_block_hashes(
             request.prompt_token_ids, cache_salt=request.cache.salt
         )
-        return self._cache.probe(hashes)
+        return self._cache.probe(hashes, self._hit_limit(len(request.prompt_token_ids) - 1))
 
     def start(self, request: Request, *, hashed: bool = True) -> None:
         """Makes the request known and hashes its prompt's full blocks.
@@ -108,36 +121,69 @@ class CacheManager:
         if not self._publish_answers:
             self._prompt_lengths[request.request_id] = len(request.prompt_token_ids)
 
-    def count_hits(self, request_id: str) -> int:
-        """Leading tokens of the request whose full blocks are cached. Only reads."""
-        return self._cache.count_prefix_hits(self._sequences[request_id])
+    def count_hits(self, request_id: str, max_tokens: int) -> int:
+        """Leading tokens of the request that hit, in full blocks. Only reads.
+
+        With windows the longest length up to `max_tokens` that does: a shorter one need not hit.
+        Without them every shorter one does, so the answer may exceed `max_tokens`.
+        """
+        sequence = self._sequences[request_id]
+        return self._cache.count_prefix_hits(sequence, self._hit_limit(max_tokens))
+
+    def _hit_limit(self, max_tokens: int) -> int | None:
+        return max_tokens if self._windows else None
 
     def block_hash(self, request_id: str, index: int) -> bytes | None:
         """The hash that names the request's full block and all before it; None past the last."""
         return next(iter(self._sequences[request_id].block_hashes(index, index + 1)), None)
 
-    def commit(self, request_id: str, hit_tokens: int, num_tokens: int) -> int | None:
+    def commit(self, request_id: str, hit_tokens: int, num_tokens: int, chunk: int) -> int | None:
         """Takes the first `hit_tokens` from the cache and slots for `num_tokens` more.
 
+        These are computed at most `chunk` at a time, so groups with a window get only as many slots
+        at once as the request will ever hold in them; `ensure_slots` gives them the next ones.
         Returns the hit tokens taken, or None when blocks are lacking; then nothing has changed.
         """
         sequence = self._sequences[request_id]
-        taken = self._cache.commit_prefix_plan(sequence, hit_tokens, num_tokens)
+        at_once = self._window_slots(hit_tokens, chunk)
+        taken = self._cache.commit_prefix_plan(sequence, hit_tokens, num_tokens, at_once)
         if taken is None:
             logger.debug("Request %s waits: too few free blocks.", request_id)
         else:
             logger.debug("Request %s hits %d tokens in the cache.", request_id, taken)
         return taken
 
-    def append(self, wanted: Sequence[tuple[str, int]]) -> int:
-        """Slots for more tokens of each request, in order.
+    def _window_slots(self, hit_tokens: int, chunk: int) -> int | None:
+        """Slots after the hits that groups with a window get at once; None where there are none.
 
-        Returns how many leading requests got all of theirs; the others are unchanged.
+        The window is taken before it is filled: were it left to others meanwhile, this request
+        would be preempted for it. Of several windows the smallest one, so that no group ever has
+        more than `most_blocks` counts.
+        """
+        if not self._windows:
+            return None
+        return chunk + max(0, min(self._windows) - hit_tokens)
+
+    def num_slots(self, request_id: str) -> int:
+        """Tokens of the request that have a slot in every group."""
+        return self._sequences[request_id].num_ready_slots
+
+    def ensure_slots(self, wanted: Sequence[tuple[str, int]]) -> int:
+        """Slots in every group for each request's first so many tokens, in order.
+
+        Returns how many leading requests have theirs; the others are unchanged.
         """
         if not wanted:
             return 0
         sequences = self._of([request_id for request_id, _ in wanted])
-        return self._cache.append_slots(sequences, [count for _, count in wanted])
+        return self._cache.ensure_slots(sequences, [upto for _, upto in wanted])
+
+    def most_blocks(self, num_tokens: int, chunk: int) -> int:
+        """The most blocks that a request of `num_tokens` holds at once, in all groups together.
+
+        That is where at most `chunk` tokens are computed between one `drop_unneeded` and the next.
+        """
+        return self._cache.most_blocks(num_tokens, chunk)
 
     def append_tokens(self, sampled: Mapping[str, int]) -> None:
         """Adds one sampled token to each request."""
@@ -162,14 +208,30 @@ class CacheManager:
             if twins:
                 logger.debug("%d blocks with the same content were merged.", len(twins))
 
+    def drop_unneeded(self, computed: Sequence[tuple[str, int]]) -> None:
+        """Gives back the blocks that no token from the given one on needs, request by request.
+
+        The tokens before are computed, in no step under way, and were published, if they ever are.
+        """
+        sequences = self._of([request_id for request_id, _ in computed])
+        self._cache.drop_unneeded(sequences, [upto for _, upto in computed])
+
     def release(self, request_ids: Sequence[str]) -> None:
         """Gives the blocks back; the requests stay known and can be committed again."""
         self._cache.release(self._of(request_ids))
         for request_id in request_ids:
             logger.debug("Request %s gives its blocks back and waits.", request_id)
 
-    def free(self, request_ids: Sequence[str]) -> None:
-        """Gives the blocks back and forgets the requests."""
+    def free(
+        self,
+        request_ids: Sequence[str],
+        *,
+        ended_well: Collection[str] = (),  # noqa: ARG002 - blocks are pinned by it soon
+    ) -> None:
+        """Gives the blocks back and forgets the requests.
+
+        Those that `ended_well` came to the end of their answers.
+        """
         sequences = [self._sequences.pop(request_id) for request_id in request_ids]
         for request_id in request_ids:
             self._prompt_lengths.pop(request_id, None)

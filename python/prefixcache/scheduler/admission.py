@@ -28,7 +28,8 @@ class Admission:
     """Starts a request when its whole prompt fits: hits first, new blocks for the rest.
 
     Slots for all known tokens, in whole blocks, are taken at once, so that two long prompts that
-    arrive together cannot each hold half of the pool and preempt one another. `counter` counts
+    arrive together cannot each hold half of the pool and preempt one another; in groups with a
+    window, slots for all that the prompt will hold at once. `counter` counts
     first starts alone, not the returns of preempted requests; `num_below_threshold` counts by whose
     threshold it was, "request" or "global".
     """
@@ -43,6 +44,7 @@ class Admission:
     ) -> None:
         self._cache = cache
         self._block_size = cache.block_size
+        self._max_chunk = config.max_num_batched_tokens
         self._in_flight = in_flight
         self._global_threshold = config.global_cache_hit_threshold
         self.enabled = enable_prefix_caching
@@ -56,12 +58,12 @@ class Admission:
             return Verdict.WAITS_FOR_BLOCKS
         if self._is_below_threshold(state, matched):
             return Verdict.BELOW_THRESHOLD
-        hits = self._usable_hits(state, matched)
+        hits = min(matched, self._hit_limit(state)) // self._block_size * self._block_size
         num_new = -(-(state.num_tokens - hits) // self._block_size) * self._block_size
-        taken = self._cache.commit(state.request_id, hits, num_new)
+        taken = self._cache.commit(state.request_id, hits, num_new, self._max_chunk)
         if taken is None:
             return Verdict.NO_ROOM
-        state.num_slots = taken + num_new
+        state.num_slots = self._cache.num_slots(state.request_id)
         state.num_computed_tokens = state.num_published_tokens = taken
         if state.num_cached_tokens is None:
             state.num_cached_tokens = taken
@@ -73,7 +75,7 @@ class Admission:
         """Tokens in leading full blocks that are cached and may be read."""
         if not (self.enabled and state.request.cache.read):
             return 0
-        return self._cache.count_hits(state.request_id)
+        return self._cache.count_hits(state.request_id, self._hit_limit(state))
 
     def _must_wait(self, state: RequestState, matched: int) -> bool:
         if self._in_flight is None or not state.request.cache.read or state.prompt_logprobs_due:
@@ -109,9 +111,8 @@ class Admission:
             return state.num_tokens
         return (state.num_tokens - 1) // self._block_size * self._block_size
 
-    def _usable_hits(self, state: RequestState, matched: int) -> int:
-        """Hit tokens in whole blocks that leave at least the last token to compute."""
-        limit = state.num_tokens - 1
+    def _hit_limit(self, state: RequestState) -> int:
+        """Tokens that may be hits: at least the last one is left to compute."""
         if state.prompt_logprobs_due:
-            limit = state.num_prompt_logprobs
-        return min(matched, limit) // self._block_size * self._block_size
+            return state.num_prompt_logprobs
+        return state.num_tokens - 1

@@ -20,7 +20,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,8 +56,8 @@ class _Chunk:
     is_decode: bool = False
 
     @property
-    def num_missing_slots(self) -> int:
-        return max(0, self.state.num_computed_tokens + self.count - self.state.num_slots)
+    def end(self) -> int:
+        return self.state.num_computed_tokens + self.count
 
 
 class Scheduler:
@@ -206,7 +206,8 @@ class Scheduler:
         error gets no further: what it computed is not to be trusted.
         """
         rows: list[tuple[ScheduledSequence, SequenceOutput]] = []
-        computed: list[tuple[RequestState, int]] = []
+        filled: list[tuple[RequestState, int]] = []
+        size = self._cache.block_size
         sampled: dict[str, int] = {}
         states = self._under_way.popleft()
         for state, scheduled, output in zip(states, plan.sequences, outputs, strict=True):
@@ -216,10 +217,14 @@ class Scheduler:
             if output.error is not None:
                 continue
             state.take(scheduled, output)
-            computed.append((state, scheduled.start + scheduled.num_tokens))
+            computed = scheduled.start + scheduled.num_tokens
+            if computed // size > scheduled.start // size:
+                filled.append((state, computed))
             if output.token_id is not None:
                 sampled[state.request_id] = output.token_id
-        self._publish(computed)
+        if filled:
+            self._publish(filled)
+            self._drop_unneeded(filled)
         if sampled:
             self._cache.append_tokens(sampled)
         return rows
@@ -231,8 +236,11 @@ class Scheduler:
         self._under_way.clear()
         return self.finish(ids)
 
-    def finish(self, request_ids: Iterable[str]) -> list[str]:
-        """Forgets requests and frees their blocks; returns the ids that were known."""
+    def finish(self, request_ids: Iterable[str], *, ended_well: Collection[str] = ()) -> list[str]:
+        """Forgets requests and frees their blocks; returns the ids that were known.
+
+        Those that `ended_well` came to the end of their answers; others failed or were aborted.
+        """
         known = [request_id for request_id in request_ids if request_id in self._states]
         for request_id in known:
             state = self._states.pop(request_id)
@@ -243,7 +251,7 @@ class Scheduler:
                 self._running.remove(state)
                 self._withdraw(state)
         if known:
-            self._cache.free(known)
+            self._cache.free(known, ended_well=ended_well)
         return known
 
     def requeue_running(self) -> None:
@@ -292,7 +300,7 @@ class Scheduler:
 
     def _check_blocks(self, num_tokens: int) -> None:
         have = self._cache.num_usable_blocks
-        need = -(-num_tokens // self._cache.block_size)
+        need = self._cache.most_blocks(num_tokens, self._max_num_batched_tokens)
         if need > have:
             raise RequestTooLargeError(
                 f"The request needs up to {need} KV cache blocks of {self._cache.block_size} "
@@ -332,12 +340,12 @@ class Scheduler:
 
         None when it would take one now: the step under way may end requests that hold blocks.
         """
-        short = [chunk for chunk in chunks if chunk.num_missing_slots]
+        short = [chunk for chunk in chunks if chunk.end > chunk.state.num_slots]
         while short:
-            wanted = [(c.state.request_id, self._whole_blocks(c.num_missing_slots)) for c in short]
-            served = self._cache.append(wanted)
-            for chunk, (_, count) in zip(short[:served], wanted, strict=False):
-                chunk.state.num_slots += count
+            wanted = [(chunk.state.request_id, self._whole_blocks(chunk.end)) for chunk in short]
+            served = self._cache.ensure_slots(wanted)
+            for chunk, (_, upto) in zip(short[:served], wanted, strict=False):
+                chunk.state.num_slots = upto
             short = short[served:]
             if short and self._under_way:
                 return None
@@ -406,9 +414,10 @@ class Scheduler:
     def _refusal(self, state: RequestState, verdict: Verdict) -> Refusal:
         if verdict is Verdict.BELOW_THRESHOLD:
             return Refusal(state.request_id, "cache_threshold")
+        need = self._cache.most_blocks(state.num_tokens, self._max_num_batched_tokens)
         error = (
-            f"The request needs KV cache blocks for {state.num_tokens} tokens, but only "
-            f"{self._cache.num_free_blocks} blocks of {self._cache.block_size} tokens are there."
+            f"The request needs {need} KV cache blocks of {self._cache.block_size} tokens for its "
+            f"{state.num_tokens} tokens, but only {self._cache.num_free_blocks} blocks are free."
         )
         return Refusal(state.request_id, "error", error)
 
@@ -431,19 +440,19 @@ class Scheduler:
         for state in states:
             self._waiting.push(state)
 
-    def _publish(self, computed: Iterable[tuple[RequestState, int]]) -> None:
-        """Registers blocks of requests whose KV is there now, up to so many tokens."""
-        size = self._cache.block_size
-        filled = [
-            (state, upto)
-            for state, upto in computed
-            if upto // size > state.num_published_tokens // size
-            and self._publishes
-            and state.request.cache.write
-        ]
-        if filled:
-            ids = [state.request_id for state, _ in filled]
-            self._cache.mark_filled(ids, [upto for _, upto in filled])
-            for state, upto in filled:
+    def _publish(self, filled: Iterable[tuple[RequestState, int]]) -> None:
+        """Registers full blocks of requests whose KV is there now, up to so many tokens."""
+        if not self._publishes:
+            return
+        written = [(state, upto) for state, upto in filled if state.request.cache.write]
+        if written:
+            ids = [state.request_id for state, _ in written]
+            self._cache.mark_filled(ids, [upto for _, upto in written])
+            for state, upto in written:
                 state.num_published_tokens = upto
                 self._announce(state)
+
+    def _drop_unneeded(self, computed: Iterable[tuple[RequestState, int]]) -> None:
+        """Gives back what is behind the windows of requests that are computed up to there."""
+        if self._cache.has_windows:
+            self._cache.drop_unneeded([(state.request_id, upto) for state, upto in computed])

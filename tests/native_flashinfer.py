@@ -7,6 +7,7 @@ memory held, and a launched block reads them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flashinfer
@@ -17,7 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference.flashinfer_reference import _attention, append_paged_kv_cache
+from reference.flashinfer_reference import (
+    append_paged_kv_cache,
+    attend_at_once,
+    attend_in_tiles,
+)
 
 _MAX_TILES = 2 * 132
 _CAUSAL = 1  # of FlashInfer's MaskMode
@@ -68,7 +73,8 @@ class _Module:
         for s in chosen:
             rows = slice(int(qo_indptr[s]), int(qo_indptr[s + 1]))
             pages = indices[kv_indptr[s] : kv_indptr[s + 1]].long()
-            out[rows] = _rows(q[rows], keys, values, pages, last_page_len[s], options)
+            attend = attend_in_tiles if self._kind == "fa3" else attend_at_once
+            out[rows] = _rows(attend, q[rows], keys, values, pages, last_page_len[s], options)
 
     def run(
         self,
@@ -95,7 +101,9 @@ class _Module:
         options["window_left"] = window_left
         for s in range(len(last_page_len)):
             pages = indices[kv_indptr[s] : kv_indptr[s + 1]].long()
-            out[s : s + 1] = _rows(q[s : s + 1], keys, values, pages, last_page_len[s], options)
+            row = slice(s, s + 1)
+            last = last_page_len[s]
+            out[row] = _rows(attend_at_once, q[row], keys, values, pages, last, options)
 
 
 def _plan_fa2(
@@ -129,6 +137,7 @@ def _plan_fa2(
 
 
 def _rows(
+    attend: Callable[..., Tensor],
     q: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -137,7 +146,7 @@ def _rows(
     options: dict[str, Any],
 ) -> Tensor:
     length = (len(pages) - 1) * keys.shape[1] + int(last)
-    return _attention(
+    return attend(
         q, keys[pages].flatten(0, 1)[:length], values[pages].flatten(0, 1)[:length], options
     )
 

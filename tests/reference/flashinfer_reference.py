@@ -2,9 +2,10 @@
 
 The same names, arguments and checks as the parts of the flashinfer module that
 `attention/flashinfer.py` uses, from FlashInfer's documentation, so that tests, and dry runs of the
-GPU bench, run everything but the CUDA kernels on a CPU. Slow: one sequence after another. Letters
-of shapes: S sequences, T query rows, H query heads, K key-value heads, D head size, P pages, B
-tokens a page, L keys of a sequence.
+GPU bench, run everything but the CUDA kernels on a CPU. Slow: one sequence after another. The bits
+of "fa3" depend on where its key tiles begin, as the kernel's do. Letters of shapes: S sequences, T
+query rows, H query heads, K key-value heads, D head size, N key tiles, P pages, B tokens a page, L
+keys of a sequence or tile.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from torch import Tensor
 
 # Of an H200: FA2 launches two blocks on each.
 _NUM_MULTIPROCESSORS = 132
+# Keys of a tile in FA3's paged kernels (prefill_sm90.cuh, BatchPrefillWithPagedKVCacheDispatched).
+_FA3_KEYS = 96
+_FA3_KEYS_OF_HEADS_OF_256 = 32
 # What memory that nobody wrote may hold.
 _GARBAGE = 2**30
 
@@ -30,9 +34,10 @@ class _Wrapper:
     added to a graph's grid reads an entry that the planner did not write.
     """
 
-    def __init__(self, workspace: Tensor, kv_layout: str) -> None:
+    def __init__(self, workspace: Tensor, kv_layout: str, backend: str) -> None:
         _check(kv_layout == "NHD", f"kv_layout {kv_layout}")
         _check(workspace.dtype == torch.uint8, "the workspace must be bytes")
+        self.backend = backend
         self._device = workspace.device
         self._fixed: dict[str, Tensor] | None = None
         self._tables: dict[str, Tensor] = {}
@@ -102,7 +107,8 @@ class _Wrapper:
             table = self._tables["indices"][pages[s] : pages[s + 1]]
             keys_LKD, values_LKD = _gather(kv, table, last)
             query = slice(rows[s], rows[s + 1])
-            out[query] = _attention(q_THD[query], keys_LKD, values_LKD, self._options)
+            attend = attend_in_tiles if self.backend == "fa3" else attend_at_once
+            out[query] = attend(q_THD[query], keys_LKD, values_LKD, self._options)
         return out
 
 
@@ -121,8 +127,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         *,
         backend: str = "auto",
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout)
-        self.backend = backend
+        super().__init__(float_workspace_buffer, kv_layout, backend)
         if use_cuda_graph:
             self._fixed = _require(
                 qo_indptr=qo_indptr_buf,
@@ -200,8 +205,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         *,
         backend: str = "auto",
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout)
-        self.backend = backend
+        super().__init__(float_workspace_buffer, kv_layout, backend)
         self._use_tensor_cores = use_tensor_cores
         if use_cuda_graph:
             self._fixed = _require(
@@ -296,18 +300,72 @@ def _gather(kv: Tensor, table: Tensor, last_page_len: int) -> tuple[Tensor, Tens
     return keys[:length], values[:length]
 
 
-def _attention(q_THD: Tensor, k_LKD: Tensor, v_LKD: Tensor, options: dict[str, Any]) -> Tensor:
+def attend_at_once(q_THD: Tensor, k_LKD: Tensor, v_LKD: Tensor, options: dict[str, Any]) -> Tensor:
     """Softmax attention in float32; the last query stands at the last key."""
     group = q_THD.shape[1] // k_LKD.shape[1]
     keys = k_LKD.float().repeat_interleave(group, dim=1)
     values = v_LKD.float().repeat_interleave(group, dim=1)
-    scores_HTL = torch.einsum("thd,lhd->htl", q_THD.float(), keys) * options["scale"]
-    if options["soft_cap"] > 0:
-        scores_HTL = options["soft_cap"] * torch.tanh(scores_HTL / options["soft_cap"])
+    scores_HTL = _scores(torch.einsum("thd,lhd->htl", q_THD.float(), keys), options)
     visible_TL = _visible(len(q_THD), len(k_LKD), options, q_THD.device)
     scores_HTL = scores_HTL.masked_fill(~visible_TL, -math.inf)
     out_THD = torch.einsum("htl,lhd->thd", torch.softmax(scores_HTL, dim=-1), values)
     return out_THD.to(q_THD.dtype)
+
+
+def attend_in_tiles(q_THD: Tensor, k_LKD: Tensor, v_LKD: Tensor, options: dict[str, Any]) -> Tensor:
+    """The same in FA3's order: tiles of keys that begin at the first key listed, the last first.
+
+    A row is computed by itself, in operations of one shape, so that its bits depend on nothing
+    else. Tiles of which it sees no key add exact zeros in the kernel, and are passed over here.
+    """
+    num_keys, _, head_dim = k_LKD.shape
+    tile = _FA3_KEYS_OF_HEADS_OF_256 if head_dim == 256 else _FA3_KEYS
+    group = q_THD.shape[1] // k_LKD.shape[1]
+    missing = (0, 0, 0, 0, 0, -num_keys % tile)
+    keys_NHLD, values_NHLD = (
+        torch.nn.functional.pad(given.float().repeat_interleave(group, dim=1), missing)
+        .unflatten(0, (-1, tile))
+        .transpose(1, 2)
+        .contiguous()
+        for given in (k_LKD, v_LKD)
+    )
+    visible_TL = _visible(len(q_THD), num_keys, options, q_THD.device)
+    visible_TNL = torch.nn.functional.pad(visible_TL, missing[-2:]).unflatten(1, (-1, tile))
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    for row_HD, visible_NL, out_HD in zip(q_THD.float(), visible_TNL, out_THD, strict=True):
+        seen = [n for n in reversed(range(len(visible_NL))) if visible_NL[n].any()]
+        out_HD.copy_(
+            _attend_row(row_HD, keys_NHLD[seen], values_NHLD[seen], visible_NL[seen], options)
+        )
+    return out_THD
+
+
+def _attend_row(
+    q_HD: Tensor,
+    keys_NHLD: Tensor,
+    values_NHLD: Tensor,
+    visible_NL: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
+    """Softmax over tiles, one after the other: what was summed is scaled to each new maximum."""
+    out_HD = torch.zeros_like(q_HD)
+    top_H1 = torch.full_like(q_HD[:, :1], -math.inf)
+    sum_H1 = torch.zeros_like(top_H1)
+    for keys_HLD, values_HLD, visible_L in zip(keys_NHLD, values_NHLD, visible_NL, strict=True):
+        scores_HL = _scores((keys_HLD * q_HD.unsqueeze(1)).sum(-1), options)
+        scores_HL = scores_HL.masked_fill(~visible_L, -math.inf)
+        new_top_H1 = torch.maximum(top_H1, scores_HL.amax(-1, keepdim=True))
+        weights_HL, kept_H1 = torch.exp(scores_HL - new_top_H1), torch.exp(top_H1 - new_top_H1)
+        sum_H1 = sum_H1 * kept_H1 + weights_HL.sum(-1, keepdim=True)
+        out_HD = out_HD * kept_H1 + (values_HLD * weights_HL.unsqueeze(-1)).sum(1)
+        top_H1 = new_top_H1
+    return out_HD / sum_H1
+
+
+def _scores(products: Tensor, options: dict[str, Any]) -> Tensor:
+    """Scaled, and capped where there is a cap."""
+    scaled, cap = products * options["scale"], options["soft_cap"]
+    return cap * torch.tanh(scaled / cap) if cap > 0 else scaled
 
 
 def _visible(

@@ -13,12 +13,16 @@ from prefixcache.attention.base import AttentionBatch, AttentionSpec
 
 @dataclass(frozen=True)
 class SlowSequence:
-    """One sequence of a step: `start` tokens are cached, `count` follow; pages in order."""
+    """One sequence of a step: `start` tokens are cached, `count` follow; pages in order.
+
+    The first `left_out` of the pages are not listed: they are behind the window.
+    """
 
     start: int
     count: int
     pages: tuple[int, ...]
     is_decode: bool = False
+    left_out: int = 0
 
     def slot(self, position: int, page_size: int) -> int:
         return self.pages[position // page_size] * page_size + position % page_size
@@ -29,11 +33,11 @@ def batch_of(sequences: list[SlowSequence], page_size: int) -> AttentionBatch:
     qo, kv, indices, last, slots = [0], [0], [], [], []
     for one in sequences:
         total = one.start + one.count
-        used = one.pages[: math.ceil(total / page_size)]
+        used = one.pages[one.left_out : math.ceil(total / page_size)]
         qo.append(qo[-1] + one.count)
         kv.append(kv[-1] + len(used))
         indices.extend(used)
-        last.append(total - (len(used) - 1) * page_size)
+        last.append(total - (one.left_out + len(used) - 1) * page_size)
         slots.extend(one.slot(p, page_size) for p in range(one.start, total))
     decodes = next((i for i, s in enumerate(sequences) if not s.is_decode), len(sequences))
     return AttentionBatch(
@@ -44,6 +48,7 @@ def batch_of(sequences: list[SlowSequence], page_size: int) -> AttentionBatch:
         slot_mapping=torch.tensor(slots, dtype=torch.int64),
         max_q_len=max(s.count for s in sequences),
         num_decodes=decodes,
+        first_pages=torch.tensor([one.left_out for one in sequences], dtype=torch.int32),
     )
 
 

@@ -107,8 +107,8 @@ def test_a_graphs_step_computes_what_a_plain_one_does(
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5, sliding_window=window)
     make = partial(backend, spec, invariance=invariance, hopper=hopper)
     sequences = [
-        SlowSequence(n, 1, tuple(range(5 * i + 1, 5 * i + 6)), True)
-        for i, n in enumerate((0, 7, 16))
+        SlowSequence(n, 1, tuple(range(5 * i + 1, 5 * i + 6)), True, (n - 4) // 4 * (window == 5))
+        for i, n in enumerate((4, 7, 16))
     ]
     batch = batch_of(sequences, page_size=4)
     generator = torch.Generator().manual_seed(3)
@@ -125,6 +125,72 @@ def test_a_graphs_step_computes_what_a_plain_one_does(
     torch.testing.assert_close(graph.run(0, q, k, v)[:3], plain.run(0, q[:3], k[:3], v[:3]))
     assert torch.equal(pools[0][1:], pools[1][1:]), "a row that was added wrote to a real block"
     assert not torch.equal(pools[0][0], pools[1][0]), "the added row wrote nothing"
+
+
+@pytest.mark.parametrize("head_dim", [8, 256])
+@pytest.mark.parametrize("page_size", [4, 16, 80])
+@pytest.mark.parametrize("invariance", ["split", "unified"])
+def test_bits_do_not_depend_on_the_pages_left_out_behind_a_window(
+    invariance: str, page_size: int, head_dim: int
+) -> None:
+    """Each chunk lists other pages: the key tiles must begin at the same tokens all the same."""
+    attend = partial(_attend_in_chunks, invariance, page_size, head_dim)
+    whole = attend([260])
+    for chunks in ([31, 229], [64, 64, 64, 68], [243, 17], [97, 96, 64, 3]):
+        assert torch.equal(attend(chunks), whole)
+    if invariance == "unified":
+        assert torch.equal(attend([256, *[1] * 4]), whole)
+
+
+def test_bits_would_depend_on_the_pages_left_out_were_tables_not_aligned(monkeypatch) -> None:
+    monkeypatch.setattr("prefixcache.attention.flashinfer.grid_pages", lambda _page_size: 1)
+    attend = partial(_attend_in_chunks, "unified", 16, 8)
+    assert not torch.equal(attend([64, 64, 64, 68]), attend([260]))
+
+
+def _attend_in_chunks(
+    invariance: str, page_size: int, head_dim: int, chunks: list[int]
+) -> torch.Tensor:
+    """A prompt's rows, with all pages left out that are behind the window of its first row."""
+    spec = AttentionSpec(
+        num_heads=2, num_kv_heads=1, head_dim=head_dim, scale=0.5, sliding_window=37
+    )
+    generator = torch.Generator().manual_seed(9)
+    q = torch.randn(260, 2, head_dim, generator=generator)
+    k, v = torch.randn(2, 260, 1, head_dim, generator=generator)
+    attention = backend(spec, invariance=invariance)
+    pages = tuple(range(1, 2 + 260 // page_size))
+    attention.bind([torch.zeros(len(pages) + 1, 2, page_size, 1, head_dim)])
+    out, start = [], 0
+    for count in chunks:
+        left_out = max(0, start - 36) // page_size
+        listed = (0,) * left_out + pages[left_out:]
+        one = SlowSequence(start, count, listed, count == 1, left_out)
+        rows = slice(start, start + count)
+        attention.plan(batch_of([one], page_size))
+        out.append(attention.run(0, q[rows], k[rows], v[rows]))
+        start += count
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("invariance", ["split", "unified"])
+def test_no_block_but_a_sequences_own_can_reach_its_rows(invariance: str, graph: bool) -> None:
+    """A value behind the window is multiplied by zero, and zero times NaN is NaN."""
+    spec = dataclasses.replace(SPEC, sliding_window=5)
+    attention = backend(spec, invariance=invariance)
+    pool = torch.full((20, 2, 4, 2, 8), torch.nan)
+    pool[[7, 8, 9]] = 1.0
+    attention.bind([pool])
+    one = SlowSequence(27, 1, (0, 0, 0, 0, 0, 7, 8), True, left_out=5)
+    if graph:
+        attention.reserve_graphs([1], max_page_indices=3)
+        attention.plan_graph(batch_of([one], 4), 1)
+    else:
+        attention.plan(batch_of([one, SlowSequence(16, 3, (0, 0, 0, 8, 9), left_out=3)], 4))
+    rows = 1 if graph else 4
+    out = attention.run(0, torch.ones(rows, 4, 8), *torch.ones(2, rows, 2, 8))
+    assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("hopper", [True, False])

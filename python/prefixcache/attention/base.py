@@ -50,7 +50,9 @@ class AttentionBatch:
     Index arrays live on the CPU, `kv_indices` there or on the device of the KV tensors.
 
     The queries of a sequence are its last tokens: with N pages it has
-    `(N - 1) * B + last_page_len` keys, and its query rows are the last of those positions.
+    `(first_pages + N - 1) * B + last_page_len` keys, and its query rows are the last of those
+    positions. `first_pages` counts the pages that are left out before the first one listed, which
+    are behind the window of every query; None says that there are none.
     `slot_mapping[t]` is block * B + offset of token t, on the device of the KV tensors.
     The first `num_decodes` sequences have one query row each and extend an answer; a backend may
     give them a kernel of their own.
@@ -63,6 +65,7 @@ class AttentionBatch:
     slot_mapping: Tensor  # int64 [T]
     max_q_len: int
     num_decodes: int = 0
+    first_pages: Tensor | None = None  # int32 [S]
 
 
 class AttentionBackend(Protocol):

@@ -30,8 +30,10 @@ from prefixcache.attention.flashinfer_kernels import (
 )
 from prefixcache.attention.flashinfer_plan import (
     KernelRows,
+    align_tables,
     can_pack_heads,
     check_supported,
+    grid_pages,
     pad_decodes,
     select_sequences,
 )
@@ -63,6 +65,9 @@ class FlashInferAttention:
     - "unified": decodes run in the FA3 kernel too, and everything is equal. FA3 computes tiles of
       128 rows of one head: with `packs_heads` the query heads of a key-value head are rows of one.
 
+    Tables of a window leave out the pages behind it, by a number that grows with the step's
+    positions: in the invariant modes by whole tiles of FA3 (see `align_tables`).
+
     In mode "off", `tensor_cores` takes FA2's tensor-core kernel for decodes of all groups of query
     heads, and captured decodes of `whole_keys_from` rows or more do not split keys.
 
@@ -92,6 +97,7 @@ class FlashInferAttention:
         self.decode_matches_prefill = invariance == "unified" and hopper
         self._kernels = kernels
         self._device = device
+        self._aligns_tables = self.batch_invariant and spec.sliding_window is not None
         self._makes = KernelMaker(
             spec,
             dtype,
@@ -133,6 +139,7 @@ class FlashInferAttention:
             prefill=self._makes.prefill(page_size),
             decode=self._make_decode and self._make_decode(page_size),
             page_size=page_size,
+            left_out_multiple=grid_pages(page_size) if self._aligns_tables else 1,
             pool_table=_pool_table(num_pages, page_size, self._device),
         )
 
@@ -142,6 +149,7 @@ class FlashInferAttention:
         count = len(batch.last_page_len)
         split = 0 if bound.decode is None else batch.num_decodes
         self._fence.wait()
+        batch = align_tables(batch, bound.left_out_multiple)
         indices = batch.kv_indices.to(self._device, non_blocking=True)
         slots = batch.slot_mapping.to(torch.int32)
         parts: list[_Part] = []
@@ -161,7 +169,8 @@ class FlashInferAttention:
         """
         bound = self._require_bound()
         self._makes.check_workspace(sizes)
-        tables = _GraphTables(max(sizes), max_page_indices + max(sizes), self._device)
+        most = max_page_indices + max(sizes) * bound.left_out_multiple
+        tables = _GraphTables(max(sizes), most, self._device)
         make = self._make_decode or self._makes.prefill
         kernels = {size: make(bound.page_size, tables.rows(size)) for size in sizes}
         self._graphs = _Graphs(tables, kernels)
@@ -174,9 +183,10 @@ class FlashInferAttention:
         """
         if self._graphs is None:
             raise RuntimeError("plan_graph needs reserve_graphs before it.")
-        rows = pad_decodes(batch, size)
         tables = self._graphs.tables
         self._fence.wait()
+        batch = align_tables(batch, self._require_bound().left_out_multiple)
+        rows = pad_decodes(batch, size)
         tables.load(batch, rows)
         part = _planned(self._graphs.kernels[size], rows, tables.indices, first_row=0)
         self._fence.mark()
@@ -239,11 +249,15 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bound:
-    """What depends on the KV tensors. Without `decode`, the prefill kernel computes all rows."""
+    """What depends on the KV tensors. Without `decode`, the prefill kernel computes all rows.
+
+    Pages are left out of a table in multiples of `left_out_multiple`.
+    """
 
     prefill: Kernel
     decode: Kernel | None
     page_size: int
+    left_out_multiple: int
     pool_table: tuple[Tensor, Tensor, Tensor]
 
 

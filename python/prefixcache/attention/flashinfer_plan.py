@@ -6,10 +6,12 @@ Letters of shapes: S sequences, N page indices. Pages of a step are CSR, as in `
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +27,9 @@ _FA2_PLAN_ENTRIES = 15
 _LAUNCHED_TILES = 0
 _ROWS_OF_TILE = 3
 _TILE_SIZES = (16, 64, 128)
+# A multiple of the keys in one tile of FA3: 96 and 32 in 0.6.14 (prefill_sm90.cuh), 64, 128 and 192
+# in FA3's other kernels.
+_TILE_GRID = 384
 
 # Query heads a key-value head for which the decode kernel without tensor cores is compiled.
 _PLAIN_DECODE_GROUPS = frozenset({1, 2, 3, 4, 8})
@@ -106,6 +111,40 @@ def pad_decodes(batch: AttentionBatch, size: int) -> KernelRows:
         kv_indptr=kv_indptr,
         last_page_len=torch.cat([batch.last_page_len, torch.ones_like(added)]),
         pages=slice(0, int(kv_indptr[-1])),
+    )
+
+
+def grid_pages(page_size: int) -> int:
+    """The fewest pages after which a key tile of FA3 begins where a page does."""
+    return math.lcm(_TILE_GRID, page_size) // page_size
+
+
+def align_tables(batch: AttentionBatch, multiple: int) -> AttentionBatch:
+    """The step with the pages left out of each table rounded down to a multiple of `multiple`.
+
+    FA3's key tiles begin at the first key listed, and a row's bits depend on where they begin. A
+    page that was left out and is listed again is the sequence's first one: behind the window the
+    kernel multiplies values by zero, and only those of other requests could be no numbers.
+    """
+    if batch.first_pages is None:
+        return batch
+    first_pages, indptr = batch.first_pages.numpy(), batch.kv_indptr.numpy()
+    if not (added := first_pages % multiple).any():
+        return batch
+    aligned_indptr = indptr.copy()
+    aligned_indptr[1:] += np.cumsum(added, dtype=np.int32)
+    counts = np.diff(aligned_indptr)
+    starts = indptr[:-1]
+    shifts = aligned_indptr[:-1] + added - starts
+    places = np.arange(aligned_indptr[-1], dtype=np.int32) - np.repeat(shifts, counts)
+    chosen = torch.from_numpy(np.maximum(places, np.repeat(starts, counts)))
+    if batch.kv_indices.device.type == "cuda":
+        chosen = chosen.pin_memory().to(batch.kv_indices.device, non_blocking=True)
+    return replace(
+        batch,
+        kv_indptr=torch.from_numpy(aligned_indptr),
+        kv_indices=batch.kv_indices.index_select(0, chosen),
+        first_pages=torch.from_numpy(first_pages - added),
     )
 
 

@@ -1,83 +1,34 @@
-"""A model's shape, read from its folder: sizes, rotary embedding, and in what families differ.
-
-transformers' own configuration classes say what a config.json means: defaults of each family, both
-spellings of ropes, the type of each layer. They are asked unless the file leaves nothing open. What
-they would take without a word is checked before: fields that are missing, and numbers that no model
-has.
-"""
+"""A model's shape: sizes, rotary embedding, and in what families differ."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
-from annotated_types import Ge, Le
-
-from prefixcache.checked import (
-    MAX_INT,
-    Checked,
-    Count,
-    PositiveFloat,
-    PositiveInt,
-    adapter,
-    adapters,
-    check,
-)
+from prefixcache.checked import Checked, Count, PositiveFloat, PositiveInt, adapters
 from prefixcache.exceptions import ConfigError, FieldError, ModelLoadError, UnsupportedModelError
+from prefixcache.hf_config import (
+    FULL,
+    SLIDING,
+    NumLayers,
+    RopeKind,
+    TokenId,
+    known_architecture,
+    read_fields,
+    read_hf_config,
+    token_ids,
+)
 
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
 Activation = Literal["silu", "gelu_tanh"]
 
-# transformers' name for the configuration of each supported architecture.
-_MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
-_ALWAYS_SAID = ("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings")
-# Biases that a family may have; others ignore what the file says.
-_BIASES = {
-    "LlamaForCausalLM": ("attention_bias", "mlp_bias"),
-    "MistralForCausalLM": (),
-    "Qwen2ForCausalLM": (),
-    "Qwen3ForCausalLM": ("attention_bias",),
-}
-_Integer = Annotated[int, Ge(-MAX_INT), Le(MAX_INT)]
-# How fields are called in a config.json; the others have one name.
-_HF_NAMES = {
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
+# How fields of a rope are called in a config.json; the others have one name.
+_HF_ROPE_NAMES = {
     "theta": "rope_theta",
     "kind": "rope_type",
     "original_max_position": "original_max_position_embeddings",
-}
-# What is read beside the fields of `ModelConfig` and `RopeConfig`, or checked more closely.
-_FIELDS: dict[str, Any] = {
-    "rope_theta": PositiveFloat,
-    "partial_rotary_factor": PositiveFloat,
-    "original_max_position_embeddings": PositiveInt,
-    "sliding_window": PositiveInt,
-    "use_sliding_window": bool,
-    "max_window_layers": Count,
-    "layer_types": list[str],
-    "attention_bias": bool,
 }
 
 
@@ -121,10 +72,10 @@ class GenerationDefaults(Checked):
 
     temperature: float | None = None
     top_p: float | None = None
-    top_k: _Integer | None = None
+    top_k: TokenId | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    max_new_tokens: _Integer | None = None
+    max_new_tokens: TokenId | None = None
 
     def sampling_options(self) -> dict[str, Any]:
         """Those values that are given, by their names in `SamplingParams`; not the length."""
@@ -152,7 +103,7 @@ class ModelConfig(Checked):
     vocab_size: PositiveInt
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
-    num_layers: Annotated[PositiveInt, Le(1 << 16)]
+    num_layers: NumLayers
     num_heads: PositiveInt
     num_kv_heads: PositiveInt
     head_dim: PositiveInt
@@ -178,7 +129,7 @@ class ModelConfig(Checked):
 
     def check_together(self) -> None:
         """Raises `ConfigError`."""
-        _known_architecture([self.architecture])
+        known_architecture([self.architecture])
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_attention_heads ({self.num_heads}) must be a multiple of "
@@ -197,8 +148,11 @@ class ModelConfig(Checked):
 
     @property
     def max_context_length(self) -> int:
-        """Tokens a sequence may have, with the room that linear and YaRN scaling add."""
-        if self.rope.kind == "linear":
+        """Tokens a sequence may have, with the room that linear and YaRN scaling add.
+
+        Gemma 3 counts its linear scaling in `max_position_embeddings` already.
+        """
+        if self.rope.kind == "linear" and not self.architecture.startswith("Gemma3"):
             return int(self.max_position_embeddings * self.rope.factor)
         if self.rope.kind == "yarn":
             scaled = int(self.rope.original_max_position * self.rope.factor)
@@ -240,156 +194,56 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    architecture = _known_architecture(source.get("architectures"))
-    _refuse_unsupported(source)
-    given = _read(_readers(ModelConfig), source) | _ropes(source)
-    # Null means that there is none, which families differ on where nothing is said.
-    if "sliding_window" in source and source["sliding_window"] is None:
-        given["sliding_window"] = None
-    config = _normalized(architecture, given)
-    _refuse_windows(config)
-    head_dim = getattr(config, "head_dim", None)  # Qwen2's class has no field for it
-    attention_bias = "attention_bias" in _BIASES[architecture] and config.attention_bias
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
-        rope=_rope(config.rope_parameters),
-        # Qwen2 has a bias on q, k and v without saying so.
-        qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
-        output_bias=attention_bias,
-        mlp_bias="mlp_bias" in _BIASES[architecture] and config.mlp_bias,
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        tie_word_embeddings=config.tie_word_embeddings,
-        checkpoint_dtype=_checkpoint_dtype(source),
-        bos_token_id=given.get("bos_token_id"),
+    hf = read_hf_config(source)
+    whole = hf.whole
+    config = ModelConfig(
+        architecture=hf.architecture,
+        vocab_size=whole.vocab_size,
+        hidden_size=whole.hidden_size,
+        intermediate_size=whole.intermediate_size,
+        num_layers=whole.num_hidden_layers,
+        num_heads=whole.num_attention_heads,
+        num_kv_heads=whole.num_key_value_heads,
+        head_dim=_head_dim(whole),
+        max_position_embeddings=whole.max_position_embeddings,
+        rms_norm_eps=whole.rms_norm_eps,
+        rope=_rope(hf.ropes[FULL]),
+        local_rope=_rope(hf.ropes[SLIDING]) if SLIDING in hf.ropes else None,
+        layer_windows=hf.layer_windows if any(hf.layer_windows) else (),
+        tie_word_embeddings=whole.tie_word_embeddings,
+        checkpoint_dtype=hf.checkpoint_dtype,
+        bos_token_id=hf.given.get("bos_token_id"),
         # Either file may hold the one that ends a chat turn.
-        eos_token_ids=tuple(dict.fromkeys(_token_ids(generation) + _token_ids(source))),
-        generation=GenerationDefaults(**_read(adapters(GenerationDefaults), generation)),
+        eos_token_ids=tuple(dict.fromkeys(token_ids(generation) + hf.eos_token_ids)),
+        generation=GenerationDefaults(**read_fields(adapters(GenerationDefaults), generation)),
+        **hf.flags,
     )
+    return _with_active_windows(config, hf.given.get("sliding_window"))
 
 
-def _known_architecture(names: object) -> str:
-    listed = cast("list[object]", names) if isinstance(names, list) else []
-    for name in listed:
-        if isinstance(name, str) and name in _MODEL_TYPES:
-            return name
-    raise UnsupportedModelError(
-        f"The architecture {', '.join(map(str, listed)) or '(none named)'} is not supported. "
-        f"Supported: {', '.join(_MODEL_TYPES)}."
-    )
+def _head_dim(whole: Any) -> int:
+    """Qwen2's class has no field for it."""
+    return getattr(whole, "head_dim", None) or whole.hidden_size // whole.num_attention_heads
 
 
-def _refuse_unsupported(source: Mapping[str, Any]) -> None:
-    if source.get("quantization_config") is not None:
-        raise UnsupportedModelError(
-            "quantization_config is not supported. Supported weights: unquantized safetensors "
-            "(float32, float16, bfloat16) and GGUF files."
-        )
-    if (activation := source.get("hidden_act")) not in (None, "silu", "swish"):
-        raise UnsupportedModelError(f"hidden_act {activation!r} is not supported. Supported: silu.")
+def _with_active_windows(config: ModelConfig, said: int | None) -> ModelConfig:
+    """Without the windows where they hold the whole context.
 
-
-def _readers(kind: type[Any]) -> dict[str, TypeAdapter[Any]]:
-    """What checks a dataclass's fields, by their names in a config.json."""
-    more = {name: adapter(value_type) for name, value_type in _FIELDS.items()}
-    return {_HF_NAMES.get(name, name): one for name, one in adapters(kind).items()} | more
-
-
-def _read(readers: Mapping[str, TypeAdapter[Any]], source: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of those names that are given, as null is not. Raises `ConfigError`."""
-    given = {name: source[name] for name in readers if source.get(name) is not None}
-    try:
-        return {name: check(readers[name], name, value) for name, value in given.items()}
-    except FieldError as error:
-        raise ConfigError(f"{error.field} in the model's config {error.problem}") from None
-
-
-def _token_ids(source: Mapping[str, Any]) -> tuple[int, ...]:
-    name = "eos_token_id"
-    value = source.get(name)
-    listed = {name: value if isinstance(value, list) else [value]}
-    return () if value is None else tuple(_read({name: adapter(list[_Integer])}, listed)[name])
-
-
-def _ropes(source: Mapping[str, Any]) -> dict[str, Any]:
-    """The rope in either spelling, with checked fields. Raises `UnsupportedModelError`."""
-    spellings = ("rope_parameters", "rope_scaling")
-    ropes = _read({name: adapter(dict[str, Any]) for name in spellings}, source)
-    for name, rope in ropes.items():
-        if any(isinstance(value, dict) for value in rope.values()):
-            raise UnsupportedModelError(
-                f"{name} that differ by layer type are not supported. "
-                "Supported: one set for all layers."
-            )
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind not in get_args(RopeKind):
-            raise UnsupportedModelError(
-                f"Rope scaling {kind!r} is not supported. "
-                f"Supported: {', '.join(get_args(RopeKind))}."
-            )
-        ropes[name] = _read(_readers(RopeConfig), rope) | {"rope_type": kind}
-    return ropes
-
-
-def _normalized(architecture: str, given: dict[str, Any]) -> Any:
-    """The config with nothing left to defaults, in one spelling. Raises `ConfigError`."""
-    for name in _REQUIRED:
-        if name not in given:
-            raise ConfigError(f"The model's config lacks {name}.")
-    model_type = _MODEL_TYPES[architecture]
-    if _is_normalized(architecture, given):
-        return SimpleNamespace(**given, model_type=model_type)
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.for_model(model_type, **given)
-    except (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        reason = str(error).strip('"\n').splitlines()[-1].strip()
-        raise ConfigError(f"transformers refuses the model's config: {reason}") from error
-
-
-def _is_normalized(architecture: str, given: dict[str, Any]) -> bool:
-    """Whether it is as transformers 5 writes it, so that transformers would change nothing.
-
-    Its import takes longer than the rest of a start, and 170 MB.
+    Layers that rotate in their own way keep theirs. Raises `ConfigError` for a window that the file
+    names and that exceeds the context; a family's default may.
     """
-    full = ["full_attention"] * given["num_hidden_layers"]
-    rope = given.get("rope_parameters", {})
-    return (
-        {*_ALWAYS_SAID, *_BIASES[architecture]} <= given.keys()
-        and not {"rope_scaling", "rope_theta", "partial_rotary_factor"} & given.keys()
-        and rope.keys() == {"rope_type", "rope_theta"}
-        and rope["rope_type"] == "default"
-        and (architecture == "LlamaForCausalLM" or "sliding_window" in given)
-        and given.get("sliding_window") is None
-        and given.get("layer_types", full) == full
-    )
-
-
-def _refuse_windows(config: Any) -> None:
-    """Raises `UnsupportedModelError` unless every layer sees the whole context.
-
-    Mistral names no types of layers: all have the window, which may hold the whole context.
-    """
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    slides = any(kind != "full_attention" for kind in kinds or ())
-    if not kinds and config.model_type == "mistral" and window is not None:
-        slides = window < config.max_position_embeddings
-    if slides:
-        raise UnsupportedModelError(
-            f"Sliding window attention (sliding_window {window}) is not supported. "
-            "Supported: full attention in every layer."
+    context = config.max_context_length
+    if not config.layer_windows:
+        return config
+    if said is not None and said > context:
+        raise ConfigError(
+            f"sliding_window in the model's config must be at most the context of {context} tokens "
+            f"(max_position_embeddings), got {said}."
         )
+    window = max(one or 0 for one in config.layer_windows)
+    if window < context or config.local_rope is not None:
+        return config
+    return replace(config, layer_windows=())
 
 
 def _rope(values: Mapping[str, Any]) -> RopeConfig:
@@ -398,11 +252,6 @@ def _rope(values: Mapping[str, Any]) -> RopeConfig:
         raise UnsupportedModelError(
             f"partial_rotary_factor {rotated} is not supported. Supported: 1.0."
         )
-    names = {one.name: _HF_NAMES.get(one.name, one.name) for one in fields(RopeConfig)}
+    names = {one.name: _HF_ROPE_NAMES.get(one.name, one.name) for one in fields(RopeConfig)}
     known = {ours: values[theirs] for ours, theirs in names.items() if theirs in values}
     return RopeConfig(**known)
-
-
-def _checkpoint_dtype(source: Mapping[str, Any]) -> str | None:
-    name = source.get("dtype") or source.get("torch_dtype")
-    return None if name is None else str(name).removeprefix("torch.")

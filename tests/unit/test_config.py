@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import subprocess
@@ -117,7 +118,8 @@ def test_llama3_scaling_is_already_in_the_context_length() -> None:
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "Sliding window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types that are not all"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types 'linear_attention'"),
     ],
 )
 def test_unsupported_models_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
@@ -125,31 +127,212 @@ def test_unsupported_models_are_refused_by_name(changes: dict[str, Any], named: 
         ModelConfig.from_hf(llama(**changes))
 
 
+_TYPES = ["full_attention", "sliding_attention"]
+_SWITCHED_ON = {"sliding_window": 128, "use_sliding_window": True}
+
+
 @pytest.mark.parametrize(
-    ("architecture", "changes", "active"),
+    ("architecture", "changes", "windows"),
     [
-        ("Mistral", {"sliding_window": 128}, True),
-        ("Mistral", {"sliding_window": 512}, False),  # the whole context
-        ("Mistral", {"sliding_window": None}, False),
-        ("Qwen2", {"sliding_window": 128, "use_sliding_window": False}, False),
-        ("Qwen2", {"sliding_window": 128, "use_sliding_window": True}, False),  # from layer 28 on
-        (
-            "Qwen2",
-            {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 1},
-            True,
-        ),
-        ("Qwen3", {"sliding_window": 128}, False),
-        ("Llama", {"sliding_window": 128}, False),
+        ("Mistral", {"sliding_window": 128}, (128, 128)),
+        ("Mistral", {"sliding_window": 128, "layer_types": ["sliding_attention"] * 2}, (128, 128)),
+        ("Mistral", {"sliding_window": 512}, ()),  # the whole context
+        ("Mistral", {}, ()),  # 4,096, more than the context
+        ("Mistral", {"sliding_window": None}, ()),
+        ("Qwen2", {"sliding_window": 128, "use_sliding_window": False}, ()),
+        ("Qwen2", {"sliding_window": 4096, "use_sliding_window": False}, ()),
+        ("Qwen2", _SWITCHED_ON, ()),  # from layer 28 on
+        ("Qwen2", _SWITCHED_ON | {"max_window_layers": 1}, (None, 128)),
+        ("Qwen2", _SWITCHED_ON | {"max_window_layers": 0}, (128, 128)),
+        ("Qwen3", _SWITCHED_ON | {"layer_types": _TYPES[::-1]}, (128, None)),
+        ("Qwen3", {"sliding_window": 128}, ()),
+        ("Llama", {"sliding_window": 128}, ()),
     ],
 )
-def test_only_an_active_sliding_window_is_refused(
-    architecture: str, changes: dict[str, Any], active: bool
+def test_the_window_of_each_layer(
+    architecture: str, changes: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    if active:
-        with pytest.raises(UnsupportedModelError, match=r"sliding_window 128.*full attention"):
-            of(architecture, **changes)
-    else:
-        assert of(architecture, **changes).num_layers == 2
+    assert of(architecture, **changes).layer_windows == windows
+
+
+def test_a_window_counts_against_the_scaled_context() -> None:
+    scaled = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert of("Mistral", sliding_window=512, **scaled).layer_windows == (512, 512)
+    assert of("Mistral", sliding_window=1024, **scaled).layer_windows == ()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "named"),
+    [
+        ("Mistral", {"sliding_window": 513}, "sliding_window .* at most the context of 512"),
+        ("Mistral", {"sliding_window": 0}, "sliding_window .* greater than or equal to 1, got 0"),
+        ("Mistral", {"sliding_window": -1}, "sliding_window"),
+        ("Mistral", {"sliding_window": 128, "layer_types": _TYPES}, "layer_types .*_window 128"),
+        ("Mistral", {"sliding_window": None, "layer_types": _TYPES}, "layer_types"),
+        ("Qwen2", _SWITCHED_ON | {"layer_types": _TYPES * 2}, "layer_types .* 2 layers.*got 4"),
+        ("Qwen2", {"sliding_window": 128, "layer_types": _TYPES}, "sliding_window .* null.*types"),
+        ("Qwen3", _SWITCHED_ON | {"layer_types": ["full", "full"]}, "layer_types 'full'"),
+        ("Gemma3", {"sliding_window": None}, "sliding_window .* null, and layer_types"),
+        ("Gemma3", {"sliding_window": 0}, "sliding_window"),
+        ("Gemma3", {"sliding_window": 1024}, "sliding_window .* at most the context of 512"),
+        ("Gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ("Gemma3", {"layer_types": ["full_attention"] * 3}, "layer_types .* 2 layers"),
+        ("Gemma3", {"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention'"),
+    ],
+)
+def test_windows_that_contradict_the_model_are_named(
+    architecture: str, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        of(architecture, **changes)
+
+
+_GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 262144,
+}
+_GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+
+
+def test_gemma_3_as_it_is_published() -> None:
+    config = ModelConfig.from_hf(_GEMMA3_1B)
+    assert config == ModelConfig(
+        architecture="Gemma3ForCausalLM",
+        vocab_size=262144,
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_layers=26,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=256,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=1e6),
+        local_rope=RopeConfig(theta=1e4),
+        qk_norm=True,
+        layer_windows=((512,) * 5 + (None,)) * 4 + (512,) * 2,
+        norm_offset=1.0,
+        sandwich_norms=True,
+        activation="gelu_tanh",
+        embedding_scale=1152**0.5,
+        attention_scale=1 / 16,
+        tie_word_embeddings=True,
+        checkpoint_dtype="bfloat16",
+        bos_token_id=2,
+        eos_token_ids=(1, 106),
+    )
+
+
+def test_the_text_part_of_a_model_that_sees_images() -> None:
+    config = ModelConfig.from_hf(_GEMMA3_4B)
+    assert (config.vocab_size, config.num_heads, config.num_kv_heads) == (262208, 8, 4)
+    assert config.rope == RopeConfig(theta=1e6, kind="linear", factor=8.0)
+    assert config.local_rope == RopeConfig(theta=1e4)
+    assert config.max_context_length == 131072  # the scaled one
+    assert [i for i, window in enumerate(config.layer_windows) if window is None] == [
+        *(5, 11, 17, 23, 29)
+    ]
+    assert config.tie_word_embeddings
+    assert (config.checkpoint_dtype, config.eos_token_ids) == ("bfloat16", (1, 106))
+    outer = {"tie_word_embeddings": False, "quantization_config": None}
+    assert not ModelConfig.from_hf(_GEMMA3_4B | outer).tie_word_embeddings
+
+
+@pytest.mark.parametrize("published", [_GEMMA3_1B, _GEMMA3_4B], ids=["1b", "4b"])
+def test_gemma_3_as_transformers_writes_it_again(
+    published: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = AutoConfig.for_model(**published).to_json_string()
+    found = ModelConfig.from_hf(published)
+    asked = mock.Mock(wraps=AutoConfig.for_model)
+    monkeypatch.setattr(AutoConfig, "for_model", asked)
+    again = ModelConfig.from_hf(json.loads(written))
+    assert dataclasses.replace(again, bos_token_id=found.bos_token_id) == found
+    asked.assert_not_called()
+
+
+@pytest.mark.parametrize("window", [512, 4096, None])
+def test_a_gemma_of_short_context_keeps_the_rope_of_its_windows(window: int | None) -> None:
+    said = {} if window == 4096 else {"sliding_window": window}
+    types = {"layer_types": ["sliding_attention" if window else "full_attention"] * 2}
+    config = of("Gemma3", **said, **types)
+    assert config.layer_windows == ((window, window) if window else ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ({"hidden_activation": "silu"}, "hidden_activation 'silu'.*gelu_pytorch_tanh"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters of one set for all layers"),
+        ({"rope_parameters": {"chunked_attention": {}}}, "rope_parameters of chunked_attention"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "longrope"}}}, "'longrope'"),
+        ({"rope_scaling": {"full_attention": {}}}, "rope_scaling that differ by layer type"),
+    ],
+)
+def test_what_gemma_3_may_not_be_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        of("Gemma3", **changes)
+    with pytest.raises(UnsupportedModelError, match=named):
+        ModelConfig.from_hf(_GEMMA3_4B | {"text_config": _GEMMA3_4B["text_config"] | changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ({"query_pre_attn_scalar": "256"}, "query_pre_attn_scalar"),
+        ({"rope_local_base_freq": 0.0}, "rope_local_base_freq"),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": -1.0}}}, "rope_theta"),
+        ({"rope_parameters": {"sliding_attention": {}, "full_attention": 5}}, "full_attention"),
+        ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
+        ({"text_config": 5}, "text_config"),
+        ({"text_config": {}}, "lacks hidden_size"),
+    ],
+)
+def test_wrong_fields_of_gemma_3_are_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        of("Gemma3", **changes)
 
 
 @pytest.mark.parametrize(
@@ -420,16 +603,46 @@ _WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+_WINDOWS_WRITTEN = {
+    "sliding_window": 128,
+    "use_sliding_window": True,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+_LINEAR_WRITTEN = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+_GEMMA3_WRITTEN = {
+    "query_pre_attn_scalar": 64,
+    "rope_parameters": {
+        "full_attention": _LINEAR_WRITTEN,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("Llama", {}),
+        ("Llama", {"rope_parameters": _LINEAR_WRITTEN}),
+        ("Mistral", {}),
+        ("Mistral", {"sliding_window": 128, "layer_types": None}),
+        ("Qwen2", {}),
+        ("Qwen2", {"layer_types": None}),
+        ("Qwen2", _WINDOWS_WRITTEN),
+        ("Qwen3", {}),
+        ("Qwen3", _WINDOWS_WRITTEN),
+        ("Gemma3", _GEMMA3_WRITTEN),
+        ("Gemma3", _GEMMA3_WRITTEN | _WINDOWS_WRITTEN),
+    ],
+)
 def test_what_leaves_nothing_open_means_the_same_without_transformers(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
+    architecture: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = mock.Mock(wraps=AutoConfig.for_model)
     monkeypatch.setattr(AutoConfig, "for_model", asked)
-    written = llama(architectures=[f"{architecture}ForCausalLM"], **_WRITTEN)
+    written = llama(architectures=[f"{architecture}ForCausalLM"], **_WRITTEN | changes)
     found = ModelConfig.from_hf(written)
     asked.assert_not_called()
-    monkeypatch.setattr("prefixcache.model_config._is_normalized", lambda *_: False)
+    monkeypatch.setattr("prefixcache.hf_config._leaves_nothing_open", lambda *_: False)
     assert ModelConfig.from_hf(written) == found
     asked.assert_called_once()
 
@@ -443,10 +656,12 @@ def test_what_leaves_nothing_open_means_the_same_without_transformers(
         ("Llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}),
         ("Llama", {"rope_parameters": None, "rope_theta": 5e5}),
         ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
-        ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0, "factor": 2.0}}),
+        ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}),
         ("Llama", {"partial_rotary_factor": 1.0}),
         ("Qwen3", {"attention_bias": None}),
-        ("Qwen2", {"layer_types": ["full_attention"] * 3}),
+        ("Qwen2", {"sliding_window": 128, "use_sliding_window": None}),
+        ("Gemma3", _GEMMA3_WRITTEN | {"query_pre_attn_scalar": None}),
+        ("Gemma3", _GEMMA3_WRITTEN | {"layer_types": None}),
     ],
 )
 def test_what_is_left_open_is_asked_of_transformers(
@@ -462,8 +677,8 @@ def test_what_is_left_open_is_asked_of_transformers(
 def test_a_window_that_nothing_is_said_of_is_the_familys() -> None:
     unsaid = {name: value for name, value in _WRITTEN.items() if "sliding" not in name}
     del unsaid["layer_types"]
-    with pytest.raises(UnsupportedModelError, match="sliding_window 4096"):
-        of("Mistral", **unsaid, max_position_embeddings=8192)
+    config = of("Mistral", **unsaid, max_position_embeddings=8192)
+    assert config.layer_windows == (4096, 4096)
 
 
 def test_what_nobody_reads_may_hold_anything() -> None:

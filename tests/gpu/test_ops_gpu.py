@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -24,7 +26,12 @@ def test_fused_ops_round_as_the_plain_ones(dtype: torch.dtype, device: torch.dev
             norm.rms_norm(heads.to(device), weight.to(device), 1e-6),
             norm.rms_norm(heads, weight, 1e-6),
         ),
+        (
+            norm.rms_norm(heads.to(device), weight.to(device), 1e-6, offset=1.0),
+            norm.rms_norm(heads, weight, 1e-6, offset=1.0),
+        ),
         (activation.silu_and_mul(gate_up.to(device)), activation.silu_and_mul(gate_up)),
+        (activation.gelu_tanh_and_mul(gate_up.to(device)), activation.gelu_tanh_and_mul(gate_up)),
         (rope.apply_rope(heads.to(device), *fused_rope), rope.apply_rope(heads, *plain_rope)),
     )
     step = 2**-7 if dtype == torch.bfloat16 else 2e-6
@@ -35,11 +42,15 @@ def test_fused_ops_round_as_the_plain_ones(dtype: torch.dtype, device: torch.dev
 def test_a_row_of_a_fused_op_does_not_depend_on_the_others(device: torch.device) -> None:
     rows = torch.randn(300, 3584, device=device).bfloat16()
     weight = torch.randn(3584, device=device).bfloat16()
-    whole = norm.rms_norm(rows, weight, 1e-6)
-    gated = activation.silu_and_mul(rows)
-    for count in (1, 7, 128):
-        assert torch.equal(norm.rms_norm(rows[:count], weight, 1e-6), whole[:count])
-        assert torch.equal(activation.silu_and_mul(rows[:count]), gated[:count])
+    for op in (
+        partial(norm.rms_norm, weight=weight, eps=1e-6),
+        partial(norm.rms_norm, weight=weight, eps=1e-6, offset=1.0),
+        activation.silu_and_mul,
+        activation.gelu_tanh_and_mul,
+    ):
+        whole = op(rows)
+        for count in (1, 7, 128):
+            assert torch.equal(op(rows[:count]), whole[:count])
 
 
 def test_keys_go_to_the_cache_as_they_are_rotated_alone(device: torch.device) -> None:

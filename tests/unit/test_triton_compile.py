@@ -62,7 +62,9 @@ def _linear(outputs: int, *, bias: bool = False) -> FixedTileLinear:
 CALLS: dict[str, Callable[[], Any]] = {
     "norm": lambda: fused.rms_norm(_bf16(3, 3584), _bf16(3584), 1e-6),
     "norm of heads": lambda: fused.rms_norm(_heads(), _bf16(32, 128), 1e-6),
+    "norm with an offset": lambda: fused.rms_norm(_bf16(3, 2560), _bf16(2560), 1e-6, offset=1.0),
     "gate": lambda: fused.silu_and_mul(_bf16(3, 2 * 18944)),
+    "gate with GELU": lambda: fused.gelu_tanh_and_mul(_bf16(3, 2 * 10240)),
     "race": lambda: fused.race(
         torch.empty(2, 152064),
         torch.empty(2),
@@ -73,6 +75,13 @@ CALLS: dict[str, Callable[[], Any]] = {
     "linear on a residual": lambda: _linear(3584)(_bf16(3, 3584), _bf16(3, 3584)),
     "linear of many outputs": lambda: _linear(37888)(_bf16(3, 3584)),
     "rotation": lambda: fused.apply_rope(_heads(), *_angles()),
+    "rotation and append of heads of 256": lambda: fused.rotate_and_append(
+        _bf16(3, 16, 256)[:, :12],
+        _bf16(3, 16, 256)[:, 12:],
+        (torch.empty(3, 1, 128), torch.empty(3, 1, 128)),
+        torch.empty(3, dtype=torch.int32),
+        _bf16(5, 2, 16, 4, 256),
+    ),
     "rotation and append": lambda: fused.rotate_and_append(
         _heads(),
         _bf16(3, 36, 128)[:, 32:],

@@ -110,14 +110,21 @@ for dtype, tolerance in tolerances.items():
     for width in (64, 100):
         x = torch.randn(5, width, dtype=dtype) * 3
         weight = torch.randn(width, dtype=dtype)
-        same(fused.rms_norm(x, weight, 1e-5), norm.rms_norm(x, weight, 1e-5))
+        for offset in (0.0, 1.0):
+            ours = fused.rms_norm(x, weight, 1e-5, offset=offset)
+            same(ours, norm.rms_norm(x, weight, 1e-5, offset=offset))
     heads = torch.randn(5, 9, 32, dtype=dtype)[:, 2:6]
     for shape in ((32,), (4, 32)):
         weight = torch.randn(shape, dtype=dtype)
-        same(fused.rms_norm(heads, weight, 1e-6), norm.rms_norm(heads, weight, 1e-6))
+        for offset in (0.0, 1.0):
+            ours = fused.rms_norm(heads, weight, 1e-6, offset=offset)
+            same(ours, norm.rms_norm(heads, weight, 1e-6, offset=offset))
     for width in (6, 2500):
         x = torch.randn(3, width, dtype=dtype) * 4
         same(fused.silu_and_mul(x), activation.silu_and_mul(x))
+        same(fused.gelu_tanh_and_mul(x), activation.gelu_tanh_and_mul(x))
+    far = torch.tensor([[-3e4, 3e4, 1.0, 1.0]], dtype=dtype)
+    same(fused.gelu_tanh_and_mul(far), activation.gelu_tanh_and_mul(far))
     rotary = rope.RotaryEmbedding(RopeConfig(), 32, 50, torch.device("cpu"))
     rotation = rotary.at(torch.tensor([0, 3, 49, 7, 7]))
     same(fused.apply_rope(heads, *rotation), rope.apply_rope(heads, *rotation))
@@ -134,11 +141,24 @@ for dtype, tolerance in tolerances.items():
     assert torch.equal(ours, plain)
     for call in (
         lambda rows: fused.rms_norm(rows, torch.ones(32, dtype=dtype), 1e-6),
+        lambda rows: fused.rms_norm(rows, torch.ones(32, dtype=dtype), 1e-6, offset=1.0),
         fused.silu_and_mul,
+        fused.gelu_tanh_and_mul,
     ):
         rows = torch.randn(6, 32, dtype=dtype)
         assert torch.equal(call(rows)[4:5], call(rows[4:5])), "a row depends on the others"
         assert call(rows[:0]).shape[0] == 0
+
+# Where a result is rounded shows in its bits, which the interpreter keeps for float16.
+x = torch.randn(40, 64, dtype=torch.float16) * 3
+weight = torch.randn(64, dtype=torch.float16)
+for ours, plain in (
+    (fused.rms_norm(x, weight, 1e-5), norm.rms_norm(x, weight, 1e-5)),
+    (fused.rms_norm(x, weight, 1e-5, offset=1.0), norm.rms_norm(x, weight, 1e-5, offset=1.0)),
+    (fused.silu_and_mul(x), activation.silu_and_mul(x)),
+    (fused.gelu_tanh_and_mul(x), activation.gelu_tanh_and_mul(x)),
+):
+    assert (ours != plain).float().mean() < 0.01
 
 from prefixcache.sampling.noise import RowNoise, row_keys
 from prefixcache.sampling.race import race, race_of_all

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from prefixcache.ops.cuda import fused_kernels
 
-_GELU_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
-_GELU_CUBE = 0.044715
+GELU_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
+GELU_CUBE = 0.044715
 
 
 def silu(x: Tensor) -> Tensor:
@@ -37,11 +37,13 @@ def gelu_tanh(x: Tensor) -> Tensor:
     Since (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)), it is a SiLU with another argument of exp.
     """
     wide = x.float()
-    inner = _GELU_SLOPE * (wide + _GELU_CUBE * (wide * wide * wide))
+    inner = GELU_SLOPE * (wide + GELU_CUBE * (wide * wide * wide))
     return (wide / (1.0 + torch.exp(-inner))).to(x.dtype)
 
 
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """gelu_tanh(gate) * up, with the two halves side by side in the last dimension."""
+    if (fused := fused_kernels(gate_up)) is not None:
+        return fused.gelu_tanh_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return gelu_tanh(gate) * up

@@ -14,8 +14,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
     Without an offset the result is rounded to the type of `x` before the scaling, as Llama does;
     with one, once and after it, as Gemma does.
     """
-    if not offset and (fused := fused_kernels(x)) is not None:
-        return fused.rms_norm(x, weight, eps)
+    if (fused := fused_kernels(x)) is not None:
+        return fused.rms_norm(x, weight, eps, offset=offset)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if offset:

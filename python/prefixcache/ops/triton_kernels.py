@@ -1,4 +1,4 @@
-"""Fused forms of the ops for CUDA: one launch in place of four to eight.
+"""Fused forms of the ops for CUDA: one launch in place of four to twelve.
 
 Each program computes whole rows (norm, rotation) or elements (gate), always with the same block
 size and the same order of additions for a width, and nothing is tuned at run time: a row's bits
@@ -19,18 +19,23 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from prefixcache.ops import activation
+
 # Programmatic dependent launch, of devices from Hopper on: not the default, which it was not
 # measured against yet.
 _PDL = os.environ.get("PREFIXCACHE_PDL") == "1"
 _GATE_BLOCK = 1024
 _ROTATED_ROWS = 16
+# Of `activation.gelu_tanh`.
+_GELU_SLOPE = tl.constexpr(activation.GELU_SLOPE)
+_GELU_CUBE = tl.constexpr(activation.GELU_CUBE)
 # Of `sampling.tiles`: members of a block, blocks of a tile, tokens of a tile.
 _MEMBERS = tl.constexpr(16)
 _BLOCKS = tl.constexpr(64)
 _TILE = 1024
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
     """`norm.rms_norm` of [T, D] with weight [D], or of [T, N, D] with weight [N, D] or [D]."""
     rows = x.unsqueeze(1) if x.ndim == 2 else x
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -46,6 +51,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             rows.stride(1),
             weight.stride(0) if weight.ndim == 2 else 0,
             eps,
+            OFFSET=offset,
             WIDTH=width,
             BLOCK=triton.next_power_of_2(width),
         )
@@ -54,15 +60,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """`activation.silu_and_mul` of [T, 2F]."""
+    return _gated(gate_up, gelu=False)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """`activation.gelu_tanh_and_mul` of [T, 2F]."""
+    return _gated(gate_up, gelu=True)
+
+
+def _gated(gate_up: Tensor, *, gelu: bool) -> Tensor:
     num_tokens, width = gate_up.shape
     out = torch.empty(num_tokens, width // 2, dtype=gate_up.dtype, device=gate_up.device)
     if num_tokens:
         _launch(
-            _silu_and_mul,
+            _gate,
             (num_tokens, triton.cdiv(width // 2, _GATE_BLOCK)),
             gate_up,
             out,
             gate_up.stride(0),
+            GELU=gelu,
             WIDTH=width // 2,
             BLOCK=_GATE_BLOCK,
         )
@@ -153,7 +169,7 @@ def race(
     return scores_RT, tokens_RT
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
+def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: float) -> None:
     """One program for each point of the grid."""
     programmatic = {"launch_pdl": True} if _PDL else {}
     kernel[grid](*args, **constants, PDL=_PDL, enable_fp_fusion=False, **programmatic)
@@ -176,6 +192,7 @@ def _rms_norm(
     head_stride: tl.tensor,
     weight_stride: tl.tensor,
     eps: tl.tensor,
+    OFFSET: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -188,17 +205,22 @@ def _rms_norm(
     x = tl.load(x_ptr + token * token_stride + head * head_stride + at, mask=inside, other=0.0)
     wide = x.to(tl.float32)
     squares = tl.sum(wide * wide, axis=0)
-    normed = (wide / tl.sqrt(squares / WIDTH + eps)).to(x.dtype).to(tl.float32)
+    normed = wide / tl.sqrt(squares / WIDTH + eps)
     weight = tl.load(weight_ptr + head * weight_stride + at, mask=inside, other=0.0).to(tl.float32)
+    if OFFSET == 0.0:
+        normed = normed.to(x.dtype).to(tl.float32)
+    else:
+        weight += OFFSET
     row = token * tl.num_programs(1) + head
     tl.store(out_ptr + row * WIDTH + at, (normed * weight).to(x.dtype), mask=inside)
 
 
 @triton.jit
-def _silu_and_mul(
+def _gate(
     gate_up_ptr: tl.tensor,
     out_ptr: tl.tensor,
     token_stride: tl.tensor,
+    GELU: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -211,7 +233,10 @@ def _silu_and_mul(
     gate = tl.load(row + at, mask=inside, other=0.0)
     up = tl.load(row + WIDTH + at, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
-    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    inner = wide
+    if GELU:
+        inner = _GELU_SLOPE * (wide + _GELU_CUBE * (wide * wide * wide))
+    activated = (wide / (1.0 + tl.exp(-inner))).to(gate.dtype).to(tl.float32)
     out = (activated * up.to(tl.float32)).to(gate.dtype)
     tl.store(out_ptr + token * WIDTH + at, out, mask=inside)
 

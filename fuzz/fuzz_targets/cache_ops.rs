@@ -137,7 +137,11 @@ impl<S: BlockStore> Side<S> {
                 2 | 3 => format!("{:?}", cache.pin(sequence, tokens / BLOCK_SIZE * BLOCK_SIZE)),
                 4 => format!("{:?}", cache.unpin(sequence)),
                 5 => format!("{:?}", cache.store().demote(usize::from(b / 8))),
-                _ => format!("{:?}", cache.count_prefix_hits(sequence)),
+                _ => format!(
+                    "{:?} {:?}",
+                    cache.count_prefix_hits(sequence),
+                    cache.count_whole_hits(sequence, usize::from(b)),
+                ),
             },
         }
     }

@@ -173,6 +173,12 @@ class PrefixCache:
         """
     def count_prefix_hits(self, sequence: Sequence, max_tokens: int | None = None) -> int:
         """`probe` for a sequence."""
+    def count_whole_hits(self, sequence: Sequence, max_tokens: int | None = None) -> int:
+        """How many leading tokens hit in all groups of full attention, whatever the others have.
+
+        In full blocks, up to `max_tokens`; 0 where no group has full attention. What this is above
+        `count_prefix_hits` is lost for want of a window's blocks. Changes nothing.
+        """
     def commit_prefix_plan(
         self, sequence: Sequence, hit_tokens: int, num_tokens: int, chunk: int | None = None
     ) -> int | None:
@@ -288,8 +294,12 @@ class PrefixCache:
     def stats(self) -> dict[str, int]:
         """Lifetime counts, and blocks by state.
 
-        Lifetime: queries and hits (tokens), allocations, touches and evictions (blocks). Now:
-        cached_blocks, blocks_in_use, free_blocks, pinned_free_blocks.
+        Lifetime, in tokens: queries and hits. Lifetime, in blocks: allocations, touches (blocks
+        taken as hits), evictions, pins, demotions (those of `demote`), and pinned_hits and
+        pinned_evictions, which are the touches and evictions of pinned blocks. Now: cached_blocks,
+        blocks_in_use, free_blocks, pinned_blocks (all that carry a pin, held or free) and
+        pinned_free_blocks. A pin from before the index was cleared counts until its block is handed
+        out or loses its content, and is no eviction.
         """
     def validate(self) -> None:
         """Check every invariant of the cache, at rest; RuntimeError names the broken one."""

@@ -151,7 +151,9 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(any_idle)
     @rule(data=st.data(), most=st.integers(0, 50))
     def count_within(self, data: st.DataObject, most: int) -> None:
-        self.both("count_prefix_hits", self.pick(data, held=False), most)
+        pair = self.pick(data, held=False)
+        self.both("count_prefix_hits", pair, most)
+        self.both("count_whole_hits", pair, most)
 
     @precondition(any_held)
     @rule(data=st.data(), more=st.integers(0, 9))

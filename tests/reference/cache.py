@@ -84,6 +84,17 @@ class Sequence:
         return hashes[start:stop]
 
 
+COUNTS = (
+    "evictions",
+    "allocations",
+    "touches",
+    "pins",
+    "demotions",
+    "pinned_evictions",
+    "pinned_hits",
+)
+
+
 class ReferencePool:
     """Blocks, the order in which free ones are handed out, and the order of registration."""
 
@@ -95,7 +106,7 @@ class ReferencePool:
         self.pinned: list[int] = []
         self.registered: dict[Key, list[int]] = {}  # oldest registration first
         self.epoch = 0
-        self.counts = {"evictions": 0, "allocations": 0, "touches": 0}
+        self.counts = dict.fromkeys(COUNTS, 0)
 
     def free_order(self) -> list[int]:
         stale = self.stale_pins()
@@ -136,11 +147,13 @@ class ReferencePool:
             self.leave_line(block)
         self.blocks[block].holders += 1
         self.counts["touches"] += 1
+        self.counts["pinned_hits"] += self.blocks[block].pinned
 
     def hand_out(self) -> int:
         block = self.free_order()[0]
         self.leave_line(block)
         self.counts["evictions"] += self.is_cached(block)
+        self.counts["pinned_evictions"] += self.is_cached(block) and self.blocks[block].pinned
         self.counts["allocations"] += 1
         self.forget(block)
         self.blocks[block].holders = 1
@@ -202,6 +215,7 @@ class ReferencePool:
             if free:
                 self.leave_line(copy)
             self.blocks[copy].pinned = pinned
+            self.counts["pins"] += pinned
             if free:
                 (self.pinned if pinned else self.regular).append(copy)
         return bool(change)
@@ -211,6 +225,7 @@ class ReferencePool:
         for block in moved:
             self.blocks[block].pinned = False
         self.regular += moved
+        self.counts["demotions"] += len(moved)
         return len(moved)
 
     def resize(self, num_blocks: int) -> int:
@@ -291,6 +306,14 @@ class ReferenceCache:
         self.refresh(sequence)
         hashes = sequence.block_hashes()[: max_tokens // self.block_size]
         return self.longest_hit(hashes) * self.block_size
+
+    def count_whole_hits(self, sequence: Sequence, max_tokens: int = 1 << 60) -> int:
+        self.refresh(sequence)
+        hashes = sequence.block_hashes()[: max_tokens // self.block_size]
+        full = [group for group in range(self.num_groups) if self.is_full(group)]
+        has = self.pool.lookup
+        hits = itertools.takewhile(lambda one: all(has((one, group)) for group in full), hashes)
+        return sum(1 for _ in hits) * self.block_size if full else 0
 
     def commit_prefix_plan(
         self, sequence: Sequence, hit_tokens: int, num_tokens: int, chunk: int | None = None
@@ -511,5 +534,6 @@ class ReferenceCache:
             "cached_blocks": len(self.cached_blocks()),
             "blocks_in_use": sum(block.holders > 0 for block in self.pool.blocks.values()),
             "free_blocks": self.num_free_blocks,
+            "pinned_blocks": sum(block.pinned for block in self.pool.blocks.values()),
             "pinned_free_blocks": len(self.pool.pinned),
         }

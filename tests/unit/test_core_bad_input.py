@@ -284,6 +284,7 @@ def test_sequences_that_single_calls_refuse(cache: PrefixCache) -> None:
     for call in (
         lambda: cache.commit_prefix_plan(foreign, 0, 1),
         lambda: cache.count_prefix_hits(foreign),
+        lambda: cache.count_whole_hits(foreign),
         lambda: cache.pin(foreign, 4),
         lambda: cache.unpin(foreign),
         lambda: cache.replace_block(foreign, 0, 0, 1),

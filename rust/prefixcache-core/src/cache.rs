@@ -165,6 +165,23 @@ impl<S: BlockStore> PrefixCache<S> {
         Ok(self.longest_hit(hashes) * self.block_size())
     }
 
+    /// How many leading tokens, in full blocks up to `max_tokens`, hit in all groups that need the whole
+    /// prefix, whatever the others have; 0 where no group does. What this is above
+    /// [`Self::count_prefix_hits_within`] is lost for want of a window's blocks.
+    pub fn count_whole_hits(
+        &self,
+        sequence: &mut Sequence,
+        max_tokens: usize,
+    ) -> Result<usize, CacheError> {
+        self.check_owner(sequence, "sequence".into())?;
+        self.refresh(sequence);
+        if !self.hash_config.groups.any_whole() {
+            return Ok(0);
+        }
+        let hashes = self.within(sequence.hashes(), max_tokens);
+        Ok(self.longest_whole_hit(hashes) * self.block_size())
+    }
+
     /// The hashes of the blocks that are full within `max_tokens`.
     fn within<'a>(&self, hashes: &'a [BlockHash], max_tokens: usize) -> &'a [BlockHash] {
         &hashes[..hashes.len().min(max_tokens / self.block_size())]
@@ -177,12 +194,7 @@ impl<S: BlockStore> PrefixCache<S> {
     /// agree.
     fn longest_hit(&self, hashes: &[BlockHash]) -> usize {
         let groups = &self.hash_config.groups;
-        let mut length = hashes.len();
-        for (group, spec) in groups.each() {
-            if spec.needs_whole_prefix() {
-                length = self.count_leading_hits(group, &hashes[..length]);
-            }
-        }
+        let mut length = self.longest_whole_hit(hashes);
         let others = || groups.each().filter(|(_, spec)| !spec.needs_whole_prefix());
         loop {
             let before = length;
@@ -195,6 +207,15 @@ impl<S: BlockStore> PrefixCache<S> {
                 return length;
             }
         }
+    }
+
+    /// Leading blocks that all groups have which need the whole prefix.
+    fn longest_whole_hit(&self, hashes: &[BlockHash]) -> usize {
+        let groups = self.hash_config.groups.each();
+        let whole = groups.filter(|(_, spec)| spec.needs_whole_prefix());
+        whole.fold(hashes.len(), |length, (group, _)| {
+            self.count_leading_hits(group, &hashes[..length])
+        })
     }
 
     /// Leading blocks that the group, which needs the whole prefix, has.

@@ -48,6 +48,7 @@ mod content;
 mod give;
 #[cfg(all(test, loom))]
 mod models;
+mod pins;
 #[cfg(all(test, shuttle, not(loom)))]
 mod schedules;
 mod size;
@@ -92,6 +93,7 @@ pub struct BlockPool<M: Mode> {
     contents: content::Contents,
     size: size::Size,
     counters: Counters,
+    pins: pins::PinCounts,
 }
 
 /// The slots that a call's blocks have vacated. Neighbours mostly are of one class.
@@ -243,6 +245,7 @@ impl<M: Mode> BlockPool<M> {
             contents: content::Contents::default(),
             size: size::Size::new(config.num_blocks),
             counters: Counters::default(),
+            pins: pins::PinCounts::default(),
         };
         pool.credits.give::<M>(config.num_blocks - 1);
         Some(pool)
@@ -365,7 +368,9 @@ impl<M: Mode> BlockStore for BlockPool<M> {
     }
 
     fn demote(&self, count: usize) -> usize {
-        self.move_oldest(Class::PINNED, Class::DEFAULT, count)
+        let demoted = self.move_oldest(Class::PINNED, Class::DEFAULT, count);
+        self.pins.count_demoted::<M>(demoted);
+        demoted
     }
 
     fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError> {
@@ -406,9 +411,14 @@ impl<M: Mode> BlockStore for BlockPool<M> {
             evictions: self.counters.evictions.load(Relaxed),
             allocations: self.counters.allocations.load(Relaxed),
             touches: self.counters.touches.load(Relaxed),
+            pins: self.pins.given(),
+            demotions: self.pins.demotions(),
+            pinned_evictions: self.pins.evictions(),
+            pinned_hits: self.pins.hits(),
             cached: self.contents.cached(),
             in_use: (num_blocks - 1).saturating_sub(free) + self.size.retired_held(),
             free,
+            pinned: self.pins.now(),
             pinned_free: self.ring(Class::PINNED).len(),
         }
     }

@@ -9,12 +9,23 @@ pub struct StoreStats {
     pub allocations: u64,
     /// Blocks taken with their content, as hits.
     pub touches: u64,
+    /// Blocks that were pinned, each time anew.
+    pub pins: u64,
+    /// Pinned blocks that were moved to the regular tier.
+    pub demotions: u64,
+    /// Those of the evictions whose block was pinned.
+    pub pinned_evictions: u64,
+    /// Those of the touches whose block was pinned.
+    pub pinned_hits: u64,
     /// Blocks that hold a hash of the current epoch, in use or free.
     pub cached: usize,
     /// Blocks that somebody holds, those that retire at release included.
     pub in_use: usize,
     /// Blocks that nobody holds, the cached ones included.
     pub free: usize,
+    /// Blocks that carry a pin, held or free. Where the index was cleared since, a block carries it until it
+    /// is handed out or loses its content.
+    pub pinned: usize,
     /// Free blocks of the pinned tier.
     pub pinned_free: usize,
 }

@@ -239,6 +239,34 @@ fn pinned_anchors_outlast_a_flood_and_nothing_waits_for_them() {
 }
 
 #[test]
+fn what_the_full_group_has_is_told_apart_from_what_the_windows_lost() {
+    let cache = cache(&[FULL, WINDOW, FULL], SIZE, 96);
+    let tokens = prompt(1, 40);
+    finish(&cache, &tokens, ANCHORS);
+    let mut shared = cache.new_sequence(tokens[..25].to_vec(), Scope::default(), vec![]);
+    assert_eq!(
+        cache.count_prefix_hits(&mut shared),
+        Ok(0),
+        "no window to stand on"
+    );
+    assert_eq!(cache.count_whole_hits(&mut shared, usize::MAX), Ok(24));
+    assert_eq!(cache.count_whole_hits(&mut shared, 23), Ok(20));
+    let mut windows = prompt(1, 40);
+    windows[20] = 7;
+    let mut other = cache.new_sequence(windows, Scope::default(), vec![]);
+    assert_eq!(cache.count_whole_hits(&mut other, usize::MAX), Ok(20));
+    let alone = self::cache(&[WINDOW], SIZE, 64);
+    finish(&alone, &tokens, Retention::Everything);
+    let mut same = alone.new_sequence(tokens, Scope::default(), vec![]);
+    assert_eq!(alone.count_prefix_hits(&mut same), Ok(40));
+    assert_eq!(
+        alone.count_whole_hits(&mut same, usize::MAX),
+        Ok(0),
+        "no group is full"
+    );
+}
+
+#[test]
 fn an_anchor_close_to_the_one_before_is_not_pinned() {
     let cache = cache(&[FULL, WINDOW], SIZE, 64);
     let retention = Retention::Anchors {

@@ -143,6 +143,52 @@ on_each_pool! {
     }
 }
 
+on_each_pool! {
+    fn pins_are_counted_from_the_first_to_the_last(pool) {
+        let counts = |pool: &_| {
+            let stats = BlockStore::stats(pool);
+            [stats.pins, stats.demotions, stats.pinned_evictions, stats.pinned_hits, stats.pinned as u64]
+        };
+        let [one, two, plain] = [1, 2, 3].map(|number| registered(pool, number));
+        assert_eq!(pool.pin(&[one, two, one]), Ok(2));
+        assert_eq!(counts(pool), [2, 0, 0, 0, 2], "a held block carries its pin too");
+        pool.release(&[one, two, plain]).unwrap();
+        pool.release(&[hit(pool, 2), hit(pool, 3)]).unwrap();
+        assert_eq!(counts(pool), [2, 0, 0, 1, 2], "a hit of another block is none of a pinned one");
+        assert_eq!(pool.demote(5), 2);
+        assert_eq!(counts(pool), [2, 2, 0, 1, 0]);
+        let [one, two] = [1, 2].map(|number| hit(pool, number));
+        assert_eq!(pool.pin(&[one, two]), Ok(2));
+        assert_eq!(pool.unpin(&[one]), Ok(1));
+        pool.release(&[one, two]).unwrap();
+        assert_eq!(counts(pool), [4, 2, 0, 1, 1]);
+        pool.release(&allocate(pool, BLOCKS)).unwrap();
+        assert_eq!(counts(pool), [4, 2, 1, 1, 0], "one of the evictions was of a pinned block");
+    }
+
+    fn a_pin_from_before_a_clear_ends_without_an_eviction(pool) {
+        let [held, again, free] = [1, 2, 3].map(|number| registered(pool, number));
+        assert_eq!(pool.pin(&[held, again, free]), Ok(3));
+        pool.release(&[free]).unwrap();
+        pool.clear_index();
+        assert_eq!(pool.stats().pinned, 3);
+        pool.release(&[held]).unwrap();
+        assert_eq!(pool.register(again, key(4), pool.epoch()), Ok(Registration::New));
+        assert_eq!(pool.stats().pinned, 1, "the one in line is left");
+        let others = allocate(pool, 1);
+        assert_eq!((pool.stats().pinned, pool.stats().pinned_evictions), (0, 0));
+        pool.release(&[&others[..], &[again]].concat()).unwrap();
+    }
+
+    fn a_pin_ends_when_its_block_leaves_the_pool(pool) {
+        let [_, held, free] = [1, 2, 3].map(|number| registered(pool, number));
+        assert_eq!(pool.pin(&[held, free]), Ok(2));
+        pool.release(&[free]).unwrap();
+        assert_eq!(pool.resize(2), Ok(1));
+        assert_eq!((pool.stats().pins, pool.stats().pinned), (2, 0));
+    }
+}
+
 /// As [`pinned`], but for a pool that has pins already.
 fn pinned_beside(pool: &impl BlockStore, number: u8) -> BlockId {
     let block = registered(pool, number);

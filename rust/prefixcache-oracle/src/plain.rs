@@ -212,6 +212,7 @@ impl State {
             cached: self.ids().filter(|&id| self.is_cached(id)).count(),
             in_use: self.blocks.iter().filter(|block| block.holders > 0).count(),
             free: self.num_free(),
+            pinned: self.blocks.iter().filter(|block| block.pinned).count(),
             pinned_free: self.pinned.len,
             ..self.stats
         }
@@ -252,6 +253,7 @@ impl State {
         }
         self.blocks[id.index()].holders += 1;
         self.stats.touches += 1;
+        self.stats.pinned_hits += u64::from(self.blocks[id.index()].pinned);
     }
 
     /// Pinned blocks that stand in line since before the epoch. They are of no use, and go first.
@@ -269,7 +271,9 @@ impl State {
             self.pinned.front
         });
         self.unlink(id);
-        self.stats.evictions += u64::from(self.is_cached(id));
+        let evicts = self.is_cached(id);
+        self.stats.evictions += u64::from(evicts);
+        self.stats.pinned_evictions += u64::from(evicts && self.blocks[id.index()].pinned);
         self.stats.allocations += 1;
         self.forget(id);
         self.blocks[id.index()].holders = 1;
@@ -382,6 +386,7 @@ impl State {
             return false;
         }
         self.blocks[id.index()].pinned = pinned;
+        self.stats.pins += u64::from(pinned);
         if self.blocks[id.index()].tier.is_some() {
             self.unlink(id);
             self.push_back_all(&[id]);
@@ -391,6 +396,7 @@ impl State {
 
     fn demote(&mut self, count: usize) -> usize {
         let moved = count.min(self.pinned.len);
+        self.stats.demotions += moved as u64;
         for _ in 0..moved {
             let id = self.pinned.front;
             self.unlink(id);

@@ -217,12 +217,25 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', thread
         let most = max_tokens.map_or(usize::MAX, |most| most.0);
         let sequence = &mut *sequence.use_as("sequence")?;
         let core = self.0.core()?;
-        let work = match on!(core, |cache| cache.hashes_are_current(sequence)) {
-            true => core.blocks_looked_at(sequence.hashes().len()),
-            false => sequence.hashes().len(),
-        };
-        run(py, work, || {
+        run(py, count_work(core, sequence), || {
             on!(core, |cache| cache.count_prefix_hits_within(sequence, most))
+        })
+        .map_err(IntoPyErr::into_py_err)
+    }
+
+    /// How many leading tokens hit in all groups of full attention, whatever the others have.
+    #[pyo3(signature = (sequence, max_tokens=None))]
+    fn count_whole_hits(
+        &self,
+        py: Python<'_>,
+        sequence: &Sequence,
+        max_tokens: Option<Number<names::MaxTokens>>,
+    ) -> PyResult<usize> {
+        let most = max_tokens.map_or(usize::MAX, |most| most.0);
+        let sequence = &mut *sequence.use_as("sequence")?;
+        let core = self.0.core()?;
+        run(py, count_work(core, sequence), || {
+            on!(core, |cache| cache.count_whole_hits(sequence, most))
         })
         .map_err(IntoPyErr::into_py_err)
     }
@@ -574,6 +587,14 @@ impl PrefixCache {
     }
 }
 
+/// About how many blocks a count of a sequence's hits looks at or hashes.
+fn count_work(core: &Core, sequence: &core::Sequence) -> usize {
+    match on!(core, |cache| cache.hashes_are_current(sequence)) {
+        true => core.blocks_looked_at(sequence.hashes().len()),
+        false => sequence.hashes().len(),
+    }
+}
+
 fn saturating_sum(counts: &[usize]) -> usize {
     counts.iter().copied().fold(0, usize::saturating_add)
 }
@@ -585,9 +606,14 @@ pub fn store_stats<'py>(py: Python<'py>, store: &impl BlockStore) -> PyResult<Bo
     dict.set_item("evictions", stats.evictions)?;
     dict.set_item("allocations", stats.allocations)?;
     dict.set_item("touches", stats.touches)?;
+    dict.set_item("pins", stats.pins)?;
+    dict.set_item("demotions", stats.demotions)?;
+    dict.set_item("pinned_evictions", stats.pinned_evictions)?;
+    dict.set_item("pinned_hits", stats.pinned_hits)?;
     dict.set_item("cached_blocks", stats.cached)?;
     dict.set_item("blocks_in_use", stats.in_use)?;
     dict.set_item("free_blocks", stats.free)?;
+    dict.set_item("pinned_blocks", stats.pinned)?;
     dict.set_item("pinned_free_blocks", stats.pinned_free)?;
     Ok(dict)
 }

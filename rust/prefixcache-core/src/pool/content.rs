@@ -275,14 +275,22 @@ impl<M: Mode> BlockPool<M> {
             if let Some(outcome) = self.settled(id, state, &key, epoch) {
                 return outcome;
             }
-            if let Claim::Claimed { was_hashed } = self.block(id).transition_to_claimed::<M>(state)
-            {
+            if let Claim::Claimed { was_hashed } = self.claim(id, state) {
                 if was_hashed {
                     self.forget_all(&[id]);
                 }
                 return Ok(self.write(id, &key, epoch));
             }
         }
+    }
+
+    /// Claims the content of a held block, which takes content and pin from it.
+    pub(super) fn claim(&self, id: BlockId, state: State) -> Claim {
+        let claim = self.block(id).transition_to_claimed::<M>(state);
+        if state.class() == Class::PINNED && matches!(claim, Claim::Claimed { .. }) {
+            self.pins.count_ended::<M>(1);
+        }
+        claim
     }
 
     /// The outcome of a registration that changes nothing.
@@ -449,18 +457,20 @@ impl<M: Mode> BlockPool<M> {
 
     // Pins.
 
-    fn is_pinned(&self, id: BlockId) -> bool {
+    pub(super) fn is_pinned(&self, id: BlockId) -> bool {
         self.block(id).state().class() == Class::PINNED
     }
 
     /// Pins the content of held blocks; how much of it was not pinned before.
     pub(super) fn pin_all(&self, ids: &[BlockId]) -> Result<usize, Misuse> {
         let mut pinned = 0;
-        for &id in ids {
+        let outcome = ids.iter().try_for_each(|&id| {
             self.check_held(id)?;
             pinned += usize::from(self.pin_content(id));
-        }
-        Ok(pinned)
+            Ok(())
+        });
+        self.pins.count_given::<M>(pinned);
+        outcome.map(|()| pinned)
     }
 
     /// Pins the copy that hits for the content of a held block: it is the one that later requests hold,
@@ -510,7 +520,9 @@ impl<M: Mode> BlockPool<M> {
         };
         let unpin = |&copy: &BlockId| self.is_pinned(copy) && self.classify(copy, id, &key, unpin);
         // All of them, so no `any`.
-        copies.iter().filter(|copy| unpin(copy)).count() > 0
+        let unpinned = copies.iter().filter(|copy| unpin(copy)).count();
+        self.pins.count_ended::<M>(unpinned);
+        unpinned > 0
     }
 
     /// Gives a block, which the caller holds if it is `held`, the class that `change` makes of its own,

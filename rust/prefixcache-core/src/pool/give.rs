@@ -197,10 +197,13 @@ impl<M: Mode> BlockPool<M> {
     /// Takes the content from a block of which the caller has the last hold; the hold stays, and the
     /// state is another in any case.
     fn blank(&self, id: BlockId, last: State) -> Transition {
-        if self.block(id).transition_to_blank::<M>(last) == Transition::Done
-            && !planted(Fault::KeepDiscarded)
-        {
-            self.forget_all(&[id]);
+        if self.block(id).transition_to_blank::<M>(last) == Transition::Done {
+            if last.class() == Class::PINNED {
+                self.pins.count_ended::<M>(1);
+            }
+            if !planted(Fault::KeepDiscarded) {
+                self.forget_all(&[id]);
+            }
         }
         Transition::Raced
     }

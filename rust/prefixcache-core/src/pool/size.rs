@@ -4,7 +4,7 @@
 //! any (see [`Credits`](crate::credits::Credits)). Lookups, registrations and pins go on beside it.
 
 use super::BlockPool;
-use crate::block::Claim;
+use crate::block::{Claim, Class};
 use crate::error::ResizeError;
 use crate::free_stack::Chain;
 use crate::id::BlockId;
@@ -116,15 +116,18 @@ impl<M: Mode> BlockPool<M> {
     /// Takes the queued ones of `ids` out of their lines and removes their content; how many.
     fn unqueue_all(&self, ids: impl Iterator<Item = BlockId>) -> usize {
         let mut vacated = self.vacated_slots();
+        let mut pinned = 0;
         let unqueued: Vec<BlockId> = ids
             .filter(|&id| {
                 let place = self.block(id).transition_to_unqueued::<M>();
                 place.is_some_and(|place| {
                     vacated.add(place);
+                    pinned += usize::from(place.class == Class::PINNED);
                     true
                 })
             })
             .collect();
+        self.pins.count_ended::<M>(pinned);
         if !planted(Fault::KeepRetired) {
             self.forget_all(&unqueued);
         }
@@ -139,7 +142,7 @@ impl<M: Mode> BlockPool<M> {
                 yield_now();
             } else if !state.is_hashed() {
                 return;
-            } else if let Claim::Claimed { .. } = self.block(id).transition_to_claimed::<M>(state) {
+            } else if let Claim::Claimed { .. } = self.claim(id, state) {
                 self.forget_all(&[id]);
                 return self.end_claim(id, false);
             }

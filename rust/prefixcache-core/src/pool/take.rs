@@ -101,7 +101,17 @@ impl<M: Mode> BlockPool<M> {
         }
         inside.give_at_end(credits);
         M::add(&self.counters.touches, hits as u64);
+        if self.pins.now() > 0 {
+            self.count_pinned(&found[..hits]);
+        }
         Ok(hits)
+    }
+
+    /// Counts the pinned ones of the blocks that a call has hit and holds.
+    #[cold]
+    fn count_pinned(&self, hits: &[BlockId]) {
+        let pinned = hits.iter().filter(|&&id| self.is_pinned(id)).count();
+        self.pins.count_hits::<M>(pinned);
     }
 
     /// Takes a hold on a block if it still holds the content of `key`; whether it did.
@@ -206,6 +216,9 @@ impl<M: Mode> BlockPool<M> {
                 .take_oldest(&self.blocks, end - first, take, out);
             let evicted = self.forget_all(&out[first..]);
             M::add(&self.counters.evictions, evicted);
+            if class == Class::PINNED {
+                self.pins.count_recycled::<M>(out.len() - first, evicted);
+            }
         }
     }
 }

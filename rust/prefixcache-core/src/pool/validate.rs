@@ -30,6 +30,7 @@ pub(super) fn validate<M: Mode>(pool: &BlockPool<M>) -> Check {
     })?;
     (1..pool.config.max_blocks).try_for_each(|index| check_block(pool, index, free[index]))?;
     check_retired(pool)?;
+    check_pins(pool)?;
     check_contents(pool)
 }
 
@@ -125,6 +126,15 @@ fn check_retired<M: Mode>(pool: &BlockPool<M>) -> Check {
     let counted = pool.size.retired_held();
     ensure(held == counted, || {
         format!("{held} retired blocks are held, {counted} are counted")
+    })
+}
+
+fn check_pins<M: Mode>(pool: &BlockPool<M>) -> Check {
+    let is_pinned = |block: &&Block| block.state().class() == Class::PINNED;
+    let pinned = pool.blocks.iter().filter(is_pinned).count();
+    let counted = pool.pins.now();
+    ensure(pinned == counted, || {
+        format!("{pinned} blocks are pinned, {counted} are counted")
     })
 }
 

@@ -536,10 +536,13 @@ class PagedAttention:
         kv_indices: npt.NDArray[np.int32],
         last_page_len: npt.NDArray[np.int32],
         slot_mapping: npt.NDArray[np.int64],
+        first_pages: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Take and check the block tables of a step over a cache [num_pages, 2, K, block_size, D].
 
         The queries of sequence s, rows `qo_indptr[s]:qo_indptr[s + 1]`, are its last tokens.
+        `first_pages[s]` is the number of pages left out before its first; ValueError where a query
+        sees one of them.
         """
     def run(
         self,

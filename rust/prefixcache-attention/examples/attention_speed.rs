@@ -36,8 +36,9 @@ fn speed<E: KvElement>(form: Form, team: &Team, name: &str, start: usize, count:
         kv_indptr: &[0, pages as i32],
         kv_indices: &indices,
         last_page_len: &[((start + count - 1) % BLOCK + 1) as i32],
+        first_pages: None,
     };
-    let plan = Plan::new(tables, pages + 1, BLOCK, 3).expect("sound tables");
+    let plan = Plan::new(tables, pages + 1, BLOCK, &attention).expect("sound tables");
     let number = |i: usize| E::from_f32((i * 37 % 101) as f32 / 50.0 - 1.0);
     let cache: Vec<E> = (0..(pages + 1) * 2 * BLOCK * 192).map(number).collect();
     let queries: Vec<E> = (0..count * 576).map(number).collect();
@@ -49,7 +50,6 @@ fn speed<E: KvElement>(form: Form, team: &Team, name: &str, start: usize, count:
             attend(
                 form,
                 team,
-                &attention,
                 &plan,
                 cache,
                 queries,

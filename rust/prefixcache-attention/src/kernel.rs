@@ -23,12 +23,12 @@ use crate::state::{Sight, Workspace};
 pub fn attend<E: KvElement>(
     form: Form,
     team: &Team,
-    attention: &Attention,
     plan: &Plan,
     cache: Rows<'_, E>,
     queries: Rows<'_, E>,
     out: &RowsMut<'_, E>,
 ) -> Result<(), OutOfMemory> {
+    let attention = plan.attention();
     let (width, kv_heads) = (attention.heads * attention.head_dim, attention.kv_heads);
     assert_eq!(queries.shape(), (plan.num_queries(), width), "queries");
     assert_eq!(out.shape(), (plan.num_queries(), width), "shape of out");

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use crate::Attention;
+
 /// Query rows (tokens times heads of a group) that one task takes through the keys together.
 const TASK_ROWS: usize = 128;
 
@@ -9,7 +11,8 @@ const TASK_ROWS: usize = 128;
 ///
 /// Rows `qo_indptr[s]..qo_indptr[s + 1]` of the queries are the last tokens of sequence s, whose
 /// pages are `kv_indices[kv_indptr[s]..kv_indptr[s + 1]]`; the last page holds `last_page_len[s]`
-/// tokens.
+/// tokens. Pages behind the window of every query may be left out at the front: `first_pages[s]` is
+/// their number, 0 without it.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockTables<'a> {
     /// `[S + 1]`
@@ -20,6 +23,8 @@ pub struct BlockTables<'a> {
     pub kv_indices: &'a [i32],
     /// `[S]`
     pub last_page_len: &'a [i32],
+    /// `[S]`
+    pub first_pages: Option<&'a [i32]>,
 }
 
 /// The block tables do not describe a step.
@@ -37,6 +42,14 @@ pub enum PlanError {
     /// A last page that is empty or overfull.
     #[error("last_page_len holds {0}; a page holds 1 to {1} tokens")]
     LastPage(i32, usize),
+    /// A negative number of pages.
+    #[error("first_pages holds {0}; it counts pages that are left out")]
+    FirstPage(i32),
+    /// A page that a query sees is left out.
+    #[error(
+        "first_pages leaves out {1} pages of sequence {0}, whose queries see keys from position {2} on"
+    )]
+    LeftOut(usize, usize, usize),
     /// A sequence with more tokens than can be counted.
     #[error("sequence {0} has more tokens in its pages than can be counted")]
     TooLong(usize),
@@ -48,6 +61,7 @@ pub enum PlanError {
 /// A checked step: its sequences, and the tasks that their queries are cut into.
 #[derive(Clone, Debug)]
 pub struct Plan {
+    attention: Attention,
     pages: Vec<usize>,
     sequences: Vec<Sequence>,
     tasks: Vec<Task>,
@@ -59,6 +73,8 @@ pub struct Plan {
 #[derive(Clone, Debug)]
 struct Sequence {
     pages: Range<usize>,
+    /// Pages before these that are left out.
+    first_page: usize,
     queries: Range<usize>,
     /// Position of the first query.
     start: usize,
@@ -77,15 +93,13 @@ pub(crate) struct Task {
 impl Plan {
     /// Checks the tables of a step over a cache of `num_pages` pages of `block_size` tokens.
     ///
-    /// `group` is the number of query heads that share a key-value head.
-    ///
     /// # Errors
     /// The tables name what the cache does not have, or contradict each other.
     pub fn new(
         tables: BlockTables<'_>,
         num_pages: usize,
         block_size: usize,
-        group: usize,
+        attention: &Attention,
     ) -> Result<Self, PlanError> {
         let count = tables.last_page_len.len();
         let queries = offsets("qo_indptr", tables.qo_indptr, count)?;
@@ -94,20 +108,32 @@ impl Plan {
             .kv_indices
             .get(..pages[count])
             .ok_or(PlanError::Length("kv_indices"))?;
+        if tables.first_pages.is_some_and(|pages| pages.len() != count) {
+            return Err(PlanError::Length("first_pages"));
+        }
         let sequences: Vec<_> = (0..count)
-            .map(|s| sequence(s, &queries, &pages, tables.last_page_len[s], block_size))
+            .map(|s| {
+                let (queries, pages) = (queries[s]..queries[s + 1], pages[s]..pages[s + 1]);
+                Sequence::new(s, &tables, queries, pages, block_size, attention)
+            })
             .collect::<Result<_, _>>()?;
         Ok(Self {
+            attention: *attention,
             pages: used
                 .iter()
                 .map(|&page| checked_page(page, num_pages))
                 .collect::<Result<_, _>>()?,
-            tasks: tasks(&sequences, (TASK_ROWS / group.max(1)).max(1)),
+            tasks: tasks(&sequences, attention),
             sequences,
             num_queries: queries[count],
             num_pages,
             block_size,
         })
+    }
+
+    /// The attention that the plan was made for.
+    pub fn attention(&self) -> &Attention {
+        &self.attention
     }
 
     /// Rows of the query matrix.
@@ -132,9 +158,10 @@ impl Plan {
     /// The page, and the token's number in it, of a position of the task's sequence.
     #[inline(always)]
     pub(crate) fn place(&self, task: &Task, position: usize) -> (usize, usize) {
-        let pages = &self.pages[self.sequences[task.sequence].pages.clone()];
+        let sequence = &self.sequences[task.sequence];
+        let pages = &self.pages[sequence.pages.clone()];
         (
-            pages[position / self.block_size],
+            pages[position / self.block_size - sequence.first_page],
             position % self.block_size,
         )
     }
@@ -155,38 +182,50 @@ fn checked_page(page: i32, num_pages: usize) -> Result<usize, PlanError> {
     found.ok_or(PlanError::Page(page, num_pages))
 }
 
-fn sequence(
-    s: usize,
-    queries: &[usize],
-    pages: &[usize],
-    last_page_len: i32,
-    block_size: usize,
-) -> Result<Sequence, PlanError> {
-    let (queries, pages) = (queries[s]..queries[s + 1], pages[s]..pages[s + 1]);
-    let last = usize::try_from(last_page_len)
-        .ok()
-        .filter(|last| (1..=block_size).contains(last));
-    let last = last.ok_or(PlanError::LastPage(last_page_len, block_size))?;
-    let tokens = match pages.len().checked_sub(1) {
-        None => 0,
-        Some(full) => full
-            .checked_mul(block_size)
-            .and_then(|full| full.checked_add(last))
-            .ok_or(PlanError::TooLong(s))?,
-    };
-    let start = tokens
-        .checked_sub(queries.len())
-        .ok_or(PlanError::Queries(s))?;
-    Ok(Sequence {
-        pages,
-        queries,
-        start,
-    })
+impl Sequence {
+    fn new(
+        s: usize,
+        tables: &BlockTables<'_>,
+        queries: Range<usize>,
+        pages: Range<usize>,
+        block_size: usize,
+        attention: &Attention,
+    ) -> Result<Self, PlanError> {
+        let first_page = tables.first_pages.map_or(0, |first_pages| first_pages[s]);
+        let first_page =
+            usize::try_from(first_page).map_err(|_| PlanError::FirstPage(first_page))?;
+        let last_page_len = tables.last_page_len[s];
+        let last = usize::try_from(last_page_len)
+            .ok()
+            .filter(|last| (1..=block_size).contains(last));
+        let last = last.ok_or(PlanError::LastPage(last_page_len, block_size))?;
+        let tokens = match pages.len().checked_sub(1) {
+            None => 0,
+            Some(full) => (first_page.checked_add(full))
+                .and_then(|full| full.checked_mul(block_size))
+                .and_then(|full| full.checked_add(last))
+                .ok_or(PlanError::TooLong(s))?,
+        };
+        let start = tokens
+            .checked_sub(queries.len())
+            .ok_or(PlanError::Queries(s))?;
+        let first_seen = attention.first_seen(start);
+        if !queries.is_empty() && first_page > first_seen / block_size {
+            return Err(PlanError::LeftOut(s, first_page, first_seen));
+        }
+        Ok(Self {
+            pages,
+            first_page,
+            queries,
+            start,
+        })
+    }
 }
 
 /// Cuts each sequence into runs of `length` queries, those with the most keys first, so that no
 /// thread is left with a long one at the end.
-fn tasks(sequences: &[Sequence], length: usize) -> Vec<Task> {
+fn tasks(sequences: &[Sequence], attention: &Attention) -> Vec<Task> {
+    let length = (TASK_ROWS / attention.group()).max(1);
     let mut tasks = Vec::new();
     for (number, sequence) in sequences.iter().enumerate() {
         for first in sequence.queries.clone().step_by(length) {
@@ -200,7 +239,7 @@ fn tasks(sequences: &[Sequence], length: usize) -> Vec<Task> {
         }
     }
     tasks.sort_by_key(|task| {
-        let keys = task.start + task.queries.len();
+        let keys = task.start + task.queries.len() - attention.first_seen(task.start);
         std::cmp::Reverse(keys.saturating_mul(task.queries.len()))
     });
     tasks
@@ -215,10 +254,20 @@ mod tests {
         kv_indptr: &[0, 2, 3],
         kv_indices: &[4, 1, 2, 99],
         last_page_len: &[1, 16],
+        first_pages: None,
     };
 
+    /// Three query heads that share a key-value head.
+    fn attention(window_left: Option<usize>) -> Attention {
+        let full = Attention::new(3, 1, 16, 1.0).expect("a shape that fits");
+        Attention {
+            window_left,
+            ..full
+        }
+    }
+
     fn plan(tables: BlockTables<'_>) -> Result<Plan, PlanError> {
-        Plan::new(tables, 5, 16, 3)
+        Plan::new(tables, 5, 16, &attention(None))
     }
 
     #[test]
@@ -237,7 +286,7 @@ mod tests {
     #[test]
     fn tables_that_lie_are_refused() {
         type Change<'a> = (&'a dyn Fn(&mut BlockTables<'static>), PlanError);
-        let changes: [Change<'_>; 8] = [
+        let changes: [Change<'_>; 11] = [
             (&|t| t.qo_indptr = &[0, 3], PlanError::Length("qo_indptr")),
             (
                 &|t| t.kv_indptr = &[0, 2, 5],
@@ -255,6 +304,18 @@ mod tests {
             (&|t| t.kv_indices = &[4, -1, 2], PlanError::Page(-1, 5)),
             (&|t| t.last_page_len = &[0, 16], PlanError::LastPage(0, 16)),
             (&|t| t.qo_indptr = &[0, 3, 20], PlanError::Queries(1)),
+            (
+                &|t| t.first_pages = Some(&[0]),
+                PlanError::Length("first_pages"),
+            ),
+            (
+                &|t| t.first_pages = Some(&[0, -1]),
+                PlanError::FirstPage(-1),
+            ),
+            (
+                &|t| t.first_pages = Some(&[0, 1]),
+                PlanError::LeftOut(1, 1, 0),
+            ),
         ];
         for (change, error) in changes {
             let mut tables = GOOD;
@@ -264,15 +325,55 @@ mod tests {
     }
 
     #[test]
+    fn positions_count_the_pages_that_are_left_out() {
+        let mut tables = GOOD;
+        tables.first_pages = Some(&[2, 0]);
+        // The first query of sequence 0 is at 46 and sees keys from 32 on: page 2, the first listed.
+        let plan = Plan::new(tables, 5, 16, &attention(Some(14))).expect("good tables");
+        let task = plan.tasks.iter().find(|t| t.sequence == 0).expect("a task");
+        assert_eq!(task.start, 46);
+        assert_eq!(
+            [32, 48].map(|position| plan.place(task, position)),
+            [(4, 0), (1, 0)]
+        );
+        let wider = Plan::new(tables, 5, 16, &attention(Some(15)));
+        assert_eq!(wider.expect_err("a lie"), PlanError::LeftOut(0, 2, 31));
+    }
+
+    #[test]
+    fn a_sequence_without_queries_sees_nothing_that_is_left_out() {
+        let mut tables = GOOD;
+        tables.qo_indptr = &[0, 0, 1];
+        tables.first_pages = Some(&[i32::MAX, 0]);
+        assert!(plan(tables).is_ok());
+    }
+
+    #[test]
+    fn costly_tasks_are_those_that_see_many_keys() {
+        let tables = BlockTables {
+            qo_indptr: &[0, 20, 60],
+            kv_indptr: &[0, 8, 11],
+            kv_indices: &[0; 11],
+            last_page_len: &[16, 16],
+            first_pages: None,
+        };
+        let first = |window_left| {
+            let plan = Plan::new(tables, 5, 16, &attention(window_left)).expect("good tables");
+            plan.tasks()[0].sequence
+        };
+        assert_eq!([first(None), first(Some(9))], [0, 1]);
+    }
+
+    #[test]
     fn more_tokens_than_can_be_counted_are_refused() {
         let mut tables = GOOD;
         tables.kv_indptr = &[0, 1, 3];
         tables.last_page_len = &[16, 16];
         for block_size in [usize::MAX - 15, usize::MAX] {
-            let plan = Plan::new(tables, 5, block_size, 3);
+            let plan = Plan::new(tables, 5, block_size, &attention(None));
             assert_eq!(plan.expect_err("too long"), PlanError::TooLong(1));
         }
-        assert!(Plan::new(tables, 5, usize::MAX - 16, 3).is_ok());
+        assert!(Plan::new(tables, 5, usize::MAX - 16, &attention(None)).is_ok());
     }
 
     #[test]
@@ -282,6 +383,7 @@ mod tests {
             kv_indptr: &[0, 8],
             kv_indices: &[0; 8],
             last_page_len: &[16],
+            first_pages: None,
         };
         let plan = plan(tables).expect("good tables");
         let runs: Vec<_> = plan

@@ -103,6 +103,7 @@ fn check_schedule<E: KvElement + PartialEq>(
     form: Form,
     block_size: usize,
     threads: usize,
+    leaves_out: bool,
     (lengths, chunks): &(Vec<usize>, Vec<usize>),
 ) {
     let sequences: Vec<_> = lengths
@@ -113,6 +114,7 @@ fn check_schedule<E: KvElement + PartialEq>(
     let want = cold(attention, form, block_size, &sequences, lengths);
     let team = Team::new(threads).expect("threads");
     let mut layer = Layer::new(attention, form, &team, block_size);
+    layer.leaves_out = leaves_out;
     let width = attention.heads() * attention.head_dim();
     for step in steps(lengths, chunks) {
         let out = layer.step(&sequences, &step);
@@ -156,12 +158,13 @@ proptest! {
         form in forms(),
         block_size in prop::sample::select(vec![1, 7, 16, 64]),
         threads in 1_usize..=2,
+        leaves_out in any::<bool>(),
         schedule in schedules(),
     ) {
         // A page of one token leaves room for few of them.
         let block_size = if schedule.0.iter().sum::<usize>() > 200 { 16 } else { block_size };
-        check_schedule::<f32>(attention, form, block_size, threads, &schedule);
-        check_schedule::<Bf16>(attention, form, block_size, threads, &schedule);
+        check_schedule::<f32>(attention, form, block_size, threads, leaves_out, &schedule);
+        check_schedule::<Bf16>(attention, form, block_size, threads, leaves_out, &schedule);
     }
 }
 

@@ -161,7 +161,6 @@ impl Step<'_> {
         attend(
             self.form,
             self.team,
-            self.attention,
             self.plan,
             cache.read(),
             turned.columns(0..queries),

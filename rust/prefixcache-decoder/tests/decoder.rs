@@ -195,8 +195,9 @@ fn in_steps<E: KvElement>(
             kv_indptr: &[0, pages as i32],
             kv_indices: &indices,
             last_page_len: &[((positions.end - 1) % BLOCK + 1) as i32],
+            first_pages: None,
         };
-        let plan = Plan::new(tables, PAGES, BLOCK, HEADS / KV_HEADS).expect("a sound step");
+        let plan = Plan::new(tables, PAGES, BLOCK, &attention).expect("a sound step");
         let slot = |position| (page(position) * BLOCK + position % BLOCK) as i64;
         let slots: Vec<i64> = positions.clone().map(slot).collect();
         let angles = |of: fn(f64) -> f64| -> Vec<f32> {

@@ -37,12 +37,7 @@ struct Tensors {
 impl Tensors {
     /// # Safety
     /// The addresses are those of numbers of type E, as `run` demands.
-    unsafe fn run<E: KvElement>(
-        &self,
-        cpu: &Cpu,
-        attention: &Attention,
-        step: &PlannedStep,
-    ) -> PyResult<()> {
+    unsafe fn run<E: KvElement>(&self, cpu: &Cpu, step: &PlannedStep) -> PyResult<()> {
         // SAFETY: the caller's promise. The cache is written first, and then only read.
         unsafe {
             let cache = self.cache.rows_mut::<E>()?;
@@ -58,7 +53,6 @@ impl Tensors {
             attend(
                 cpu.form,
                 &cpu.team,
-                attention,
                 &step.plan,
                 cache,
                 queries,
@@ -157,6 +151,11 @@ impl PagedAttention {
     /// Take the block tables of a step over a cache [num_pages, 2, K, block_size, D].
     ///
     /// The queries of sequence s are rows `qo_indptr[s]:qo_indptr[s + 1]`, its last tokens.
+    /// `first_pages[s]` is the number of pages that are left out before its first, behind the window.
+    #[pyo3(signature = (
+        num_pages, block_size, qo_indptr, kv_indptr, kv_indices, last_page_len, slot_mapping,
+        first_pages=None
+    ))]
     fn plan(
         &self,
         num_pages: Number<names::NumPages>,
@@ -166,6 +165,7 @@ impl PagedAttention {
         kv_indices: Array<'_, names::KvIndices, i32>,
         last_page_len: Array<'_, names::LastPageLen, i32>,
         slot_mapping: Array<'_, names::SlotMapping, i64>,
+        first_pages: Option<Array<'_, names::FirstPages, i32>>,
     ) -> PyResult<()> {
         let (num_pages, block_size) = (num_pages.0, block_size.0);
         if block_size == 0 {
@@ -176,18 +176,22 @@ impl PagedAttention {
         let (qo_indptr, kv_indptr) = (qo_indptr.read()?, kv_indptr.read()?);
         let (kv_indices, last_page_len) = (kv_indices.read()?, last_page_len.read()?);
         let slot_mapping = slot_mapping.read()?;
+        let first_pages = first_pages.as_ref().map(Array::read).transpose()?;
         let tables = BlockTables {
             qo_indptr: slice_of::<names::QoIndptr, _>(qo_indptr.as_slice())?,
             kv_indptr: slice_of::<names::KvIndptr, _>(kv_indptr.as_slice())?,
             kv_indices: slice_of::<names::KvIndices, _>(kv_indices.as_slice())?,
             last_page_len: slice_of::<names::LastPageLen, _>(last_page_len.as_slice())?,
+            first_pages: first_pages
+                .as_ref()
+                .map(|pages| slice_of::<names::FirstPages, _>(pages.as_slice()))
+                .transpose()?,
         };
         let slots = slice_of::<names::SlotMapping, _>(slot_mapping.as_slice())?;
         let slots = checked_slots(slots, num_slots)?;
         // Before the plan, which takes memory for each query.
         check_num_queries(tables.qo_indptr, slots.len())?;
-        let group = self.attention.heads() / self.attention.kv_heads();
-        let plan = Plan::new(tables, num_pages, block_size, group)
+        let plan = Plan::new(tables, num_pages, block_size, &self.attention)
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
         *self.planned()? = Some(PlannedStep { plan, slots });
         Ok(())
@@ -224,8 +228,6 @@ impl PagedAttention {
         };
         let cpu = self.cpu.get();
         // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
-        py.detach(|| unsafe {
-            with_dtype!(self.dtype, E => tensors.run::<E>(cpu, &self.attention, step))
-        })
+        py.detach(|| unsafe { with_dtype!(self.dtype, E => tensors.run::<E>(cpu, step)) })
     }
 }

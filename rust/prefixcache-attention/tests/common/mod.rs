@@ -36,6 +36,8 @@ pub struct Layer<'a, E> {
     pub form: Form,
     pub team: &'a Team,
     pub block_size: usize,
+    /// Whether steps list the pages alone that their queries see.
+    pub leaves_out: bool,
     pub tables: Vec<Vec<i32>>,
     pub cache: Vec<E>,
 }
@@ -51,6 +53,7 @@ impl<'a, E: KvElement> Layer<'a, E> {
             form,
             team,
             block_size,
+            leaves_out: false,
             tables: Vec::new(),
             cache,
         }
@@ -64,13 +67,21 @@ impl<'a, E: KvElement> Layer<'a, E> {
         let width = self.attention.heads() * self.attention.head_dim();
         let (mut qo_indptr, mut kv_indptr) = (vec![0], vec![0]);
         let (mut kv_indices, mut last_page_len) = (Vec::new(), Vec::new());
+        let mut first_pages = Vec::new();
         for &(number, from, to) in step {
             self.grow(number, to);
             slots.extend((from..to).map(|position| self.slot(number, position)));
             queries.extend_from_slice(&sequences[number].queries[from * width..to * width]);
             keys.extend_from_slice(&sequences[number].keys[from * kv_width..to * kv_width]);
             values.extend_from_slice(&sequences[number].values[from * kv_width..to * kv_width]);
-            kv_indices.extend_from_slice(&self.tables[number][..to.div_ceil(self.block_size)]);
+            let first_page = if self.leaves_out {
+                self.num_dropped(from)
+            } else {
+                0
+            };
+            let pages = first_page..to.div_ceil(self.block_size);
+            kv_indices.extend_from_slice(&self.tables[number][pages]);
+            first_pages.push(first_page as i32);
             kv_indptr.push(kv_indices.len() as i32);
             qo_indptr.push(slots.len() as i32);
             last_page_len.push(((to - 1) % self.block_size + 1) as i32);
@@ -80,9 +91,10 @@ impl<'a, E: KvElement> Layer<'a, E> {
             kv_indptr: &kv_indptr,
             kv_indices: &kv_indices,
             last_page_len: &last_page_len,
+            first_pages: self.leaves_out.then_some(&first_pages),
         };
-        let group = self.attention.heads() / self.attention.kv_heads();
-        let plan = Plan::new(tables, PAGES, self.block_size, group).expect("a sound step");
+        let plan =
+            Plan::new(tables, PAGES, self.block_size, &self.attention).expect("a sound step");
         let page_width = self.block_size * self.attention.head_dim();
         let cache = RowsMut::new(&mut self.cache, page_width);
         append(
@@ -96,7 +108,6 @@ impl<'a, E: KvElement> Layer<'a, E> {
         attend(
             self.form,
             self.team,
-            &self.attention,
             &plan,
             Rows::new(&self.cache, page_width),
             Rows::new(&queries, width),
@@ -108,13 +119,16 @@ impl<'a, E: KvElement> Layer<'a, E> {
 
     /// Makes the pages behind the window of position `next` unreadable, as a cache may.
     pub fn give_away_behind_window(&mut self, number: usize, next: usize) {
-        let Some(left) = self.attention.window_left else {
-            return;
-        };
-        let dropped = next.saturating_sub(left) / self.block_size;
+        let dropped = self.num_dropped(next);
         for page in &mut self.tables[number][..dropped] {
             *page = 0;
         }
+    }
+
+    /// Pages behind the window of position `next`.
+    fn num_dropped(&self, next: usize) -> usize {
+        let left = self.attention.window_left;
+        left.map_or(0, |left| next.saturating_sub(left) / self.block_size)
     }
 
     fn grow(&mut self, number: usize, tokens: usize) {

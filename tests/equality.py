@@ -243,15 +243,13 @@ class Witness:
 
     def see(self, engine: Engine, plan: StepPlan) -> None:
         """Looks at the blocks that a step has filled."""
-        tables = engine._runner.block_tables[0]
         size = engine._cache.block_size
-        parts = zip(tokens_of_plan(plan), tables.indptr.tolist(), strict=False)
-        for (sequence, computed), first_page in parts:
+        for row, (sequence, computed) in enumerate(tokens_of_plan(plan)):
             tokens = self._tokens[sequence.request_id]
             tokens[sequence.start : sequence.start + sequence.num_tokens] = computed
             for index in _filled_blocks(sequence, size):
                 name = np.asarray([size, *tokens[: (index + 1) * size]]).tobytes()
-                self._compare(name, _block_bytes(engine, tables.indices[first_page + index]))
+                self._compare(name, _blocks_bytes(engine, row, index))
 
     def _compare(self, name: bytes, content: bytes) -> None:
         digest = hashlib.sha256(content).digest()
@@ -263,9 +261,14 @@ def _filled_blocks(sequence: ScheduledSequence, size: int) -> range:
     return range(sequence.start // size, (sequence.start + sequence.num_tokens) // size)
 
 
-def _block_bytes(engine: Engine, block: int) -> bytes:
-    layers = engine._runner._attention._kv_layers  # type: ignore[attr-defined]
-    return torch.stack([kv[block] for kv in layers]).view(torch.uint8).numpy().tobytes()
+def _blocks_bytes(engine: Engine, row: int, index: int) -> bytes:
+    """Keys and values of all layers in a sequence's block, in the order of the groups."""
+    attention = engine._runner._attention  # type: ignore[attr-defined]
+    parts = []
+    for tables, backend in zip(engine._runner.block_tables, attention.backends, strict=True):
+        page = tables.indptr[row] + index - tables.first_pages[row]
+        parts += [kv[int(tables.indices[page])] for kv in backend._kv_layers]
+    return torch.stack(parts).view(torch.uint8).numpy().tobytes()
 
 
 class Bench:

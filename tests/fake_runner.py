@@ -62,11 +62,8 @@ class FakeRunner:
         self, num_blocks: int, block_size: int, *, max_tokens: int, max_seqs: int, max_pages: int
     ) -> None:
         self._kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
-        self._tables = BlockTableBuffers(
-            indptr=np.zeros(max_seqs + 1, dtype=np.int32),
-            indices=np.zeros(max_seqs * max_pages, dtype=np.int32),
-            last_page_len=np.zeros(max_seqs, dtype=np.int32),
-            slot_mapping=np.zeros(max_tokens, dtype=np.int64),
+        self._tables = BlockTableBuffers.of_size(
+            max_tokens=max_tokens, max_seqs=max_seqs, max_pages=max_pages
         )
         self.block_tables = (self._tables,)
         self.runs_ahead = False

@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from prefixcache._core import Cpu
-from prefixcache.attention.base import AttentionBackend, AttentionBatch
+from prefixcache.attention.base import AttentionBatch
 from prefixcache.attention.registry import AttentionOptions, make_attention
-from prefixcache.kv.specs import kv_groups
-from prefixcache.kv.tensors import KVTensors
+from prefixcache.kv.specs import kv_layout
+from prefixcache.kv.tensors import KVTensors, attention_groups
 from prefixcache.models.llama import LlamaModel
 
 
 def make_batch(
-    chunks: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]], block_size: int
+    chunks: Sequence[tuple[int, int]],
+    tables: Sequence[Sequence[int]],
+    block_size: int,
+    window: int | None = None,
 ) -> AttentionBatch:
-    """The batch of sequences whose positions `start:stop` are computed now."""
-    pages = [-(-stop // block_size) for _, stop in chunks]
+    """The batch of sequences whose positions `start:stop` are computed now.
+
+    Pages behind the window are left out.
+    """
+    first = [
+        0 if window is None else max(start + 1 - window, 0) // block_size for start, _ in chunks
+    ]
+    stops = [-(-stop // block_size) for _, stop in chunks]
     slots = [
         table[position // block_size] * block_size + position % block_size
         for (start, stop), table in zip(chunks, tables, strict=True)
         for position in range(start, stop)
     ]
     rows = [stop - start for start, stop in chunks]
-    used = [block for table, count in zip(tables, pages, strict=True) for block in table[:count]]
-    last = [stop - (count - 1) * block_size for (_, stop), count in zip(chunks, pages, strict=True)]
+    used = [table[a:b] for table, a, b in zip(tables, first, stops, strict=True)]
+    last = [stop - (count - 1) * block_size for (_, stop), count in zip(chunks, stops, strict=True)]
     return AttentionBatch(
         qo_indptr=_indptr(rows),
-        kv_indptr=_indptr(pages),
-        kv_indices=torch.tensor(used, dtype=torch.int32),
+        kv_indptr=_indptr([len(pages) for pages in used]),
+        kv_indices=torch.tensor([page for pages in used for page in pages], dtype=torch.int32),
         last_page_len=torch.tensor(last, dtype=torch.int32),
         slot_mapping=torch.tensor(slots),
         max_q_len=max(rows),
+        first_pages=torch.tensor(first, dtype=torch.int32),
     )
 
 
@@ -43,7 +54,10 @@ def _indptr(counts: Sequence[int]) -> Tensor:
 
 
 class PagedDriver:
-    """Sequences of one model, each with blocks that are neither in order nor side by side."""
+    """Sequences of one model, each with blocks that are neither in order nor side by side.
+
+    `tables[group][sequence]` are the blocks of a sequence in a KV cache group.
+    """
 
     def __init__(
         self,
@@ -56,18 +70,21 @@ class PagedDriver:
         cpu: Cpu | None = None,
     ) -> None:
         per_sequence = -(-max_tokens // block_size)
-        num_blocks = num_sequences * per_sequence + 1
+        layout = kv_layout(model.config)
+        shape = (len(layout.groups), num_sequences, per_sequence)
+        num_blocks = math.prod(shape) + 1
         shuffled = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)) + 1
-        self.tables: list[list[int]] = shuffled.view(num_sequences, per_sequence).tolist()
+        self.tables: list[list[list[int]]] = shuffled.view(shape).tolist()
         self.block_size = block_size
         self.model = model
-        self.attention: AttentionBackend = make_attention(
-            attention, model.attention_spec, AttentionOptions(dtype=model.dtype, cpu=cpu)
+        self.attention = make_attention(
+            attention,
+            attention_groups(layout, model.attention_spec),
+            AttentionOptions(dtype=model.dtype, cpu=cpu),
         )
-        (group,) = kv_groups(model.config)
         self.kv = KVTensors(
-            group=group,
-            backend=self.attention,
+            layout=layout,
+            attention=self.attention,
             num_blocks=num_blocks,
             block_size=block_size,
             dtype=model.dtype,
@@ -78,12 +95,29 @@ class PagedDriver:
     def forward(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
         """Computes `(sequence, start, token ids)` of each; float32 logits of all rows."""
         chunks = [(start, start + len(tokens)) for _, start, tokens in work]
-        tables = [self.tables[sequence] for sequence, _, _ in work]
-        self.attention.plan(make_batch(chunks, tables, self.block_size))
+        batches = [
+            make_batch(
+                chunks,
+                [tables[sequence] for sequence, _, _ in work],
+                self.block_size,
+                group.spec.sliding_window,
+            )
+            for group, tables in zip(self.attention.groups, self.tables, strict=True)
+        ]
+        self.attention.plan(batches)
         tokens = torch.tensor([token for _, _, ids in work for token in ids])
         positions = torch.cat([torch.arange(start, stop) for start, stop in chunks])
         hidden = self.model.forward(tokens, positions, self.attention)
         return self.model.compute_logits(hidden)
+
+    def kv_of(self, sequence: int) -> Tensor:
+        """The blocks of all layers, group by group, in the order of the sequence."""
+        parts = [
+            self.kv[number][tables[sequence]]
+            for group, tables in zip(self.attention.groups, self.tables, strict=True)
+            for number in range(len(group.layers))
+        ]
+        return torch.stack(parts)
 
     def generate(self, prompt: Sequence[int], count: int) -> list[int]:
         """Greedy tokens after the prompt, one by one, on sequence 0."""

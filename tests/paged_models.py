@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from prefixcache.attention.base import AttentionBackend, AttentionSpec
+from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.attention.torch_attention import TorchAttention
 from prefixcache.config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.specs import kv_layout
+from prefixcache.kv.tensors import attention_groups
 from prefixcache.models.llama import LlamaModel
 from prefixcache.request import Request
 from prefixcache.runner.cuda_graph import DecodeGraphs, graph_sizes
@@ -21,6 +24,12 @@ from prefixcache.step_plan import SequenceOutput, StepPlan
 
 CPU = torch.device("cpu")
 MakeAttention = Callable[[AttentionSpec], AttentionBackend]
+
+
+def grouped_attention(model: LlamaModel, make_attention: MakeAttention) -> GroupedAttention:
+    """A backend for each group of the model's layers."""
+    groups = attention_groups(kv_layout(model.config), model.attention_spec)
+    return GroupedAttention(groups, [make_attention(group.spec) for group in groups])
 
 
 class PagedServer:
@@ -38,23 +47,26 @@ class PagedServer:
         max_model_len: int = 128,
         capture: Any = None,
     ) -> None:
-        self.cache = CacheManager(num_blocks, block_size)
+        layout = kv_layout(model.config)
+        self.cache = CacheManager(num_blocks, block_size, groups=layout.kinds)
         config = SchedulerConfig(max_num_seqs=max_seqs, max_num_batched_tokens=max_tokens)
         self.scheduler = Scheduler(config, self.cache, max_model_len=max_model_len)
-        spec = model.attention_spec
-        self.attention = make_attention(spec)
-        shape = self.attention.kv_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        layers = range(model.config.num_layers)
+        self.attention = grouped_attention(model, make_attention)
+        shape = self.attention.kv_shape(
+            num_blocks, block_size, layout.num_kv_heads, layout.head_dim
+        )
+        layers = range(layout.num_tensors)
         self.kv = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in layers]
         self.attention.bind(self.kv)
-        max_pages = -(-max_model_len // block_size)
         graphs = None
         if capture is not None:
             graphs = DecodeGraphs(
                 model,
                 self.attention,
                 sizes=graph_sizes(max_seqs),
-                max_page_indices=max_seqs * max_pages,
+                max_page_indices=[
+                    max_seqs * most for most in layout.most_pages(max_model_len, 1, block_size)
+                ],
                 device=model.device,
                 capture=capture,
             )
@@ -63,7 +75,7 @@ class PagedServer:
             self.attention,
             max_tokens=max_tokens,
             max_seqs=max_seqs,
-            max_pages=max_pages,
+            max_pages=layout.most_pages(max_model_len, max_tokens, block_size),
             device=model.device,
             graphs=graphs,
         )

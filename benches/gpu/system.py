@@ -13,14 +13,15 @@ from shapes import Shape
 
 from prefixcache.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
 from prefixcache.attention.flashinfer import FlashInferAttention
+from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.engine.device import make_graphs, trial_blocks
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.kv.cache_manager import CacheManager
-from prefixcache.kv.specs import kv_groups
-from prefixcache.kv.tensors import KVTensors
+from prefixcache.kv.specs import kv_layout
+from prefixcache.kv.tensors import KVTensors, attention_groups
 from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import Builder, LlamaModel
 from prefixcache.models.replaceable import ReplaceableModel
@@ -98,7 +99,8 @@ class System:
         weights = ReplaceableModel(
             model, partial(_empty_model, model.config, model.device, setup.max_model_len), None
         )
-        cache = CacheManager(num_blocks, BLOCK_SIZE)
+        layout = kv_layout(model.config)
+        cache = CacheManager(num_blocks, BLOCK_SIZE, groups=layout.kinds)
         scheduler = Scheduler(
             config.scheduler,
             cache,
@@ -110,7 +112,7 @@ class System:
             self.attention,
             max_tokens=setup.max_tokens,
             max_seqs=setup.max_seqs,
-            max_pages=-(-setup.max_model_len // BLOCK_SIZE),
+            max_pages=layout.most_pages(setup.max_model_len, setup.max_tokens, BLOCK_SIZE),
             device=model.device,
         )
         memory = ModelMemory(
@@ -269,11 +271,10 @@ def _empty_model(
     return LlamaModel(config, Builder(ops), max_positions)
 
 
-def _kv_tensors(model: LlamaModel, attention: AttentionBackend, num_blocks: int) -> KVTensors:
-    (group,) = kv_groups(model.config)
+def _kv_tensors(model: LlamaModel, attention: GroupedAttention, num_blocks: int) -> KVTensors:
     return KVTensors(
-        group=group,
-        backend=attention,
+        layout=kv_layout(model.config),
+        attention=attention,
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         dtype=model.dtype,
@@ -281,13 +282,15 @@ def _kv_tensors(model: LlamaModel, attention: AttentionBackend, num_blocks: int)
     )
 
 
-def _attention(model: LlamaModel, setup: Setup) -> AttentionBackend:
+def _attention(model: LlamaModel, setup: Setup) -> GroupedAttention:
+    groups = attention_groups(kv_layout(model.config), model.attention_spec)
     if setup.attention == "reference":
-        return reference_attention(model.attention_spec, model.device)
+        backends = [reference_attention(group.spec, model.device) for group in groups]
+        return GroupedAttention(groups, backends)
     options = AttentionOptions(
         device=model.device, dtype=model.dtype, batch_invariant=setup.batch_invariant
     )
-    return make_attention(setup.attention, model.attention_spec, options)
+    return make_attention(setup.attention, groups, options)
 
 
 def _engine_config(setup: Setup) -> EngineConfig:
@@ -301,7 +304,7 @@ def _engine_config(setup: Setup) -> EngineConfig:
 
 
 def _num_blocks(
-    config: EngineConfig, model: LlamaModel, attention: AttentionBackend, setup: Setup
+    config: EngineConfig, model: LlamaModel, attention: GroupedAttention, setup: Setup
 ) -> int:
     """On a GPU what the runs can need at most, if that fits."""
     if model.device.type != "cuda":

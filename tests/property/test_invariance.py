@@ -54,7 +54,7 @@ class Runs:
     def _lone(self, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
         driver = self.driver()
         logits = driver.forward([(sequence, 0, tokens_of(sequence))])
-        return logits, kv_of(driver, sequence)
+        return logits, driver.kv_of(sequence)
 
     def driver(self) -> PagedDriver:
         attention = "cpu" if self.cpu else "torch"
@@ -68,14 +68,8 @@ class Runs:
             expected = torch.cat([self.cold[s][0][a:b] for s, a, b in work])
             different += int((logits != expected).any(dim=1).sum())
         for sequence in {s for work in steps for s, _, _ in work}:
-            different += not torch.equal(kv_of(driver, sequence), self.cold[sequence][1])
+            different += not torch.equal(driver.kv_of(sequence), self.cold[sequence][1])
         return different
-
-
-def kv_of(driver: PagedDriver, sequence: int) -> torch.Tensor:
-    """The blocks of all layers, in the order of the sequence."""
-    blocks = torch.tensor(driver.tables[sequence])
-    return torch.stack([kv[blocks] for kv in driver.kv])
 
 
 @pytest.fixture(scope="module", params=[(d, t) for d in DTYPES for t in (1, 2)], ids=str)

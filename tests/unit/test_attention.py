@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paged_driver import make_batch
-from prefixcache.attention.base import AttentionSpec
+from prefixcache.attention.base import AttentionBackend, AttentionGroup, AttentionSpec
 from prefixcache.attention.registry import attention_names, make_attention
 from prefixcache.exceptions import ConfigError
 
@@ -17,6 +17,11 @@ TABLES = [[9, 2, 7, 4], [1, 8, 3, 6], [5, 10, 11, 12]]
 
 def random(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def backend_of(name: str, spec: AttentionSpec, num_layers: int = 1) -> AttentionBackend:
+    (backend,) = make_attention(name, [AttentionGroup(spec, tuple(range(num_layers)))]).backends
+    return backend
 
 
 def expected_rows(
@@ -57,7 +62,7 @@ def test_mixed_batch(
         sliding_window=window,
         softcap=softcap,
     )
-    attention = make_attention(backend, spec)
+    attention = backend_of(backend, spec)
     kv = torch.full(attention.kv_shape(13, block_size, heads[1], HEAD_DIM), float("nan"))
     attention.bind([kv])
     # A decode, a chunk in the middle of a prompt, a whole prompt that fills its last block.
@@ -89,7 +94,7 @@ def test_mixed_batch(
 
 def test_keys_and_values_stand_at_their_slots() -> None:
     spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=16, scale=1.0)
-    attention = make_attention("auto", spec)
+    attention = backend_of("auto", spec, num_layers=2)
     kv = [torch.zeros(attention.kv_shape(13, BLOCK_SIZE, 1, 16)) for _ in range(2)]
     attention.bind(kv)
     attention.plan(make_batch([(0, 6)], TABLES[:1], BLOCK_SIZE))
@@ -104,7 +109,7 @@ def test_keys_and_values_stand_at_their_slots() -> None:
 def test_an_unknown_backend_lists_the_known_ones() -> None:
     spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0)
     with pytest.raises(ConfigError, match=f"auto, {', '.join(attention_names())}, got 'magic'"):
-        make_attention("magic", spec)
+        backend_of("magic", spec)
 
 
 def test_heads_must_divide() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import pytest
 
 from plans import plan_of
@@ -93,12 +92,7 @@ def test_fill_writes_pages_and_slots() -> None:
     cache = CacheManager(9, 4)
     cache.commit(started(cache, "a", 10), 0, 12, 99)
     cache.commit(started(cache, "b", 5), 0, 8, 99)
-    tables = BlockTableBuffers(
-        indptr=np.zeros(9, dtype=np.int32),
-        indices=np.zeros(64, dtype=np.int32),
-        last_page_len=np.zeros(8, dtype=np.int32),
-        slot_mapping=np.zeros(32, dtype=np.int64),
-    )
+    tables = BlockTableBuffers.of_size(max_tokens=32, max_seqs=8, max_pages=8)
     sequences = (
         ScheduledSequence(request_id="b", start=4, num_tokens=1, sampling=None),
         ScheduledSequence(request_id="a", start=0, num_tokens=6, sampling=None),

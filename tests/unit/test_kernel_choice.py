@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prefixcache._core import Cpu
-from prefixcache.attention.base import AttentionSpec
+from prefixcache.attention.base import AttentionGroup, AttentionSpec
 from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.config import EngineConfig
 from prefixcache.engine.build import build
@@ -46,4 +46,4 @@ def test_heads_that_our_kernel_cannot_compute_go_to_torch_where_nothing_is_promi
 ) -> None:
     spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=head_dim, scale=1.0)
     options = AttentionOptions(cpu=Cpu(1), batch_invariant=False)
-    assert make_attention("auto", spec, options).name == expected
+    assert make_attention("auto", [AttentionGroup(spec, (0,))], options).name == expected

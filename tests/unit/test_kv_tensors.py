@@ -14,20 +14,20 @@ from prefixcache.attention.registry import make_attention
 from prefixcache.config import CacheConfig
 from prefixcache.exceptions import OutOfMemoryError
 from prefixcache.kv.sizing import available_memory, choose_num_blocks
-from prefixcache.kv.specs import KVGroup, kv_groups
-from prefixcache.kv.tensors import KVTensors
+from prefixcache.kv.specs import KVGroup, KVLayout, kv_layout
+from prefixcache.kv.tensors import KVTensors, attention_groups
 from prefixcache.model_config import ModelConfig
 
 CPU = torch.device("cpu")
-GROUP = KVGroup(layers=(0, 1, 2), num_kv_heads=2, head_dim=16)
+LAYOUT = KVLayout((KVGroup((0, 1, 2)),), num_kv_heads=2, head_dim=16)
+SPEC = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=16, scale=1.0)
 BLOCK_BYTES = 3 * 2 * 16 * 2 * 16 * 4
 
 
 def allocate(num_blocks: int) -> list[torch.Tensor]:
-    spec = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=16, scale=1.0)
     return KVTensors(
-        group=GROUP,
-        backend=make_attention("torch", spec),
+        layout=LAYOUT,
+        attention=make_attention("torch", attention_groups(LAYOUT, SPEC)),
         num_blocks=num_blocks,
         block_size=16,
         dtype=torch.float32,
@@ -36,7 +36,7 @@ def allocate(num_blocks: int) -> list[torch.Tensor]:
 
 
 def choose(cache: CacheConfig) -> int:
-    return choose_num_blocks(cache, [GROUP], torch.float32, CPU)
+    return choose_num_blocks(cache, LAYOUT, torch.float32, CPU)
 
 
 def test_one_tensor_a_layer() -> None:
@@ -90,7 +90,7 @@ def test_a_share_is_one_of_what_is_free_on_the_device(
     free = {"cpu": 100 << 30, "cuda": 40 << 30}
     monkeypatch.setattr("prefixcache.kv.sizing.available_memory", lambda device: free[device.type])
     found = choose_num_blocks(
-        CacheConfig(kv_cache_memory=0.25), [GROUP], torch.float32, torch.device(device)
+        CacheConfig(kv_cache_memory=0.25), LAYOUT, torch.float32, torch.device(device)
     )
     assert found == (free[device] // 4) // BLOCK_BYTES
 
@@ -131,16 +131,16 @@ def test_a_model_of_full_attention_is_one_group() -> None:
         head_dim=16,
         max_position_embeddings=128,
     )
-    assert kv_groups(model) == (GROUP,)
-    assert GROUP.bytes_per_block(16, 4) == BLOCK_BYTES
+    assert kv_layout(model) == LAYOUT
+    assert LAYOUT.bytes_per_block(16, 4) == BLOCK_BYTES
 
 
 def test_given_up_memory_goes_back_to_the_system() -> None:
-    spec = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=16, scale=1.0)
-    backend = make_attention("torch", spec)
+    attention = make_attention("torch", attention_groups(LAYOUT, SPEC))
+    (backend,) = attention.backends
     memory = KVTensors(
-        group=GROUP,
-        backend=backend,
+        layout=LAYOUT,
+        attention=attention,
         num_blocks=6000,
         block_size=16,
         dtype=torch.float32,

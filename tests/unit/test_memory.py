@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from paged_models import grouped_attention
 from prefixcache.attention.flashinfer import FlashInferAttention
 from prefixcache.attention.torch_attention import TorchAttention
 from prefixcache.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -66,7 +68,7 @@ def test_the_trial_is_the_largest_step_there_can_be(
     tiny_checkpoint: TinyCheckpoint, max_tokens: int, max_model_len: int
 ) -> None:
     model = Watched(load(tiny_checkpoint("qwen3")))
-    attention = TorchAttention(model._model.attention_spec)
+    attention = grouped_attention(model._model, TorchAttention)
     pool = torch.zeros(1, 2, 4, 2, 32)
     attention.bind([pool, pool.clone()])
     run_largest_step(
@@ -104,7 +106,7 @@ def test_a_pool_is_sized_by_trial_where_nothing_says_its_size(
         ran.append(device)
         return DeviceMemory(total=1000 * 2**14, free=900 * 2**14, reserved=0, peak=0)
 
-    attention = TorchAttention(model.attention_spec)
+    attention = grouped_attention(model, TorchAttention)
     blocks = engine_device.trial_blocks(config(), model, attention, 100, measure)
     per_block = 2 * 2 * 16 * 2 * 32 * 4  # layers, keys and values, tokens, heads, size, bytes
     assert blocks == (900 - 100) * 2**14 // per_block
@@ -114,19 +116,22 @@ def test_a_pool_is_sized_by_trial_where_nothing_says_its_size(
 def test_graphs_are_made_where_backend_and_flags_allow(tiny_checkpoint: TinyCheckpoint) -> None:
     model = load(tiny_checkpoint("qwen3"))
     capture = TapeCapture()
-    attention = FlashInferAttention(
-        model.attention_spec,
-        dtype=torch.float32,
-        device=CPU,
-        kernels=capture.kernels,
-        workspace_bytes=16,
+    attention = grouped_attention(
+        model,
+        partial(
+            FlashInferAttention,
+            dtype=torch.float32,
+            device=CPU,
+            kernels=capture.kernels,
+            workspace_bytes=16,
+        ),
     )
     attention.bind([torch.zeros(3, 2, 16, 2, 32) for _ in range(2)])
     assert engine_device.make_graphs(config(), model, attention, 64, capture) is not None
     assert (
         engine_device.make_graphs(config(enforce_eager=True), model, attention, 64, capture) is None
     )
-    plain = TorchAttention(model.attention_spec)
+    plain = grouped_attention(model, TorchAttention)
     assert engine_device.make_graphs(config(), model, plain, 64, capture) is None
     assert engine_device.make_graphs(config(), model, attention, 64) is None, "a CPU has no graphs"
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from prefixcache._core import PagedAttention
 from prefixcache.exceptions import ConfigError
-
-if TYPE_CHECKING:
-    from prefixcache.ops.invariant import InvariantStack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +66,22 @@ class AttentionBatch:
     first_pages: Tensor | None = None  # int32 [S]
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Layers of a model with the same attention and block table, by their numbers in the model."""
+
+    spec: AttentionSpec
+    layers: tuple[int, ...]
+
+
 class AttentionBackend(Protocol):
     """Paged attention of one group of layers. `plan` once a step, then `run` for each layer.
 
     `batch_invariant` says that a row's bits depend on its own sequence alone, whatever its chunk
     and batch; `decode_matches_prefill` that it makes no difference either whether the row was
-    computed as one of `num_decodes` or in a chunk. `run_stack` is None where a model must go layer
-    by layer, `rotate_and_run` where it rotates queries and keys itself.
+    computed as one of `num_decodes` or in a chunk. `stack_kernel` is the planned kernel for a call
+    that computes all layers of a model, None where it must go layer by layer; `rotate_and_run` is
+    None where the model rotates queries and keys itself. Layers are numbered within the group.
     """
 
     name: str
@@ -82,8 +89,8 @@ class AttentionBackend(Protocol):
     decode_matches_prefill: bool
 
     @property
-    def run_stack(self) -> Callable[[InvariantStack, Tensor, tuple[Tensor, Tensor]], None] | None:
-        """Takes hidden states [T, E] through all layers in place, with the step's rotation."""
+    def stack_kernel(self) -> PagedAttention | None:
+        """The CPU kernel of the group's layers."""
         ...
 
     @property
@@ -112,6 +119,19 @@ class AttentionBackend(Protocol):
 
         Returns [T, H, D] in the type of `q_THD`.
         """
+        ...
+
+
+@runtime_checkable
+class GraphAttention(AttentionBackend, Protocol):
+    """A backend whose decodes can be captured."""
+
+    def reserve_graphs(self, sizes: Sequence[int], max_page_indices: int) -> None:
+        """Makes the tables of fixed addresses that captured decodes of `sizes` rows read."""
+        ...
+
+    def plan_graph(self, batch: AttentionBatch, size: int) -> None:
+        """Plans a pure decode, with rows of the null block added to make `size`."""
         ...
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from prefixcache._core import Cpu, PagedAttention
 from prefixcache.attention.base import AttentionBatch, AttentionSpec
 from prefixcache.exceptions import ConfigError
-from prefixcache.ops.invariant import InvariantStack, kernel_dtype
+from prefixcache.ops.invariant import kernel_dtype
 
 
 class CpuAttention:
@@ -32,7 +32,7 @@ class CpuAttention:
         self._dtype = dtype
         self._kv_layers: Sequence[Tensor] = ()
         self._num_tokens = 0
-        self._kernel = _make_kernel(spec, cpu, dtype)
+        self.stack_kernel = _make_kernel(spec, cpu, dtype)
 
     def kv_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
@@ -55,7 +55,7 @@ class CpuAttention:
         """Checks and takes the step's block tables."""
         num_blocks, _, _, block_size, _ = self._kv_layers[0].shape
         self._num_tokens = len(batch.slot_mapping)
-        self._kernel.plan(
+        self.stack_kernel.plan(
             num_blocks,
             block_size,
             batch.qo_indptr.numpy(),
@@ -63,6 +63,7 @@ class CpuAttention:
             batch.kv_indices.numpy(),
             batch.last_page_len.numpy(),
             batch.slot_mapping.numpy(),
+            None if batch.first_pages is None else batch.first_pages.numpy(),
         )
 
     def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ class CpuAttention:
         k_TKD = self._dense_heads(k_TKD, self._spec.num_kv_heads)
         v_TKD = self._dense_heads(v_TKD, self._spec.num_kv_heads)
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-        self._kernel.run(
+        self.stack_kernel.run(
             self._kv_layers[layer].data_ptr(),
             q_THD.data_ptr(),
             q_THD.stride(0),
@@ -82,14 +83,6 @@ class CpuAttention:
             out_THD.data_ptr(),
         )
         return out_THD
-
-    def run_stack(
-        self, stack: InvariantStack, x_TE: Tensor, rotation: tuple[Tensor, Tensor]
-    ) -> None:
-        """Takes `x_TE` through all layers of a model in place, as its layers one by one would."""
-        if x_TE.shape[0] != self._num_tokens:
-            raise ValueError(f"x_TE must have {self._num_tokens} rows, as the step that is planned")
-        stack(x_TE, rotation, self._kernel, self._kv_layers)
 
     def _dense_heads(self, x_TND: Tensor, num_heads: int) -> Tensor:
         """The tensor itself if each token's heads follow each other, else a copy."""

@@ -76,7 +76,7 @@ class FlashInferAttention:
     needs no `workspace_bytes`.
     """
 
-    run_stack = None
+    stack_kernel = None
 
     def __init__(
         self,

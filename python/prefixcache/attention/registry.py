@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from prefixcache._core import Cpu
-from prefixcache.attention.base import AttentionBackend, AttentionSpec
+from prefixcache.attention.base import AttentionBackend, AttentionGroup, AttentionSpec
+from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.exceptions import ConfigError
 
 _CPU = torch.device("cpu")
@@ -27,40 +29,62 @@ class AttentionOptions:
     cpu: Cpu | None = None
 
 
-_Factory = Callable[[AttentionSpec, AttentionOptions], AttentionBackend]
+# Makes the backends of all groups at once, so that they can share what a step computes with.
+_Factory = Callable[[Sequence[AttentionSpec], AttentionOptions], Sequence[AttentionBackend]]
 
 
-def _torch(spec: AttentionSpec, _options: AttentionOptions) -> AttentionBackend:
+def _torch(
+    specs: Sequence[AttentionSpec], _options: AttentionOptions
+) -> Sequence[AttentionBackend]:
     from prefixcache.attention.torch_attention import TorchAttention
 
-    return TorchAttention(spec)
+    return [TorchAttention(spec) for spec in specs]
 
 
-def _cpu(spec: AttentionSpec, options: AttentionOptions) -> AttentionBackend:
+def _cpu(specs: Sequence[AttentionSpec], options: AttentionOptions) -> Sequence[AttentionBackend]:
     from prefixcache.attention.cpu import CpuAttention
 
-    return CpuAttention(spec, options.cpu or Cpu(torch.get_num_threads()), options.dtype)
+    cpu = options.cpu or Cpu(torch.get_num_threads())
+    return [CpuAttention(spec, cpu, options.dtype) for spec in specs]
 
 
-def _flashinfer(spec: AttentionSpec, options: AttentionOptions) -> AttentionBackend:
+def _flashinfer(
+    specs: Sequence[AttentionSpec], options: AttentionOptions
+) -> Sequence[AttentionBackend]:
+    return _make_flashinfer(specs, options, "unified" if options.batch_invariant else "off")
+
+
+def _flashinfer_split(
+    specs: Sequence[AttentionSpec], options: AttentionOptions
+) -> Sequence[AttentionBackend]:
+    return _make_flashinfer(specs, options, "split")
+
+
+def _flashinfer_packed(
+    specs: Sequence[AttentionSpec], options: AttentionOptions
+) -> Sequence[AttentionBackend]:
+    return _make_flashinfer(specs, options, "unified", packs_heads=True)
+
+
+def _make_flashinfer(
+    specs: Sequence[AttentionSpec],
+    options: AttentionOptions,
+    invariance: Literal["off", "split", "unified"],
+    *,
+    packs_heads: bool = False,
+) -> Sequence[AttentionBackend]:
     from prefixcache.attention.flashinfer import make_flashinfer
 
-    invariance = "unified" if options.batch_invariant else "off"
-    return make_flashinfer(spec, dtype=options.dtype, device=options.device, invariance=invariance)
-
-
-def _flashinfer_split(spec: AttentionSpec, options: AttentionOptions) -> AttentionBackend:
-    from prefixcache.attention.flashinfer import make_flashinfer
-
-    return make_flashinfer(spec, dtype=options.dtype, device=options.device, invariance="split")
-
-
-def _flashinfer_packed(spec: AttentionSpec, options: AttentionOptions) -> AttentionBackend:
-    from prefixcache.attention.flashinfer import make_flashinfer
-
-    return make_flashinfer(
-        spec, dtype=options.dtype, device=options.device, invariance="unified", packs_heads=True
-    )
+    return [
+        make_flashinfer(
+            spec,
+            dtype=options.dtype,
+            device=options.device,
+            invariance=invariance,
+            packs_heads=packs_heads,
+        )
+        for spec in specs
+    ]
 
 
 _FACTORIES: dict[str, _Factory] = {
@@ -78,29 +102,27 @@ def attention_names() -> tuple[str, ...]:
 
 
 def make_attention(
-    name: str, spec: AttentionSpec, options: AttentionOptions | None = None
-) -> AttentionBackend:
-    """Makes the backend for one group of layers; "auto" is the best one for the device.
+    name: str, groups: Sequence[AttentionGroup], options: AttentionOptions | None = None
+) -> GroupedAttention:
+    """Makes a backend for each group of layers; "auto" is the best one for the device.
 
     Raises `ConfigError` for an unknown name, listing the known ones, and for a backend whose
     package or device is missing.
     """
     options = options or AttentionOptions()
-    if name == "auto":
-        return _best(spec, options)
-    factory = _FACTORIES.get(name)
+    factory = _best if name == "auto" else _FACTORIES.get(name)
     if factory is None:
         raise ConfigError(f"attention must be one of auto, {', '.join(_FACTORIES)}, got {name!r}.")
-    return factory(spec, options)
+    return GroupedAttention(groups, factory([group.spec for group in groups], options))
 
 
-def _best(spec: AttentionSpec, options: AttentionOptions) -> AttentionBackend:
+def _best(specs: Sequence[AttentionSpec], options: AttentionOptions) -> Sequence[AttentionBackend]:
     """On a CPU our kernel; torch where no promise asks for ours, or it refuses the model."""
     if options.device.type == "cuda":
-        return _flashinfer(spec, options)
+        return _flashinfer(specs, options)
     if options.batch_invariant:
-        return _cpu(spec, options)
+        return _cpu(specs, options)
     try:
-        return _torch(spec, options) if options.cpu is None else _cpu(spec, options)
+        return _torch(specs, options) if options.cpu is None else _cpu(specs, options)
     except ConfigError:
-        return _torch(spec, options)
+        return _torch(specs, options)

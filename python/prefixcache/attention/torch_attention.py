@@ -32,7 +32,7 @@ class TorchAttention:
     name = "torch"
     batch_invariant = False
     decode_matches_prefill = False
-    run_stack = None
+    stack_kernel = None
     rotate_and_run = None
     kv_shape = staticmethod(kv_shape_nhd)
 
@@ -56,6 +56,8 @@ class TorchAttention:
         qo_indptr: list[int] = batch.qo_indptr.tolist()
         kv_indptr: list[int] = batch.kv_indptr.tolist()
         last_page_len: list[int] = batch.last_page_len.tolist()
+        if batch.first_pages is not None:
+            self._check_left_out(batch, batch.first_pages)
         device = batch.slot_mapping.device
         blocks = batch.kv_indices.to(device=device, dtype=torch.int64)
         self._sequences = [
@@ -71,6 +73,16 @@ class TorchAttention:
         num_keys = (len(blocks) - 1) * self._block_size + last_page_len
         visible_LN = self._visible(rows.stop - rows.start, num_keys, blocks.device)
         return _SequencePlan(rows, blocks, num_keys, visible_LN)
+
+    def _check_left_out(self, batch: AttentionBatch, first_pages: Tensor) -> None:
+        """Raises `ValueError` where a query sees a page that is left out."""
+        pages, rows = batch.kv_indptr.diff(), batch.qo_indptr.diff()
+        starts = (first_pages + pages - 1) * self._block_size + batch.last_page_len - rows
+        window = self._spec.sliding_window
+        seen = torch.zeros_like(starts) if window is None else (starts + 1 - window).clamp(min=0)
+        lies = (rows > 0) & (first_pages > seen // self._block_size)
+        if bool((lies | (first_pages < 0)).any()):
+            raise ValueError("first_pages must leave out only pages behind every query's window")
 
     def _visible(self, num_rows: int, num_keys: int, device: torch.device) -> Tensor | None:
         window = self._spec.sliding_window

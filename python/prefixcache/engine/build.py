@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from prefixcache._core import Cpu
-from prefixcache.attention.base import AttentionBackend
+from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.config import CacheConfig, EngineConfig
 from prefixcache.engine.device import (
@@ -26,8 +26,8 @@ from prefixcache.engine.memory import ModelMemory
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.sizing import choose_num_blocks
-from prefixcache.kv.specs import kv_groups
-from prefixcache.kv.tensors import KVTensors
+from prefixcache.kv.specs import KVLayout, kv_layout
+from prefixcache.kv.tensors import KVTensors, attention_groups
 from prefixcache.model_config import ModelConfig
 from prefixcache.models.hub import read_config, resolve_model
 from prefixcache.models.llama import LlamaModel
@@ -78,7 +78,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     make = partial(make_model, model_config, dtype=dtype, device=device, cpu=cpu)
     weights = ReplaceableModel(model, partial(make, max_positions=max_model_len), folder)
     kv = kv_tensors(config, model, attention, num_blocks)
-    runner = _runner(config, weights, attention, max_model_len, device)
+    runner = _runner(config, weights, attention, kv.layout, max_model_len, device)
     memory = ModelMemory(
         weights, kv, runner, lambda: make_graphs(config, weights.loaded, attention, max_model_len)
     )
@@ -92,6 +92,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         revision=config.revision or "",
         kv_dtype=str(dtype).removeprefix("torch."),
         arithmetic=str(dtype).removeprefix("torch."),
+        groups=kv.layout.kinds,
         publish_answers=shares_answers(attention),
         merge_twins=config.cache.merge_duplicate_blocks and batch_invariant,
     )
@@ -140,7 +141,7 @@ def _log_choices(config: EngineConfig, parts: EngineParts, kv: KVTensors, cpu: C
         kv.device,
         threads,
         kernels,
-        kv.backend.name,
+        kv.attention.name,
         kv.num_blocks,
         kv.block_size,
         kv.num_bytes / 2**30,
@@ -181,7 +182,7 @@ def _model_and_pool(
     dtype: torch.dtype,
     device: torch.device,
     cpu: Cpu | None,
-) -> tuple[LlamaModel, AttentionBackend, int, int]:
+) -> tuple[LlamaModel, GroupedAttention, int, int]:
     """The loaded model, its attention without a pool, the pool's blocks and the context length.
 
     Where a trial step sizes the pool, the model must be there first.
@@ -194,7 +195,7 @@ def _model_and_pool(
         num_blocks = trial_blocks(config, model, attention, longest)
         max_model_len = _max_model_len(config, model_config, num_blocks)
     else:
-        num_blocks = choose_num_blocks(config.cache, kv_groups(model_config), dtype, device)
+        num_blocks = choose_num_blocks(config.cache, kv_layout(model_config), dtype, device)
         max_model_len = _max_model_len(config, model_config, num_blocks)
         model = load(max_positions=max_model_len)
         attention = _attention(config, model, cpu)
@@ -215,20 +216,22 @@ def _kernel_threads(config: EngineConfig, device: torch.device) -> Cpu | None:
     return Cpu(torch.get_num_threads())
 
 
-def _attention(config: EngineConfig, model: LlamaModel, cpu: Cpu | None) -> AttentionBackend:
+def _attention(config: EngineConfig, model: LlamaModel, cpu: Cpu | None) -> GroupedAttention:
     options = AttentionOptions(
         device=model.device,
         dtype=model.dtype,
         batch_invariant=config.keeps_batch_invariant(model.device.type),
         cpu=cpu,
     )
-    return make_attention(config.attention, model.attention_spec, options)
+    groups = attention_groups(kv_layout(model.config), model.attention_spec)
+    return make_attention(config.attention, groups, options)
 
 
 def _runner(
     config: EngineConfig,
     model: Decoder,
-    attention: AttentionBackend,
+    attention: GroupedAttention,
+    layout: KVLayout,
     max_model_len: int,
     device: torch.device,
 ) -> ModelRunner:
@@ -238,6 +241,8 @@ def _runner(
         attention,
         max_tokens=config.scheduler.max_num_batched_tokens,
         max_seqs=config.scheduler.max_num_seqs,
-        max_pages=-(-max_model_len // config.cache.block_size),
+        max_pages=layout.most_pages(
+            max_model_len, config.scheduler.max_num_batched_tokens, config.cache.block_size
+        ),
         device=device,
     )

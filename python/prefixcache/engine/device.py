@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from prefixcache.attention.base import AttentionBackend
+from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.config import EngineConfig
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.sizing import DeviceMemory, fitting_blocks, measure_peak
-from prefixcache.kv.specs import kv_groups
+from prefixcache.kv.specs import kv_layout
 from prefixcache.kv.tensors import KVTensors
 from prefixcache.models.llama import LlamaModel
 from prefixcache.ops.cuda import pin_matmul
@@ -19,7 +19,6 @@ from prefixcache.runner.cuda_graph import (
     Capture,
     CudaCapture,
     DecodeGraphs,
-    GraphAttention,
     graph_sizes,
 )
 from prefixcache.runner.trial import run_largest_step
@@ -55,13 +54,12 @@ def is_sized_by_trial(config: EngineConfig, device: torch.device) -> bool:
 
 
 def kv_tensors(
-    config: EngineConfig, model: LlamaModel, attention: AttentionBackend, num_blocks: int
+    config: EngineConfig, model: LlamaModel, attention: GroupedAttention, num_blocks: int
 ) -> KVTensors:
-    """The pool of the model's one group; `allocate` makes its memory."""
-    (group,) = kv_groups(model.config)
+    """The pool of all groups of the model; `allocate` makes its memory."""
     return KVTensors(
-        group=group,
-        backend=attention,
+        layout=kv_layout(model.config),
+        attention=attention,
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
         dtype=model.dtype,
@@ -72,7 +70,7 @@ def kv_tensors(
 def trial_blocks(
     config: EngineConfig,
     model: LlamaModel,
-    attention: AttentionBackend,
+    attention: GroupedAttention,
     max_model_len: int,
     measure: Measure = measure_peak,
 ) -> int:
@@ -97,7 +95,7 @@ def trial_blocks(
     return fitting_blocks(memory, config.cache.gpu_memory_utilization, null_block.num_bytes)
 
 
-def shares_answers(attention: AttentionBackend) -> bool:
+def shares_answers(attention: GroupedAttention) -> bool:
     """Whether blocks that decodes wrote may be hit: not if they would change invariant answers."""
     return attention.decode_matches_prefill or not attention.batch_invariant
 
@@ -105,7 +103,7 @@ def shares_answers(attention: AttentionBackend) -> bool:
 def make_graphs(
     config: EngineConfig,
     model: LlamaModel,
-    attention: AttentionBackend,
+    attention: GroupedAttention,
     max_model_len: int,
     capture: Capture | None = None,
 ) -> DecodeGraphs | None:
@@ -115,16 +113,18 @@ def make_graphs(
     """
     if capture is None and model.device.type == "cuda":
         capture = CudaCapture(model.device)
-    if capture is None or config.enforce_eager or not isinstance(attention, GraphAttention):
+    if capture is None or config.enforce_eager or not attention.has_graphs:
         return None
     max_seqs = config.scheduler.max_num_seqs
     sizes = graph_sizes(max_seqs)
+    layout = kv_layout(model.config)
+    max_pages = layout.most_pages(max_model_len, 1, config.cache.block_size)
     logger.info("Capturing CUDA graphs of %d batch sizes up to %d.", len(sizes), max_seqs)
     return DecodeGraphs(
         model,
         attention,
         sizes=sizes,
-        max_page_indices=max_seqs * -(-max_model_len // config.cache.block_size),
+        max_page_indices=[max_seqs * most for most in max_pages],
         device=model.device,
         capture=capture,
     )

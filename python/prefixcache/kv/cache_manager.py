@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal
 
 from prefixcache.core import PrefixCache
 from prefixcache.core import Sequence as CoreSequence
 from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.kv.specs import GroupKind
 from prefixcache.request import Request
 from prefixcache.step_plan import StepPlan
 
@@ -19,9 +19,6 @@ logger = logging.getLogger(__name__)
 
 HASH_FORMAT = "prefixcache v2"
 """Names what docs/hashing.md specifies; other bytes under a block's name get another format."""
-
-GroupKind = Literal["full"] | tuple[Literal["sliding_window"], int]
-"""How a group's layers attend: to all tokens before, or to a window of so many, itself counted."""
 
 
 class CacheManager:
@@ -62,7 +59,6 @@ class CacheManager:
         self.block_size = block_size
         self.num_blocks = self._cache.num_blocks
         self.num_usable_blocks = self.num_blocks - 1
-        self._num_groups = len(groups)
         self._windows = [kind[1] for kind in groups if kind != "full"]
         self._merge_twins = merge_twins
         self.num_merged_blocks = 0
@@ -244,8 +240,7 @@ class CacheManager:
         sequences = self._of([scheduled.request_id for scheduled in plan.sequences])
         starts = [scheduled.start for scheduled in plan.sequences]
         counts = [scheduled.num_tokens for scheduled in plan.sequences]
-        for group in range(self._num_groups):
-            tables = buffers[group]
+        for group, tables in enumerate(buffers):
             self._cache.fill_block_tables(
                 sequences,
                 starts,
@@ -255,6 +250,7 @@ class CacheManager:
                 tables.indices,
                 tables.last_page_len,
                 tables.slot_mapping,
+                tables.first_pages,
             )
 
     def reset(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 
 from prefixcache.config import CacheConfig
 from prefixcache.exceptions import OutOfMemoryError
-from prefixcache.kv.specs import KVGroup
+from prefixcache.kv.specs import KVLayout
 
 _MIB = 1 << 20
 _DEFAULT_SHARE = 0.5
@@ -26,7 +26,7 @@ _CGROUP_FILES = (
 
 
 def choose_num_blocks(
-    cache: CacheConfig, groups: Sequence[KVGroup], dtype: torch.dtype, device: torch.device
+    cache: CacheConfig, layout: KVLayout, dtype: torch.dtype, device: torch.device
 ) -> int:
     """Blocks of the pool, the null block included.
 
@@ -36,7 +36,7 @@ def choose_num_blocks(
     """
     if cache.num_blocks is not None:
         return cache.num_blocks
-    block_bytes = sum(g.bytes_per_block(cache.block_size, dtype.itemsize) for g in groups)
+    block_bytes = layout.bytes_per_block(cache.block_size, dtype.itemsize)
     budget = _budget(cache.kv_cache_memory, device)
     if budget < 2 * block_bytes:
         raise OutOfMemoryError(

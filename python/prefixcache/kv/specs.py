@@ -1,10 +1,19 @@
-"""KV cache groups: layers that share one block table, derived from a model's config alone."""
+"""KV cache groups: layers that share a block table, derived from a model's config alone."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from prefixcache.model_config import ModelConfig
+
+GroupKind: TypeAlias = Literal["full"] | tuple[Literal["sliding_window"], int]
+"""How a group's layers attend: to all tokens before, or to a window of so many, itself counted."""
+
+# Above the fewest layers of a kind, groups are made as large as the most only up to this factor:
+# padding then costs less than a group more.
+_MOST_BY_FEWEST = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,15 +21,79 @@ class KVGroup:
     """Layers whose KV lives under the same block ids. `sliding_window` None is full attention."""
 
     layers: tuple[int, ...]
-    num_kv_heads: int
-    head_dim: int
     sliding_window: int | None = None
 
+    @property
+    def kind(self) -> GroupKind:
+        """How the group's layers attend."""
+        return "full" if self.sliding_window is None else ("sliding_window", self.sliding_window)
+
+    def most_pages(self, num_tokens: int, chunk: int, block_size: int) -> int:
+        """The most pages that a step lists of a sequence of up to `num_tokens`.
+
+        At most `chunk` tokens of it are computed in the step.
+        """
+        pages = -(-num_tokens // block_size)
+        if self.sliding_window is None:
+            return pages
+        # Tokens in a row may begin at a page's last one.
+        tokens = self.sliding_window - 1 + chunk
+        return min(pages, (tokens - 2) // block_size + 2)
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """A model's groups, in the order of their ids, and what is the same for all.
+
+    Tensor j serves layer j of every group, so any block can serve any group.
+    """
+
+    groups: tuple[KVGroup, ...]
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def num_tensors(self) -> int:
+        """Layers of the largest group."""
+        return max(len(group.layers) for group in self.groups)
+
+    @property
+    def num_padded(self) -> int:
+        """Places of a group's block that no layer uses, over all groups."""
+        return sum(self.num_tensors - len(group.layers) for group in self.groups)
+
+    @property
+    def kinds(self) -> tuple[GroupKind, ...]:
+        """How the layers of each group attend."""
+        return tuple(group.kind for group in self.groups)
+
     def bytes_per_block(self, block_size: int, itemsize: int) -> int:
-        """Bytes of one block over all layers of the group: keys and values."""
-        return len(self.layers) * 2 * block_size * self.num_kv_heads * self.head_dim * itemsize
+        """Bytes of one block over all tensors: keys and values, whichever group holds it."""
+        return self.num_tensors * 2 * block_size * self.num_kv_heads * self.head_dim * itemsize
+
+    def most_pages(self, num_tokens: int, chunk: int, block_size: int) -> tuple[int, ...]:
+        """`KVGroup.most_pages` of each group."""
+        return tuple(group.most_pages(num_tokens, chunk, block_size) for group in self.groups)
 
 
-def kv_groups(model: ModelConfig) -> tuple[KVGroup, ...]:
-    """The groups of a model, in the order of their group ids."""
-    return (KVGroup(tuple(range(model.num_layers)), model.num_kv_heads, model.head_dim),)
+def kv_layout(model: ModelConfig) -> KVLayout:
+    """The groups of a model: one for each kind of attention, or several of equal size as in vLLM.
+
+    Full attention comes first, then windows in the order of their first layers.
+    """
+    kinds: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(model.layer_windows or (None,) * model.num_layers):
+        kinds.setdefault(window, []).append(layer)
+    counts = [len(layers) for layers in kinds.values()]
+    size = max(counts) if max(counts) < _MOST_BY_FEWEST * min(counts) else min(counts)
+    in_order = sorted(kinds.items(), key=lambda kind: kind[0] is not None)
+    groups = tuple(
+        KVGroup(layers, window) for window, all_of in in_order for layers in _deal(all_of, size)
+    )
+    return KVLayout(groups, model.num_kv_heads, model.head_dim)
+
+
+def _deal(layers: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
+    """Layers of one kind in turns to as few groups as hold them, `most` each."""
+    num_groups = -(-len(layers) // most)
+    return (tuple(layers[first::num_groups]) for first in range(num_groups))

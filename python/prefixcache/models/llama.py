@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prefixcache.attention.base import AttentionBackend, AttentionSpec
+from prefixcache.attention.base import AttentionSpec
+from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.model_config import ModelConfig
 from prefixcache.models.weights import Slot
 from prefixcache.ops.linear import Linear
@@ -67,7 +68,7 @@ class Attention:
         x_TE: Tensor,
         residual_TE: Tensor,
         rotation: tuple[Tensor, Tensor],
-        attention: AttentionBackend,
+        attention: GroupedAttention,
     ) -> Tensor:
         """Adds to the residual; `rotation` holds the cosines and sines of the step's positions."""
         num_q, num_k, _ = self._heads
@@ -137,7 +138,7 @@ class DecoderLayer:
         self._mlp = MLP(config, builder)
 
     def __call__(
-        self, x_TE: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionBackend
+        self, x_TE: Tensor, rotation: tuple[Tensor, Tensor], attention: GroupedAttention
     ) -> Tensor:
         """Returns the residual stream after this layer, [T, E]."""
         normed_TE = self._ops.rms_norm(x_TE, self._input_norm_E, self._eps)
@@ -203,7 +204,7 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionBackend
+        self, token_ids_T: Tensor, positions_T: Tensor, attention: GroupedAttention
     ) -> Tensor:
         """Hidden states [T, E] after the last norm; `attention` must be planned for the step."""
         rotation = self._rope.at(positions_T)
@@ -212,11 +213,11 @@ class LlamaModel:
         return self._ops.rms_norm(x_TE, self._norm_E, self.config.rms_norm_eps)
 
     def _through_layers(
-        self, x_TE: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionBackend
+        self, x_TE: Tensor, rotation: tuple[Tensor, Tensor], attention: GroupedAttention
     ) -> Tensor:
         """In one call where ops and attention both can, which changes no bit."""
         if self._stack is not None and attention.run_stack is not None:
-            attention.run_stack(self._stack, x_TE, rotation)
+            attention.run_stack(self._stack, x_TE, (rotation,))
             return x_TE
         for layer in self._layers:
             x_TE = layer(x_TE, rotation, attention)

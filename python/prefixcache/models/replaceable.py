@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from prefixcache.attention.base import AttentionBackend
+from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.exceptions import ConfigError, ModelLoadError
 from prefixcache.model_config import GenerationDefaults, ModelConfig
 from prefixcache.models.llama import LlamaModel
@@ -61,7 +61,7 @@ class ReplaceableModel:
         return self._model is not None and not self._unwritten
 
     def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionBackend
+        self, token_ids_T: Tensor, positions_T: Tensor, attention: GroupedAttention
     ) -> Tensor:
         """Hidden states [T, E]."""
         return self.loaded.forward(token_ids_T, positions_T, attention)

@@ -131,14 +131,17 @@ class InvariantStack:
     def __call__(
         self,
         x_TE: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        attention: PagedAttention,
+        rotations: Sequence[tuple[Tensor, Tensor]],
+        kernels: Sequence[PagedAttention],
+        layer_groups: Sequence[int],  # noqa: ARG002
         kv_layers: Sequence[Tensor],
     ) -> None:
-        """Takes `x_TE`, dense, through all layers in place; `attention` is planned for its rows.
+        """Takes `x_TE`, dense, through all layers in place; `kernels` are planned for its rows.
 
-        `rotation` holds cosines and sines of the rows' positions, [T, 1, D / 2].
+        There is a kernel for each group of layers, and a group and a KV tensor for each layer.
+        A rotation holds cosines and sines of the rows' positions, [T, 1, D / 2].
         """
+        (rotation,), (attention,) = rotations, kernels
         wanted = (x_TE.shape[0], 1, rotation[0].shape[2])
         for angles_T1R in rotation:
             _check_angles(angles_T1R, wanted)

@@ -5,6 +5,7 @@ Letters of shapes: T tokens in the step, S sequences, R rows of logits, P pages 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,32 +20,31 @@ from prefixcache.step_plan import StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One step's inputs. `sampled_rows_R` are the rows of T whose logits choose a token."""
+    """One step's inputs. `sampled_rows_R` are the rows of T whose logits choose a token.
+
+    `attention` has an entry for each KV cache group.
+    """
 
     token_ids_T: Tensor
     positions_T: Tensor
     sampled_rows_R: Tensor
-    attention: AttentionBatch
+    attention: tuple[AttentionBatch, ...]
 
 
 class StepBuffers:
     """Block tables of the largest possible step, one set for each KV cache group.
 
     The cache fills them before each `load`; nothing reads them after the step is launched.
-    `max_pages` is the number of pages of one sequence.
+    `max_pages` has for each group the most pages of a sequence in a step.
     """
 
     def __init__(
-        self, *, max_tokens: int, max_seqs: int, max_pages: int, device: torch.device
+        self, *, max_tokens: int, max_seqs: int, max_pages: Sequence[int], device: torch.device
     ) -> None:
         self._device = device
-        self.block_tables = (
-            BlockTableBuffers(
-                indptr=np.zeros(max_seqs + 1, np.int32),
-                indices=np.zeros(max_seqs * max_pages, np.int32),
-                last_page_len=np.zeros(max_seqs, np.int32),
-                slot_mapping=np.zeros(max_tokens, np.int64),
-            ),
+        self.block_tables = tuple(
+            BlockTableBuffers.of_size(max_tokens=max_tokens, max_seqs=max_seqs, max_pages=most)
+            for most in max_pages
         )
 
     def load(self, plan: StepPlan, sampled_R: Tensor) -> Batch:
@@ -53,10 +53,10 @@ class StepBuffers:
         `sampled_R` are the tokens that the step before sampled, on the device: the plan's tokens
         below zero stand for them.
         """
-        (tables,) = self.block_tables
         counts = np.array([sequence.num_tokens for sequence in plan.sequences])
         starts = np.array([sequence.start for sequence in plan.sequences])
         num_tokens, num_seqs = plan.num_tokens, len(counts)
+        max_q_len = int(counts.max())
         qo_indptr = np.zeros(num_seqs + 1, np.int32)
         ends = np.cumsum(counts, out=qo_indptr[1:])
         upload = Upload()
@@ -66,21 +66,31 @@ class StepBuffers:
         )
         samples = [sequence.sampling is not None for sequence in plan.sequences]
         sampled_rows = upload.integers(ends[samples] - 1)
-        slots = upload.integers(tables.slot_mapping[:num_tokens])
-        pages = upload.int32(tables.indices[: tables.indptr[num_seqs]])
+        slots_and_pages = [
+            (
+                upload.integers(tables.slot_mapping[:num_tokens]),
+                upload.int32(tables.indices[: tables.indptr[num_seqs]]),
+            )
+            for tables in self.block_tables
+        ]
         sent = upload.send(self._device)
+        qo_indptr_S1 = torch.from_numpy(qo_indptr)
         return Batch(
             token_ids_T=_resolved(plan, token_ids(sent), sampled_R),
             positions_T=positions(sent),
             sampled_rows_R=sampled_rows(sent),
-            attention=AttentionBatch(
-                qo_indptr=torch.from_numpy(qo_indptr),
-                kv_indptr=torch.from_numpy(tables.indptr[: num_seqs + 1]),
-                kv_indices=pages(sent),
-                last_page_len=torch.from_numpy(tables.last_page_len[:num_seqs]),
-                slot_mapping=slots(sent),
-                max_q_len=int(counts.max()),
-                num_decodes=plan.num_decodes,
+            attention=tuple(
+                AttentionBatch(
+                    qo_indptr=qo_indptr_S1,
+                    kv_indptr=torch.from_numpy(tables.indptr[: num_seqs + 1]),
+                    kv_indices=pages(sent),
+                    last_page_len=torch.from_numpy(tables.last_page_len[:num_seqs]),
+                    slot_mapping=slots(sent),
+                    max_q_len=max_q_len,
+                    num_decodes=plan.num_decodes,
+                    first_pages=torch.from_numpy(tables.first_pages[:num_seqs]),
+                )
+                for tables, (slots, pages) in zip(self.block_tables, slots_and_pages, strict=True)
             ),
         )
 

@@ -13,31 +13,17 @@ import gc
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from prefixcache.attention.base import AttentionBackend, AttentionBatch
+from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.runner.batch import Batch
 from prefixcache.runner.decoder import Decoder
 from prefixcache.runner.trial import null_batch
 from prefixcache.sampling.sampler import greedy_token_ids
 
 Replay = Callable[[], None]
-
-
-@runtime_checkable
-class GraphAttention(AttentionBackend, Protocol):
-    """An attention backend whose decodes can be captured."""
-
-    def reserve_graphs(self, sizes: Sequence[int], max_page_indices: int) -> None:
-        """Makes the tables of fixed addresses that captured decodes of `sizes` rows read."""
-        ...
-
-    def plan_graph(self, batch: AttentionBatch, size: int) -> None:
-        """Plans a pure decode, with rows of the null block added to make `size`."""
-        ...
 
 
 Capture = Callable[[Callable[[], None]], Replay]
@@ -75,16 +61,17 @@ def choose_size(sizes: Sequence[int], count: int) -> int | None:
 class DecodeGraphs:
     """The captured decodes of one model on one device.
 
-    `max_page_indices` bounds the page indices of a step: sequences times pages of the longest.
+    `max_page_indices` bounds the page indices of a decode in each group: sequences times the most
+    pages of one.
     """
 
     def __init__(
         self,
         model: Decoder,
-        attention: GraphAttention,
+        attention: GroupedAttention,
         *,
         sizes: Sequence[int],
-        max_page_indices: int,
+        max_page_indices: Sequence[int],
         device: torch.device,
         capture: Capture,
     ) -> None:
@@ -103,12 +90,12 @@ class DecodeGraphs:
 
     def fits(self, batch: Batch) -> bool:
         """Whether the step is a pure decode that a graph holds."""
-        count = len(batch.attention.last_page_len)
-        return batch.attention.num_decodes == count <= self._sizes[-1]
+        count = len(batch.attention[0].last_page_len)
+        return batch.attention[0].num_decodes == count <= self._sizes[-1]
 
     def run(self, batch: Batch) -> Decoded:
         """Replays the smallest graph that holds the step. Raises `ValueError` when none does."""
-        count = len(batch.attention.last_page_len)
+        count = len(batch.attention[0].last_page_len)
         size = choose_size(self._sizes, count)
         if size is None or self._logits_SV is None:
             raise ValueError(
@@ -122,7 +109,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _capture(self, size: int, capture: Capture) -> Replay:
         one = replace(null_batch([1], 1, self._device), num_decodes=1)
-        self._attention.plan_graph(one, size)
+        self._attention.plan_graph([one] * self._attention.num_groups, size)
         return capture(lambda: self._step(size))
 
     def _step(self, size: int) -> None:

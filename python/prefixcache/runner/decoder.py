@@ -6,14 +6,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from prefixcache.attention.base import AttentionBackend
+from prefixcache.attention.grouped import GroupedAttention
 
 
 class Decoder(Protocol):
     """A model of `models/loader.py`."""
 
     def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionBackend, /
+        self, token_ids_T: Tensor, positions_T: Tensor, attention: GroupedAttention, /
     ) -> Tensor:
         """Hidden states [T, E]."""
         ...

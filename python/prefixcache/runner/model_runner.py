@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from prefixcache.attention.base import AttentionBackend
+from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.runner.batch import Batch, StepBuffers
 from prefixcache.runner.cuda_graph import DecodeGraphs
@@ -33,11 +33,11 @@ _LOGPROB_ROWS = 256
 class ModelRunner:
     """One model on one device, with the buffers of its steps.
 
-    `max_pages` is the number of pages of the longest sequence. With `graphs`, pure decodes are
-    replayed from them. At most two submitted steps may wait for their results. `runs_ahead` tells
-    that a step may still be computed when its outputs are known: where nothing is sampled they are
-    known at once, and an error then shows in a later step. `shares_kv` tells that a sequence may
-    read KV that was computed for another one; else the prefix cache stays off.
+    `max_pages` has for each KV cache group the most pages of a sequence in a step. With `graphs`,
+    pure decodes are replayed from them. At most two submitted steps may wait for their results.
+    `runs_ahead` tells that a step may still be computed when its outputs are known: where nothing
+    is sampled they are known at once, and an error then shows in a later step. `shares_kv` tells
+    that a sequence may read KV that was computed for another one; else the prefix cache stays off.
     """
 
     shares_kv = True
@@ -45,11 +45,11 @@ class ModelRunner:
     def __init__(
         self,
         model: Decoder,
-        attention: AttentionBackend,
+        attention: GroupedAttention,
         *,
         max_tokens: int,
         max_seqs: int,
-        max_pages: int,
+        max_pages: Sequence[int],
         device: torch.device,
         graphs: DecodeGraphs | None = None,
     ) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from prefixcache.attention.base import AttentionBackend, AttentionBatch
+from prefixcache.attention.base import AttentionBatch
+from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.runner.decoder import Decoder
 from prefixcache.sampling.sampler import sample
 from prefixcache.sampling_params import SamplingParams
@@ -18,7 +19,7 @@ _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
 @torch.inference_mode()
 def run_largest_step(
     model: Decoder,
-    attention: AttentionBackend,
+    attention: GroupedAttention,
     *,
     max_tokens: int,
     max_seqs: int,
@@ -32,7 +33,8 @@ def run_largest_step(
     """
     lengths = _split(max_tokens, max_model_len)
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-    attention.plan(null_batch(lengths, block_size, device))
+    batch = null_batch(lengths, block_size, device)
+    attention.plan([batch] * attention.num_groups)
     hidden_TE = model.forward(torch.zeros_like(positions), positions, attention)
     rows = min(max_seqs, len(hidden_TE))
     logits_RV = model.compute_logits(hidden_TE[:rows])

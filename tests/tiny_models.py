@@ -16,8 +16,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -65,6 +68,37 @@ _YARN_ROPE = {
 }
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 
+_QWEN_WINDOWS = {
+    "num_hidden_layers": 4,
+    "use_sliding_window": True,
+    "sliding_window": 24,
+    "max_window_layers": 2,
+}
+# Three layers with a window to one without, as Gemma 3 has five.
+_GEMMA3 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    "sliding_window": 24,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+_VISION = {
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+    },
+    "mm_tokens_per_image": 4,
+}
+
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(LlamaConfig, {}),
     "smollm2": Architecture(LlamaConfig, {"tie_word_embeddings": True}),
@@ -75,6 +109,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture(Qwen2Config, {}),
     "qwen2-yarn": Architecture(Qwen2Config, {"rope_parameters": _YARN_ROPE}),
     "qwen3": Architecture(Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
+}
+# Those with layers that see a window alone.
+WINDOWED: dict[str, Architecture] = {
+    "mistral-window": Architecture(MistralConfig, {"sliding_window": 24, "head_dim": 32}),
+    "qwen2-window": Architecture(Qwen2Config, _QWEN_WINDOWS),
+    "qwen3-window": Architecture(Qwen3Config, _QWEN_WINDOWS | {"head_dim": 32}),
+    "gemma3": Architecture(Gemma3TextConfig, _GEMMA3),
+    "gemma3-vision": Architecture(Gemma3Config, {"text_config": _GEMMA3, **_VISION}),
 }
 
 
@@ -104,13 +146,21 @@ def make_checkpoint(
 
 def make_model(architecture: str, *, seed: int = 0, **arguments: Any) -> PreTrainedModel:
     """The transformers model itself, float32, in evaluation mode."""
-    family = ARCHITECTURES[architecture]
-    config = family.config_class(**_config_arguments() | family.arguments | arguments)
+    config = make_config(architecture, **arguments)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         _stir(model)
     return model.eval()
+
+
+def make_config(architecture: str, **arguments: Any) -> PreTrainedConfig:
+    """Its transformers config; `arguments` are those of the part that reads text."""
+    family = (ARCHITECTURES | WINDOWED)[architecture]
+    text = _config_arguments() | family.arguments.get("text_config", family.arguments) | arguments
+    if "text_config" not in family.arguments:
+        return family.config_class(**text)
+    return family.config_class(**family.arguments | {"text_config": text})
 
 
 def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
@@ -148,10 +198,12 @@ def _config_arguments() -> dict[str, Any]:
 
 def _stir(model: PreTrainedModel) -> None:
     """Spreads the weights, norms and biases too, so that no part can be left out unnoticed."""
+    # Gemma's norms multiply by their weight and 1.
+    offset = 1.0 if model.config.model_type.startswith("gemma3") else 0.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+                parameter.uniform_(0.5, 1.5).sub_(offset)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.5)
             else:

@@ -96,8 +96,9 @@ class Family:
     there is no model, `always_said` those that transformers writes beside the ones of all families,
     `refused` those that must not be set. `biases` are those it may have: others ignore what the
     file says. There are no windows, one for all layers, or one for the layers of a type, which
-    another field may switch off; `ropes_by_layer` says that ropes go by these types too. `flags`
-    makes fields of `ModelConfig` of a whole config.
+    another field may switch off; `ropes_by_layer` says that ropes go by these types too. Files of a
+    family with `sees_images` may describe, and hold, a model of images beside the one of text.
+    `flags` makes fields of `ModelConfig` of a whole config.
     """
 
     model_type: str
@@ -107,6 +108,7 @@ class Family:
     refused: tuple[str, ...] = ()
     windows: Literal["none", "one", "by_layer", "switched"] = "none"
     ropes_by_layer: bool = False
+    sees_images: bool = False
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
     flags: Callable[[Any], dict[str, Any]] = lambda _whole: {}
 
@@ -131,6 +133,7 @@ _GEMMA3 = Family(
     biases=("attention_bias",),
     windows="by_layer",
     ropes_by_layer=True,
+    sees_images=True,
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     flags=_gemma3_flags,
 )
@@ -186,7 +189,7 @@ def read_hf_config(source: Mapping[str, Any]) -> HFConfig:
     """
     architecture = known_architecture(source.get("architectures"))
     family = FAMILIES[architecture]
-    if family.ropes_by_layer:
+    if family.sees_images:
         source = _text_config(source)
     _refuse_unsupported(family, source)
     given = _read(_FIELDS, source) | _given_ropes(family, source)

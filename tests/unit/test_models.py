@@ -14,7 +14,7 @@ from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.loader import choose_dtype, load_model
 from prefixcache.models.weights import NamedTensor, copy_into
-from tiny_models import ARCHITECTURES, make_model
+from tiny_models import ARCHITECTURES, WINDOWED, make_model
 
 CPU = torch.device("cpu")
 TinyCheckpoint = Callable[..., Path]
@@ -44,7 +44,7 @@ def reference_greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES | WINDOWED)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_logits_equal_those_of_transformers(
     tiny_checkpoint: TinyCheckpoint, architecture: str, sharded: bool
@@ -55,7 +55,7 @@ def test_logits_equal_those_of_transformers(
     torch.testing.assert_close(ours, reference(folder, tokens), atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES | WINDOWED)
 def test_64_greedy_tokens_equal_those_of_transformers(
     tiny_checkpoint: TinyCheckpoint, architecture: str
 ) -> None:
@@ -109,7 +109,7 @@ def test_weights_are_replaced_in_place_one_chunk_at_a_time(
     tokens = prompt_of(30)
     before = PagedDriver(model).forward([(0, 0, tokens)])
     for name, tensor in other.named_parameters():
-        copy_into(model.slots, [NamedTensor(name, tensor.detach(), "update")])
+        copy_into(model.slots, [NamedTensor(name, tensor.detach(), "update")], model.names)
     after = PagedDriver(model).forward([(0, 0, tokens)])
     with torch.inference_mode():
         expected = other(torch.tensor([tokens])).logits[0]

@@ -164,8 +164,8 @@ def _load_breaks_off(monkeypatch: pytest.MonkeyPatch, broken: set[Path]) -> None
     """Folders in `broken` fail when half of their weights are written."""
     load_folder = replaceable.load_folder
 
-    def load(slots: Any, folder: Path, device: Any, ignored: Any) -> None:
-        load_folder(slots, folder, device, ignored)
+    def load(slots: Any, folder: Path, device: Any, names: Any) -> None:
+        load_folder(slots, folder, device, names)
         if folder in broken:
             slots["model.norm.weight"].write(torch.full((64,), 7.0))
             raise ModelLoadError("the disk is gone")

@@ -15,7 +15,7 @@ from prefixcache.exceptions import ModelLoadError
 from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.loader import load_model
-from prefixcache.models.weights import NamedTensor, copy_into
+from prefixcache.models.weights import NamedTensor, check_folder, copy_into, shapes_of
 from tiny_models import edit_config
 
 TinyCheckpoint = Callable[..., Path]
@@ -122,4 +122,77 @@ def test_an_index_must_not_lead_out_of_the_folder(sharded: Path) -> None:
 def test_replacing_an_unknown_weight_is_refused(folder: Path) -> None:
     model = load(folder)
     with pytest.raises(ModelLoadError, match=r"update holds an unexpected tensor nothing"):
-        copy_into(model.slots, [NamedTensor("nothing", torch.zeros(1), "update")])
+        copy_into(model.slots, [NamedTensor("nothing", torch.zeros(1), "update")], model.names)
+
+
+_NEWER_SPELLING = {
+    "language_model.model.": "model.language_model.",
+    "vision_tower.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+}
+
+
+@pytest.fixture
+def sees_images(tiny_checkpoint: TinyCheckpoint, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_checkpoint("gemma3-vision"), tmp_path / "model"))
+
+
+def renamed(name: str) -> str:
+    for old, new in _NEWER_SPELLING.items():
+        name = name.replace(old, new)
+    return name
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_of_a_model_that_sees_images_the_text_part_is_read(sees_images: Path, newer: bool) -> None:
+    if newer:
+        tensors = load_file(sees_images / "model.safetensors")
+        save_file(
+            {renamed(name): tensor for name, tensor in tensors.items()},
+            sees_images / "model.safetensors",
+        )
+    model = load(sees_images)
+    check_folder(shapes_of(model.slots), sees_images, model.names)
+    assert "model.layers.3.post_feedforward_layernorm.weight" in model.slots
+
+
+def test_a_copy_of_its_tied_head_is_ignored(sees_images: Path) -> None:
+    rewrite(
+        sees_images,
+        lambda tensors: tensors.update({"language_model.lm_head.weight": torch.zeros(384, 64)}),
+    )
+    assert load(sees_images).config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("language_model.model.norm.weight", r"lack model\.norm\.weight"),
+        ("language_model.model.layers.0.mlp.up_proj.weight", r"lack model\.layers\.0\.mlp\.up"),
+    ],
+)
+def test_a_missing_tensor_of_its_text_part_is_named(
+    sees_images: Path, name: str, told: str
+) -> None:
+    rewrite(sees_images, lambda tensors: tensors.pop(name))
+    with pytest.raises(ModelLoadError, match=told):
+        load(sees_images)
+
+
+def test_wrong_tensors_of_its_text_part_go_by_the_files_names(sees_images: Path) -> None:
+    name = "language_model.model.norm.weight"
+    rewrite(sees_images, lambda tensors: tensors.update({name: torch.zeros(63)}))
+    with pytest.raises(ModelLoadError, match=rf"^{name} in model.safetensors has shape \[63\]"):
+        load(sees_images)
+    rewrite(
+        sees_images,
+        lambda tensors: tensors.update({name: torch.zeros(64), "audio.weight": torch.zeros(1)}),
+    )
+    with pytest.raises(ModelLoadError, match=r"unexpected tensor audio\.weight"):
+        load(sees_images)
+
+
+def test_a_model_of_text_alone_has_no_place_for_images(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"vision_tower.x": torch.zeros(1)}))
+    with pytest.raises(ModelLoadError, match=r"unexpected tensor vision_tower\.x"):
+        load(folder)

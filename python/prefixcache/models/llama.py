@@ -1,4 +1,4 @@
-"""The Llama family in one file: Llama, SmolLM2, Mistral, Qwen2 and Qwen3 by flags of their config.
+"""The decoder of every supported family: Llama, Mistral, Qwen and Gemma by flags of their config.
 
 Letters of shapes: T tokens in the step, E hidden size, F intermediate size, H query heads, K
 key-value heads, D head size, R rows whose logits are wanted, V vocabulary.
@@ -6,15 +6,16 @@ key-value heads, D head size, R rows whose logits are wanted, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from prefixcache.attention.base import AttentionSpec
-from prefixcache.attention.grouped import GroupedAttention
+from prefixcache.attention.grouped import GroupedAttention, Rotation
 from prefixcache.model_config import ModelConfig
+from prefixcache.models.names import TensorNames
 from prefixcache.models.weights import Slot
 from prefixcache.ops.linear import Linear
 from prefixcache.ops.rope import RotaryEmbedding
@@ -40,12 +41,12 @@ class Builder:
 
 
 class Attention:
-    """Fused q, k, v projection, rotation, paged attention, output projection."""
+    """Fused q, k, v projection, rotation, paged attention; `out` is the output projection."""
 
     def __init__(self, config: ModelConfig, layer: int, builder: Builder) -> None:
         self._ops = builder.ops
         self._layer = layer
-        self._eps = config.rms_norm_eps
+        self._rms_norm = _norm_of(config, builder.ops)
         self._heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self._head_dim = config.head_dim
         self.qkv = builder.linear(
@@ -63,25 +64,19 @@ class Attention:
         self._qkv_bias = config.qkv_bias
         self._out_bias = config.output_bias
 
-    def __call__(
-        self,
-        x_TE: Tensor,
-        residual_TE: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        attention: GroupedAttention,
-    ) -> Tensor:
-        """Adds to the residual; `rotation` holds the cosines and sines of the step's positions."""
+    def __call__(self, x_TE: Tensor, rotation: Rotation, attention: GroupedAttention) -> Tensor:
+        """What `out` takes; `rotation` holds the cosines and sines of the step's positions."""
         num_q, num_k, _ = self._heads
         qkv = self.qkv(x_TE).view(-1, sum(self._heads), self._head_dim)
         qk, v_TKD = qkv[:, : num_q + num_k], qkv[:, num_q + num_k :]
         if self.qk_norm is not None:
-            qk = self._ops.rms_norm(qk, self.qk_norm, self._eps)
+            qk = self._rms_norm(qk, self.qk_norm)
         if attention.rotate_and_run is not None:
             out_THD = attention.rotate_and_run(self._layer, qk, v_TKD, rotation)
         else:
             qk = self._ops.apply_rope(qk, *rotation)
             out_THD = attention.run(self._layer, qk[:, :num_q], qk[:, num_q:], v_TKD)
-        return self.out(out_THD.flatten(1), residual_TE)
+        return out_THD.flatten(1)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """The checkpoint's names of this block's tensors."""
@@ -101,19 +96,23 @@ class Attention:
 
 
 class MLP:
-    """down(silu(gate(x)) * up(x)), gate and up in one linear."""
+    """activation(gate(x)) * up(x), gate and up in one linear, for `down`."""
 
     def __init__(self, config: ModelConfig, builder: Builder) -> None:
         size = config.intermediate_size
-        self._ops = builder.ops
+        gates = {
+            "silu": builder.ops.silu_and_mul,
+            "gelu_tanh": builder.ops.gelu_tanh_and_mul,
+        }
+        self._gate = gates[config.activation]
         self._size = size
         self._bias = config.mlp_bias
         self.gate_up = builder.linear(config.hidden_size, 2 * size, bias=config.mlp_bias)
         self.down = builder.linear(size, config.hidden_size, bias=config.mlp_bias)
 
-    def __call__(self, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
-        """Adds to the residual, [T, E]."""
-        return self.down(self._ops.silu_and_mul(self.gate_up(x_TE)), residual_TE)
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """What `down` takes, [T, F]."""
+        return self._gate(self.gate_up(x_TE))
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """The checkpoint's names of this block's tensors."""
@@ -127,23 +126,45 @@ class MLP:
 
 
 class DecoderLayer:
-    """Attention and MLP, each behind a norm and with a residual connection."""
+    """Attention and MLP, each behind a norm and with a residual connection.
+
+    With `sandwich_norms` what they add to the residual is normalised too.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, builder: Builder) -> None:
-        self._ops = builder.ops
-        self._eps = config.rms_norm_eps
+        self._config = config
+        self._rms_norm = _norm_of(config, builder.ops)
+        self._rope = _rope_of(config, layer)
         self._input_norm_E = builder.tensor(config.hidden_size)
         self._attention = Attention(config, layer, builder)
-        self._post_norm_E = builder.tensor(config.hidden_size)
+        self._attention_out_norm_E = self._out_norm(builder)
+        self._mlp_norm_E = builder.tensor(config.hidden_size)
         self._mlp = MLP(config, builder)
+        self._mlp_out_norm_E = self._out_norm(builder)
+
+    def _out_norm(self, builder: Builder) -> Tensor | None:
+        return builder.tensor(self._config.hidden_size) if self._config.sandwich_norms else None
 
     def __call__(
-        self, x_TE: Tensor, rotation: tuple[Tensor, Tensor], attention: GroupedAttention
+        self,
+        x_TE: Tensor,
+        rotations: Sequence[Rotation],
+        attention: GroupedAttention,
     ) -> Tensor:
-        """Returns the residual stream after this layer, [T, E]."""
-        normed_TE = self._ops.rms_norm(x_TE, self._input_norm_E, self._eps)
-        x_TE = self._attention(normed_TE, x_TE, rotation, attention)
-        return self._mlp(self._ops.rms_norm(x_TE, self._post_norm_E, self._eps), x_TE)
+        """Returns the residual stream after this layer, [T, E]; `rotations` are the model's."""
+        normed_TE = self._rms_norm(x_TE, self._input_norm_E)
+        heads_TI = self._attention(normed_TE, rotations[self._rope], attention)
+        x_TE = self._added(x_TE, self._attention.out, heads_TI, self._attention_out_norm_E)
+        gated_TF = self._mlp(self._rms_norm(x_TE, self._mlp_norm_E))
+        return self._added(x_TE, self._mlp.down, gated_TF, self._mlp_out_norm_E)
+
+    def _added(
+        self, x_TE: Tensor, linear: Linear, y_TI: Tensor, out_norm_E: Tensor | None
+    ) -> Tensor:
+        """The residual stream with the linear's result, which uses the stream up."""
+        if out_norm_E is None:
+            return linear(y_TI, x_TE)
+        return x_TE + self._rms_norm(linear(y_TI), out_norm_E)
 
     @property
     def weights(self) -> LayerWeights:
@@ -153,17 +174,36 @@ class DecoderLayer:
             qkv=self._attention.qkv,
             qk_norm_HKD=self._attention.qk_norm,
             out=self._attention.out,
-            post_norm_E=self._post_norm_E,
+            attention_out_norm_E=self._attention_out_norm_E,
+            mlp_norm_E=self._mlp_norm_E,
             gate_up=self._mlp.gate_up,
+            activation=self._config.activation,
             down=self._mlp.down,
+            mlp_out_norm_E=self._mlp_out_norm_E,
+            norm_offset=self._config.norm_offset,
+            rope=self._rope,
         )
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """The checkpoint's names of this layer's tensors."""
-        yield f"{prefix}.input_layernorm.weight", _tensor_slot(self._input_norm_E)
+        for name, norm_E in self._norms().items():
+            yield f"{prefix}.{name}.weight", _tensor_slot(norm_E)
         yield from self._attention.slots(f"{prefix}.self_attn")
-        yield f"{prefix}.post_attention_layernorm.weight", _tensor_slot(self._post_norm_E)
         yield from self._mlp.slots(f"{prefix}.mlp")
+
+    def _norms(self) -> dict[str, Tensor]:
+        """By the checkpoint's names: "post-attention" is another norm where there are four."""
+        if self._attention_out_norm_E is None or self._mlp_out_norm_E is None:
+            return {
+                "input_layernorm": self._input_norm_E,
+                "post_attention_layernorm": self._mlp_norm_E,
+            }
+        return {
+            "input_layernorm": self._input_norm_E,
+            "post_attention_layernorm": self._attention_out_norm_E,
+            "pre_feedforward_layernorm": self._mlp_norm_E,
+            "post_feedforward_layernorm": self._mlp_out_norm_E,
+        }
 
 
 class LlamaModel:
@@ -176,11 +216,13 @@ class LlamaModel:
         self.config = config
         self.dtype = builder.ops.dtype
         self.device = builder.ops.device
-        self._ops = builder.ops
+        self._rms_norm = _norm_of(config, builder.ops)
         self._embedding_VE = builder.tensor(config.vocab_size, config.hidden_size)
         self._layers = [DecoderLayer(config, i, builder) for i in range(config.num_layers)]
-        self._stack = self._ops.stack(
-            [layer.weights for layer in self._layers], config.rms_norm_eps
+        self._stack = (
+            None
+            if config.sandwich_norms  # the kernel of many layers has no such norms yet
+            else builder.ops.stack([layer.weights for layer in self._layers], config.rms_norm_eps)
         )
         self._norm_E = builder.tensor(config.hidden_size)
         self._head = builder.linear(
@@ -189,7 +231,14 @@ class LlamaModel:
             bias=False,
             tied=self._embedding_VE if config.tie_word_embeddings else None,
         )
-        self._rope = RotaryEmbedding(config.rope, config.head_dim, max_positions, self.device)
+        self._ropes = [
+            RotaryEmbedding(rope, config.head_dim, max_positions, self.device)
+            for rope in (config.rope, config.local_rope)
+            if rope is not None
+        ]
+        # Rounded as the weights are: Gemma was trained so.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
+        self.names = TensorNames(config)
         self.slots = dict(self._all_slots())
 
     @property
@@ -199,7 +248,7 @@ class LlamaModel:
             num_heads=self.config.num_heads,
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
-            scale=self.config.head_dim**-0.5,
+            scale=self.config.attention_scale or self.config.head_dim**-0.5,
         )
 
     @torch.inference_mode()
@@ -207,35 +256,32 @@ class LlamaModel:
         self, token_ids_T: Tensor, positions_T: Tensor, attention: GroupedAttention
     ) -> Tensor:
         """Hidden states [T, E] after the last norm; `attention` must be planned for the step."""
-        rotation = self._rope.at(positions_T)
+        rotations = [rope.at(positions_T) for rope in self._ropes]
+        x_TE = self._through_layers(self._embedded(token_ids_T), rotations, attention)
+        return self._rms_norm(x_TE, self._norm_E)
+
+    def _embedded(self, token_ids_T: Tensor) -> Tensor:
         x_TE = F.embedding(token_ids_T, self._embedding_VE)
-        x_TE = self._through_layers(x_TE, rotation, attention)
-        return self._ops.rms_norm(x_TE, self._norm_E, self.config.rms_norm_eps)
+        return x_TE if self._embedding_scale == 1.0 else x_TE.mul_(self._embedding_scale)
 
     def _through_layers(
-        self, x_TE: Tensor, rotation: tuple[Tensor, Tensor], attention: GroupedAttention
+        self,
+        x_TE: Tensor,
+        rotations: Sequence[Rotation],
+        attention: GroupedAttention,
     ) -> Tensor:
         """In one call where ops and attention both can, which changes no bit."""
         if self._stack is not None and attention.run_stack is not None:
-            attention.run_stack(self._stack, x_TE, (rotation,))
+            attention.run_stack(self._stack, x_TE, rotations)
             return x_TE
         for layer in self._layers:
-            x_TE = layer(x_TE, rotation, attention)
+            x_TE = layer(x_TE, rotations, attention)
         return x_TE
 
     @torch.inference_mode()
     def compute_logits(self, hidden_RE: Tensor) -> Tensor:
         """Logits [R, V] of the given rows of `forward`'s result, not rounded any further."""
         return self._head.wide(hidden_RE)
-
-    @property
-    def ignored_names(self) -> frozenset[str]:
-        """Names that checkpoints may hold beside the slots: copies of what is known already."""
-        rotary = {
-            f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(len(self._layers))
-        }
-        tied = {"lm_head.weight"} if self.config.tie_word_embeddings else set[str]()
-        return frozenset(rotary | tied | {"model.rotary_emb.inv_freq"})
 
     def _all_slots(self) -> Iterator[tuple[str, Slot]]:
         yield (
@@ -252,6 +298,17 @@ class LlamaModel:
         self._embedding_VE.copy_(weight_VE)
         if self.config.tie_word_embeddings:
             self._head.copy_rows(0, weight_VE)
+
+
+def _norm_of(config: ModelConfig, ops: Ops) -> Callable[[Tensor, Tensor], Tensor]:
+    """The norm of a tensor with a weight, as all of the model's are."""
+    return lambda x, weight: ops.rms_norm(x, weight, config.rms_norm_eps, offset=config.norm_offset)
+
+
+def _rope_of(config: ModelConfig, layer: int) -> int:
+    """The number of the layer's rotation: 1 where a layer with a window has one of its own."""
+    has_window = bool(config.layer_windows) and config.layer_windows[layer] is not None
+    return int(has_window and config.local_rope is not None)
 
 
 def _tensor_slot(parameter: Tensor) -> Slot:

@@ -35,7 +35,7 @@ def load_model(
     `ModelLoadError` naming the tensor and the file when weights do not fit the configuration.
     """
     model = make_model(config, dtype=dtype, device=device, max_positions=max_positions, cpu=cpu)
-    load_folder(model.slots, folder, device, model.ignored_names)
+    load_folder(model.slots, folder, device, model.names)
     return model
 
 

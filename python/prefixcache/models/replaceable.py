@@ -16,7 +16,7 @@ from prefixcache.models.llama import LlamaModel
 from prefixcache.models.weights import (
     NamedTensor,
     check_folder,
-    check_shape,
+    checked_name,
     copy_into,
     listed,
     load_folder,
@@ -45,7 +45,7 @@ class ReplaceableModel:
         self.folder = folder
         self._config = model.config
         self._shapes = shapes_of(model.slots)
-        self._ignored = model.ignored_names
+        self._names = model.names
         self._unwritten: set[str] = set()
 
     @property
@@ -80,7 +80,7 @@ class ReplaceableModel:
         except ConfigError as error:
             raise ModelLoadError(str(error)) from error
         _check_same(self._config, config, folder)
-        check_folder(self._shapes, folder, self._ignored)
+        check_folder(self._shapes, folder, self._names)
 
     def load(self, folder: Path) -> None:
         """Writes all weights of a checked folder, in place if they are there.
@@ -99,17 +99,16 @@ class ReplaceableModel:
         """Raises `ModelLoadError` for a name or a shape that is none of this model's."""
         for name, tensor in tensors.items():
             _check_is_weight(name, tensor)
-            if name not in self._ignored:
-                check_shape(self._shapes, name, tensor.shape, _GIVEN_TENSOR)
+            checked_name(self._shapes, self._names, name, tensor.shape, _GIVEN_TENSOR)
 
     def check_all_named(self, names: Collection[str]) -> None:
         """Raises `ModelLoadError` when a tensor of the model is not among `names`."""
-        missing = self._shapes.keys() - set(names)
+        missing = self._shapes.keys() - {self._names.own(name) for name in names}
         if missing:
             raise ModelLoadError(f"{_GIVEN_TENSOR} lacks {listed(missing)}.")
 
     def write(self, tensors: Mapping[str, Tensor]) -> set[str]:
-        """Replaces the named weights in place; returns their names.
+        """Replaces the named weights in place; returns the model's own names of them.
 
         Raises as `check_tensors`, and then nothing is replaced.
         """
@@ -118,14 +117,8 @@ class ReplaceableModel:
             self._model = self._make()
             self._unwritten = set(self._shapes)
         self.folder = None
-        written = copy_into(
-            self.loaded.slots,
-            (
-                NamedTensor(name, tensor, _GIVEN_TENSOR)
-                for name, tensor in tensors.items()
-                if name not in self._ignored
-            ),
-        )
+        named = [NamedTensor(name, tensor, _GIVEN_TENSOR) for name, tensor in tensors.items()]
+        written = copy_into(self.loaded.slots, named, self._names)
         self._unwritten -= written
         return written
 
@@ -151,7 +144,7 @@ class ReplaceableModel:
 
     def _load(self, folder: Path) -> None:
         model = self._model or self._make()
-        load_folder(model.slots, folder, model.device, self._ignored)
+        load_folder(model.slots, folder, model.device, self._names)
         self._model = model
         self._unwritten = set()
         self.folder = folder

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.model_config import read_json_object
+from prefixcache.models.names import TensorNames
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -41,33 +42,37 @@ Slots = Mapping[str, Slot]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def load_folder(slots: Slots, folder: Path, device: torch.device, ignored: Iterable[str]) -> None:
+def load_folder(slots: Slots, folder: Path, device: torch.device, names: TensorNames) -> None:
     """Fills every slot from the folder's safetensors.
 
     Raises `ModelLoadError` naming the tensor and the file when one is missing, unexpected,
-    misshapen or unreadable. Names in `ignored` may be there or not.
+    misshapen or unreadable. What `names` does not read may be there or not.
     """
-    files = _checkpoint_files(folder)
-    skipped = frozenset(ignored)
-    tensors = (one for one in _read(files, device) if one.name not in skipped)
-    _check_complete(slots.keys() - copy_into(slots, tensors), folder)
+    tensors = _read(_checkpoint_files(folder), device, names)
+    _check_complete(slots.keys() - copy_into(slots, tensors, names), folder)
 
 
-def check_folder(shapes: Shapes, folder: Path, ignored: Iterable[str]) -> None:
+def check_folder(shapes: Shapes, folder: Path, names: TensorNames) -> None:
     """Raises what `load_folder` would, from the files' headers alone: no weight is read."""
-    skipped = frozenset(ignored)
-    found: set[str] = set()
-    for file in _checkpoint_files(folder):
-        for name, shape in _read_shapes(file):
-            if name not in skipped:
-                check_shape(shapes, name, shape, file.name)
-                found.add(name)
+    found = {
+        checked_name(shapes, names, name, shape, file.name)
+        for file in _checkpoint_files(folder)
+        for name, shape in _read_shapes(file)
+    }
     _check_complete(shapes.keys() - found, folder)
 
 
-def check_shape(shapes: Shapes, name: str, shape: Sequence[int], source: str) -> None:
-    """Raises `ModelLoadError` unless the model has a tensor of this name and shape."""
-    wanted = shapes.get(name)
+def checked_name(
+    shapes: Shapes, names: TensorNames, name: str, shape: Sequence[int], source: str
+) -> str | None:
+    """The model's own name of a checkpoint's tensor, None for one that it does not read.
+
+    Raises `ModelLoadError` unless the model has a tensor of this name and shape.
+    """
+    own = names.own(name)
+    if own is None:
+        return None
+    wanted = shapes.get(own)
     if wanted is None:
         raise ModelLoadError(f"{source} holds an unexpected tensor {name}.")
     if tuple(shape) != wanted:
@@ -75,6 +80,7 @@ def check_shape(shapes: Shapes, name: str, shape: Sequence[int], source: str) ->
             f"{name} in {source} has shape {list(shape)}, "
             f"the model's configuration needs {list(wanted)}."
         )
+    return own
 
 
 def shapes_of(slots: Slots) -> dict[str, tuple[int, ...]]:
@@ -88,8 +94,8 @@ def _check_complete(missing: Collection[str], folder: Path) -> None:
 
 
 @torch.inference_mode()
-def copy_into(slots: Slots, tensors: Iterable[NamedTensor]) -> set[str]:
-    """Writes the given tensors to their slots, in place, and returns the names written.
+def copy_into(slots: Slots, tensors: Iterable[NamedTensor], names: TensorNames) -> set[str]:
+    """Writes the given tensors to their slots, in place, and returns those slots' names.
 
     Raises `ModelLoadError` for a name without a slot or a wrong shape; tensors before it are
     written.
@@ -97,9 +103,10 @@ def copy_into(slots: Slots, tensors: Iterable[NamedTensor]) -> set[str]:
     shapes = shapes_of(slots)
     written: set[str] = set()
     for one in tensors:
-        check_shape(shapes, one.name, one.tensor.shape, one.source)
-        slots[one.name].write(one.tensor)
-        written.add(one.name)
+        own = checked_name(shapes, names, one.name, one.tensor.shape, one.source)
+        if own is not None:
+            slots[own].write(one.tensor)
+            written.add(own)
     return written
 
 
@@ -128,23 +135,24 @@ def _beside(index: Path, name: str) -> Path:
     return index.with_name(name)
 
 
-def _read(files: list[Path], device: torch.device) -> Iterator[NamedTensor]:
+def _read(files: list[Path], device: torch.device, names: TensorNames) -> Iterator[NamedTensor]:
     total = sum(file.stat().st_size for file in files)
     columns = (TextColumn("Loading weights"), BarColumn(), DownloadColumn())
     with Progress(*columns, disable=total < _LONG_LOAD_BYTES) as progress:
         task = progress.add_task("", total=total)
         for file in files:
-            for one in _read_file(file, device):
+            for one in _read_file(file, device, names):
                 yield one
                 progress.advance(task, one.tensor.nbytes)
 
 
-def _read_file(file: Path, device: torch.device) -> Iterator[NamedTensor]:
+def _read_file(file: Path, device: torch.device, names: TensorNames) -> Iterator[NamedTensor]:
     """Tensors are mapped, not read: a tensor's pages come in when its slot copies them."""
     try:
         with safe_open(file, framework="pt", device=str(device)) as opened:
             for name in opened.keys():  # noqa: SIM118  (not a mapping)
-                yield NamedTensor(name, opened.get_tensor(name), file.name)
+                if names.own(name) is not None:
+                    yield NamedTensor(name, opened.get_tensor(name), file.name)
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
 

@@ -123,7 +123,7 @@ class InvariantStack:
         self.dtype = dtype
         self.hidden_size = layers[0].qkv.in_features
         # The kernel has their addresses alone.
-        self._norms = [(w.input_norm_E, w.qk_norm_HKD, w.post_norm_E) for w in layers]
+        self._norms = [(w.input_norm_E, w.qk_norm_HKD, w.mlp_norm_E) for w in layers]
         self._kernel = DecoderStack(
             cpu, kernel_dtype(dtype), self.hidden_size, eps, [_addresses(w) for w in layers]
         )
@@ -167,7 +167,7 @@ def _addresses(
         _packed(weights.qkv),
         0 if qk_norm is None else qk_norm.data_ptr(),
         _packed(weights.out),
-        weights.post_norm_E.data_ptr(),
+        weights.mlp_norm_E.data_ptr(),
         _packed(weights.gate_up),
         _packed(weights.down),
     )

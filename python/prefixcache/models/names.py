@@ -1,0 +1,48 @@
+"""What the names of a checkpoint's tensors mean to a model that reads text."""
+
+from __future__ import annotations
+
+from prefixcache.hf_config import FAMILIES
+from prefixcache.model_config import ModelConfig
+
+# Where the text model stands in a checkpoint that sees images too, older and newer spelling.
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_IMAGE_PREFIXES = tuple(
+    f"{prefix}{part}."
+    for prefix in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector")
+)
+
+
+class TensorNames:
+    """Which of a model's tensors a name in a checkpoint stands for."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        rotary = {
+            f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)
+        }
+        tied = {"lm_head.weight"} if config.tie_word_embeddings else set[str]()
+        self._copies = frozenset(rotary | tied | {"model.rotary_emb.inv_freq"})
+        self._sees_images = FAMILIES[config.architecture].sees_images
+
+    def own(self, name: str) -> str | None:
+        """The model's own name of a tensor, whether it has one of it or not.
+
+        None for what it does not read: parts that see images, and copies of what is known already.
+        """
+        if self._sees_images:
+            if name.startswith(_IMAGE_PREFIXES):
+                return None
+            name = _text_name(name)
+        return None if name in self._copies else name
+
+
+def _text_name(name: str) -> str:
+    for prefix, own in _TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name

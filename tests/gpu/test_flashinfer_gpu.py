@@ -62,8 +62,12 @@ def inputs(spec: AttentionSpec, rows: int, num_pages: int, device: torch.device)
 
 
 def made(spec: AttentionSpec, mode: str, device: torch.device) -> FlashInferAttention:
+    return _made([spec], mode, device)[0]
+
+
+def _made(specs: list[AttentionSpec], mode: str, device: torch.device) -> list[FlashInferAttention]:
     return make_flashinfer(
-        spec,
+        specs,
         dtype=torch.bfloat16,
         device=device,
         invariance="unified" if mode == "packed" else mode,
@@ -175,7 +179,7 @@ def test_a_model_answers_from_graphs_as_it_does_step_by_step(device) -> None:
     generator = torch.Generator(device).manual_seed(0)
     for slot in model.slots.values():
         slot.write(torch.randn(slot.shape, generator=generator, device=device) * 0.1)
-    make = partial(make_flashinfer, dtype=torch.bfloat16, device=device, invariance="unified")
+    make = partial(made, mode="unified", device=device)
     prompts = [list(range(3, 60)), list(range(100, 120)), [7, 8, 9]]
     plain = PagedServer(model, make, block_size=PAGE, num_blocks=40)
     graphs = PagedServer(model, make, block_size=PAGE, num_blocks=40, capture=CudaCapture(device))

@@ -10,6 +10,7 @@ keys of a sequence or tile.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,10 @@ _NUM_MULTIPROCESSORS = 132
 # Keys of a tile in FA3's paged kernels (prefill_sm90.cuh, BatchPrefillWithPagedKVCacheDispatched).
 _FA3_KEYS = 96
 _FA3_KEYS_OF_HEADS_OF_256 = 32
+# Tiles that the decode kernel without tensor cores plans at most: 16 blocks a multiprocessor.
+_PLAIN_TILES = 16 * _NUM_MULTIPROCESSORS
+# A number for each plan, by which a run knows that its own stands in the int workspace.
+_PLAN_NUMBERS = itertools.count(1)
 # What memory that nobody wrote may hold.
 _GARBAGE = 2**30
 
@@ -44,10 +49,20 @@ class _Wrapper:
         self._options: dict[str, Any] = {}
         self._plan_info: Sequence[int] = ()
         self._tile_sequences: Sequence[int] = ()
+        self._int_workspace = torch.zeros(8 << 20, dtype=torch.uint8)
+        self._plan_number = 0
 
     def reset_workspace_buffer(self, float_workspace: Tensor, int_workspace: Tensor) -> None:
-        """Takes shared workspaces, which this module has no use for."""
+        """Takes shared workspaces, of which this module uses the second alone."""
         _check(float_workspace.dtype == int_workspace.dtype == torch.uint8, "workspaces are bytes")
+        self._int_workspace = int_workspace
+
+    def _leave_plan(self, num_entries: int) -> None:
+        """Fills the int workspace, from its beginning, as each plan does."""
+        needed = 4 * num_entries
+        _check(needed <= len(self._int_workspace), f"a plan of {needed} bytes")
+        self._plan_number = next(_PLAN_NUMBERS)
+        self._int_workspace[:8].view(torch.int64).fill_(self._plan_number)
 
     def _store(self, **tables: Tensor) -> None:
         """Copies the tables of a plan to the device, and into the fixed ones of a graph."""
@@ -77,8 +92,17 @@ class _Wrapper:
         if self._fixed is not None:
             most = -(-int(qo_indptr[-1]) * group // rows) + len(lengths) - 1
             launched = max(2 * _NUM_MULTIPROCESSORS // kv_heads, most)
+        self._leave_plan(4 * launched + len(lengths) + int(qo_indptr[-1]) + 32)
         self._plan_info = [launched, 0, 0, rows, *[0] * 10, int(splits_keys)]
         self._tile_sequences = [*owners, *[_GARBAGE] * (launched - len(owners))]
+
+    def _plan_fa3(self, qo_indptr: Tensor, heads: int, head_dim: int) -> None:
+        """The room that `PrefillSM90Plan` takes: seven numbers a tile of each head."""
+        tile = 192 if head_dim == 64 else 128
+        tiles = int((-(-qo_indptr.diff() // tile)).sum())
+        if self._fixed is not None:
+            tiles = -(-int(qo_indptr[-1]) // tile) + len(qo_indptr) - 2
+        self._leave_plan(7 * tiles * heads + _NUM_MULTIPROCESSORS + 33)
 
     def _launched_sequences(self, count: int) -> Sequence[int]:
         """Those whose rows are computed: all, but for FA2 those of the launched tiles."""
@@ -92,6 +116,8 @@ class _Wrapper:
 
     def _attend(self, q_THD: Tensor, kv: Tensor, out: Tensor, qo_indptr: Tensor) -> Tensor:
         """Every sequence by itself; tables are read here, as a kernel does."""
+        plan = int(self._int_workspace[:8].view(torch.int64))
+        _check(plan == self._plan_number, "another plan stands in the int workspace")
         _check(q_THD.dtype == self._options["q_data_type"], "q_data_type")
         _check(kv.dtype == self._options["kv_data_type"], "kv_data_type")
         _check(kv.ndim == 5 and kv.shape[1] == 2, f"KV of shape {tuple(kv.shape)}")
@@ -177,6 +203,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             self._plan_fa2(
                 qo_indptr, group, splits_keys=not disable_split_kv, kv_heads=num_kv_heads
             )
+        else:
+            self._plan_fa3(qo_indptr, num_qo_heads, head_dim_qk)
         self._store(
             qo_indptr=qo_indptr,
             kv_indptr=paged_kv_indptr,
@@ -251,6 +279,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         if self._use_tensor_cores:
             one_each = torch.arange(len(last_page_len) + 1)
             self._plan_fa2(one_each, group, splits_keys=not disable_split_kv, kv_heads=num_kv_heads)
+        else:
+            self._leave_plan(4 * max(_PLAIN_TILES, len(last_page_len)))
         self._store(kv_indptr=indptr, indices=indices, last_page_len=last_page_len)
 
     def run(self, q: Tensor, paged_kv_cache: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -10,18 +10,20 @@ import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from paged_models import CPU, PagedServer
-from prefixcache.attention.base import AttentionSpec
+from prefixcache.attention.base import AttentionBatch, AttentionGroup, AttentionSpec
 from prefixcache.attention.flashinfer import (
     FlashInferAttention,
     build_kernels,
     load_kernels,
     make_flashinfer,
 )
+from prefixcache.attention.flashinfer_kernels import SharedMemory
 from prefixcache.attention.flashinfer_plan import (
     check_supported,
     check_workspace,
@@ -29,6 +31,7 @@ from prefixcache.attention.flashinfer_plan import (
     pad_decodes,
     planned_tiles_alone,
 )
+from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.exceptions import ConfigError
 from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import LlamaModel
@@ -125,6 +128,112 @@ def test_a_graphs_step_computes_what_a_plain_one_does(
     torch.testing.assert_close(graph.run(0, q, k, v)[:3], plain.run(0, q[:3], k[:3], v[:3]))
     assert torch.equal(pools[0][1:], pools[1][1:]), "a row that was added wrote to a real block"
     assert not torch.equal(pools[0][0], pools[1][0]), "the added row wrote nothing"
+
+
+GROUPS = (SPEC, *[dataclasses.replace(SPEC, sliding_window=window) for window in (5, 5, 9)])
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize("invariance", [*MODES, "tensor cores"])
+def test_groups_that_share_memory_are_planned_before_any_of_them_runs(
+    invariance: str, hopper: bool, graph: bool
+) -> None:
+    """Each with its window and its own tables; two layers of each, as a model interleaves them."""
+    memory = SharedMemory(CPU, 1 << 20)
+    starts = (21, 9, 0) if graph else (21, 9)
+    chunks = [] if graph else [(0, 6), (17, 7)]
+    lengths = [(start, 1) for start in starts] + chunks
+    rows = 4 if graph else sum(count for _, count in lengths)
+    generator = torch.Generator().manual_seed(4)
+    pools = torch.randn(2, 99, 2, 4, 2, 8, generator=generator)
+    q, k, v = torch.randn(2, len(GROUPS), rows, 8, 8, generator=generator).split([4, 2, 2], dim=3)
+    free = iter(torch.randperm(98, generator=generator).add(1).tolist())
+    shared, alone = [], []
+    for spec in GROUPS:
+        sequences = []
+        for start, count in lengths:
+            behind = start + 1 - spec.sliding_window if spec.sliding_window else 0
+            left_out = max(0, behind) // 4
+            pages = [next(free) for _ in range(-(-(start + count) // 4) - left_out)]
+            listed = (0,) * left_out + tuple(pages)
+            sequences.append(SlowSequence(start, count, listed, count == 1, left_out))
+        batch = batch_of(sequences, page_size=4)
+        for backends, options in (
+            (shared, {"memory": memory}),
+            (alone, {"workspace_bytes": 1 << 20}),
+        ):
+            attention = backend(spec, invariance=invariance, hopper=hopper, **options)
+            attention.bind(list(pools.clone()))
+            backends.append((attention, batch))
+    for attention, batch in shared:
+        _plan(attention, batch, rows if graph else None)
+    for layer in range(2):
+        for group, (attention, batch) in enumerate(alone):
+            given = q[layer, group], k[layer, group], v[layer, group]
+            _plan(attention, batch, rows if graph else None)
+            expected = attention.run(layer, *given)
+            assert torch.equal(shared[group][0].run(layer, *given), expected)
+
+
+def _plan(attention: FlashInferAttention, batch: AttentionBatch, size: int | None) -> None:
+    if size is None:
+        attention.plan(batch)
+    else:
+        attention.reserve_graphs([size], max_page_indices=len(batch.kv_indices))
+        attention.plan_graph(batch, size)
+
+
+def test_groups_share_the_workspace_and_the_pools_table_and_no_plan() -> None:
+    memory = SharedMemory(CPU, 16)
+    ours = [backend(spec, memory=memory) for spec in GROUPS]
+    for attention in ours:
+        attention.bind([torch.zeros(3, 2, 4, 2, 8)])
+    assert len({a._makes._workspace.data_ptr() for a in ours}) == 1
+    assert len({a._bound.pool_table[0].data_ptr() for a in ours}) == 1
+    plans = [p for a in ours for p in (a._makes._prefill_plans, a._makes._decode_plans)]
+    assert len({p.data_ptr() for p in plans}) == 2 * len(GROUPS)
+
+
+def test_a_models_groups_are_made_at_once_and_each_kernel_is_tried_once(monkeypatch) -> None:
+    """A window has kernels of its own; groups of one window have the same."""
+    monkeypatch.setattr("prefixcache.attention.flashinfer.load_kernels", _reference_kernels)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    tried = mock.Mock(side_effect=build_kernels)
+    monkeypatch.setattr("prefixcache.attention.flashinfer.build_kernels", tried)
+    full = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1)
+    window = dataclasses.replace(full, sliding_window=20)
+    groups = [
+        AttentionGroup(full, (2,)),
+        AttentionGroup(window, (0,)),
+        AttentionGroup(window, (1,)),
+    ]
+    options = AttentionOptions(dtype=torch.bfloat16)
+    made = make_attention("flashinfer-packed", groups, options)
+    assert [call.args[1] for call in tried.mock_calls] == [full, window]
+    assert len({backend._memory for backend in made.backends}) == 1
+    assert made.batch_invariant
+    assert made.decode_matches_prefill
+    assert [backend._make_decode is not None for backend in made.backends] == [True, False, False]
+
+
+def _reference_kernels(_device: torch.device) -> types.ModuleType:
+    return flashinfer_reference
+
+
+@pytest.mark.parametrize("invariance", [*MODES, "tensor cores"])
+@pytest.mark.parametrize("heads", [(28, 4), (64, 8), (4, 1), (1, 1)])
+def test_the_plan_of_a_graph_fits_what_it_pins_on_the_host(invariance, heads) -> None:
+    """And it is little: models of seven groups have well over a hundred graphs."""
+    spec = AttentionSpec(num_heads=heads[0], num_kv_heads=heads[1], head_dim=64, scale=0.1)
+    attention = backend(spec, invariance=invariance, workspace_bytes=1 << 30)
+    attention.bind([torch.zeros(2, 2, 4, heads[1], 64)])
+    attention.reserve_graphs([1, 8, 512], max_page_indices=2048)
+    for size in (1, 8, 512):
+        decodes = [SlowSequence(3, 1, (1,), True)] * size
+        attention.plan_graph(batch_of(decodes, page_size=4), size)
+    pinned = [k._wrapper._int_workspace for k in attention._graphs.kernels.values()]
+    assert max(len(p) for p in pinned) <= 256 * 1024 + 512 * heads[0] * 64
 
 
 @pytest.mark.parametrize("head_dim", [8, 256])
@@ -523,7 +632,7 @@ def test_shapes_and_types_without_a_kernel_are_refused(change, message) -> None:
 
 def test_asking_for_it_without_a_device_or_the_package_says_what_to_install(monkeypatch) -> None:
     with pytest.raises(ConfigError, match="needs a CUDA device"):
-        make_flashinfer(SPEC, dtype=torch.bfloat16, device=CPU)
+        make_flashinfer([SPEC], dtype=torch.bfloat16, device=CPU)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ConfigError, match=r"pip install 'prefixcache\[cuda\]'"):

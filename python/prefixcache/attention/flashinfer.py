@@ -23,10 +23,13 @@ from prefixcache.attention.base import AttentionBatch, AttentionSpec, kv_shape_n
 from prefixcache.attention.fence import Fence
 from prefixcache.attention.flashinfer_kernels import (
     LAYOUT,
+    WORKSPACE_BYTES,
     FixedRows,
     Kernel,
     KernelMaker,
     MakeKernel,
+    PoolTable,
+    SharedMemory,
 )
 from prefixcache.attention.flashinfer_plan import (
     KernelRows,
@@ -46,9 +49,6 @@ Invariance = Literal["off", "split", "unified"]
 logger = logging.getLogger(__name__)
 
 _BUILD_PAGE = 16
-# Partial results of split keys. FlashInfer recommends 128 MiB; wide models take more in large
-# batches, and it says so in an error when the workspace is too small.
-WORKSPACE_BYTES = 256 << 20
 _HOPPER = 9
 
 
@@ -72,8 +72,8 @@ class FlashInferAttention:
     heads, and captured decodes of `whole_keys_from` rows or more do not split keys.
 
     `batch_invariant` and `decode_matches_prefill` tell what is really kept: without FA3, which is
-    for Hopper devices alone, nothing is. `kernels` is the flashinfer module or its stand-in, which
-    needs no `workspace_bytes`.
+    for Hopper devices alone, nothing is. `kernels` is the flashinfer module or its stand-in.
+    `memory` is that of the model's other groups; None makes some of `workspace_bytes`.
     """
 
     stack_kernel = None
@@ -90,6 +90,7 @@ class FlashInferAttention:
         tensor_cores: bool = False,
         whole_keys_from: int | None = None,
         hopper: bool = True,
+        memory: SharedMemory | None = None,
         workspace_bytes: int = WORKSPACE_BYTES,
     ) -> None:
         self.name = "flashinfer"
@@ -98,6 +99,7 @@ class FlashInferAttention:
         self._kernels = kernels
         self._device = device
         self._aligns_tables = self.batch_invariant and spec.sliding_window is not None
+        self._memory = memory or SharedMemory(device, workspace_bytes)
         self._makes = KernelMaker(
             spec,
             dtype,
@@ -107,7 +109,7 @@ class FlashInferAttention:
             split_keys=invariance == "off",
             whole_keys_from=whole_keys_from,
             tensor_cores=tensor_cores,
-            workspace_bytes=workspace_bytes,
+            memory=self._memory,
         )
         self._make_decode: MakeKernel | None = self._makes.decode
         if invariance == "unified":
@@ -140,7 +142,7 @@ class FlashInferAttention:
             decode=self._make_decode and self._make_decode(page_size),
             page_size=page_size,
             left_out_multiple=grid_pages(page_size) if self._aligns_tables else 1,
-            pool_table=_pool_table(num_pages, page_size, self._device),
+            pool_table=self._memory.pool_table(num_pages, page_size),
         )
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -258,7 +260,7 @@ class _Bound:
     decode: Kernel | None
     page_size: int
     left_out_multiple: int
-    pool_table: tuple[Tensor, Tensor, Tensor]
+    pool_table: PoolTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,31 +302,38 @@ class _GraphTables:
 
 
 def make_flashinfer(
-    spec: AttentionSpec,
+    specs: Sequence[AttentionSpec],
     *,
     dtype: torch.dtype,
     device: torch.device,
     invariance: Invariance = "off",
     packs_heads: bool = False,
-) -> FlashInferAttention:
-    """FlashInfer's own kernels on a CUDA device.
+) -> list[FlashInferAttention]:
+    """FlashInfer's own kernels on a CUDA device, one backend for each group of a model's layers.
 
     Raises `ConfigError` that says what to install, or which shape or type has no kernel.
     """
     kernels = load_kernels(device)
-    check_supported(spec, dtype)
+    for spec in specs:
+        check_supported(spec, dtype)
     major, _ = torch.cuda.get_device_capability(device)
-    attention = FlashInferAttention(
-        spec,
-        dtype=dtype,
-        device=device,
-        kernels=kernels,
-        invariance=invariance,
-        packs_heads=packs_heads,
-        hopper=major == _HOPPER,
-    )
-    build_kernels(attention, spec, dtype, device)
-    return attention
+    memory = SharedMemory(device)
+    backends = [
+        FlashInferAttention(
+            spec,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+            invariance=invariance,
+            packs_heads=packs_heads,
+            hopper=major == _HOPPER,
+            memory=memory,
+        )
+        for spec in specs
+    ]
+    for spec, attention in dict(zip(specs, backends, strict=True)).items():
+        build_kernels(attention, spec, dtype, device)
+    return backends
 
 
 def build_kernels(
@@ -393,17 +402,3 @@ def load_kernels(device: torch.device) -> Any:
 def _planned(kernel: Kernel, rows: KernelRows, indices: Tensor, *, first_row: int) -> _Part:
     kernel.plan(rows, indices)
     return _Part(slice(first_row, first_row + rows.num_rows), kernel)
-
-
-def _pool_table(
-    num_pages: int, page_size: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The whole pool as the block table of one sequence: indices, indptr, last_page_len.
-
-    Position p of that sequence is slot p, so the append kernel takes slots for positions.
-    """
-    return (
-        torch.arange(num_pages, dtype=torch.int32, device=device),
-        torch.tensor([0, num_pages], dtype=torch.int32, device=device),
-        torch.tensor([page_size], dtype=torch.int32, device=device),
-    )

@@ -23,9 +23,47 @@ from prefixcache.attention.flashinfer_plan import (
 )
 
 LAYOUT = "NHD"
+# Partial results of split keys. FlashInfer recommends 128 MiB; wide models take more in large
+# batches, and it says so in an error when the workspace is too small.
+WORKSPACE_BYTES = 256 << 20
 # What every FlashInfer wrapper makes for itself until it is given a shared one.
-_INT_WORKSPACE_BYTES = 8 << 20
+_PLAN_BYTES = 8 << 20
+# A captured decode plans at most a tile for each head of each row, by seven int32 (PrefillSM90Plan
+# of scheduler.cuh), and a few for each multiprocessor.
+_PLAN_BYTES_OF_HEAD = 64
+_PLAN_BYTES_OF_DEVICE = 256 << 10
 _H200_MULTIPROCESSORS = 132
+
+PoolTable = tuple[Tensor, Tensor, Tensor]
+
+
+class SharedMemory:
+    """What the backends of all groups of a model have in common: one kernel runs at a time.
+
+    A kernel writes its partial results to `workspace` and adds them up before the next one starts.
+    What a plan leaves for the runs of a step lies in memory that each backend has of its own, since
+    all groups are planned before the first one runs.
+    """
+
+    def __init__(self, device: torch.device, workspace_bytes: int = WORKSPACE_BYTES) -> None:
+        self.workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
+        self._pool_shape = (0, 0)
+        self._pool_table: PoolTable = (self.workspace, self.workspace, self.workspace)
+
+    def pool_table(self, num_pages: int, page_size: int) -> PoolTable:
+        """The whole pool as the block table of one sequence: indices, indptr, last_page_len.
+
+        Position p of that sequence is slot p, so the append kernel takes slots for positions.
+        """
+        if self._pool_shape != (num_pages, page_size):
+            device = self.workspace.device
+            self._pool_shape = (num_pages, page_size)
+            self._pool_table = (
+                torch.arange(num_pages, dtype=torch.int32, device=device),
+                torch.tensor([0, num_pages], dtype=torch.int32, device=device),
+                torch.tensor([page_size], dtype=torch.int32, device=device),
+            )
+        return self._pool_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +167,10 @@ MakeKernel = Callable[..., Kernel]
 
 
 class KernelMaker:
-    """Makes FlashInfer's wrappers. Those of one kind share workspaces: one runs at a time."""
+    """Makes FlashInfer's wrappers of one group. Those of one kind share a plan's memory.
+
+    Of one kind only one is planned in a step, be it of a graph or not.
+    """
 
     def __init__(
         self,
@@ -142,10 +183,10 @@ class KernelMaker:
         split_keys: bool,
         whole_keys_from: int | None,
         tensor_cores: bool,
-        workspace_bytes: int,
+        memory: SharedMemory,
     ) -> None:
-        def workspace(size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.uint8, device=device)
+        def plans() -> Tensor:
+            return torch.zeros(_PLAN_BYTES, dtype=torch.uint8, device=device)
 
         self._kernels = kernels
         self._spec = spec
@@ -156,9 +197,9 @@ class KernelMaker:
         self._pins = device.type == "cuda"
         self._tensor_cores = tensor_cores or needs_tensor_cores(spec)
         self._options = plan_options(spec, dtype) | {"disable_split_kv": not split_keys}
-        self._workspace = workspace(workspace_bytes)
-        self._prefill_plans = workspace(min(workspace_bytes, _INT_WORKSPACE_BYTES))
-        self._decode_plans = workspace(min(workspace_bytes, _INT_WORKSPACE_BYTES))
+        self._workspace = memory.workspace
+        self._prefill_plans = plans()
+        self._decode_plans = plans()
 
     def prefill(self, page_size: int, fixed_rows: FixedRows | None = None) -> _Prefill:
         """A kernel for chunks, over tables of fixed addresses when these are given."""
@@ -185,7 +226,8 @@ class KernelMaker:
             backend="fa2",
             **tables,
         )
-        wrapper.reset_workspace_buffer(self._workspace, self._decode_plans)
+        plans = self._plan_memory(self._decode_plans, fixed_rows)
+        wrapper.reset_workspace_buffer(self._workspace, plans)
         return _Decode(
             wrapper,
             self._sizes(page_size)
@@ -221,6 +263,7 @@ class KernelMaker:
         wrapper = self._kernels.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace, LAYOUT, backend=self._prefill_backend, **tables
         )
+        plans = self._plan_memory(plans, fixed_rows)
         wrapper.reset_workspace_buffer(self._workspace, plans)
         return kind(
             wrapper,
@@ -229,6 +272,13 @@ class KernelMaker:
             adds_tiles=self._prefill_backend == "fa2" and fixed_rows is not None,
             pins=self._pins,
         )
+
+    def _plan_memory(self, plans: Tensor, fixed_rows: FixedRows | None) -> Tensor:
+        """The part of it that a plan can take: a wrapper pins as much on the host."""
+        if fixed_rows is None:
+            return plans
+        rows = len(fixed_rows.last_page_len)
+        return plans[: _PLAN_BYTES_OF_DEVICE + _PLAN_BYTES_OF_HEAD * rows * self._spec.num_heads]
 
     def _splits(self, captured_rows: int) -> bool:
         """Whether decodes may split keys: not where enough rows fill the device without."""

@@ -126,7 +126,7 @@ def align_tables(batch: AttentionBatch, multiple: int) -> AttentionBatch:
     page that was left out and is listed again is the sequence's first one: behind the window the
     kernel multiplies values by zero, and only those of other requests could be no numbers.
     """
-    if batch.first_pages is None:
+    if batch.first_pages is None or multiple == 1:
         return batch
     first_pages, indptr = batch.first_pages.numpy(), batch.kv_indptr.numpy()
     if not (added := first_pages % multiple).any():

@@ -75,16 +75,13 @@ def _make_flashinfer(
 ) -> Sequence[AttentionBackend]:
     from prefixcache.attention.flashinfer import make_flashinfer
 
-    return [
-        make_flashinfer(
-            spec,
-            dtype=options.dtype,
-            device=options.device,
-            invariance=invariance,
-            packs_heads=packs_heads,
-        )
-        for spec in specs
-    ]
+    return make_flashinfer(
+        specs,
+        dtype=options.dtype,
+        device=options.device,
+        invariance=invariance,
+        packs_heads=packs_heads,
+    )
 
 
 _FACTORIES: dict[str, _Factory] = {

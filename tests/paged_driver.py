@@ -94,6 +94,10 @@ class PagedDriver:
 
     def forward(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
         """Computes `(sequence, start, token ids)` of each; float32 logits of all rows."""
+        return self.model.compute_logits(self.hidden(work))
+
+    def hidden(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
+        """Hidden states of all rows of `forward`'s work."""
         chunks = [(start, start + len(tokens)) for _, start, tokens in work]
         batches = [
             make_batch(
@@ -107,8 +111,7 @@ class PagedDriver:
         self.attention.plan(batches)
         tokens = torch.tensor([token for _, _, ids in work for token in ids])
         positions = torch.cat([torch.arange(start, stop) for start, stop in chunks])
-        hidden = self.model.forward(tokens, positions, self.attention)
-        return self.model.compute_logits(hidden)
+        return self.model.forward(tokens, positions, self.attention)
 
     def kv_of(self, sequence: int) -> Tensor:
         """The blocks of all layers, group by group, in the order of the sequence."""

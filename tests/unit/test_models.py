@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from paged_driver import PagedDriver
-from prefixcache.model_config import ModelConfig
+from prefixcache.model_config import ModelConfig, RopeConfig
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.loader import choose_dtype, load_model
 from prefixcache.models.weights import NamedTensor, copy_into
@@ -65,6 +67,77 @@ def test_64_greedy_tokens_equal_those_of_transformers(
     assert ours == reference_greedy(folder, prompt, 64)
 
 
+_BLOCK, _CHUNK = 16, 32
+
+
+@pytest.mark.parametrize("attention", ["torch", "cpu"])
+@pytest.mark.parametrize("window", [5, 16, 40, 100])
+@pytest.mark.parametrize("architecture", ["mistral-window", "qwen2-window", "gemma3"])
+def test_windows_shorter_than_a_block_longer_than_a_chunk_and_between(
+    tiny_checkpoint: TinyCheckpoint, architecture: str, window: int, attention: str
+) -> None:
+    folder = tiny_checkpoint(architecture, sliding_window=window)
+    tokens = prompt_of(150)
+    driver = PagedDriver(load(folder), block_size=_BLOCK, attention=attention)
+    chunks = [
+        driver.forward([(0, start, tokens[start : start + _CHUNK])])
+        for start in range(0, len(tokens), _CHUNK)
+    ]
+    expected = reference(folder, tokens)
+    torch.testing.assert_close(torch.cat(chunks), expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [5, 40])
+@pytest.mark.parametrize("architecture", ["mistral-window", "qwen2-window", "gemma3"])
+def test_64_greedy_tokens_behind_windows_of_other_lengths(
+    tiny_checkpoint: TinyCheckpoint, architecture: str, window: int
+) -> None:
+    folder = tiny_checkpoint(architecture, sliding_window=window)
+    prompt = prompt_of(21)
+    assert PagedDriver(load(folder)).generate(prompt, 64) == reference_greedy(folder, prompt, 64)
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        {"norm_offset": 0.0},
+        {"activation": "silu"},
+        {"local_rope": None},
+        {"rope": RopeConfig(theta=1e6)},
+        {"embedding_scale": 1.0},
+        {"attention_scale": None},
+        {"layer_windows": (512, 512, 512, None)},
+        {"layer_windows": (24, 24, 24, 24)},
+        {"layer_windows": (23, 23, 23, None)},
+    ],
+    ids=str,
+)
+def test_nothing_that_makes_gemma_can_be_left_out_unnoticed(
+    tiny_checkpoint: TinyCheckpoint, left_out: dict[str, Any]
+) -> None:
+    folder = tiny_checkpoint("gemma3")
+    config = dataclasses.replace(ModelConfig.from_hf(folder), **left_out)
+    model = load_model(config, folder, dtype=torch.float32, device=CPU)
+    tokens = prompt_of(100)
+    worst = (PagedDriver(model).forward([(0, 0, tokens)]) - reference(folder, tokens)).abs().max()
+    assert worst > 0.05
+
+
+def test_embeddings_are_scaled_in_the_models_type(tiny_checkpoint: TinyCheckpoint) -> None:
+    """Bit for bit as in transformers, with layers that add nothing and a norm that keeps scales."""
+    folder = tiny_checkpoint("gemma3", hidden_size=96, rms_norm_eps=1e4, dtype=torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    ours = load(folder, torch.bfloat16)
+    with torch.inference_mode():
+        for name, parameter in theirs.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+        copied = theirs.state_dict().items()
+        copy_into(ours.slots, [NamedTensor(*one, "update") for one in copied], ours.names)
+        expected = theirs.model(torch.arange(3, 63)[None]).last_hidden_state[0]
+    assert torch.equal(PagedDriver(ours).hidden([(0, 0, range(3, 63))]), expected)
+
+
 @pytest.mark.parametrize("architecture", ["qwen2-yarn", "llama-llama3", "llama-linear"])
 def test_positions_beyond_the_original_context_match(
     tiny_checkpoint: TinyCheckpoint, architecture: str
@@ -91,8 +164,9 @@ def test_chunks_and_mixed_batches_give_the_logits_of_one_prefill(
     torch.testing.assert_close(decoded, torch.cat([other[39:], whole[69:]]), atol=1e-4, rtol=1e-4)
 
 
-def test_bfloat16_stays_near_float32(tiny_checkpoint: TinyCheckpoint) -> None:
-    folder = tiny_checkpoint("smollm2", dtype=torch.bfloat16)
+@pytest.mark.parametrize("architecture", ["smollm2", "gemma3"])
+def test_bfloat16_stays_near_float32(tiny_checkpoint: TinyCheckpoint, architecture: str) -> None:
+    folder = tiny_checkpoint(architecture, dtype=torch.bfloat16)
     tokens = prompt_of(100)
     model = load(folder, torch.bfloat16)
     logits = PagedDriver(model).forward([(0, 0, tokens)])

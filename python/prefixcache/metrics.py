@@ -37,6 +37,12 @@ class Gauges:
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
     num_in_flight_waits: int = 0
+    num_window_missed_tokens: int = 0
+    num_pinned_blocks: int = 0
+    num_pins: int = 0
+    num_demotions: int = 0
+    num_pinned_evictions: int = 0
+    num_pinned_hits: int = 0
     num_below_threshold: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
@@ -116,6 +122,15 @@ class Metrics(Collector):
             ("prefix_cache_hits", "Tokens found in the prefix cache.", gauges.num_hit_tokens),
             ("queue_full_refusals", "Refused: too many waited.", self.queue_full_refusals),
             ("in_flight_waits", "Waits for another's blocks.", gauges.num_in_flight_waits),
+            (
+                "window_missed_tokens",
+                "Tokens that full attention had in the cache and sliding windows did not.",
+                gauges.num_window_missed_tokens,
+            ),
+            ("pins", "Blocks pinned.", gauges.num_pins),
+            ("demotions", "Pins that ended for younger ones.", gauges.num_demotions),
+            ("pinned_evictions", "Pinned blocks evicted.", gauges.num_pinned_evictions),
+            ("pinned_hits", "Hits on pinned blocks.", gauges.num_pinned_hits),
         )
         for name, documentation, value in counters:
             yield CounterMetricFamily(PREFIX + name, documentation, value=value)
@@ -167,4 +182,7 @@ def _gauge_families(gauges: Gauges) -> Iterator[Metric]:
     )
     yield GaugeMetricFamily(
         PREFIX + "kv_cache_usage_perc", "Share of blocks held, 0 to 1.", value=gauges.cache_usage
+    )
+    yield GaugeMetricFamily(
+        PREFIX + "pinned_blocks", "Blocks that are evicted last.", value=gauges.num_pinned_blocks
     )

@@ -16,6 +16,12 @@ def gauges() -> Gauges:
         num_preemptions=4,
         num_queried_tokens=100,
         num_hit_tokens=64,
+        num_window_missed_tokens=48,
+        num_pinned_blocks=5,
+        num_pins=9,
+        num_demotions=3,
+        num_pinned_evictions=1,
+        num_pinned_hits=7,
     )
 
 
@@ -41,6 +47,12 @@ def test_names_are_those_of_vllm_under_our_prefix() -> None:
         "prefixcache:generation_tokens_total": 0,
         "prefixcache:prefix_cache_queries_total": 100,
         "prefixcache:prefix_cache_hits_total": 64,
+        "prefixcache:window_missed_tokens_total": 48,
+        "prefixcache:pinned_blocks": 5,
+        "prefixcache:pins_total": 9,
+        "prefixcache:demotions_total": 3,
+        "prefixcache:pinned_evictions_total": 1,
+        "prefixcache:pinned_hits_total": 7,
         "prefixcache:request_success_total{finished_reason=stop}": 2,
         "prefixcache:time_to_first_token_seconds_count": 0,
         "prefixcache:inter_token_latency_seconds_count": 0,

@@ -1,14 +1,22 @@
-"""Flags of windows and pins, and what they tell a sequence of the core."""
+"""What requests leave behind their windows, which of it is pinned, and the flags of both."""
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prefixcache.config import CacheConfig, EngineConfig
+from prefixcache.engine.build import build
 from prefixcache.exceptions import ConfigError
+from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.retention import Retention
+from prefixcache.request import CacheOptions, Request
+from prefixcache.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -88,7 +96,7 @@ def test_the_line_of_the_start_has_the_numbers() -> None:
     line = retention.describe_pins(24_000, 16, [None, *[128] * 6])
     # 1562 blocks of full attention, and 25 windows of 9 blocks in six groups.
     assert int(0.8 * 24_000 / (1562 + 6 * 25 * 9)) == 6
-    assert "at most 20% of the cache" in line
+    assert "most 20% of the cache" in line
     assert "24000 blocks (384000 tokens of one group of layers)" in line
     assert "80% of them hold 6 prefixes of 25000 tokens" in line
     assert "every 1024 tokens, with the blocks of full attention before them" in line
@@ -101,3 +109,206 @@ def test_the_line_names_what_is_not_pinned() -> None:
     assert "full attention" not in line
     assert "every" not in line
     assert "full attention" not in Retention(pin=True).describe_pins(100, 16, [128])
+
+
+CHUNK = 16
+PINS = Retention(pin=True, pin_min_drop_size=0)
+SHARED = list(range(40))
+# Of a request of 25 blocks: all under full attention, and of the window two blocks before its end
+# and before its last full block but one, and one below them.
+PINNED = 25 + 4
+
+
+class Serving:
+    """A cache of one full group and one with a window of 9 tokens, in blocks of 4."""
+
+    def __init__(self, retention: Retention | None = None, num_blocks: int = 401) -> None:
+        groups = ("full", ("sliding_window", 9))
+        self.cache = CacheManager(num_blocks, 4, groups=groups, retention=retention)
+        self._names = map(str, range(10**6))
+
+    def stat(self, name: str) -> int:
+        return self.cache.stats()[name]
+
+    def start(self, tokens: list[int], **options: Any) -> tuple[str, int, int]:
+        """The name of a request that holds blocks, its hits, and what it lost to the window."""
+        name = next(self._names)
+        request = Request(
+            request_id=name,
+            prompt_token_ids=tokens,
+            params=SamplingParams(),
+            cache=CacheOptions(**options),
+        )
+        self.cache.start(request)
+        limit = len(tokens) - 1
+        hits = self.cache.count_hits(name, limit)
+        lost = self.cache.add_junction(name, hits, limit)
+        assert self.cache.commit(name, hits, len(tokens) - hits, CHUNK) == hits
+        return name, hits, lost
+
+    def serve(self, tokens: list[int], *, well: bool = True, **options: Any) -> tuple[int, int]:
+        """A request from its start to its end; its hits, and what it lost to the window."""
+        name, hits, lost = self.start(tokens, **options)
+        self.compute(name, hits, tokens, **options)
+        self.cache.free([name], ended_well=[name] if well else [])
+        self.cache.validate()
+        return hits, lost
+
+    def compute(self, name: str, hits: int, tokens: list[int], *, write: bool = True) -> None:
+        for end in range(hits + CHUNK, len(tokens) + CHUNK, CHUNK):
+            upto = min(end, len(tokens))
+            assert self.cache.ensure_slots([(name, upto)]) == 1
+            if write:
+                self.cache.mark_filled([name], [upto])
+            self.cache.drop_unneeded([(name, upto)])
+
+
+def own(number: int, length: int = 60) -> list[int]:
+    return [*SHARED, *range(1000 * number, 1000 * number + length)]
+
+
+def test_the_same_prompt_and_its_next_turn_hit() -> None:
+    serving = Serving()
+    assert serving.serve(own(1)) == (0, 0)
+    assert serving.serve(own(1)) == (96, 0)
+    assert serving.serve([*own(1), *range(7)]) == (100, 0)
+    assert serving.serve([*own(1)[:94], *range(7)]) == (92, 0)
+
+
+def test_the_second_request_with_a_prefix_repairs_it_for_the_third() -> None:
+    serving = Serving()
+    serving.serve(own(1))
+    assert serving.serve(own(2)) == (0, len(SHARED))
+    assert serving.serve(own(3)) == (len(SHARED), 0)
+
+
+def test_every_multiple_of_the_interval_is_kept() -> None:
+    serving = Serving(Retention(interval=24))
+    serving.serve(own(1))
+    assert serving.serve(own(2)) == (24, len(SHARED) - 24)
+    assert serving.serve(own(3)) == (len(SHARED), 0)
+
+
+def test_none_keeps_every_block() -> None:
+    serving = Serving(Retention(interval=None))
+    serving.serve(own(1))
+    assert serving.serve(own(2)) == (len(SHARED), 0)
+
+
+def test_who_ends_badly_pins_nothing_more() -> None:
+    serving = Serving(Retention(interval=20, pin=True, pin_min_drop_size=0))
+    name, hits, _ = serving.start(own(1))
+    serving.compute(name, hits, own(1))
+    pins = serving.stat("pins")
+    serving.cache.free([name])
+    assert serving.stat("pins") == pins > 0, "windows that were dropped on the way"
+    assert serving.serve(own(1)) == (96, 0)
+
+
+def test_who_may_not_write_pins_nothing() -> None:
+    serving = Serving(PINS)
+    serving.serve(own(1), write=False)
+    serving.serve(own(1), well=False)
+    before = serving.stat("pins")
+    assert serving.serve(own(1), write=False) == (96, 0)
+    assert serving.stat("pins") == before
+
+
+def test_what_ended_well_is_pinned() -> None:
+    serving = Serving(PINS)
+    serving.serve(own(1))
+    assert serving.stat("pinned_blocks") == PINNED
+
+
+def test_without_windows_or_the_flag_nothing_is_pinned() -> None:
+    for groups, retention in ((("full",), PINS), (("full", ("sliding_window", 9)), None)):
+        serving = Serving()
+        serving.cache = CacheManager(401, 4, groups=groups, retention=retention)
+        serving.serve(own(1))
+        assert serving.stat("pins") == 0
+        assert serving.cache.stats()["cached_blocks"] >= 25
+
+
+def test_prefix_blocks_are_pinned_unless_they_are_not_wanted() -> None:
+    serving = Serving(Retention(pin=True, pin_prefix_blocks=False, pin_min_drop_size=0))
+    serving.serve(own(1))
+    assert serving.stat("pinned_blocks") == PINNED - 25
+
+
+@pytest.mark.parametrize(("least", "pinned"), [(1, PINNED), (2, 24 + 3), (24, 24 + 3), (25, 0)])
+def test_an_anchor_too_near_the_one_before_is_not_pinned(least: int, pinned: int) -> None:
+    serving = Serving(Retention(pin=True, pin_min_drop_size=least))
+    serving.serve(own(1))
+    assert serving.stat("pinned_blocks") == pinned
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.2, 1.0])
+def test_beyond_the_share_the_oldest_pins_end(share: float) -> None:
+    serving = Serving(Retention(pin=True, pin_min_drop_size=0, pin_max_share=share))
+    for number in range(5):
+        serving.serve([number, *own(number, length=59)])
+    most = int(400 * share)
+    assert serving.stat("pinned_blocks") == min(5 * PINNED, most)
+    assert serving.stat("demotions") == max(0, 5 * PINNED - most)
+
+
+def test_the_oldest_pins_end_first() -> None:
+    """A prefix that is hit again becomes the youngest."""
+    serving = Serving(Retention(pin=True, pin_min_drop_size=0, pin_max_share=2.5 * PINNED / 400))
+    for number in (1, 2, 1, 3):
+        serving.serve([number, *own(number)])
+    for number in range(2):  # together they take all that is not pinned
+        serving.serve(list(range(9000 * number, 9000 * number + 800)), well=False)
+    hits = {number: serving.serve([number, *own(number)])[0] for number in (1, 2, 3)}
+    assert hits == {1: 100, 2: 0, 3: 100}
+
+
+@pytest.mark.parametrize("forget", ["reset", "new_weight_version"])
+def test_stale_pins_go_first(forget: str) -> None:
+    serving = Serving(PINS)
+    serving.serve(own(1))
+    pinned = set(serving.cache._cache.free_order()[-PINNED:])
+    getattr(serving.cache, forget)()
+    name, hits, _ = serving.start(list(range(4 * (PINNED - 8))))
+    sequence = serving.cache._sequences[name]
+    assert {*sequence.block_table(0), *sequence.block_table(1)} <= pinned
+    assert hits == serving.stat("pinned_evictions") == 0
+
+
+def test_pins_hold_no_blocks() -> None:
+    serving = Serving(PINS, num_blocks=60)
+    serving.serve(own(1))
+    assert serving.stat("pinned_blocks") > 0
+    assert serving.cache.usage == 0
+    assert serving.cache.num_free_blocks == serving.cache.num_usable_blocks
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flags", "told"),
+    [
+        ("gemma3", {"pin_swa_tokens": True}, "Pinned: .* every 2048 tokens, with the blocks of"),
+        ("mistral-window", {"pin_swa_tokens": True}, "Pinned: .* every 2048 tokens; at most 20%"),
+        ("smollm2", {"pin_swa_tokens": True}, "Without effect: --pin-swa-tokens. No layer"),
+        (
+            "smollm2",
+            {"prefix_cache_retention_interval": 0},
+            "Without effect: --prefix-cache-retention-interval. No layer",
+        ),
+        ("gemma3", {}, None),
+        ("smollm2", {}, None),
+    ],
+)
+def test_a_start_says_what_is_pinned(
+    tiny_checkpoint: Callable[..., Path],
+    caplog: pytest.LogCaptureFixture,
+    architecture: str,
+    flags: dict[str, Any],
+    told: str | None,
+) -> None:
+    folder = tiny_checkpoint(architecture)
+    with caplog.at_level(logging.INFO, "prefixcache"):
+        build(EngineConfig.from_flags(model=str(folder), num_blocks=101, **flags))
+    found = [text for text in caplog.messages if text.startswith(("Pinned", "Without"))]
+    assert len(found) == (told is not None)
+    assert told is None or re.match(told, found[0])
+    assert "Pinned" not in "".join(found) or "100 blocks (1600 tokens of one group" in found[0]

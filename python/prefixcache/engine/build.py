@@ -25,6 +25,7 @@ from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.retention import Retention
 from prefixcache.kv.sizing import choose_num_blocks
 from prefixcache.kv.specs import KVLayout, kv_layout
 from prefixcache.kv.tensors import KVTensors, attention_groups
@@ -93,6 +94,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         kv_dtype=str(dtype).removeprefix("torch."),
         arithmetic=str(dtype).removeprefix("torch."),
         groups=kv.layout.kinds,
+        retention=Retention.of(config),
         publish_answers=shares_answers(attention),
         merge_twins=config.cache.merge_duplicate_blocks and batch_invariant,
     )
@@ -116,6 +118,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         memory=memory,
     )
     _log_choices(config, parts, kv, cpu)
+    _log_retention(config, cache, kv.layout)
     return BuiltEngine(
         engine=Engine(parts),
         tokenizer=tokenizer,
@@ -150,6 +153,22 @@ def _log_choices(config: EngineConfig, parts: EngineParts, kv: KVTensors, cpu: C
         config.scheduler.max_num_seqs,
         config.scheduler.max_num_batched_tokens,
     )
+
+
+def _log_retention(config: EngineConfig, cache: CacheManager, layout: KVLayout) -> None:
+    """What is pinned, or which flags change nothing."""
+    flags = {
+        "--pin-swa-tokens": config.cache.pin_swa_tokens,
+        "--prefix-cache-retention-interval": config.cache.prefix_cache_retention_interval
+        is not None,
+    }
+    given = " and ".join(name for name, is_given in flags.items() if is_given)
+    if given and not cache.has_windows:
+        logger.warning("Without effect: %s. No layer of this model has a sliding window.", given)
+    elif config.cache.pin_swa_tokens:
+        windows = [group.sliding_window for group in layout.groups]
+        retention = Retention.of(config)
+        logger.info(retention.describe_pins(cache.num_usable_blocks, cache.block_size, windows))
 
 
 def _caches_prefixes(config: CacheConfig, runner: ModelRunner) -> bool:

@@ -329,7 +329,7 @@ class Engine:
         return tuple(sorted(token_id for token_id in ids if 0 <= token_id < self._vocab_size))
 
     def _gauges(self) -> Gauges:
-        scheduler = self._scheduler
+        scheduler, core = self._scheduler, self._cache.stats()
         return Gauges(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -338,6 +338,12 @@ class Engine:
             num_queried_tokens=scheduler.hit_counter.queried_tokens,
             num_hit_tokens=scheduler.hit_counter.hit_tokens,
             num_in_flight_waits=scheduler.num_in_flight_waits,
+            num_window_missed_tokens=scheduler.num_window_missed_tokens,
+            num_pinned_blocks=core["pinned_blocks"],
+            num_pins=core["pins"],
+            num_demotions=core["demotions"],
+            num_pinned_evictions=core["pinned_evictions"],
+            num_pinned_hits=core["pinned_hits"],
             num_below_threshold=dict(scheduler.num_below_threshold),
         )
 

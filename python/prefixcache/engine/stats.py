@@ -26,8 +26,13 @@ class PrefixCacheStats:
     are requests looked up and those with a hit, `queried_tokens` and `hit_tokens` their tokens,
     `evictions` blocks whose content was overwritten. `recent_hit_ratio` is the cached share, 0 to
     1, of the tokens of the last `recent_queries` requests, at most 1000. Blocks are `blocks_in_use`
-    by requests or `free_blocks`; `cached_blocks` of both can be hit. `num_blocks` counts them all
-    and the null block, which pads tables and is neither.
+    by requests or `free_blocks`; `cached_blocks` of both can be hit, and `pinned_blocks` of both
+    are evicted last. `num_blocks` counts them all and the null block, which pads tables and is
+    neither.
+
+    Where layers have a sliding window: `window_missed_tokens` were there for full attention, and
+    their windows were lost; `pins` counts blocks pinned, `demotions` pins that ended for younger
+    ones, `pinned_evictions` and `pinned_hits` the pinned ones among blocks evicted and hit.
     """
 
     enabled: bool
@@ -38,11 +43,17 @@ class PrefixCacheStats:
     recent_queries: int
     recent_hit_ratio: float
     evictions: int
+    window_missed_tokens: int
+    pins: int
+    demotions: int
+    pinned_evictions: int
+    pinned_hits: int
     preemptions: int
     num_blocks: int
     blocks_in_use: int
     free_blocks: int
     cached_blocks: int
+    pinned_blocks: int
     block_size: int
     weight_version: int
     is_sleeping: bool

@@ -5,12 +5,14 @@ Every call is one for the whole batch, never one per block.
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from prefixcache.core import PrefixCache
 from prefixcache.core import Sequence as CoreSequence
 from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import GroupKind
 from prefixcache.request import Request
 from prefixcache.step_plan import StepPlan
@@ -44,6 +46,7 @@ class CacheManager:
         kv_dtype: str = "",
         arithmetic: str = "",
         groups: Sequence[GroupKind] = ("full",),
+        retention: Retention | None = None,
         merge_twins: bool = False,
         publish_answers: bool = True,
     ) -> None:
@@ -60,6 +63,9 @@ class CacheManager:
         self.num_blocks = self._cache.num_blocks
         self.num_usable_blocks = self.num_blocks - 1
         self._windows = [kind[1] for kind in groups if kind != "full"]
+        self._retention = retention or Retention()
+        self._pins = self._retention.pin and self.has_windows
+        self._max_pinned = int(self._retention.pin_max_share * self.num_usable_blocks)
         self._merge_twins = merge_twins
         self.num_merged_blocks = 0
         self._sequences: dict[str, CoreSequence] = {}
@@ -109,9 +115,11 @@ class CacheManager:
 
         One that is not `hashed` gets slots alone: it finds nothing and publishes nothing.
         """
-        self._sequences[request.request_id] = self._cache.new_sequence(
+        sequence = self._sequences[request.request_id] = self._cache.new_sequence(
             request.prompt_token_ids if hashed else (), cache_salt=request.cache.salt
         )
+        if self.has_windows:
+            self._retention.apply(sequence, request)
         if not hashed:
             self._unhashed.add(request.request_id)
         if not self._publish_answers:
@@ -128,6 +136,34 @@ class CacheManager:
 
     def _hit_limit(self, max_tokens: int) -> int | None:
         return max_tokens if self._windows else None
+
+    def add_junction(self, request_id: str, hit_tokens: int, max_tokens: int) -> int:
+        """Lets later requests begin where full attention's hits end and windows could not follow.
+
+        `hit_tokens` is what `count_hits` said for `max_tokens`. Returns the tokens between, which
+        were lost to the windows; the request computes them and keeps the window after them.
+        """
+        if not self.has_windows:
+            return 0
+        sequence = self._sequences[request_id]
+        whole = self._cache.count_whole_hits(sequence, max_tokens)
+        if whole <= hit_tokens:
+            return 0
+        sequence.add_anchor(whole)
+        return whole - hit_tokens
+
+    def keep_for(self, request_id: str, follower_id: str) -> None:
+        """Lets the follower begin where its prompt parts from the tokens of the first request."""
+        if not self.has_windows:
+            return
+        sequence, follower = self._sequences[request_id], self._sequences[follower_id]
+        usable = min(sequence.num_tokens, follower.num_tokens - 1) // self.block_size
+
+        def parts_before(end: int) -> bool:
+            return sequence.block_hashes(end - 1, end) != follower.block_hashes(end - 1, end)
+
+        shared = bisect.bisect_left(range(1, usable + 1), True, key=parts_before)
+        sequence.add_anchor(shared * self.block_size)
 
     def block_hash(self, request_id: str, index: int) -> bytes | None:
         """The hash that names the request's full block and all before it; None past the last."""
@@ -218,22 +254,29 @@ class CacheManager:
         for request_id in request_ids:
             logger.debug("Request %s gives its blocks back and waits.", request_id)
 
-    def free(
-        self,
-        request_ids: Sequence[str],
-        *,
-        ended_well: Collection[str] = (),  # noqa: ARG002 - blocks are pinned by it soon
-    ) -> None:
+    def free(self, request_ids: Sequence[str], *, ended_well: Collection[str] = ()) -> None:
         """Gives the blocks back and forgets the requests.
 
-        Those that `ended_well` came to the end of their answers.
+        Those that `ended_well` came to the end of their answers; where pins are on, the blocks
+        that their anchors need are pinned.
         """
-        sequences = [self._sequences.pop(request_id) for request_id in request_ids]
+        ended = {request_id: self._sequences.pop(request_id) for request_id in request_ids}
         for request_id in request_ids:
             self._prompt_lengths.pop(request_id, None)
             self._unhashed.discard(request_id)
             logger.debug("Request %s ends and gives its blocks back.", request_id)
-        self._cache.release([sequence for sequence in sequences if sequence.is_committed])
+        held = {name: ended[name] for name in ended if ended[name].is_committed}
+        if self._pins:
+            self._cache.pin_anchors([held[name] for name in ended_well if name in held])
+        self._cache.release(list(held.values()))
+        if self._pins:
+            self._demote_beyond_share()
+
+    def _demote_beyond_share(self) -> None:
+        """Ends the oldest pins where there are more than the share that may be pinned."""
+        beyond = self._cache.stats()["pinned_blocks"] - self._max_pinned
+        if beyond > 0:
+            self._cache.demote(beyond)
 
     def fill(self, plan: StepPlan, buffers: Sequence[BlockTableBuffers]) -> None:
         """Writes the step's block tables and slots into the runner's buffers, one set a group."""

@@ -83,16 +83,15 @@ class Retention:
         self, num_usable_blocks: int, block_size: int, windows: Sequence[int | None]
     ) -> str:
         """What is pinned, and how many prefixes the cache holds, in one line."""
-        what = "windows at the ends of prompts and answers, and where prompts part"
-        if self.interval:
-            what += f", and every {self.interval} tokens"
-        if self.pin_prefix_blocks and None in windows:
-            what += ", with the blocks of full attention before them"
+        every = f", and every {self.interval} tokens" if self.interval else ""
+        prefix = self.pin_prefix_blocks and None in windows
+        before = ", with the blocks of full attention before them" if prefix else ""
         each = self.num_blocks_kept(_PREFIX_TOKENS, block_size, windows)
         fit = int(_FILLED_SHARE * num_usable_blocks / each) if each else 0
         return (
-            f"Pinned: {what}, in at most {self.pin_max_share:.0%} of the cache. It has "
-            f"{num_usable_blocks} blocks ({num_usable_blocks * block_size} tokens of one group of "
-            f"layers); {_FILLED_SHARE:.0%} of them hold {fit} prefixes of {_PREFIX_TOKENS} tokens. "
-            "With more in turns, demotion thrashes: each is gone before it is asked for again."
+            f"Pinned: windows where prompts and answers end, where prompts part{every}{before}; at "
+            f"most {self.pin_max_share:.0%} of the cache. It has {num_usable_blocks} blocks "
+            f"({num_usable_blocks * block_size} tokens of one group of layers); "
+            f"{_FILLED_SHARE:.0%} of them hold {fit} prefixes of {_PREFIX_TOKENS} tokens. With "
+            "more in turns, demotion thrashes: each is gone before it is asked for again."
         )

@@ -31,7 +31,8 @@ class Admission:
     arrive together cannot each hold half of the pool and preempt one another; in groups with a
     window, slots for all that the prompt will hold at once. `counter` counts
     first starts alone, not the returns of preempted requests; `num_below_threshold` counts by whose
-    threshold it was, "request" or "global".
+    threshold it was, "request" or "global"; `num_window_missed_tokens` counts what full attention
+    had in the cache and the windows did not.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Admission:
         self._global_threshold = config.global_cache_hit_threshold
         self.enabled = enable_prefix_caching
         self.counter = HitCounter()
+        self.num_window_missed_tokens = 0
         self.num_below_threshold: Counter[str] = Counter()
 
     def start(self, state: RequestState) -> Verdict:
@@ -58,6 +60,7 @@ class Admission:
             return Verdict.WAITS_FOR_BLOCKS
         if self._is_below_threshold(state, matched):
             return Verdict.BELOW_THRESHOLD
+        lost = self._lost_to_windows(state, matched)
         hits = min(matched, self._hit_limit(state)) // self._block_size * self._block_size
         num_new = -(-(state.num_tokens - hits) // self._block_size) * self._block_size
         taken = self._cache.commit(state.request_id, hits, num_new, self._max_chunk)
@@ -69,13 +72,23 @@ class Admission:
             state.num_cached_tokens = taken
             if self.enabled:
                 self.counter.add(state.num_tokens, taken)
+                self.num_window_missed_tokens += lost
         return Verdict.STARTED
 
     def _matched_tokens(self, state: RequestState) -> int:
         """Tokens in leading full blocks that are cached and may be read."""
-        if not (self.enabled and state.request.cache.read):
+        if not self._may_read(state):
             return 0
         return self._cache.count_hits(state.request_id, self._hit_limit(state))
+
+    def _lost_to_windows(self, state: RequestState, matched: int) -> int:
+        """Tokens that could be read but for their windows, which the request computes anew."""
+        if not self._may_read(state):
+            return 0
+        return self._cache.add_junction(state.request_id, matched, self._hit_limit(state))
+
+    def _may_read(self, state: RequestState) -> bool:
+        return self.enabled and state.request.cache.read
 
     def _must_wait(self, state: RequestState, matched: int) -> bool:
         if self._in_flight is None or not state.request.cache.read or state.prompt_logprobs_due:

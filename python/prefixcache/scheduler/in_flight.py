@@ -4,6 +4,12 @@ A running request stands in the way of others by one block only: the first that 
 published. Its hash names the whole prefix up to there, salt included, so whoever is about to
 compute that very block waits until it is published, and asks again: chunk by chunk.
 
+Where layers have a sliding window, the running request keeps the window at the position where the
+two prompts part, since it may be far past it before the other one asks again. It does so for the
+request that is next in order too, which need not have asked yet: long chunks leave no room to
+start others. Whoever asks when that window is gone already computes the prefix once more, and the
+rest wait for it.
+
 No wait lasts for ever. Only requests that hold no blocks wait, and only for running ones, so there
 is no cycle; a request that leaves the running set wakes those who waited for it; and nobody waits
 longer than `max_wait_steps` in all.
@@ -40,11 +46,18 @@ class InFlight:
         block_hash = self._cache.block_hash(state.request_id, matched_tokens // self._block_size)
         if block_hash is None or block_hash not in self._producers:
             return False
+        self._cache.keep_for(self._producers[block_hash], state.request_id)
         if state.first_wait_step is None:
             state.first_wait_step = self._step
             self.num_waits += 1
         self._waiters.setdefault(block_hash, {})[state.request_id] = state
         return True
+
+    def foresee(self, state: RequestState) -> None:
+        """Lets running requests keep windows for one that could not ask whether to wait."""
+        if self._cache.has_windows and state.request.cache.read:
+            for producer in self._next_hash:
+                self._cache.keep_for(producer, state.request_id)
 
     def advance(self, state: RequestState) -> list[RequestState]:
         """A running request started or published: what it computes next. Returns who may go on."""

@@ -123,6 +123,11 @@ class Scheduler:
         return 0 if self._in_flight is None else self._in_flight.num_waits
 
     @property
+    def num_window_missed_tokens(self) -> int:
+        """Tokens of requests that full attention had in the cache and the windows did not."""
+        return self._admission.num_window_missed_tokens
+
+    @property
     def num_below_threshold(self) -> Mapping[str, int]:
         """Requests that ended below a threshold, by its source: "request" or "global"."""
         return self._admission.num_below_threshold
@@ -195,6 +200,7 @@ class Scheduler:
             return self._plan([])
         if self.num_preemptions == preempted_before:
             self._start_waiting(chunks, budget)
+        self._keep_for_next()
         return self._plan(chunks)
 
     def complete(
@@ -401,6 +407,11 @@ class Scheduler:
             self._announce(state)
             count = budget.take_chunk(state.num_computed_tokens, state.num_remaining)
             chunks.append(_Chunk(state, count))
+
+    def _keep_for_next(self) -> None:
+        """Lets running requests keep what the first waiting one shares with them."""
+        if self._in_flight is not None and (state := self._waiting.head()) is not None:
+            self._in_flight.foresee(state)
 
     def _put_aside(self, state: RequestState, verdict: Verdict) -> None:
         """Ends a request that may not start; one that waits for blocks is woken by their owner."""

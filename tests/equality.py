@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -26,6 +26,8 @@ from fake_runner import tokens_of_plan
 from prefixcache.config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
+from prefixcache.kv.specs import kv_layout
+from prefixcache.model_config import ModelConfig
 from prefixcache.request import (
     CacheOptions,
     FinishReason,
@@ -46,10 +48,23 @@ WIDE = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
+
+
+def with_windows(window: int, *, num_full: int = 1) -> dict[str, Any]:
+    """Arguments of a Qwen model of three layers whose last ones have a window."""
+    return WIDE | {
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": window,
+        "max_window_layers": num_full,
+    }
+
+
 BLOCK = 16
 MAX_ANSWER = 64
 
 Interruption = Literal["reset", "recompute", "sleep", "abort"]
+
 INTERRUPTIONS: tuple[Interruption, ...] = ("reset", "recompute", "sleep", "abort")
 
 
@@ -106,8 +121,8 @@ class Answer:
 class Schedule:
     """How requests meet: how many, when each arrives (in steps), and what the engine allows.
 
-    `num_blocks` counts blocks of `BLOCK` tokens, whatever `block_size` is. Interruptions come
-    before the step they name.
+    `num_blocks` counts blocks of `BLOCK` tokens for each KV cache group, whatever `block_size` is.
+    Interruptions come before the step they name.
     """
 
     seed: int
@@ -334,6 +349,7 @@ class Bench:
 
 
 def make_engine(folder: Path, dtype: str, invariant: bool, schedule: Schedule) -> Engine:
+    num_groups = len(kv_layout(ModelConfig.from_hf(folder)).groups)
     config = EngineConfig(
         model=str(folder),
         dtype=dtype,  # type: ignore[arg-type]
@@ -341,7 +357,7 @@ def make_engine(folder: Path, dtype: str, invariant: bool, schedule: Schedule) -
         batch_invariant=invariant,
         attention="auto" if invariant else "torch",
         cache=CacheConfig(
-            num_blocks=schedule.num_blocks * BLOCK // schedule.block_size,
+            num_blocks=num_groups * schedule.num_blocks * BLOCK // schedule.block_size,
             block_size=schedule.block_size,
             enable_prefix_caching=schedule.enable_prefix_caching,
             merge_duplicate_blocks=schedule.merge_duplicate_blocks,
@@ -393,12 +409,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schedules", type=int, default=50, help="for each type and thread count")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--window", type=int, help="of two layers of three")
     parser.add_argument("--no-batch-invariant", action="store_true", help="to see it fail")
     arguments = parser.parse_args()
     total = Counts()
+    shape = with_windows(arguments.window) if arguments.window else WIDE
     for dtype, torch_dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         with tempfile.TemporaryDirectory() as folder:
-            make_checkpoint(Path(folder), "qwen3", dtype=torch_dtype, **WIDE)
+            make_checkpoint(Path(folder), "qwen3", dtype=torch_dtype, **shape)
             for threads in (1, 2):
                 torch.set_num_threads(threads)
                 bench = Bench(Path(folder), dtype, invariant=not arguments.no_batch_invariant)

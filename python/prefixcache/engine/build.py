@@ -26,7 +26,7 @@ from prefixcache.engine.memory import ModelMemory
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.retention import Retention
-from prefixcache.kv.sizing import choose_num_blocks
+from prefixcache.kv.sizing import choose_num_blocks, fitting_tokens
 from prefixcache.kv.specs import KVLayout, kv_layout
 from prefixcache.kv.tensors import KVTensors, attention_groups
 from prefixcache.model_config import ModelConfig
@@ -138,8 +138,8 @@ def _log_choices(config: EngineConfig, parts: EngineParts, kv: KVTensors, cpu: C
     threads = "" if kv.device.type != "cpu" else f" with {torch.get_num_threads()} threads"
     kernels = "" if cpu is None else f" ({cpu.instructions})"
     logger.info(
-        "%s on %s%s%s, attention %s. KV cache: %d blocks of %d tokens (%.2f GiB), prefix cache %s. "
-        "A sequence has at most %d tokens, a step %d sequences and %d tokens.",
+        "%s on %s%s%s, attention %s. KV cache: %d blocks of %d tokens (%.2f GiB)%s, "
+        "prefix cache %s. A sequence has at most %d tokens, a step %d sequences and %d tokens.",
         str(kv.dtype).removeprefix("torch."),
         kv.device,
         threads,
@@ -148,6 +148,7 @@ def _log_choices(config: EngineConfig, parts: EngineParts, kv: KVTensors, cpu: C
         kv.num_blocks,
         kv.block_size,
         kv.num_bytes / 2**30,
+        _describe_groups(kv.layout),
         "on" if parts.scheduler.caches_prefixes else "off",
         parts.max_model_len,
         config.scheduler.max_num_seqs,
@@ -171,6 +172,17 @@ def _log_retention(config: EngineConfig, cache: CacheManager, layout: KVLayout) 
         logger.info(retention.describe_pins(cache.num_usable_blocks, cache.block_size, windows))
 
 
+def _describe_groups(layout: KVLayout) -> str:
+    """The clause of the start line on several groups of layers; nothing where there is one."""
+    if len(layout.groups) == 1:
+        return ""
+    num_groups, num_full = len(layout.groups), layout.kinds.count("full")
+    return (
+        f" for {num_groups} groups of layers (full {num_full}, window {num_groups - num_full}; "
+        f"size {layout.num_tensors}, padded {layout.num_padded})"
+    )
+
+
 def _caches_prefixes(config: CacheConfig, runner: ModelRunner) -> bool:
     """Whether the prefix cache is on: if it is wanted, and the runner can do it."""
     if config.enable_prefix_caching and not runner.shares_kv:
@@ -181,12 +193,18 @@ def _caches_prefixes(config: CacheConfig, runner: ModelRunner) -> bool:
 def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
     """The context length, lowered to what the pool holds unless it was asked for."""
     longest = config.scheduler.context_length(model)
-    room = (num_blocks - 1) * config.cache.block_size
-    if longest <= room:
+    room = fitting_tokens(
+        num_blocks,
+        config.cache.block_size,
+        kv_layout(model),
+        chunk=config.scheduler.max_num_batched_tokens,
+        most=longest,
+    )
+    if longest == room:
         return longest
-    if config.scheduler.max_model_len is not None:
+    if config.scheduler.max_model_len is not None or not room:
         raise ConfigError(
-            f"The KV cache holds {room} tokens ({num_blocks - 1} blocks of "
+            f"The KV cache holds {room} tokens of one sequence ({num_blocks - 1} blocks of "
             f"{config.cache.block_size}), less than one sequence of max_model_len {longest}. "
             "Raise --kv-cache-memory or --num-blocks, or lower --max-model-len."
         )

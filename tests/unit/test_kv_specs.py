@@ -1,0 +1,168 @@
+"""KV cache groups: which layers share a block table, and what their blocks and tables take."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from prefixcache.attention.base import AttentionSpec
+from prefixcache.attention.registry import make_attention
+from prefixcache.config import CacheConfig
+from prefixcache.core import PrefixCache
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.sizing import choose_num_blocks, fitting_tokens
+from prefixcache.kv.specs import KVGroup, KVLayout, kv_layout
+from prefixcache.kv.tensors import KVTensors, attention_groups
+from prefixcache.model_config import ModelConfig
+
+CPU = torch.device("cpu")
+GEMMA_3_1B = tuple(None if layer % 6 == 5 else 512 for layer in range(26))
+
+
+def model_of(windows: tuple[int | None, ...], num_layers: int | None = None) -> ModelConfig:
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=8,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=num_layers or len(windows),
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+        layer_windows=windows,
+    )
+
+
+def test_gemma_3_1b_has_one_full_and_six_window_groups_of_four_with_two_places_padded() -> None:
+    layout = kv_layout(model_of(GEMMA_3_1B))
+    assert layout.groups[0] == KVGroup((5, 11, 17, 23))
+    assert [len(group.layers) for group in layout.groups] == [4, 4, 4, 4, 4, 3, 3]
+    assert layout.kinds == ("full", *[("sliding_window", 512)] * 6)
+    assert (layout.num_tensors, layout.num_padded) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("windows", "group"),
+    [
+        ((), KVGroup((0, 1, 2))),
+        ((None, None, None), KVGroup((0, 1, 2))),
+        ((9, 9, 9), KVGroup((0, 1, 2), 9)),
+    ],
+)
+def test_layers_of_one_kind_are_one_group(windows: tuple[int | None, ...], group: KVGroup) -> None:
+    layout = kv_layout(model_of(windows, 3))
+    assert layout.groups == (group,)
+    assert (layout.num_tensors, layout.num_padded) == (3, 0)
+
+
+def test_one_full_group_has_the_hashes_of_a_cache_that_is_told_of_none() -> None:
+    told = CacheManager(2, 16, groups=kv_layout(model_of((), 3)).kinds)
+    assert told.root_hash == PrefixCache(2, 16).root_hash()
+
+
+layers = st.lists(st.sampled_from([None, None, 1, 16, 512]), min_size=1, max_size=40).map(tuple)
+
+
+@given(windows=layers)
+@example(windows=(None,) * 4 + (7,) * 5)  # 5 is not less than 1.25 times 4: groups of 4
+@example(windows=(None,) * 5 + (7,) * 6)  # groups of 6, one place padded
+def test_every_layer_is_in_one_group_of_its_kind_and_groups_are_as_large_as_vllm_makes_them(
+    windows: tuple[int | None, ...],
+) -> None:
+    layout = kv_layout(model_of(windows))
+    assert sorted(layer for group in layout.groups for layer in group.layers) == [
+        *range(len(windows))
+    ]
+    for group in layout.groups:
+        assert {windows[layer] for layer in group.layers} == {group.sliding_window}
+        assert list(group.layers) == sorted(group.layers)
+    counts = Counter(windows)
+    fewest, most = min(counts.values()), max(counts.values())
+    assert layout.num_tensors == (most if 4 * most < 5 * fewest else fewest)
+    assert Counter(group.sliding_window for group in layout.groups) == {
+        window: -(-count // layout.num_tensors) for window, count in counts.items()
+    }
+    assert layout.num_padded == len(layout.groups) * layout.num_tensors - len(windows)
+    places = [group.sliding_window is not None for group in layout.groups]
+    assert places == sorted(places), "full attention comes first"
+
+
+def test_the_pool_takes_the_bytes_of_one_group() -> None:
+    """Not the sum over the groups: any block serves any of them."""
+    layout = kv_layout(model_of(GEMMA_3_1B))
+    a_layer = 2 * 16 * 2 * 16 * 4  # keys and values, tokens, heads, numbers, bytes
+    assert layout.bytes_per_block(16, 4) == 4 * a_layer
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=1.0)
+    kv = KVTensors(
+        layout=layout,
+        attention=make_attention("cpu", attention_groups(layout, spec)),
+        num_blocks=10,
+        block_size=16,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    tensors = kv.make(10)
+    assert [tensor.nbytes for tensor in tensors] == [10 * a_layer] * 4
+    assert kv.num_bytes == 10 * 4 * a_layer
+    cache = CacheConfig(kv_cache_memory=10 * 4 * a_layer)
+    assert choose_num_blocks(cache, layout, torch.float32, CPU) == 10
+
+
+def test_tensor_j_serves_layer_j_of_every_group() -> None:
+    layout = kv_layout(model_of((None, 5, 5, None, 5)))
+    assert [group.layers for group in layout.groups] == [(0, 3), (1, 4), (2,)]
+    spec = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=16, scale=1.0)
+    attention = make_attention("torch", attention_groups(layout, spec))
+    tensors = [torch.zeros(attention.kv_shape(3, 16, 2, 16)) for _ in range(layout.num_tensors)]
+    attention.bind(tensors)
+    bound = [backend._kv_layers for backend in attention.backends]
+    assert [len(each) for each in bound] == [2, 2, 1]
+    assert all(kv is tensors[j] for each in bound for j, kv in enumerate(each))
+    assert [backend._spec.sliding_window for backend in attention.backends] == [None, 5, 5]
+
+
+@given(
+    window=st.none() | st.integers(1, 70),
+    chunk=st.integers(1, 40),
+    num_tokens=st.integers(1, 120),
+    block_size=st.sampled_from([1, 4, 16]),
+)
+def test_tables_have_room_for_what_any_step_lists_and_no_more(
+    window: int | None, chunk: int, num_tokens: int, block_size: int
+) -> None:
+    def listed(start: int, stop: int) -> int:
+        seen = range(0 if window is None else max(start + 1 - window, 0), stop)
+        return len({position // block_size for position in seen})
+
+    most = max(listed(start, min(start + chunk, num_tokens)) for start in range(num_tokens))
+    group = KVGroup((0,), window)
+    room = group.most_pages(num_tokens, chunk, block_size)
+    assert most <= room <= most + 1
+
+
+@pytest.mark.parametrize("windows", [(None,), (5,), (None, 5, 5)])
+@pytest.mark.parametrize("num_blocks", [2, 3, 7, 40])
+def test_the_longest_sequence_is_the_last_that_the_pool_holds(
+    windows: tuple[int | None, ...], num_blocks: int
+) -> None:
+    layout = kv_layout(model_of(windows))
+    cache = CacheManager(2, 4, groups=layout.kinds)
+    fits = [n for n in range(1, 201) if cache.most_blocks(n, 8) <= num_blocks - 1]
+    assert fits == [*range(1, len(fits) + 1)], "what is shorter fits too"
+    assert fitting_tokens(num_blocks, 4, layout, chunk=8, most=200) == len(fits)
+    if windows == (None,):
+        assert len(fits) == min(200, 4 * (num_blocks - 1))
+
+
+def test_a_long_prompt_needs_its_window_and_a_chunk_in_each_window_group() -> None:
+    """28k tokens: 1,750 blocks of full attention, and 193 in each of six groups."""
+    layout = KVLayout((KVGroup((0,)), *[KVGroup((1,), 1024)] * 6), num_kv_heads=1, head_dim=16)
+    need = 1750 + 6 * (1024 // 16 + 1 + 2048 // 16 + 1)
+    assert fitting_tokens(need + 1, 16, layout, chunk=2048, most=32_768) >= 28_000
+    assert fitting_tokens(7 * 1750 // 2, 16, layout, chunk=2048, most=40_000) > 28_000
+    assert fitting_tokens(1750, 16, layout, chunk=2048, most=32_768) < 28_000

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tiny_models import CHAT_TEMPLATE, SPECIAL_TOKENS, train_tokenizer
+from tiny_models import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer
 
 _NAMES = {
     "input_layernorm": "attn_norm",
@@ -24,6 +24,31 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+}
+GEMMA_SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+GEMMA_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<start_of_turn>' + message['role'] + '\n' + message['content'] + '<end_of_turn>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+# Of two tokens each that stand before them, as byte-pair merging makes them.
+_PIECES = [
+    "th",
+    "the",
+    "\u2581t",
+    "\u2581th",
+    "\u2581the",
+    "er",
+    "in",
+    "on",
+    "\u2581c",
+    "\u2581\u2581",
+]
+_GEMMA_NAMES = _NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 _Q8 = gguf.GGMLQuantizationType.Q8_0
 _TOP_LEVEL = {
@@ -39,7 +64,7 @@ def write_gguf(file: Path, model: PreTrainedModel, *, pre: str = "smollm") -> Pa
         if parameter.ndim == 2:
             parameter.data = torch.from_numpy(_rounded(parameter.detach().numpy()))
     config = model.config
-    architecture = str(config.model_type)
+    architecture = str(config.model_type).removesuffix("_text")
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -48,10 +73,19 @@ def write_gguf(file: Path, model: PreTrainedModel, *, pre: str = "smollm") -> Pa
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
-    _add_tokenizer(writer, pre)
+    if architecture == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+        if config.final_logit_softcapping:
+            writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        _add_sentencepiece(writer)
+    else:
+        _add_tokenizer(writer, pre)
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             _add_tensor(writer, name, tensor, config)
@@ -78,14 +112,40 @@ def _add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
+def _add_sentencepiece(writer: gguf.GGUFWriter) -> None:
+    kinds = gguf.TokenType
+    tokens = dict.fromkeys(GEMMA_SPECIAL_TOKENS, kinds.CONTROL)
+    tokens |= {f"<0x{byte:02X}>": kinds.BYTE for byte in range(256)}
+    letters = [chr(code) for code in range(0x21, 0x7F)]
+    pieces = ["\u2581", *letters, *_PIECES]
+    tokens |= dict.fromkeys(pieces, kinds.NORMAL)
+    tokens |= dict.fromkeys(map("<unused{}>".format, range(VOCAB_SIZE - len(tokens))), kinds.UNUSED)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(list(tokens))
+    writer.add_token_types(list(tokens.values()))
+    writer.add_token_scores([-float(i) for i in range(len(tokens))])
+    writer.add_pad_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_bos_token_id(2)
+    writer.add_unk_token_id(3)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
+    writer.add_chat_template(GEMMA_CHAT_TEMPLATE)
+
+
 def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, config: object) -> None:
     module, kind = name.rsplit(".", 1)
+    is_gemma = config.model_type == "gemma3_text"
     if module in _TOP_LEVEL:
         target = _TOP_LEVEL[module]
     else:
         _, _, layer, part = module.split(".", 3)
-        target = f"blk.{layer}.{_NAMES[part]}"
+        names = _GEMMA_NAMES if is_gemma else _NAMES
+        target = f"blk.{layer}.{names[part]}"
     values = tensor.float().numpy()
+    if is_gemma and target.endswith("norm"):
+        values = values + np.float32(1)
     if config.model_type == "llama" and target.endswith("attn_q"):
         values = _permuted(values, config.num_attention_heads)
     if config.model_type == "llama" and target.endswith("attn_k"):

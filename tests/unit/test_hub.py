@@ -17,11 +17,12 @@ from transformers import AutoTokenizer
 from paged_driver import PagedDriver
 from prefixcache.config import DEFAULT_MODEL
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
-from prefixcache.model_config import ModelConfig
+from prefixcache.model_config import ModelConfig, RopeConfig
 from prefixcache.models import hub
 from prefixcache.models.hub import WheelModel, cache_home, is_downloaded, resolve_model
 from prefixcache.models.loader import load_model
-from tiny_gguf import write_gguf
+from prefixcache.tokenization.tokenizer import Tokenizer
+from tiny_gguf import GEMMA_SPECIAL_TOKENS, write_gguf
 from tiny_models import make_checkpoint, make_model
 
 MEMBER = "tiny_package/tiny.gguf"
@@ -132,6 +133,54 @@ def test_a_gguf_file_means_the_model_it_was_made_from(tmp_path: Path, architectu
     with torch.inference_mode():
         exact = original(torch.tensor([tokens])).logits[0]
     assert (ours - exact).norm() / exact.norm() < 0.002  # float16 of the same 8-bit weights
+
+
+GEMMA = {"layer_types": None, "query_pre_attn_scalar": 32}
+
+
+def test_a_gguf_file_of_gemma_3_means_the_model_it_was_made_from(tmp_path: Path) -> None:
+    original = make_model("gemma3", num_hidden_layers=7, **GEMMA)
+    folder = resolve_model(str(write_gguf(tmp_path / "gemma.gguf", original)))
+    config = ModelConfig.from_hf(folder)
+    assert config.layer_windows == (*(24,) * 5, None, 24)
+    assert config.rope == RopeConfig(theta=1e6, kind="linear", factor=4.0)
+    assert config.local_rope == RopeConfig(theta=1e4)
+    assert (config.bos_token_id, config.eos_token_ids) == (2, (1,))
+    model = load_model(config, folder, dtype=torch.float32, device=torch.device("cpu"))
+    tokens = list(range(3, 103))
+    ours = PagedDriver(model).forward([(0, 0, tokens)])
+    with torch.inference_mode():
+        exact = original(torch.tensor([tokens])).logits[0]
+    assert (ours - exact).norm() / exact.norm() < 0.002
+
+
+def test_the_largest_gemma_3_scales_attention_by_its_width(tmp_path: Path) -> None:
+    original = make_model("gemma3", num_hidden_layers=62, **GEMMA | {"query_pre_attn_scalar": 16})
+    config = ModelConfig.from_hf(resolve_model(str(write_gguf(tmp_path / "27b.gguf", original))))
+    assert config.attention_scale == 1 / 4
+
+
+def test_gemmas_tokenizer_adds_bos_to_a_prompt_and_not_twice_to_a_chat(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "gemma.gguf", make_model("gemma3", **GEMMA))
+    tokenizer = Tokenizer.from_folder(resolve_model(str(file)))
+    bos, start, end = (GEMMA_SPECIAL_TOKENS.index(t) for t in ("<bos>", *GEMMA_SPECIAL_TOKENS[4:]))
+    text = "Is the  cat in? 天"
+    ids = tokenizer.encode(text).tolist()
+    assert ids[0] == bos
+    assert bos not in ids[1:]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.token(ids[3]) == "\u2581the"
+    rendered = tokenizer.chat_template.render([{"role": "user", "content": "Hi"}])
+    chat = tokenizer.encode(rendered, add_special_tokens=False).tolist()
+    assert (chat[:2], chat.count(bos), chat.count(end)) == ([bos, start], 1, 1)
+    assert tokenizer.eos_token_ids == (1,)
+
+
+def test_softcapped_logits_of_a_gguf_file_are_refused(tmp_path: Path) -> None:
+    original = make_model("gemma3", final_logit_softcapping=30.0, **GEMMA)
+    folder = resolve_model(str(write_gguf(tmp_path / "gemma.gguf", original)))
+    with pytest.raises(UnsupportedModelError, match=r"final_logit_softcapping 30\.0"):
+        ModelConfig.from_hf(folder)
 
 
 def test_a_gguf_file_is_converted_once(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
 _MODULES = {
     "attn_norm": "input_layernorm",
@@ -39,6 +40,16 @@ _MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Gemma has four norms a layer, of which two have the names of Llama's.
+_GEMMA_MODULES = _MODULES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# What llama.cpp knows of Gemma 3 without writing it: layers of a window to one without, and the
+# number of layers of the model whose attention is scaled by its width, not its heads'.
+_GEMMA_PATTERN = 6
+_GEMMA_27B_LAYERS = 62
 _TOP_LEVEL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -127,6 +138,35 @@ def _flags(names: set[str]) -> dict[str, bool]:
 
 
 def _config(metadata: _Metadata) -> dict[str, Any]:
+    config = _common_config(metadata)
+    return config | _gemma_config(metadata, config) if _is_gemma(config) else config
+
+
+def _is_gemma(config: dict[str, Any]) -> bool:
+    return config["model_type"] == "gemma3"
+
+
+def _gemma_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+    if num_layers == _GEMMA_27B_LAYERS:
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+    window = metadata.shape("attention.sliding_window", 0)
+    slides = [bool(window and (i + 1) % _GEMMA_PATTERN) for i in range(num_layers)]
+    local_theta = metadata.decimal("rope.freq_base_swa", 10_000.0)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": head_dim,
+        "final_logit_softcapping": metadata.shape("final_logit_softcapping", 0.0) or None,
+        "sliding_window": window or None,
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_theta": local_theta, "rope_type": "default"},
+        },
+    }
+
+
+def _common_config(metadata: _Metadata) -> dict[str, Any]:
     hidden_size = metadata.shape("embedding_length")
     num_heads = metadata.shape("attention.head_count")
     return {
@@ -190,20 +230,22 @@ def _set_word_patterns(backend: Any, name: str | None) -> None:
 
 
 def _tensors(reader: GGUFReader, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    modules = _GEMMA_MODULES if _is_gemma(config) else _MODULES
     for tensor in reader.tensors:
-        name = _checkpoint_name(tensor.name)
         values = _dequantized(tensor)
         if config["model_type"] == "llama" and ".attn_q." in tensor.name:
             values = _unpermuted(values, config["num_attention_heads"])
         if config["model_type"] == "llama" and ".attn_k." in tensor.name:
             values = _unpermuted(values, config["num_key_value_heads"])
-        yield name, values
+        if _is_gemma(config) and tensor.name.endswith("norm.weight"):
+            values = values - 1.0  # llama.cpp keeps what its norms multiply by
+        yield _checkpoint_name(tensor.name, modules), values
 
 
-def _checkpoint_name(name: str) -> str:
+def _checkpoint_name(name: str, modules: Mapping[str, str]) -> str:
     match = _LAYER_NAME.fullmatch(name)
-    if match is not None and match[2] in _MODULES:
-        return f"model.layers.{match[1]}.{_MODULES[match[2]]}.{match[3]}"
+    if match is not None and match[2] in modules:
+        return f"model.layers.{match[1]}.{modules[match[2]]}.{match[3]}"
     if name in _TOP_LEVEL:
         return _TOP_LEVEL[name]
     raise UnsupportedModelError(f"The GGUF file holds a tensor {name} that no supported model has.")

@@ -1,0 +1,438 @@
+"""Hits across requests on a model with sliding windows, against the number of prefixes in turn.
+
+    python benches/serving/hybrid.py [--simulate] [--k 15 --k 20]
+
+k prefixes of 3,136 tokens are asked for one after another, each time with 384 new tokens behind,
+and that three times over. The pool holds 20 of them with every block registered. A row is what
+requests leave behind; its flags are shown. The model has Gemma 3's layers (five with a window of
+128, then one without) and random weights.
+
+`--simulate` takes the engine with its scheduler and its cache, and a runner that computes nothing:
+it tells how many tokens each request would compute, in a minute, and beside it what is expected.
+A run that was stopped goes on where it was: what its record has is not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+from prefixcache.bench.machine import machine_facts
+from prefixcache.config import EngineConfig
+from prefixcache.engine.build import build
+from prefixcache.engine.engine import Engine, EngineParts
+from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.retention import Retention
+from prefixcache.request import Request
+from prefixcache.runner.pending import PendingStep
+from prefixcache.sampling_params import SamplingParams
+from prefixcache.scheduler.scheduler import Scheduler
+from prefixcache.step_plan import SequenceOutput, StepPlan
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from fake_engine import IdText
+from tiny_models import save_tokenizer
+
+BLOCK = 16
+WINDOW = 128
+CHUNK = 1024
+NUM_BLOCKS = 24_000
+PREFIX = 3136
+SUFFIX = 384
+PASSES = 3
+OUTPUT = 16
+VOCAB = 384
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
+
+REGISTERED = "every block registered"
+ANCHORS = "anchors alone"
+SPACED = "and a window every 1,024 tokens"
+WINDOWS = "windows pinned"
+BOTH = "windows and full blocks pinned"
+CLOSE = "both, anchors however close"
+FLAGS: dict[str, dict[str, Any]] = {
+    REGISTERED: {"prefix_cache_retention_interval": "none"},
+    ANCHORS: {},
+    SPACED: {"prefix_cache_retention_interval": CHUNK},
+    WINDOWS: {"pin_swa_tokens": True, "pin_prefix_blocks": False},
+    BOTH: {"pin_swa_tokens": True},
+    CLOSE: {"pin_swa_tokens": True, "pin_min_drop_size": 0},
+}
+COUNTS = (15, 20, 30, 40, 50, 60)
+ALL = PREFIX + SUFFIX
+# Tokens that a request computes in passes 2 and 3, by a simulation checked against vLLM's manager.
+EXPECTED = {
+    **{(REGISTERED, k): (ALL, ALL) if k > 15 else (SUFFIX, SUFFIX) for k in COUNTS},
+    **{(ANCHORS, k): (ALL, SUFFIX) for k in COUNTS},
+    **{
+        (row, k): (ALL - 3 * CHUNK, SUFFIX) if k < 60 else (ALL, ALL)
+        for row in (WINDOWS, BOTH)
+        for k in COUNTS
+    },
+}
+COLORS = {REGISTERED: "#b44d2e", ANCHORS: "#486581", SPACED: "#d9a441", BOTH: "#0c6b52"}
+RECORD = Path("benches/record/hybrid.json")
+PLOT = Path("docs/hybrid-scaling.svg")
+INK, QUIET, RULE = "#1f2933", "#7b8794", "#e4e7eb"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: a row, its prefixes, and whether each pass has an order of its own."""
+
+    row: str
+    k: int
+    shuffled: bool = False
+    num_output: int = OUTPUT
+
+    @property
+    def title(self) -> str:
+        """The row, and in what the cell is out of the ordinary."""
+        more = [", shuffled"] if self.shuffled else []
+        more += [f", {self.num_output} tokens of answer"] if self.num_output != OUTPUT else []
+        return self.row + "".join(more)
+
+    @property
+    def expected(self) -> tuple[int, int] | None:
+        """Tokens that a request should compute in passes 2 and 3, where that is known."""
+        return EXPECTED.get((self.row, self.k)) if self.title == self.row else None
+
+    def passes(self) -> Iterator[list[int]]:
+        """The order of the prefixes in each pass."""
+        order = random.Random(self.k)
+        for _ in range(PASSES):
+            prefixes = list(range(self.k))
+            if self.shuffled:
+                order.shuffle(prefixes)
+            yield prefixes
+
+
+CELLS = [
+    *(Cell(row, k) for row in FLAGS for k in COUNTS),
+    *(Cell(row, 40, num_output=256) for row in (BOTH, CLOSE)),
+    *(Cell(row, k, shuffled=True) for row in (ANCHORS, SPACED, WINDOWS, BOTH) for k in (60, 80)),
+]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What came of one request: tokens computed of its prompt, and seconds."""
+
+    computed: int
+    first: float
+    rest: float
+
+
+def prompt(prefix: int, turn: int) -> list[int]:
+    """A prefix, and a suffix that no other turn has."""
+    tokens = random.Random(prefix).choices(range(3, VOCAB), k=PREFIX)
+    return tokens + random.Random(f"{prefix} {turn}").choices(range(3, VOCAB), k=SUFFIX)
+
+
+def serve(engine: Engine, name: str, tokens: Sequence[int], num_output: int) -> Served:
+    """Serves one request alone."""
+    params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+    request = Request(request_id=name, prompt_token_ids=list(tokens), params=params)
+    sent = time.perf_counter()
+    engine.add_request(request)
+    first, cached = 0.0, 0
+    while engine.has_unfinished():
+        for output in engine.step():
+            if output.token_ids and not first:
+                first, cached = time.perf_counter(), output.num_cached_tokens
+            if output.error is not None:
+                raise RuntimeError(output.error)
+    return Served(len(tokens) - cached, first - sent, time.perf_counter() - first)
+
+
+def measure(engine: Engine, cell: Cell, advance: Callable[[], None]) -> dict[str, Any]:
+    """The means of each pass over the prefixes of a cell, and the cache's counts after them."""
+    passes = []
+    for turn, prefixes in enumerate(cell.passes()):
+        begun = time.perf_counter()
+        served: list[Served] = []
+        for prefix in prefixes:
+            tokens = prompt(prefix, turn)
+            served.append(serve(engine, f"{prefix}-{turn}", tokens, cell.num_output))
+            advance()
+        seconds = sum(one.first + one.rest for one in served)
+        passes.append(
+            {
+                "computed": statistics.fmean(one.computed for one in served),
+                "ttft_ms": 1e3 * statistics.fmean(one.first for one in served),
+                "ttft_median_ms": 1e3 * statistics.median(one.first for one in served),
+                "inter_token_ms": 1e3
+                * statistics.fmean(one.rest / (cell.num_output - 1) for one in served),
+                "tokens_per_second": cell.k * (ALL + cell.num_output) / seconds,
+                "seconds": time.perf_counter() - begun,
+            }
+        )
+    return asdict(cell) | {"passes": passes, "stats": engine.control.stats()}
+
+
+# Engines.
+
+
+def config_of(row: str, model: str) -> EngineConfig:
+    return EngineConfig.from_flags(
+        model=model,
+        dtype="float32",
+        device="cpu",
+        block_size=BLOCK,
+        num_blocks=NUM_BLOCKS,
+        max_num_batched_tokens=CHUNK,
+        max_model_len=4096,
+        max_step_ms=0.0,
+        pin_max_share=0.2,
+        **FLAGS[row],
+    )
+
+
+class NoRunner:
+    """Computes nothing: every token is the same."""
+
+    runs_ahead = False
+    block_tables: tuple[BlockTableBuffers, ...] = ()
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        sampled = [sequence.sampling is not None for sequence in plan.sequences]
+        outputs = [SequenceOutput(token_id=3 if one else None) for one in sampled]
+        return PendingStep(lambda: outputs, is_known=True)
+
+    def run_empty_step(self) -> None: ...
+
+
+class TablelessCache(CacheManager):
+    """Nobody reads the block tables."""
+
+    def fill(self, plan: StepPlan, buffers: Sequence[BlockTableBuffers]) -> None: ...
+
+
+def simulated(row: str) -> Engine:
+    config = config_of(row, "none")
+    windows = SHAPE["num_hidden_layers"] - 1
+    cache = TablelessCache(
+        NUM_BLOCKS,
+        BLOCK,
+        groups=["full", *[("sliding_window", WINDOW)] * windows],
+        retention=Retention.of(config),
+    )
+    scheduler = Scheduler(config.scheduler, cache, max_model_len=4096)
+    parts: dict[str, Any] = {
+        "scheduler": scheduler,
+        "cache": cache,
+        "runner": NoRunner(),
+        "make_detokenizer": IdText,
+        "vocab_size": VOCAB,
+        "eos_token_ids": (),
+        "max_model_len": 4096,
+    }
+    return Engine(EngineParts(**parts))
+
+
+def make_model(folder: Path) -> Path:
+    """Writes a Gemma 3 of random weights."""
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB,
+        sliding_window=WINDOW,
+        max_position_embeddings=4096,
+        query_pre_attn_scalar=SHAPE["head_dim"],
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        **SHAPE,
+    )
+    torch.manual_seed(0)
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def real(row: str, folder: Path) -> Engine:
+    return build(config_of(row, str(folder))).engine
+
+
+# The record, the table and the picture.
+
+
+def settings(*, simulate: bool) -> dict[str, Any]:
+    """What the cells of one record have in common."""
+    return {
+        "simulated": simulate,
+        "shape": SHAPE | {"vocab_size": VOCAB, "sliding_window": WINDOW},
+        "block_size": BLOCK,
+        "num_blocks": NUM_BLOCKS,
+        "chunk": CHUNK,
+        "prefix": PREFIX,
+        "suffix": SUFFIX,
+        "flags": FLAGS,
+    }
+
+
+def read_record(path: Path | None, *, simulate: bool) -> dict[str, Any]:
+    """The record so far; one of other settings is not gone on with."""
+    ours = settings(simulate=simulate)
+    if path is None or not path.exists():
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return {"date": date, "machine": machine_facts(), "settings": ours, "cells": []}
+    record = json.loads(path.read_text())
+    if record["settings"] != json.loads(json.dumps(ours)):
+        raise typer.BadParameter(f"{path} was measured with other settings: name another record.")
+    return record
+
+
+def find(record: dict[str, Any], cell: Cell) -> dict[str, Any] | None:
+    own = asdict(cell).items()
+    return next((done for done in record["cells"] if own <= done.items()), None)
+
+
+def computed(cell: dict[str, Any]) -> tuple[int, int]:
+    """Tokens that a request computed in passes 2 and 3."""
+    second, third = (round(one["computed"]) for one in cell["passes"][1:])
+    return second, third
+
+
+def show(record: dict[str, Any]) -> None:
+    """Prints the cells that are there; a number that is not the expected one is marked."""
+    times = {} if record["settings"]["simulated"] else TIMES
+    table = Table(box=MARKDOWN)
+    for title in ("", "k", "computed", "expected", *times):
+        table.add_column(title, justify="left" if not title else "right")
+    for cell in CELLS:
+        done = find(record, cell)
+        if done is not None:
+            expected = cell.expected
+            mark = " !" if expected not in (None, computed(done)) else ""
+            told = in_passes(expected or ()) + mark
+            told_times = (tell(done) for tell in times.values())
+            table.add_row(cell.title, str(cell.k), in_passes(computed(done)), told, *told_times)
+    Console(width=160).print(table)
+
+
+def in_passes(numbers: Sequence[float]) -> str:
+    return " / ".join(f"{number:,.0f}" for number in numbers)
+
+
+def each(done: dict[str, Any], field: str) -> list[float]:
+    """The field in passes 2 and 3."""
+    return [one[field] for one in done["passes"][1:]]
+
+
+TIMES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "TTFT (ms)": lambda done: in_passes(each(done, "ttft_ms")),
+    "tokens/s": lambda done: in_passes(each(done, "tokens_per_second")),
+    "between tokens (ms)": lambda done: f"{statistics.fmean(each(done, 'inter_token_ms')):.2f}",
+}
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """Writes the picture of the second and the third pass; the ending chooses its format."""
+    figure = Figure(figsize=(10, 3.8), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12))
+    figure.set_facecolor("white")
+    for number, axes in enumerate(figure.subplots(1, 2, sharey=True), 1):
+        title = f"Time to first token in pass {number + 1}, ms (mean)"
+        axes.set_title(title, loc="left", fontsize=11.5, color=INK, pad=10)
+        for row, color in COLORS.items():
+            draw_row(axes, record, row, number, color)
+        dress(axes)
+    machine = record["machine"]
+    footer = f"{machine['cpu']}, {machine['cores']} cores. {record['date'][:10]}"
+    figure.supxlabel(footer, x=0.01, ha="left", fontsize=8.5, color=QUIET)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def draw_row(axes: Axes, record: dict[str, Any], row: str, number: int, color: str) -> None:
+    done = [find(record, Cell(row, k)) for k in COUNTS]
+    times = [(cell["k"], cell["passes"][number]["ttft_ms"]) for cell in done if cell is not None]
+    axes.plot(*zip(*times, strict=True), color=color, linewidth=2, marker="o", label=row)
+
+
+def dress(axes: Axes) -> None:
+    axes.set_xticks(COUNTS)
+    axes.set_xlabel("prefixes in turn", color=INK)
+    axes.set_ylim(0)
+    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
+    axes.tick_params(length=0, labelcolor=INK)
+    axes.grid(axis="y", color=RULE)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(RULE)
+
+
+def run(
+    record: dict[str, Any],
+    cells: Sequence[Cell],
+    make: Callable[[str], Engine],
+    save: Callable[[], None],
+) -> None:
+    """Measures the cells that the record lacks, and saves it after each."""
+    missing = [cell for cell in cells if find(record, cell) is None]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=PASSES * sum(cell.k for cell in missing))
+        for cell in missing:
+            progress.update(task, description=f"{cell.title}, {cell.k} prefixes")
+            engine = make(cell.row)
+            record["cells"].append(measure(engine, cell, lambda: progress.advance(task)))
+            save()
+
+
+def write(record: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def main(
+    *,
+    simulate: Annotated[bool, typer.Option(help="Compute nothing; count tokens.")] = False,
+    counts: Annotated[list[int] | None, typer.Option("--k", help="Only these k.")] = None,
+    record: Annotated[Path, typer.Option(help="JSON of all cells.")] = RECORD,
+    plot: Annotated[Path, typer.Option(help="Picture of the record.")] = PLOT,
+    no_measure: Annotated[bool, typer.Option(help="Show the record alone.")] = False,
+) -> None:
+    results = read_record(None if simulate else record, simulate=simulate)
+    cells = [cell for cell in CELLS if not counts or cell.k in counts]
+    if simulate:
+        run(results, cells, simulated, lambda: None)
+    elif not no_measure:
+        with tempfile.TemporaryDirectory() as folder:
+            model = make_model(Path(folder))
+            run(results, cells, lambda row: real(row, model), lambda: write(results, record))
+    show(results)
+    if not simulate:
+        draw(results, plot)
+        print(f"wrote {record} and {plot}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

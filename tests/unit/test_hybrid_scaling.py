@@ -1,0 +1,29 @@
+"""The tokens that requests compute on a model with windows, by what is kept: a known table."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benches" / "serving"))
+        yield importlib.import_module("hybrid")
+
+
+@pytest.mark.parametrize(
+    ("row", "k"),
+    [("REGISTERED", 15), ("REGISTERED", 20), ("ANCHORS", 20), ("WINDOWS", 20), ("BOTH", 20)],
+)
+def test_each_request_computes_what_a_simulation_of_vllm_says(
+    bench: ModuleType, row: str, k: int
+) -> None:
+    cell = bench.Cell(getattr(bench, row), k, num_output=2)
+    done = bench.measure(bench.simulated(cell.row), cell, lambda: None)
+    assert bench.computed(done) == bench.EXPECTED[cell.row, k]

@@ -69,7 +69,7 @@ def test_no_size_holds_more_than_the_largest() -> None:
 
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "gemma3"])
 def test_replays_answer_as_plain_steps_do(
     tiny_checkpoint: TinyCheckpoint, architecture: str, options: dict[str, Any]
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from paged_models import CPU, PagedServer
+from prefixcache._core import Cpu
 from prefixcache.attention.base import AttentionBatch, AttentionGroup, AttentionSpec
 from prefixcache.attention.flashinfer import (
     FlashInferAttention,
@@ -73,7 +74,9 @@ def prompts(count: int, length: int, shared: int = 0) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "qwen2", "qwen3", "mistral", "mistral-window", "gemma3"]
+)
 @pytest.mark.parametrize("invariance", MODES)
 def test_models_answer_as_with_plain_torch_attention(
     tiny_checkpoint: TinyCheckpoint, architecture: str, invariance: str
@@ -86,6 +89,38 @@ def test_models_answer_as_with_plain_torch_attention(
     assert ours.generate(asked, **options) == plain.generate(asked, **options)
     for name, values in plain.logprobs.items():
         assert ours.logprobs[name] == pytest.approx(values, abs=1e-4)
+
+
+@pytest.mark.parametrize("invariance", MODES[1:])
+def test_a_hybrid_models_answers_have_the_same_bits_on_a_hit_and_in_chunks(
+    tiny_checkpoint: TinyCheckpoint, invariance: str
+) -> None:
+    answers = _hybrid_answers(tiny_checkpoint("gemma3"), invariance)
+    assert answers["hit"] == answers["chunks"] == answers["cold"]
+
+
+def test_a_hybrid_models_bits_would_change_were_tables_not_aligned(
+    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixcache.attention.flashinfer.grid_pages", lambda _page_size: 1)
+    answers = _hybrid_answers(tiny_checkpoint("gemma3"), "unified")
+    assert answers["hit"] != answers["cold"]
+
+
+def _hybrid_answers(folder: Path, invariance: str) -> dict[str, list[list[float]]]:
+    """Log probabilities of two answers; linears and norms keep their rows' bits too."""
+    config = ModelConfig.from_hf(folder)
+    model = load_model(config, folder, dtype=torch.float32, device=CPU, cpu=Cpu(1))
+    asked = prompts(2, 30, shared=50)
+    make = partial(PagedServer, model, partial(backend, invariance=invariance), num_blocks=300)
+    server, answers = make(), {}
+    for name in ("cold", "hit"):
+        server.generate(asked, 5, logprobs=0)
+        answers[name] = list(server.logprobs.values())[-2:]
+    assert server.scheduler.hit_counter.hit_tokens > 100
+    chunked = make(max_tokens=11)
+    chunked.generate(asked, 5, logprobs=0)
+    return answers | {"chunks": list(chunked.logprobs.values())}
 
 
 def test_the_steps_mix_decodes_with_chunks_and_hit_the_cache(
@@ -125,7 +160,9 @@ def test_a_graphs_step_computes_what_a_plain_one_does(
     graph.bind([pools[1]])
     graph.reserve_graphs([2, 4], max_page_indices=15)
     graph.plan_graph(batch, 4)
-    torch.testing.assert_close(graph.run(0, q, k, v)[:3], plain.run(0, q[:3], k[:3], v[:3]))
+    outputs = graph.run(0, q, k, v)[:3], plain.run(0, q[:3], k[:3], v[:3])
+    torch.testing.assert_close(*outputs)
+    assert torch.equal(*outputs) or not graph.decode_matches_prefill
     assert torch.equal(pools[0][1:], pools[1][1:]), "a row that was added wrote to a real block"
     assert not torch.equal(pools[0][0], pools[1][0]), "the added row wrote nothing"
 

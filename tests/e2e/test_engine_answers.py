@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from prefixcache import LLM, SamplingParams
 from prefixcache.llm import GenerationResult
-from tiny_models import greedy
+from tiny_models import WINDOWED, greedy
 
 Checkpoint = Callable[..., Path]
 
@@ -61,7 +61,9 @@ def alone(folder: Path, prompts: list[list[int]], params: list[SamplingParams]) 
     ]
 
 
-@pytest.mark.parametrize("architecture", ["smollm2", "llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    "architecture", ["smollm2", "llama", "qwen2", "qwen3", "mistral", *WINDOWED]
+)
 def test_greedy_answers_equal_those_of_transformers(
     tiny_checkpoint: Checkpoint, architecture: str
 ) -> None:

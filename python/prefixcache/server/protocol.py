@@ -222,7 +222,9 @@ def _text_of(part: object, field: str) -> str:
     part = cast("dict[str, Any]", part)
     if part.get("type") not in ("text", "input_text"):
         raise InvalidRequestError(
-            f"{field}.type must be 'text', got {_shown(part.get('type'))}.", param=f"{field}.type"
+            f"{field}.type must be 'text', the only kind of part that is read, "
+            f"got {_shown(part.get('type'))}.",
+            param=f"{field}.type",
         )
     text = part.get("text")
     if not isinstance(text, str):

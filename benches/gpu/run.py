@@ -74,6 +74,9 @@ FULL = (
 # Heads of 64, windows and soft caps have no prebuilt kernel.
 JIT = (
     Job("compiled_kernels", seconds=240),
+    Job("equality", "hybrid", seconds=90),
+    Job("smoke", "hybrid", seconds=60),
+    Job("steps", "hybrid", seconds=60),
     Job("steps", "llama-3.2-1b", seconds=60),
     Job("workload", "llama-3.2-1b", seconds=60),
     Job("peer", "qwen2.5-7b", "vllm", seconds=150),
@@ -90,6 +93,7 @@ DRY = (
 )
 DRY_JIT = (
     Job("compiled_kernels", "tiny"),
+    Job("smoke+equality+steps", "tiny-hybrid", seconds=120),
     Job("peer", "tiny", "vllm", seconds=15),
     Job("peer", "tiny", "nano-vllm", seconds=15),
     Job("tests", marks="jit"),

@@ -110,6 +110,7 @@ COMPILED_CASES: tuple[dict[str, Any], ...] = (
     {"num_heads": 32, "num_kv_heads": 8, "head_dim": 64},
     {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "sliding_window": 37},
     {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "softcap": 30.0},
+    {"num_heads": 4, "num_kv_heads": 1, "head_dim": 256, "sliding_window": 512},
 )
 # Rows, weight and residual.
 _LINEAR_SHAPES = ((70, 3584), (4608, 3584), (70, 4608))
@@ -153,7 +154,10 @@ def _fused_ops(device: torch.device) -> Iterator[tuple[str, Callable[[], bool]]]
 
     table = rope.RotaryEmbedding(RopeConfig(), 128, 64, torch.device("cpu")).at(torch.arange(33))
     yield "rms_norm", partial(same, partial(norm.rms_norm, eps=1e-6), heads, weight)
+    offset = partial(norm.rms_norm, eps=1e-6, offset=1.0)
+    yield "rms_norm with an offset", partial(same, offset, heads, weight)
     yield "silu_and_mul", partial(same, activation.silu_and_mul, heads.flatten(1))
+    yield "gelu_tanh_and_mul", partial(same, activation.gelu_tanh_and_mul, heads.flatten(1))
     yield "apply_rope", partial(same, rope.apply_rope, heads, *table)
 
     def linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -481,7 +485,7 @@ def _attention_error(spec: AttentionSpec, device: torch.device) -> float:
     """
     lengths = [(700, 1), (33, 1), (16, 1), (0, 130), (250, 77), (15, 1)]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    batch, num_blocks = mixed_batch(lengths, num_decodes=3, device=device)
+    batch, num_blocks = mixed_batch(lengths, 3, device, spec.sliding_window)
     generator = torch.Generator(device).manual_seed(0)
 
     def noise(*shape: int) -> torch.Tensor:

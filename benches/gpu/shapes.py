@@ -24,6 +24,23 @@ def _rope(theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
 
+def _gemma3(*, num_layers: int, window: int, **values: Any) -> dict[str, Any]:
+    """Five layers with a window to one without."""
+    kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(num_layers)]
+    return _config(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        hidden_activation="gelu_pytorch_tanh",
+        num_hidden_layers=num_layers,
+        layer_types=kinds,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        rope_parameters={"full_attention": _rope(1e6), "sliding_attention": _rope(1e4)},
+        tie_word_embeddings=True,
+        **values | {"sliding_window": window},
+    )
+
+
 def _config(architecture: str, model_type: str, **values: Any) -> dict[str, Any]:
     return {
         "architectures": [architecture],
@@ -122,6 +139,35 @@ SHAPES = {
                 rms_norm_eps=1e-6,
                 rope_parameters=_rope(1e6),
                 tie_word_embeddings=False,
+            ),
+        ),
+        Shape(
+            # Gemma 3 with heads of 128, whose kernels without a window are prebuilt.
+            "hybrid",
+            _gemma3(
+                num_layers=12,
+                window=512,
+                hidden_size=1024,
+                intermediate_size=4096,
+                num_attention_heads=16,
+                num_key_value_heads=8,
+                head_dim=128,
+                query_pre_attn_scalar=128,
+                vocab_size=32768,
+            ),
+        ),
+        Shape(
+            "tiny-hybrid",
+            _gemma3(
+                num_layers=7,
+                window=24,
+                hidden_size=64,
+                intermediate_size=96,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=32,
+                query_pre_attn_scalar=32,
+                vocab_size=384,
             ),
         ),
         Shape(

@@ -82,7 +82,7 @@ def random_model(
     for name, slot in model.slots.items():
         values = torch.randn(slot.shape, generator=generator, device=device)
         if name.endswith("norm.weight"):
-            slot.write(1 + values * 0.02)
+            slot.write(1 - config.norm_offset + values * 0.02)
         else:
             slot.write(values * (0.02 if len(slot.shape) == 1 else slot.shape[-1] ** -0.5))
     return model
@@ -233,10 +233,17 @@ def reference_attention(spec: AttentionSpec, device: torch.device) -> AttentionB
 
 
 def mixed_batch(
-    lengths: list[tuple[int, int]], num_decodes: int, device: torch.device
+    lengths: list[tuple[int, int]],
+    num_decodes: int,
+    device: torch.device,
+    window: int | None = None,
 ) -> tuple[AttentionBatch, int]:
-    """A step of (tokens before it, tokens in it) each, in pages in no order, and a pool's size."""
+    """A step of (tokens before it, tokens in it) each, in pages in no order, and a pool's size.
+
+    Pages behind the window are left out.
+    """
     pages = [-(-(start + count) // 16) for start, count in lengths]
+    behind = [0 if window is None else max(0, start - window + 1) // 16 for start, _ in lengths]
     table = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(1)) + 1
     parts = table.split(pages)
     slots = [
@@ -244,10 +251,11 @@ def mixed_batch(
         for (start, count), part in zip(lengths, parts, strict=True)
         for p in range(start, start + count)
     ]
+    listed = [part[first:] for part, first in zip(parts, behind, strict=True)]
     batch = AttentionBatch(
         qo_indptr=_indptr([count for _, count in lengths]),
-        kv_indptr=_indptr(pages),
-        kv_indices=table.to(torch.int32),
+        kv_indptr=_indptr([len(part) for part in listed]),
+        kv_indices=torch.cat(listed).to(torch.int32),
         last_page_len=torch.tensor(
             [s + c - (n - 1) * 16 for (s, c), n in zip(lengths, pages, strict=True)],
             dtype=torch.int32,
@@ -255,6 +263,7 @@ def mixed_batch(
         slot_mapping=torch.tensor(slots, device=device),
         max_q_len=max(count for _, count in lengths),
         num_decodes=num_decodes,
+        first_pages=torch.tensor(behind, dtype=torch.int32),
     )
     return batch, sum(pages) + 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -25,10 +26,13 @@ SPECS = {
     "window": AttentionSpec(
         num_heads=16, num_kv_heads=8, head_dim=128, scale=0.09, sliding_window=37
     ),
+    "window of heads of 256": AttentionSpec(
+        num_heads=4, num_kv_heads=1, head_dim=256, scale=0.0625, sliding_window=70
+    ),
     "soft cap": AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, scale=0.09, softcap=20.0),
 }
 # Kernels for the others are prebuilt.
-COMPILED = ("head 64", "window", "soft cap")
+COMPILED = ("head 64", "window", "window of heads of 256", "soft cap")
 CASES = [
     pytest.param(spec, id=name, marks=[pytest.mark.jit] if name in COMPILED else [])
     for name, spec in SPECS.items()
@@ -36,18 +40,35 @@ CASES = [
 LENGTHS = ((700, 1), (33, 1), (15, 1), (0, 130), (250, 77), (16, 1))
 
 
-def step(lengths: tuple[tuple[int, int], ...], device: torch.device) -> tuple[AttentionBatch, int]:
-    """Leading sequences of one row are decodes; pages in no order. Also the pool's size."""
+def step(
+    lengths: tuple[tuple[int, int], ...], device: torch.device, window: int | None = None
+) -> tuple[AttentionBatch, int]:
+    """Leading sequences of one row are decodes; pages in no order. Also the pool's size.
+
+    Pages behind the window are left out.
+    """
     counts = [-(-(start + count) // PAGE) for start, count in lengths]
     pages = (torch.randperm(sum(counts), generator=torch.Generator().manual_seed(2)) + 1).tolist()
     sequences = []
     for (start, count), used in zip(lengths, counts, strict=True):
-        sequences.append(SlowSequence(start, count, tuple(pages[:used]), count == 1))
+        left_out = behind(window, start)
+        sequences.append(SlowSequence(start, count, tuple(pages[:used]), count == 1, left_out))
         pages = pages[used:]
-    batch = batch_of(sequences, PAGE)
-    on_device = batch.slot_mapping.to(device)
-    fields = {name: getattr(batch, name) for name in batch.__slots__}
-    return AttentionBatch(**fields | {"slot_mapping": on_device}), sum(counts) + 1
+    return on_device(batch_of(sequences, PAGE), device), sum(counts) + 1
+
+
+def behind(window: int | None, start: int) -> int:
+    """Pages that no row from `start` on sees."""
+    return 0 if window is None else max(0, start - window + 1) // PAGE
+
+
+def on_device(batch: AttentionBatch, device: torch.device) -> AttentionBatch:
+    """Slots and page indices there, as a runner sends them."""
+    return dataclasses.replace(
+        batch,
+        slot_mapping=batch.slot_mapping.to(device),
+        kv_indices=batch.kv_indices.to(device),
+    )
 
 
 def inputs(spec: AttentionSpec, rows: int, num_pages: int, device: torch.device):
@@ -88,7 +109,7 @@ def reference(spec: AttentionSpec, device: torch.device) -> FlashInferAttention:
 @pytest.mark.parametrize("mode", ["off", "split", "unified", "packed"])
 @pytest.mark.parametrize("spec", CASES)
 def test_kernels_compute_what_their_reference_does(spec, mode, device) -> None:
-    batch, num_pages = step(LENGTHS, device)
+    batch, num_pages = step(LENGTHS, device, spec.sliding_window)
     pool, q, k, v = inputs(spec, len(batch.slot_mapping), num_pages, device)
     results = []
     for attention in (
@@ -105,10 +126,10 @@ def test_kernels_compute_what_their_reference_does(spec, mode, device) -> None:
 
 
 @pytest.mark.parametrize("mode", ["off", "split", "unified", "packed"])
-def test_a_replayed_graph_computes_what_a_plain_step_does(mode, device) -> None:
-    spec = SPECS["group 7"]
+@pytest.mark.parametrize("spec", [CASES[0], pytest.param(SPECS["window"], marks=pytest.mark.jit)])
+def test_a_replayed_graph_computes_what_a_plain_step_does(spec, mode, device) -> None:
     attention = made(spec, mode, device)
-    batch, num_pages = step(((700, 1), (33, 1), (15, 1)), device)
+    batch, num_pages = step(((700, 1), (33, 1), (15, 1)), device, spec.sliding_window)
     pool, q, k, v = inputs(spec, 4, num_pages, device)
     attention.bind([pool])
     attention.plan(batch)
@@ -118,7 +139,7 @@ def test_a_replayed_graph_computes_what_a_plain_step_does(mode, device) -> None:
     attention.plan_graph(batch, 4)
     out = torch.empty_like(q)
     replay = CudaCapture(device)(lambda: out.copy_(attention.run(0, q, k, v)))
-    longer, _ = step(((640, 1), (40, 1), (2, 1)), device)
+    longer, _ = step(((640, 1), (40, 1), (2, 1)), device, spec.sliding_window)
     attention.plan_graph(longer, 4)
     replay()
     pool.copy_(written)
@@ -148,18 +169,43 @@ def _computed(attention, spec, q, k, v, chunks, device) -> torch.Tensor:
     pages, other = tuple(range(1, 20)), tuple(range(30, 50))
     out, start = [], 0
     for count in chunks:
+        left_out = behind(spec.sliding_window, start)
         sequences = [
-            SlowSequence(start, count, pages, count == 1),
+            SlowSequence(start, count, pages, count == 1, left_out),
             SlowSequence(start // 2, 9, other),
         ]
-        batch = batch_of(sequences, PAGE)
-        fields = {name: getattr(batch, name) for name in batch.__slots__}
-        attention.plan(AttentionBatch(**fields | {"slot_mapping": batch.slot_mapping.to(device)}))
+        attention.plan(on_device(batch_of(sequences, PAGE), device))
         rows = slice(start, start + count)
         both = [torch.cat([part[rows], part[:9]]) for part in (q, k, v)]
         out.append(attention.run(0, *both)[:count])
         start += count
     return torch.cat(out)
+
+
+@pytest.mark.jit
+@pytest.mark.parametrize("mode", ["off", "split", "unified", "packed"])
+def test_groups_that_share_memory_compute_what_each_does_alone(mode, device) -> None:
+    """All are planned before the first one runs; a mixed step, then decodes from a graph."""
+    full, window = SPECS["group 2"], SPECS["window"]
+    specs = [full, window, dataclasses.replace(window, sliding_window=90)]
+    together = _made(specs, mode, device)
+    for lengths, size in ((LENGTHS, None), (LENGTHS[:3], 4)):
+        rows = size or sum(count for _, count in lengths)
+        expected = []
+        for spec, attention in zip(specs, together, strict=True):
+            batch, num_pages = step(lengths, device, spec.sliding_window)
+            pool, *qkv = inputs(spec, rows, num_pages, device)
+            alone = made(spec, mode, device)
+            for one, own in ((attention, pool), (alone, pool.clone())):
+                one.bind([own])
+                if size is None:
+                    one.plan(batch)
+                else:
+                    one.reserve_graphs([size], max_page_indices=100)
+                    one.plan_graph(batch, size)
+            expected.append((alone.run(0, *qkv), qkv))
+        for attention, (alone_out, qkv) in zip(together, expected, strict=True):
+            assert torch.equal(attention.run(0, *qkv), alone_out)
 
 
 def test_a_model_answers_from_graphs_as_it_does_step_by_step(device) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -37,3 +39,18 @@ def test_they_start_without_plugins_and_leave_compiled_shapes_for_last() -> None
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" in done.stdout
     assert "error" not in done.stdout
+
+
+def test_the_check_of_a_hybrid_model_runs_on_a_cpu_too(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    model = tiny_checkpoint("gemma3", sliding_window=100, max_position_embeddings=2048)
+    options = {"model": str(model), "device": "cpu", "num_blocks": 900}
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "gpu" / "hybrid_answers.py", json.dumps(options)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 2 * 592

@@ -78,10 +78,19 @@ class World:
         self.layer = _core.PackedLinear(self.cpu, 4, 4, "float32", bias=True)
         self.rows = _core.RowOps(self.cpu, "float32")
         self.attention = _core.PagedAttention(self.cpu, "float32", 2, 1, 16, 1.0)
-        self.stack = _core.DecoderStack(self.cpu, "float32", 4, 1e-5, [])
+        self.decoder_layer = self.make_decoder_layer()
+        self.stack = _core.DecoderStack(self.cpu, "float32", 4, 1e-5, [self.decoder_layer])
         self.stops = _core.StopStrings(["stop", "text"])
         self.stop_stream = self.stops.stream()
         self.arrays = [np.zeros(size, kind) for size in (2, 6, 24) for kind in ("i4", "i8")]
+
+    def make_decoder_layer(self) -> _core.DecoderLayer:
+        at, sizes = self.buffer.ctypes.data, {"qkv": (4, 64), "out": (32, 4)}
+        sizes |= {"gate_up": (4, 12), "down": (6, 4)}
+        linears = {k: _core.PackedLinear(self.cpu, *v, "float32") for k, v in sizes.items()}
+        gate: Any = self.choose.choice(["silu", "gelu_tanh"])
+        norms = {"input_norm": at, "mlp_norm": at, "mlp_out_norm": self.choose.choice([None, at])}
+        return _core.DecoderLayer(**linears, **norms, gate=gate, norm_offset=1.0, rope=0)
 
     def instances(self) -> list[Any]:
         """What methods are called on."""
@@ -95,6 +104,7 @@ class World:
             self.layer,
             self.rows,
             self.attention,
+            self.decoder_layer,
             self.stack,
             self.stops,
             self.stop_stream,
@@ -159,6 +169,8 @@ class World:
     def sound(self, name: str) -> Any:
         """A value that the parameter might take."""
         choose = self.choose
+        if name == "out" and choose.random() < 0.3:
+            return self.layer  # which a layer of a decoder names so
         if name in ADDRESSES:
             return choose.choice([self.buffer.ctypes.data, self.buffer.ctypes.data, 0, 2])
         if name in ARRAYS:
@@ -181,8 +193,12 @@ class World:
             "num_groups": lambda: choose.choice([None, None, 1, 2]),
             "chunk": lambda: choose.choice([None, 1, 4]),
             "max_tokens": lambda: choose.choice([None, 5, 24]),
-            "caches": list,
-            "layers": lambda: self.some_list(lambda: (0, self.layer, 0) + (self.layer,) * 4),
+            "caches": lambda: self.some_list(lambda: self.sound("address")),
+            "rotations": lambda: self.some_list(lambda: (self.sound("address"),) * 2),
+            "attentions": lambda: self.some_list(lambda: self.attention),
+            "layer_groups": lambda: self.some_list(self.number),
+            "layers": lambda: self.some_list(lambda: self.decoder_layer),
+            **dict.fromkeys(LINEARS, lambda: self.layer),
             "cpu": lambda: self.cpu,
             "attention": lambda: self.attention,
             "dtype": lambda: choose.choice(["float32", "bfloat16"]),
@@ -223,7 +239,7 @@ class World:
             (self.pool, "commit", [[b"a" * 32, b"c" * 32], 1]),
             (self.attention, "plan", [4, 16, *step, np.array([48, 49])]),
             (self.attention, "run", [at, at, 32, at, 16, at, 16, at]),
-            (self.stack, "forward", [self.attention, [], at, at, at]),
+            (self.stack, "forward", [[self.attention], [0], [at], [(at, at)], at]),
             (self.layer, "copy_rows", [0, at, 4]),
             (self.layer, "forward", [at, 3, 4, at, at]),
             (self.rows, "rms_norm", [at, 3, 8, 8, at, 4, 2, 1e-5, at]),
@@ -283,6 +299,8 @@ class World:
 
 ADDRESSES = {"address", "cache", "cos", "keys", "out", "queries", "residual", "sin", "values"}
 ADDRESSES |= {"weight", "x"}
+ADDRESSES |= {"input_norm", "qk_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"}
+LINEARS = {"qkv", "gate_up", "down"}
 ARRAYS = {"first_pages", "indptr", "indices", "last_page_len", "slot_mapping"}
 ARRAYS |= {"qo_indptr", "kv_indptr", "kv_indices"}
 # `close` ends a cache for all calls after it.

@@ -21,6 +21,7 @@ __all__ = [
     "BlockHashes",
     "BlockPool",
     "Cpu",
+    "DecoderLayer",
     "DecoderStack",
     "PackedLinear",
     "PagedAttention",
@@ -437,6 +438,32 @@ class PackedLinear:
         """
 
 @final
+class DecoderLayer:
+    """A layer of a decoder on the CPU: its weights, and what layers differ in."""
+
+    def __new__(
+        cls,
+        *,
+        input_norm: int,
+        qkv: PackedLinear,
+        qk_norm: int | None = None,
+        out: PackedLinear,
+        attention_out_norm: int | None = None,
+        mlp_norm: int,
+        gate_up: PackedLinear,
+        gate: Literal["silu", "gelu_tanh"],
+        down: PackedLinear,
+        mlp_out_norm: int | None = None,
+        norm_offset: float,
+        rope: int,
+    ) -> DecoderLayer:
+        """A layer of these linears, and of norms at these addresses.
+
+        `norm_offset` is added to the weights of all norms; `rope` is the number of the layer's
+        rotation among those of a step.
+        """
+
+@final
 class DecoderStack:
     """The layers of a decoder on the CPU, one call a step."""
 
@@ -446,20 +473,21 @@ class DecoderStack:
         dtype: _KernelDType,
         hidden: int,
         eps: float,
-        layers: list[tuple[int, PackedLinear, int, PackedLinear, int, PackedLinear, PackedLinear]],
+        layers: list[DecoderLayer],
     ) -> DecoderStack:
-        """A stack of layers over a residual stream of `hidden` numbers a token.
-
-        A layer is (input_norm, qkv, qk_norm, out, post_norm, gate_up, down): linears, and the
-        addresses of norms, 0 for no `qk_norm`.
-        """
+        """A stack of `layers`, of one shape, over a residual stream of `hidden` numbers a token."""
     def forward(
-        self, attention: PagedAttention, caches: list[int], cos: int, sin: int, x: int
+        self,
+        attentions: list[PagedAttention],
+        layer_groups: list[int],
+        caches: list[int],
+        rotations: list[tuple[int, int]],
+        x: int,
     ) -> None:
-        """Take `x`, dense rows of the step that `attention` has planned, through all layers.
+        """Take `x`, dense rows of the step that all `attentions` have planned, through all layers.
 
-        In place. `caches` are the addresses of the layers' keys and values; `cos` and `sin` are
-        dense float32 of half a head a row.
+        In place. Layer i computes with `attentions[layer_groups[i]]`, over keys and values at
+        `caches[i]`. Each of `rotations` is (cos, sin): dense float32 of half a head a row.
         """
 
 @final
@@ -478,8 +506,10 @@ class RowOps:
         group: int,
         eps: float,
         out: int,
+        *,
+        offset: float = 0.0,
     ) -> None:
-        """Write x / sqrt(mean(x^2) + eps) * weight, for each `group` numbers of a row.
+        """Write x / sqrt(mean(x^2) + eps) * (weight + offset), for each `group` numbers of a row.
 
         `weight_width` is a multiple of `group` and divides `width`: the weight repeats along a row.
         `out` is dense.

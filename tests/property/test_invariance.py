@@ -25,11 +25,12 @@ CPU = torch.device("cpu")
 DTYPES = ["float32", "bfloat16"]
 # Windows shorter than a block, longer than most chunks, multiples of neither.
 SHAPES = {
-    "full": WIDE,
-    "window7": with_windows(7),
-    "window33": with_windows(33),
-    "window100": with_windows(100),
-    "all33": with_windows(33, num_full=0),
+    "full": ("qwen3", WIDE),
+    "window7": ("qwen3", with_windows(7)),
+    "window33": ("qwen3", with_windows(33)),
+    "window100": ("qwen3", with_windows(100)),
+    "all33": ("qwen3", with_windows(33, num_full=0)),
+    "gemma3": ("gemma3", WIDE),
 }
 RUNS = [
     *((dtype, threads, "full") for dtype in DTYPES for threads in (1, 2)),
@@ -37,6 +38,8 @@ RUNS = [
     ("bfloat16", 1, "window33"),
     ("float32", 1, "window100"),
     ("bfloat16", 2, "all33"),
+    ("float32", 1, "gemma3"),
+    ("bfloat16", 2, "gemma3"),
 ]
 LENGTH = 200
 SLOW = settings(
@@ -47,7 +50,8 @@ SLOW = settings(
 
 
 def folder_of(tiny_checkpoint: Checkpoint, dtype: str, shape: str = "full") -> Path:
-    return tiny_checkpoint("qwen3", dtype=getattr(torch, dtype), **SHAPES[shape])
+    architecture, arguments = SHAPES[shape]
+    return tiny_checkpoint(architecture, dtype=getattr(torch, dtype), **arguments)
 
 
 def tokens_of(sequence: int) -> list[int]:
@@ -119,7 +123,7 @@ def test_logits_and_kv_are_those_of_the_cold_run(runs: Runs, steps: list[Work]) 
     assert runs.differences(steps) == 0
 
 
-@pytest.mark.parametrize("architecture", ["smollm2", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["smollm2", "qwen2", "qwen3", "qwen3-window", "gemma3"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_layers_in_one_call_give_the_bits_of_one_by_one(
     tiny_checkpoint: Checkpoint, architecture: str, dtype: str, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixcache._core import Cpu, DecoderStack, PackedLinear, PagedAttention, RowOps
+from prefixcache._core import (
+    Cpu,
+    DecoderLayer,
+    DecoderStack,
+    PackedLinear,
+    PagedAttention,
+    RowOps,
+)
 
 CPU = Cpu(2)
 
@@ -132,9 +139,133 @@ def test_more_heads_than_any_model(heads: int) -> None:
         PagedAttention(CPU, "float32", heads, 1, 16, 1.0)
 
 
+def planned(**changed: Any) -> PagedAttention:
+    attention = PagedAttention(CPU, "float32", 4, 2, 16, 1.0)
+    attention.plan(4, 16, **ARRAYS | changed)
+    return attention
+
+
 def test_a_stream_wider_than_memory() -> None:
-    planned, (_, address) = attention(), zeros(1, 16)
-    planned.plan(4, 16, **ARRAYS)
+    _, address = zeros(1, 16)
     stack = DecoderStack(CPU, "float32", 2**62, 1e-5, [])
     with pytest.raises(ValueError, match="x must not have more numbers"):
-        stack.forward(planned, [], address, address, address)
+        stack.forward([planned()], [], [], [(address, address)], address)
+
+
+def linear(inputs: int, outputs: int, dtype: Any = "float32") -> PackedLinear:
+    return PackedLinear(CPU, inputs, outputs, dtype)
+
+
+_, NUMBERS = zeros(4 * 2 * 2 * 16 * 16)
+
+
+def decoder_layer(**changed: Any) -> DecoderLayer:
+    """A layer over a stream of 4, for 4 heads of 16 and 2 of keys and values."""
+    sound: dict[str, Any] = {
+        "input_norm": NUMBERS,
+        "qkv": linear(4, 128),
+        "out": linear(64, 4),
+        "mlp_norm": NUMBERS,
+        "gate_up": linear(4, 12),
+        "gate": "gelu_tanh",
+        "down": linear(6, 4),
+        "norm_offset": 1.0,
+        "rope": 0,
+    }
+    return DecoderLayer(**sound | changed)
+
+
+def forward(layers: list[DecoderLayer], **changed: Any) -> None:
+    sound: dict[str, Any] = {
+        "attentions": [planned()],
+        "layer_groups": [0] * len(layers),
+        "caches": [NUMBERS] * len(layers),
+        "rotations": [(NUMBERS, NUMBERS)] * 2,
+        "x": NUMBERS,
+    }
+    DecoderStack(CPU, "float32", 4, 1e-5, layers).forward(**sound | changed)
+
+
+def test_a_sound_stack_is_computed() -> None:
+    forward([decoder_layer(), decoder_layer(gate="silu")])
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"qkv": 3}, TypeError, "qkv"),
+        ({"gate": "relu"}, ValueError, 'gate must be "silu" or "gelu_tanh"'),
+        ({"norm_offset": "one"}, TypeError, "norm_offset must be a number"),
+        ({"mlp_out_norm": -1}, ValueError, "mlp_out_norm must be from 0"),
+        ({"rope": 1.5}, TypeError, "rope must be a whole number"),
+    ],
+)
+def test_arguments_of_a_layer(changed: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        decoder_layer(**changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"qkv": linear(6, 128)},
+        {"out": linear(64, 6)},
+        {"gate_up": linear(4, 14)},
+        {"down": linear(6, 6)},
+        {"qkv": linear(4, 128, "bfloat16")},
+        # These alone are sound, but not beside the first layer.
+        {"gate_up": linear(4, 24), "down": linear(12, 4)},
+        {"qkv": linear(4, 160)},
+        {"qk_norm": NUMBERS},
+        {"attention_out_norm": NUMBERS},
+        {"mlp_out_norm": NUMBERS},
+    ],
+)
+def test_layers_that_do_not_fit(changed: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"layers\[1\] must have linears that fit"):
+        forward([decoder_layer(), decoder_layer(**changed)])
+
+
+@pytest.mark.parametrize("name", ["input_norm", "mlp_norm", "qk_norm", "attention_out_norm"])
+@pytest.mark.parametrize("address", [0, NUMBERS + 2])
+def test_a_norm_at_an_address_that_is_none(name: str, address: int) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be the address of its numbers"):
+        forward([decoder_layer(**{name: address})])
+
+
+OTHER_HEADS = PagedAttention(CPU, "float32", 4, 1, 16, 1.0)
+# As many numbers of queries, keys and values as the layer has, in heads of another size.
+LARGER_HEADS = PagedAttention(CPU, "float32", 2, 1, 32, 1.0)
+OTHER_TYPE = PagedAttention(CPU, "bfloat16", 4, 2, 16, 1.0)
+NO_STEP = PagedAttention(CPU, "float32", 4, 2, 16, 1.0)
+TWO_ROWS = {"qo_indptr": np.array([0, 2], np.int32), "slot_mapping": np.array([0, 1])}
+TWICE = planned()
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"attentions": []}, ValueError, "attentions must have one for each group"),
+        ({"attentions": [planned(), 1]}, TypeError, r"attentions\[1\] must be a PagedAttention"),
+        ({"attentions": [planned(), OTHER_HEADS]}, ValueError, r"attentions\[1\] must have"),
+        ({"attentions": [planned(), LARGER_HEADS]}, ValueError, r"attentions\[1\] must have"),
+        ({"attentions": [planned(), OTHER_TYPE]}, ValueError, r"attentions\[1\] must have"),
+        ({"attentions": [planned(), NO_STEP]}, RuntimeError, "no step is planned"),
+        ({"attentions": [TWICE, TWICE]}, RuntimeError, "the attention is in use"),
+        ({"attentions": [planned(), planned(**TWO_ROWS)]}, ValueError, r"attentions\[1\] .*1 rows"),
+        ({"layer_groups": [0]}, ValueError, "layer_groups must have one for each of 2 layers"),
+        ({"layer_groups": [0, 1]}, ValueError, r"layer_groups\[1\] must be below 1"),
+        ({"layer_groups": [0, 2**63]}, ValueError, r"layer_groups\[1\] must be below 1"),
+        ({"layer_groups": [0, "full"]}, TypeError, r"layer_groups\[1\] must be a whole number"),
+        ({"caches": [NUMBERS] * 3}, ValueError, "caches must have one for each of 2 layers, not 3"),
+        ({"caches": [NUMBERS, 0]}, ValueError, "cache must be the address"),
+        ({"rotations": []}, ValueError, "rotations must have one for rope 1"),
+        ({"rotations": [(NUMBERS, NUMBERS)]}, ValueError, "rotations must have one for rope 1"),
+        ({"rotations": [NUMBERS]}, TypeError, r"rotations\[0\] must be a pair of the addresses"),
+        ({"rotations": [(NUMBERS, -1)]}, ValueError, r"rotations\[0\] must be from 0"),
+        ({"rotations": [(NUMBERS, 0)] * 2}, ValueError, "rotations must be the address"),
+    ],
+)
+def test_arguments_of_a_step(changed: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        forward([decoder_layer(), decoder_layer(rope=1)], **changed)

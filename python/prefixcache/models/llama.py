@@ -219,10 +219,8 @@ class LlamaModel:
         self._rms_norm = _norm_of(config, builder.ops)
         self._embedding_VE = builder.tensor(config.vocab_size, config.hidden_size)
         self._layers = [DecoderLayer(config, i, builder) for i in range(config.num_layers)]
-        self._stack = (
-            None
-            if config.sandwich_norms  # the kernel of many layers has no such norms yet
-            else builder.ops.stack([layer.weights for layer in self._layers], config.rms_norm_eps)
+        self._stack = builder.ops.stack(
+            [layer.weights for layer in self._layers], config.rms_norm_eps
         )
         self._norm_E = builder.tensor(config.hidden_size)
         self._head = builder.linear(

@@ -31,9 +31,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from prefixcache._core import Cpu, DecoderStack, PackedLinear, PagedAttention, RowOps
+from prefixcache._core import Cpu, DecoderLayer, DecoderStack, PackedLinear, PagedAttention, RowOps
 from prefixcache.exceptions import ConfigError
-from prefixcache.ops import activation, norm
 from prefixcache.ops.linear import Linear
 from prefixcache.ops.stack import LayerWeights
 
@@ -122,10 +121,10 @@ class InvariantStack:
     ) -> None:
         self.dtype = dtype
         self.hidden_size = layers[0].qkv.in_features
-        # The kernel has their addresses alone.
-        self._norms = [(w.input_norm_E, w.qk_norm_HKD, w.mlp_norm_E) for w in layers]
+        # The kernel has only the addresses of norms; this keeps them.
+        self._layers = tuple(layers)
         self._kernel = DecoderStack(
-            cpu, kernel_dtype(dtype), self.hidden_size, eps, [_addresses(w) for w in layers]
+            cpu, kernel_dtype(dtype), self.hidden_size, eps, [_kernel_layer(w) for w in layers]
         )
 
     def __call__(
@@ -133,44 +132,50 @@ class InvariantStack:
         x_TE: Tensor,
         rotations: Sequence[tuple[Tensor, Tensor]],
         kernels: Sequence[PagedAttention],
-        layer_groups: Sequence[int],  # noqa: ARG002
+        layer_groups: Sequence[int],
         kv_layers: Sequence[Tensor],
     ) -> None:
-        """Takes `x_TE`, dense, through all layers in place; `kernels` are planned for its rows.
+        """Takes `x_TE`, dense, through all layers in place.
 
-        There is a kernel for each group of layers, and a group and a KV tensor for each layer.
-        A rotation holds cosines and sines of the rows' positions, [T, 1, D / 2].
+        Layer i attends with `kernels[layer_groups[i]]` over `kv_layers[i]`; the kernels, one a
+        group, are planned for the rows of `x_TE`. A rotation holds cosines and sines of the rows'
+        positions, [T, 1, D / 2].
         """
-        (rotation,), (attention,) = rotations, kernels
-        wanted = (x_TE.shape[0], 1, rotation[0].shape[2])
-        for angles_T1R in rotation:
-            _check_angles(angles_T1R, wanted)
+        wanted = (x_TE.shape[0], 1, kv_layers[0].shape[-1] // 2)
+        for cos_T1R, sin_T1R in rotations:
+            _check_angles(cos_T1R, wanted)
+            _check_angles(sin_T1R, wanted)
         dense = x_TE.is_contiguous() and x_TE.is_cpu and x_TE.dtype is self.dtype
         if not dense or x_TE.shape[1] != self.hidden_size:
             raise ValueError(f"x_TE must be dense {self.dtype} [T, {self.hidden_size}]")
-        cos_T1R, sin_T1R = rotation
         self._kernel.forward(
-            attention,
+            list(kernels),
+            list(layer_groups),
             [kv.data_ptr() for kv in kv_layers],
-            cos_T1R.data_ptr(),
-            sin_T1R.data_ptr(),
+            [(cos_T1R.data_ptr(), sin_T1R.data_ptr()) for cos_T1R, sin_T1R in rotations],
             x_TE.data_ptr(),
         )
 
 
-def _addresses(
-    weights: LayerWeights,
-) -> tuple[int, PackedLinear, int, PackedLinear, int, PackedLinear, PackedLinear]:
-    qk_norm = weights.qk_norm_HKD
-    return (
-        weights.input_norm_E.data_ptr(),
-        _packed(weights.qkv),
-        0 if qk_norm is None else qk_norm.data_ptr(),
-        _packed(weights.out),
-        weights.mlp_norm_E.data_ptr(),
-        _packed(weights.gate_up),
-        _packed(weights.down),
+def _kernel_layer(weights: LayerWeights) -> DecoderLayer:
+    return DecoderLayer(
+        input_norm=weights.input_norm_E.data_ptr(),
+        qkv=_packed(weights.qkv),
+        qk_norm=_address(weights.qk_norm_HKD),
+        out=_packed(weights.out),
+        attention_out_norm=_address(weights.attention_out_norm_E),
+        mlp_norm=weights.mlp_norm_E.data_ptr(),
+        gate_up=_packed(weights.gate_up),
+        gate=weights.activation,
+        down=_packed(weights.down),
+        mlp_out_norm=_address(weights.mlp_out_norm_E),
+        norm_offset=weights.norm_offset,
+        rope=weights.rope,
     )
+
+
+def _address(norm: Tensor | None) -> int | None:
+    return None if norm is None else norm.data_ptr()
 
 
 def _packed(linear: Linear) -> PackedLinear:
@@ -204,8 +209,6 @@ class InvariantOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
         """Normalises the last dimension, rounding once, after the scaling."""
         self._check(x, weight)
-        if offset:
-            return norm.rms_norm(x, weight, eps, offset=offset)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         rows = _dense_rows(x)
         self._rows.rms_norm(
@@ -218,24 +221,27 @@ class InvariantOps:
             x.shape[-1],
             eps,
             out.data_ptr(),
+            offset=offset,
         )
         return out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up for rows of gate and up."""
+        """silu(gate) * up for rows of gate and up, rounded once."""
+        return self._gated("silu", gate_up)
+
+    def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
+        """gelu_tanh(gate) * up for rows of gate and up, rounded once."""
+        return self._gated("gelu_tanh", gate_up)
+
+    def _gated(self, gate: Literal["silu", "gelu_tanh"], gate_up: Tensor) -> Tensor:
         self._check(gate_up)
         rows = _dense_rows(gate_up)
         width = rows.shape[1] // 2
         out = rows.new_empty(rows.shape[0], width)
         self._rows.gated(
-            "silu", rows.data_ptr(), rows.shape[0], width, rows.stride(0), out.data_ptr()
+            gate, rows.data_ptr(), rows.shape[0], width, rows.stride(0), out.data_ptr()
         )
         return out
-
-    def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
-        """gelu_tanh(gate) * up for rows of gate and up."""
-        self._check(gate_up)
-        return activation.gelu_tanh_and_mul(gate_up)
 
     def apply_rope(self, x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
         """Rotates every head, in float32; returns [T, N, D]."""

@@ -4,18 +4,20 @@
 #[path = "../../prefixcache-cpu/tests/common/noise.rs"]
 mod noise;
 
+use std::ops::Range;
+
 use noise::noise;
 use prefixcache_attention::{Attention, BlockTables, KvElement, Plan};
 use prefixcache_cpu::{Bf16, Form, Rows, RowsMut, Team, WeightMemory};
-use prefixcache_decoder::{DecoderLayer, Scratch, Step};
+use prefixcache_decoder::{DecoderLayer, Group, Rotation, Scratch, Step};
 use prefixcache_ops::PackedLinear;
+use prefixcache_ops::rowwise::{Gate, RmsNorm};
 
 const HIDDEN: usize = 32;
 const WIDE: usize = 48;
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
 const DIMS: usize = 16;
-const LAYERS: usize = 2;
 const TOKENS: usize = 37;
 const BLOCK: usize = 16;
 const PAGES: usize = 5;
@@ -47,71 +49,174 @@ fn number<E: KvElement>(value: E) -> f64 {
     f64::from(value.to_f32())
 }
 
-struct Layer<E> {
-    input_norm: Vec<E>,
-    qkv: Linear<E>,
-    qk_norm: Option<Vec<E>>,
-    out: Linear<E>,
-    post_norm: Vec<E>,
-    gate_up: Linear<E>,
-    down: Linear<E>,
+/// A kind of decoder.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Family {
+    Llama,
+    Qwen3,
+    /// Layer 1 sees all keys, the others a window and other angles.
+    Gemma3,
 }
 
-impl<E: KvElement> Layer<E> {
-    fn random(seed: u64, with_qk_norm: bool) -> Self {
-        let seed = 10 * seed;
-        let turned = (HEADS + KV_HEADS) * DIMS;
-        Self {
-            input_norm: noise(seed + 1, HIDDEN),
-            qkv: Linear::random(seed + 2, HIDDEN, (HEADS + 2 * KV_HEADS) * DIMS),
-            qk_norm: with_qk_norm.then(|| noise(seed + 3, turned)),
-            out: Linear::random(seed + 4, HEADS * DIMS, HIDDEN),
-            post_norm: noise(seed + 5, HIDDEN),
-            gate_up: Linear::random(seed + 6, HIDDEN, 2 * WIDE),
-            down: Linear::random(seed + 7, WIDE, HIDDEN),
+use Family::{Gemma3, Llama, Qwen3};
+
+/// Shorter than a block.
+const WINDOW: usize = 11;
+
+impl Family {
+    fn norm_offset(self) -> f32 {
+        if self == Gemma3 { 1.0 } else { 0.0 }
+    }
+
+    fn gate(self) -> Gate {
+        if self == Gemma3 {
+            Gate::GeluTanh
+        } else {
+            Gate::Silu
         }
     }
 
+    /// The window of each group of layers.
+    fn windows(self) -> &'static [Option<usize>] {
+        if self == Gemma3 {
+            &[None, Some(WINDOW)]
+        } else {
+            &[None]
+        }
+    }
+
+    /// The group of each layer, and its rotation.
+    fn layers(self) -> &'static [(usize, usize)] {
+        match self {
+            Gemma3 => &[(1, 1), (0, 0), (1, 1)],
+            Llama | Qwen3 => &[(0, 0), (0, 0)],
+        }
+    }
+
+    fn norm<E: KvElement>(self, weight: &[E], group: usize) -> RmsNorm<'_, E> {
+        RmsNorm {
+            weight,
+            offset: self.norm_offset(),
+            group,
+            eps: EPS,
+        }
+    }
+}
+
+struct Layer<E> {
+    family: Family,
+    group: usize,
+    rope: usize,
+    input_norm: Vec<E>,
+    qkv: Linear<E>,
+    qk_norm: Vec<E>,
+    out: Linear<E>,
+    attention_out_norm: Vec<E>,
+    mlp_norm: Vec<E>,
+    gate_up: Linear<E>,
+    down: Linear<E>,
+    mlp_out_norm: Vec<E>,
+}
+
+impl<E: KvElement> Layer<E> {
+    fn random(seed: u64, family: Family, (group, rope): (usize, usize)) -> Self {
+        let seed = 10 * seed;
+        let turned = (HEADS + KV_HEADS) * DIMS;
+        Self {
+            family,
+            group,
+            rope,
+            input_norm: noise(seed + 1, HIDDEN),
+            qkv: Linear::random(seed + 2, HIDDEN, (HEADS + 2 * KV_HEADS) * DIMS),
+            qk_norm: noise(seed + 3, turned),
+            out: Linear::random(seed + 4, HEADS * DIMS, HIDDEN),
+            attention_out_norm: noise(seed + 8, HIDDEN),
+            mlp_norm: noise(seed + 5, HIDDEN),
+            gate_up: Linear::random(seed + 6, HIDDEN, 2 * WIDE),
+            down: Linear::random(seed + 7, WIDE, HIDDEN),
+            mlp_out_norm: noise(seed + 9, HIDDEN),
+        }
+    }
+
+    fn stack(family: Family) -> Vec<Self> {
+        let layers = family.layers().iter().zip(1..);
+        layers
+            .map(|(&place, seed)| Self::random(seed, family, place))
+            .collect()
+    }
+
     fn borrowed(&self) -> DecoderLayer<'_, E> {
+        let family = self.family;
+        let norm = |weight| family.norm(weight, HIDDEN);
+        let out_norm = |weight| (family == Gemma3).then(|| norm(weight));
         DecoderLayer {
-            input_norm: &self.input_norm,
+            input_norm: norm(&self.input_norm),
             qkv: &self.qkv.packed,
-            qk_norm: self.qk_norm.as_deref(),
+            qk_norm: (family != Llama).then(|| family.norm(&self.qk_norm, DIMS)),
             out: &self.out.packed,
-            post_norm: &self.post_norm,
+            attention_out_norm: out_norm(&self.attention_out_norm),
+            mlp_norm: norm(&self.mlp_norm),
             gate_up: &self.gate_up.packed,
+            gate: family.gate(),
             down: &self.down.packed,
+            mlp_out_norm: out_norm(&self.mlp_out_norm),
+            group: self.group,
+            rope: self.rope,
         }
     }
 
     /// The layer on a whole sequence, a row a token.
     fn reference(&self, x: &mut [Vec<f64>]) {
         let turned = (HEADS + KV_HEADS) * DIMS;
+        let normed = |x: &[f64], weight: &[E], group| {
+            normed(x, weight, f64::from(self.family.norm_offset()), group)
+        };
+        let out_normed = |x: Vec<f64>, weight: &[E]| match self.family {
+            Gemma3 => normed(&x, weight, HIDDEN),
+            Llama | Qwen3 => x,
+        };
         let qkv: Vec<Vec<f64>> = x
             .iter()
             .enumerate()
             .map(|(position, x)| {
                 let mut qkv = self.qkv.reference(&normed(x, &self.input_norm, HIDDEN));
-                if let Some(weight) = &self.qk_norm {
-                    let normed = normed(&qkv[..turned], weight, DIMS);
+                if self.family != Llama {
+                    let normed = normed(&qkv[..turned], &self.qk_norm, DIMS);
                     qkv[..turned].copy_from_slice(&normed);
                 }
                 qkv[..turned]
                     .chunks_exact_mut(DIMS)
-                    .for_each(|head| turn(head, position));
+                    .for_each(|head| turn(head, self.rope, position));
                 qkv
             })
             .collect();
+        let window = self.family.windows()[self.group].unwrap_or(TOKENS);
         for (position, x) in x.iter_mut().enumerate() {
+            let seen = (position + 1).saturating_sub(window)..=position;
             let attended: Vec<f64> = (0..HEADS)
-                .flat_map(|head| attend(&qkv[..=position], head))
+                .flat_map(|head| attend(&qkv[seen.clone()], head))
                 .collect();
-            add(x, &self.out.reference(&attended));
-            let gate_up = self.gate_up.reference(&normed(x, &self.post_norm, HIDDEN));
+            let attended = self.out.reference(&attended);
+            add(x, &out_normed(attended, &self.attention_out_norm));
+            let gate_up = self.gate_up.reference(&normed(x, &self.mlp_norm, HIDDEN));
             let (gates, ups) = gate_up.split_at(WIDE);
-            let silu = |gate: f64| gate / (1.0 + (-gate).exp());
-            let opened: Vec<f64> = gates.iter().zip(ups).map(|(&g, u)| silu(g) * u).collect();
-            add(x, &self.down.reference(&opened));
+            let opened: Vec<f64> = gates
+                .iter()
+                .zip(ups)
+                .map(|(&gate, up)| opened(self.family.gate(), gate) * up)
+                .collect();
+            let down = self.down.reference(&opened);
+            add(x, &out_normed(down, &self.mlp_out_norm));
+        }
+    }
+}
+
+fn opened(gate: Gate, x: f64) -> f64 {
+    match gate {
+        Gate::Silu => x / (1.0 + (-x).exp()),
+        Gate::GeluTanh => {
+            let root = (2.0 / std::f64::consts::PI).sqrt();
+            0.5 * x * (1.0 + (root * (x + 0.044715 * x.powi(3))).tanh())
         }
     }
 }
@@ -120,31 +225,34 @@ fn add(x: &mut [f64], more: &[f64]) {
     x.iter_mut().zip(more).for_each(|(x, more)| *x += more);
 }
 
-fn normed<E: KvElement>(x: &[f64], weight: &[E], group: usize) -> Vec<f64> {
+fn normed<E: KvElement>(x: &[f64], weight: &[E], offset: f64, group: usize) -> Vec<f64> {
     let groups = x.chunks_exact(group).zip(weight.chunks_exact(group));
     let norm = |(x, weight): (&[f64], &[E])| {
         let mean = x.iter().map(|x| x * x).sum::<f64>() / group as f64;
         let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
-        let scaled = x.iter().zip(weight).map(|(x, &w)| x * scale * number(w));
+        let weights = weight.iter().map(|&w| number(w) + offset);
+        let scaled = x.iter().zip(weights).map(|(x, w)| x * scale * w);
         scaled.collect::<Vec<_>>()
     };
     groups.flat_map(norm).collect()
 }
 
-fn angle(position: usize, pair: usize) -> f64 {
-    position as f64 / 100_f64.powf(pair as f64 / (DIMS / 2) as f64)
+/// Of the rotation `rope`.
+fn angle(rope: usize, position: usize, pair: usize) -> f64 {
+    let base = [100_f64, 20.0][rope];
+    position as f64 / base.powf(pair as f64 / (DIMS / 2) as f64)
 }
 
-fn turn(head: &mut [f64], position: usize) {
+fn turn(head: &mut [f64], rope: usize, position: usize) {
     for pair in 0..DIMS / 2 {
-        let (sin, cos) = angle(position, pair).sin_cos();
+        let (sin, cos) = angle(rope, position, pair).sin_cos();
         let (x, y) = (head[pair], head[pair + DIMS / 2]);
         head[pair] = x * cos - y * sin;
         head[pair + DIMS / 2] = y * cos + x * sin;
     }
 }
 
-/// What the last token's query head sees.
+/// What the last token's query head sees of these tokens.
 fn attend(qkv: &[Vec<f64>], head: usize) -> Vec<f64> {
     let kv_head = head / (HEADS / KV_HEADS);
     let at = |row: &[f64], head: usize| row[head * DIMS..][..DIMS].to_vec();
@@ -165,9 +273,42 @@ fn attend(qkv: &[Vec<f64>], head: usize) -> Vec<f64> {
     mean
 }
 
-fn attention() -> Attention {
+fn attention(window: Option<usize>) -> Attention {
     let scale = 1.0 / (DIMS as f32).sqrt();
-    Attention::new(HEADS, KV_HEADS, DIMS, scale).expect("heads that fit")
+    let mut attention = Attention::new(HEADS, KV_HEADS, DIMS, scale).expect("heads that fit");
+    attention.window_left = window.map(|window| window - 1);
+    attention
+}
+
+/// The page of a group's block: page 0 is none, neighbours are not adjacent, groups differ.
+fn page(group: usize, block: usize) -> usize {
+    let blocks = TOKENS.div_ceil(BLOCK);
+    blocks - (block + group) % blocks
+}
+
+/// The plan and the slots of a step that computes these positions.
+fn plan(group: usize, attention: &Attention, positions: Range<usize>) -> (Plan, Vec<i64>) {
+    let pages = positions.end.div_ceil(BLOCK);
+    let indices: Vec<i32> = (0..pages).map(|block| page(group, block) as i32).collect();
+    let tables = BlockTables {
+        qo_indptr: &[0, positions.len() as i32],
+        kv_indptr: &[0, pages as i32],
+        kv_indices: &indices,
+        last_page_len: &[((positions.end - 1) % BLOCK + 1) as i32],
+        first_pages: None,
+    };
+    let plan = Plan::new(tables, PAGES, BLOCK, attention).expect("a sound step");
+    let slot = |position| (page(group, position / BLOCK) * BLOCK + position % BLOCK) as i64;
+    (plan, positions.map(slot).collect())
+}
+
+/// Cosines and sines of a rotation at these positions.
+fn angles(rope: usize, positions: Range<usize>) -> [Vec<f32>; 2] {
+    [f64::cos, f64::sin].map(|of| {
+        let pairs = |position| (0..DIMS / 2).map(move |pair| angle(rope, position, pair));
+        let angles = positions.clone().flat_map(pairs);
+        angles.map(|angle| of(angle) as f32).collect()
+    })
 }
 
 /// The rows of a prompt after all layers, computed in steps of these lengths.
@@ -177,7 +318,9 @@ fn in_steps<E: KvElement>(
     threads: usize,
     lengths: &[usize],
 ) -> Vec<E> {
-    let (attention, team) = (attention(), Team::new(threads).expect("threads"));
+    let windows = layers[0].family.windows();
+    let attentions: Vec<Attention> = windows.iter().map(|&window| attention(window)).collect();
+    let team = Team::new(threads).expect("threads");
     let page_width = BLOCK * DIMS;
     // What was never written is NaN, so that reading it shows.
     let empty = vec![E::from_f32(f32::NAN); PAGES * 2 * KV_HEADS * page_width];
@@ -185,41 +328,31 @@ fn in_steps<E: KvElement>(
     let mut x = noise::<E>(3, TOKENS * HIDDEN);
     let mut start = 0;
     for &length in lengths {
-        let (positions, pages) = (start..start + length, (start + length).div_ceil(BLOCK));
-        // Pages are handed out backwards: page 0 is none, and neighbours are not adjacent.
-        let page = |position: usize| TOKENS.div_ceil(BLOCK) - position / BLOCK;
-        let starts = (0..pages).map(|number| number * BLOCK);
-        let indices: Vec<i32> = starts.map(|start| page(start) as i32).collect();
-        let tables = BlockTables {
-            qo_indptr: &[0, length as i32],
-            kv_indptr: &[0, pages as i32],
-            kv_indices: &indices,
-            last_page_len: &[((positions.end - 1) % BLOCK + 1) as i32],
-            first_pages: None,
-        };
-        let plan = Plan::new(tables, PAGES, BLOCK, &attention).expect("a sound step");
-        let slot = |position| (page(position) * BLOCK + position % BLOCK) as i64;
-        let slots: Vec<i64> = positions.clone().map(slot).collect();
-        let angles = |of: fn(f64) -> f64| -> Vec<f32> {
-            let pairs = |position| (0..DIMS / 2).map(move |pair| angle(position, pair));
-            let angles = positions.clone().flat_map(pairs);
-            angles.map(|angle| of(angle) as f32).collect()
-        };
-        let (cos, sin) = (angles(f64::cos), angles(f64::sin));
+        let positions = start..start + length;
+        let plans: Vec<_> = attentions
+            .iter()
+            .enumerate()
+            .map(|(group, attention)| plan(group, attention, positions.clone()))
+            .collect();
+        let groups: Vec<_> = plans
+            .iter()
+            .map(|(plan, slots)| Group { plan, slots })
+            .collect();
+        let angles = [0, 1].map(|rope| angles(rope, positions.clone()));
+        let rotations = angles.each_ref().map(|[cos, sin]| Rotation {
+            cos: Rows::new(cos, DIMS / 2),
+            sin: Rows::new(sin, DIMS / 2),
+        });
         let step = Step {
             form,
             team: &team,
-            attention: &attention,
-            eps: EPS,
-            plan: &plan,
-            slots: &slots,
-            cos: Rows::new(&cos, DIMS / 2),
-            sin: Rows::new(&sin, DIMS / 2),
+            groups: &groups,
+            rotations: &rotations,
         };
         let rows = &mut x[start * HIDDEN..(start + length) * HIDDEN];
         let mut rows = RowsMut::new(rows, HIDDEN);
         let first = layers[0].borrowed();
-        let mut scratch = Scratch::new(length, &attention, &first).expect("memory");
+        let mut scratch = Scratch::new(length, &attentions[0], &first).expect("memory");
         for (layer, cache) in layers.iter().zip(&mut caches) {
             let mut cache = RowsMut::new(cache, page_width);
             let layer = layer.borrowed();
@@ -232,15 +365,10 @@ fn in_steps<E: KvElement>(
     x
 }
 
-fn stack<E: KvElement>(with_qk_norm: bool) -> Vec<Layer<E>> {
-    let layer = |number| Layer::random(number as u64 + 1, with_qk_norm);
-    (0..LAYERS).map(layer).collect()
-}
-
 #[test]
 fn near_the_reference() {
-    for with_qk_norm in [false, true] {
-        let layers = stack::<f32>(with_qk_norm);
+    for family in [Llama, Qwen3, Gemma3] {
+        let layers = Layer::<f32>::stack(family);
         let mut want: Vec<Vec<f64>> = noise::<f32>(3, TOKENS * HIDDEN)
             .chunks_exact(HIDDEN)
             .map(|row| row.iter().map(|&x| f64::from(x)).collect())
@@ -253,22 +381,25 @@ fn near_the_reference() {
                 let (token, column) = (i / HIDDEN, i % HIDDEN);
                 assert!(
                     error < 1e-3 * want.abs().max(1.0),
-                    "{form:?}: token {token}, column {column}: off by {error} from {want}"
+                    "{family:?}, {form:?}: token {token}, column {column}: off by {error} from {want}"
                 );
             }
         }
     }
 }
 
-fn check_steps<E: KvElement + PartialEq>(with_qk_norm: bool) {
-    let layers = stack::<E>(with_qk_norm);
+fn check_steps<E: KvElement + PartialEq>(family: Family) {
+    let layers = Layer::<E>::stack(family);
     for form in Form::available() {
         let whole = in_steps(&layers, form, 1, &[TOKENS]);
         assert!(whole.iter().all(|x| x.to_f32().is_finite()));
         for lengths in [&[1; TOKENS][..], &[16, 16, 5], &[20, 1, 1, 15], &[36, 1]] {
             for threads in [1, 2] {
                 let parts = in_steps(&layers, form, threads, lengths);
-                assert!(parts == whole, "{form:?} in steps of {lengths:?}");
+                assert!(
+                    parts == whole,
+                    "{family:?}, {form:?} in steps of {lengths:?}"
+                );
             }
         }
     }
@@ -276,8 +407,8 @@ fn check_steps<E: KvElement + PartialEq>(with_qk_norm: bool) {
 
 #[test]
 fn the_same_bits_in_every_schedule() {
-    for with_qk_norm in [false, true] {
-        check_steps::<f32>(with_qk_norm);
-        check_steps::<Bf16>(with_qk_norm);
+    for family in [Llama, Qwen3, Gemma3] {
+        check_steps::<f32>(family);
+        check_steps::<Bf16>(family);
     }
 }

@@ -7,29 +7,45 @@ use prefixcache_cpu::{Element, Form, Kernel, Lanes, Rows, RowsMut, Team};
 /// Numbers that a task should have, so that waking a thread pays.
 const TASK_NUMBERS: usize = 16_384;
 
-/// x / sqrt(mean(x^2) + eps) * weight, for each group of `group` numbers of a row.
+/// x / sqrt(mean(x^2) + eps) * (weight + offset), for each `group` numbers of a row.
 ///
 /// A row of one group is the usual norm; a row of several is the norm of each head. The weight
 /// spans one group or several and is repeated along the row. Computed in `f32`, rounded once.
+#[derive(Clone, Copy)]
+pub struct RmsNorm<'a, E> {
+    /// What each number is scaled by.
+    pub weight: &'a [E],
+    /// Added to each weight: 1 in Gemma, whose checkpoints hold weights around 0.
+    pub offset: f32,
+    /// Numbers that share a mean square.
+    pub group: usize,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// Writes the norm of each row of x, plus that of the residual, to `out`.
+///
+/// The norm is rounded before the residual is added, and the sum again: the bits of a norm and a
+/// sum that follow each other.
 ///
 /// # Panics
 /// The shapes do not fit.
 pub fn rms_norm<E: Element>(
     form: Form,
     team: &Team,
+    norm: RmsNorm<'_, E>,
     x: Rows<'_, E>,
-    weight: &[E],
-    group: usize,
-    eps: f32,
+    residual: Option<Rows<'_, E>>,
     out: &RowsMut<'_, E>,
 ) {
+    let (width, weights) = (x.width(), norm.weight.len());
     assert_eq!(x.shape(), out.shape(), "shape of out");
-    assert!(
-        x.width().is_multiple_of(weight.len()),
-        "width of the weight"
-    );
-    assert!(weight.len().is_multiple_of(group), "width of a group");
-    each_row(form, team, x, out, &RmsNorm { weight, group, eps });
+    assert!(width.is_multiple_of(weights), "width of the weight");
+    assert!(weights.is_multiple_of(norm.group), "width of a group");
+    if let Some(residual) = &residual {
+        assert_eq!(residual.shape(), out.shape(), "residual");
+    }
+    each_row(form, team, x, out, &NormedRow { norm, residual });
 }
 
 /// The function between the two halves of a gated layer.
@@ -130,40 +146,68 @@ fn vectors<L: Lanes>(width: usize) -> impl Iterator<Item = (usize, usize)> {
         .map(move |at| (at, (width - at).min(L::LANES)))
 }
 
-struct RmsNorm<'a, E> {
-    weight: &'a [E],
-    group: usize,
-    eps: f32,
+struct NormedRow<'a, E> {
+    norm: RmsNorm<'a, E>,
+    residual: Option<Rows<'a, E>>,
 }
 
-impl<E: Element> RowWork<E> for RmsNorm<'_, E> {
+impl<E: Element> RowWork<E> for NormedRow<'_, E> {
     #[inline(always)]
-    fn run<L: Lanes>(&self, lanes: L, _row: usize, x: &[E], out: &mut [E]) {
-        let groups = x
-            .chunks_exact(self.group)
-            .zip(out.chunks_exact_mut(self.group));
-        for ((x, out), weight) in groups.zip(self.weight.chunks_exact(self.group).cycle()) {
-            norm_group(lanes, x, weight, self.eps, out);
+    fn run<L: Lanes>(&self, lanes: L, row: usize, x: &[E], out: &mut [E]) {
+        let RmsNorm { weight, group, .. } = self.norm;
+        let groups = x.chunks_exact(group).zip(out.chunks_exact_mut(group));
+        for ((x, out), weight) in groups.zip(weight.chunks_exact(group).cycle()) {
+            self.norm.run_group(lanes, x, weight, out);
+        }
+        if let Some(residual) = &self.residual {
+            add(lanes, residual.row(row), out);
+        }
+    }
+}
+
+impl<E: Element> RmsNorm<'_, E> {
+    #[inline(always)]
+    fn run_group<L: Lanes>(&self, lanes: L, x: &[E], weight: &[E], out: &mut [E]) {
+        let scale = lanes.splat(1.0 / (mean_square(lanes, x) + self.eps).sqrt());
+        // Adding -0 changes no number, while adding 0 makes 0 of a weight of -0.
+        let offset = lanes.splat(if self.offset == 0.0 {
+            -0.0
+        } else {
+            self.offset
+        });
+        for (at, count) in vectors::<L>(x.len()) {
+            // SAFETY: `count` numbers stand at `at` in each of the three, which are equally long.
+            unsafe {
+                let v = E::load_some(lanes, x[at..].as_ptr(), count);
+                let w = E::load_some(lanes, weight[at..].as_ptr(), count);
+                let y = lanes.mul(lanes.mul(v, scale), lanes.add(w, offset));
+                E::store_some(lanes, out[at..].as_mut_ptr(), y, count);
+            }
         }
     }
 }
 
 #[inline(always)]
-fn norm_group<E: Element, L: Lanes>(lanes: L, x: &[E], weight: &[E], eps: f32, out: &mut [E]) {
+fn mean_square<E: Element, L: Lanes>(lanes: L, x: &[E]) -> f32 {
     let mut squares = lanes.splat(0.0);
     for (at, count) in vectors::<L>(x.len()) {
         // SAFETY: `count` numbers stand at `at`.
         let v = unsafe { E::load_some(lanes, x[at..].as_ptr(), count) };
         squares = lanes.mul_add(v, v, squares);
     }
-    let scale = lanes.splat(1.0 / (lanes.sum(squares) / x.len() as f32 + eps).sqrt());
-    for (at, count) in vectors::<L>(x.len()) {
-        // SAFETY: `count` numbers stand at `at` in each of the three, which are equally long.
+    lanes.sum(squares) / x.len() as f32
+}
+
+/// Adds a row to another.
+#[inline(always)]
+fn add<E: Element, L: Lanes>(lanes: L, row: &[E], out: &mut [E]) {
+    for (at, count) in vectors::<L>(out.len()) {
+        // SAFETY: `count` numbers stand at `at` in both, which are equally long.
         unsafe {
-            let v = E::load_some(lanes, x[at..].as_ptr(), count);
-            let w = E::load_some(lanes, weight[at..].as_ptr(), count);
-            let y = lanes.mul(lanes.mul(v, scale), w);
-            E::store_some(lanes, out[at..].as_mut_ptr(), y, count);
+            let v = E::load_some(lanes, row[at..].as_ptr(), count);
+            let to = out[at..].as_mut_ptr();
+            let sum = lanes.add(v, E::load_some(lanes, to, count));
+            E::store_some(lanes, to, sum, count);
         }
     }
 }

@@ -7,7 +7,7 @@ mod noise;
 use noise::noise;
 use prefixcache_cpu::{Bf16, Element, Form, Rows, RowsMut, Team, WeightMemory};
 use prefixcache_ops::PackedLinear;
-use prefixcache_ops::rowwise::{Gate, gated, rms_norm, rotate};
+use prefixcache_ops::rowwise::{Gate, RmsNorm, gated, rms_norm, rotate};
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 
@@ -100,16 +100,22 @@ fn check_norm<E: Element + PartialEq + std::fmt::Debug>(
     form: Form,
     threads: usize,
     rows: usize,
-    group: usize,
-    groups: usize,
+    (group, groups): (usize, usize),
+    offset: f32,
 ) {
     let (team, width) = (Team::new(threads).expect("threads"), group * groups);
-    let x = noise::<E>(1, rows * width);
+    let (x, residual) = (noise::<E>(1, rows * width), noise::<E>(3, rows * width));
     for weight_width in [group, width] {
         let weight = noise::<E>(2, weight_width);
+        let norm = RmsNorm {
+            weight: &weight,
+            offset,
+            group,
+            eps: 1e-5,
+        };
         let out = alone_and_together(&x, width, width, |x, out, _| {
             let out = RowsMut::new(out, width);
-            rms_norm(form, &team, Rows::new(x, width), &weight, group, 1e-5, &out);
+            rms_norm(form, &team, norm, Rows::new(x, width), None, &out);
         });
         let number = |e: &E| f64::from(e.to_f32());
         let weights = weight.iter().cycle();
@@ -120,9 +126,18 @@ fn check_norm<E: Element + PartialEq + std::fmt::Debug>(
                 x.iter().map(move |x| number(x) / (mean + 1e-5).sqrt())
             })
             .zip(weights)
-            .map(|(x, w)| x * number(w))
+            .map(|(x, w)| x * (number(w) + f64::from(offset)))
             .collect();
         assert_near(&out, &want);
+
+        let added = alone_and_together(&x, width, width, |x, out, first| {
+            let residual = Rows::new(&residual[first * width..][..out.len()], width);
+            let (x, out) = (Rows::new(x, width), RowsMut::new(out, width));
+            rms_norm(form, &team, norm, x, Some(residual), &out);
+        });
+        let sum = |(norm, residual): (&E, &E)| E::from_f32(residual.to_f32() + norm.to_f32());
+        let sums: Vec<E> = out.iter().zip(&residual).map(sum).collect();
+        assert_eq!(added, sums, "the norm and the sum are rounded one by one");
     }
 }
 
@@ -237,9 +252,10 @@ proptest! {
         half in 1_usize..80,
         heads in 1_usize..5,
         gate in prop::sample::select(vec![Gate::Silu, Gate::GeluTanh]),
+        offset in prop::sample::select(vec![0.0, 1.0]),
     ) {
-        check_norm::<f32>(form, threads, rows, half, heads);
-        check_norm::<Bf16>(form, threads, rows, half, heads);
+        check_norm::<f32>(form, threads, rows, (half, heads), offset);
+        check_norm::<Bf16>(form, threads, rows, (half, heads), offset);
         check_gated::<f32>(form, threads, rows, half, gate);
         check_gated::<Bf16>(form, threads, rows, half, gate);
         check_rotate::<f32>(form, threads, rows, half, heads);
@@ -251,7 +267,82 @@ proptest! {
 fn many_rows_are_cut_into_tasks_without_a_trace() {
     for form in Form::available() {
         check_linear::<Bf16>(form, 2, (431, 64, 130), (true, true));
-        check_norm::<Bf16>(form, 2, 300, 64, 3);
+        check_norm::<Bf16>(form, 2, 300, (64, 3), 1.0);
+    }
+}
+
+/// What a gate lets pass of 1, for each of these numbers.
+fn opened(form: Form, gate: Gate, numbers: &[f32]) -> Vec<f32> {
+    let x = [numbers, &vec![1.0; numbers.len()]].concat();
+    let mut out = vec![f32::NAN; numbers.len()];
+    gated(
+        form,
+        &Team::new(1).expect("threads"),
+        gate,
+        Rows::new(&x, x.len()),
+        &RowsMut::new(&mut out, numbers.len()),
+    );
+    out
+}
+
+#[test]
+fn gelu_is_as_exact_as_the_exponential() {
+    let numbers: Vec<f32> = (-12_000..12_000).map(|i| i as f32 / 1000.0).collect();
+    for form in Form::available() {
+        for (&x, got) in numbers.iter().zip(opened(form, Gate::GeluTanh, &numbers)) {
+            let (wide, root) = (f64::from(x), (2.0 / std::f64::consts::PI).sqrt());
+            let tanh = (root * (wide + 0.044715 * wide.powi(3))).tanh();
+            let want = 0.5 * wide * (1.0 + tanh);
+            let error = (f64::from(got) - want).abs();
+            assert!(
+                error < 5e-7 * want.abs() + 1e-7,
+                "{form:?}: gelu({x}) = {got}, want {want}"
+            );
+        }
+    }
+}
+
+#[test]
+fn gates_at_the_extremes() {
+    for form in Form::available() {
+        for gate in [Gate::Silu, Gate::GeluTanh] {
+            let got = opened(form, gate, &[-1e20, -100.0, 0.0, 100.0, 1e20, f32::NAN]);
+            assert_eq!(&got[2..5], &[0.0, 100.0, 1e20], "{form:?}, {gate:?}");
+            let closed = got[..2].iter().all(|y| y.abs() < 1e-15);
+            assert!(closed && got[5].is_nan(), "{form:?}, {gate:?}: {got:?}");
+        }
+    }
+}
+
+#[test]
+fn gates_do_not_depend_on_the_place_in_a_row() {
+    let numbers = noise::<f32>(1, 77);
+    for form in Form::available() {
+        for gate in [Gate::Silu, Gate::GeluTanh] {
+            let all = opened(form, gate, &numbers);
+            for (i, &number) in numbers.iter().enumerate() {
+                let alone = opened(form, gate, &[number])[0];
+                assert_eq!(alone.to_bits(), all[i].to_bits(), "{form:?}, {gate:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_norm_without_an_offset_leaves_its_weights_as_they_are() {
+    let weight = [-0.0, 0.0, 1.0, f32::MIN_POSITIVE];
+    for form in Form::available() {
+        let norm = RmsNorm {
+            weight: &weight,
+            offset: 0.0,
+            group: 4,
+            eps: 0.0,
+        };
+        let (x, mut out) = ([1.0; 4], [f32::NAN; 4]);
+        let team = Team::new(1).expect("threads");
+        let (x, rows) = (Rows::new(&x, 4), RowsMut::new(&mut out, 4));
+        rms_norm(form, &team, norm, x, None, &rows);
+        assert_eq!(out.map(f32::to_bits), weight.map(f32::to_bits), "{form:?}");
     }
 }
 

@@ -10,6 +10,7 @@ use std::marker::PhantomData;
 use numpy::{AsSliceError, Element, PyArray1, PyArrayMethods, PyReadonlyArray1, PyReadwriteArray1};
 use prefixcache_core::error::Argument;
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
+use pyo3::PyClass;
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyString};
@@ -113,6 +114,15 @@ impl Value for GroupId {
 impl Value for BlockId {
     fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
         u32::read(argument, value).map(Self::new)
+    }
+}
+
+/// An object of one of our classes.
+impl<T: PyClass> Value for Py<T> {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let object = value.cast::<T>().cloned().map(Bound::unbind);
+        let wanted = || format!("a {}", <T as PyClass>::NAME);
+        object.map_err(|_| wrong_type(argument, &wanted(), value))
     }
 }
 

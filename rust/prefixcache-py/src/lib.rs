@@ -46,7 +46,7 @@ mod _core {
     #[pymodule_export]
     use crate::cpu::Cpu;
     #[pymodule_export]
-    use crate::decoder::DecoderStack;
+    use crate::decoder::{DecoderLayer, DecoderStack};
     #[pymodule_export]
     use crate::json::parse_json;
     #[pymodule_export]

@@ -1,6 +1,6 @@
 //! The Python class `RowOps`: layers without a weight matrix.
 
-use prefixcache_ops::rowwise::{Gate, gated, rms_norm, rotate};
+use prefixcache_ops::rowwise::{Gate, RmsNorm, gated, rms_norm, rotate};
 use pyo3::prelude::*;
 
 use crate::arguments::{Number, OneOf, Real, Word};
@@ -47,9 +47,14 @@ impl RowOps {
         Self { cpu, dtype }
     }
 
-    /// Write x / sqrt(mean(x^2) + eps) * weight, for each `group` numbers of a row, to `out`, dense.
+    /// Write x / sqrt(mean(x^2) + eps) * (weight + offset), for each `group` numbers of a row, to `out`.
     ///
     /// The weight has `weight_width` numbers, a multiple of `group`, and is repeated along a row.
+    /// `out` is dense.
+    #[pyo3(
+        signature = (x, rows, width, x_stride, weight, weight_width, group, eps, out, *, offset=None),
+        text_signature = "($self, x, rows, width, x_stride, weight, weight_width, group, eps, out, *, offset=0.0)"
+    )]
     fn rms_norm(
         &self,
         py: Python<'_>,
@@ -62,8 +67,10 @@ impl RowOps {
         group: Number<names::GroupWidth>,
         eps: Real<names::Eps>,
         out: Number<names::Out>,
+        offset: Option<Real<names::Offset>>,
     ) -> PyResult<()> {
         let (rows, width, group, eps) = (rows.0, width.0, group.0, eps.0);
+        let offset = offset.map_or(0.0, |offset| offset.0);
         check_divides("group", group, weight_width.0)?;
         check_divides("weight_width", weight_width.0, width)?;
         let x = Matrix::strided(x, (rows, width), x_stride.0);
@@ -74,7 +81,8 @@ impl RowOps {
             with_dtype!(self.dtype, E => {
                 // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
                 let (x, weight, out) = unsafe { (x.rows::<E>()?, weight.rows()?, out.rows_mut()?) };
-                rms_norm(cpu.form, &cpu.team, x, weight.row(0), group, eps, &out);
+                let norm = RmsNorm { weight: weight.row(0), offset, group, eps };
+                rms_norm(cpu.form, &cpu.team, norm, x, None, &out);
             });
             Ok(())
         })

@@ -8,7 +8,7 @@ use prefixcache_core::sequence as core;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::arguments::{List, Number, Value, ids_of, wrong_type};
+use crate::arguments::{List, Number, ids_of};
 use crate::detach;
 use crate::errors::{in_use, out_of_range};
 use crate::exclusive::{Exclusive, Using};
@@ -155,13 +155,6 @@ impl Sequence {
             .iter()
             .map(|hash| PyBytes::new(py, hash.as_bytes()))
             .collect())
-    }
-}
-
-impl Value for Py<Sequence> {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let sequence = value.cast::<Sequence>().cloned().map(Bound::unbind);
-        sequence.map_err(|_| wrong_type(argument, "a Sequence", value))
     }
 }
 

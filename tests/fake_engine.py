@@ -10,7 +10,8 @@ from fake_runner import VOCAB_SIZE, FakeRunner
 from late_runner import LateRunner
 from prefixcache.config import SchedulerConfig
 from prefixcache.engine.engine import Engine, EngineParts
-from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.cache_manager import CacheManager, GroupKind
+from prefixcache.kv.retention import Retention
 from prefixcache.request import Request
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.scheduler import Scheduler
@@ -61,9 +62,14 @@ def make_engine(
     ahead: bool = False,
     step_times: RandomChunks | None = None,
     max_step_ms: float = 0,
+    groups: Sequence[GroupKind] = ("full",),
+    retention: Retention | None = None,
+    enable_prefix_caching: bool = True,
     **parts: Any,
 ) -> tuple[Engine, FakeRunner, CacheManager]:
-    cache = CacheManager(num_blocks, block_size, merge_twins=merge_twins)
+    cache = CacheManager(
+        num_blocks, block_size, groups=groups, retention=retention, merge_twins=merge_twins
+    )
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -75,12 +81,14 @@ def make_engine(
         max_tokens=max_num_batched_tokens,
         max_seqs=max_num_seqs,
         max_pages=-(-max_model_len // block_size),
+        groups=groups,
     )
     all_parts: dict[str, Any] = {
         "scheduler": Scheduler(
             config,
             cache,
             max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
             step_times=step_times,
             max_step_ms=max_step_ms,
         ),

@@ -11,11 +11,11 @@ import numpy as np
 from torch import Tensor
 
 from fake_engine import make_engine
-from fake_runner import FakeRunner, next_token
+from fake_runner import FakeRunner, next_token, window_of
 from late_runner import LateRunner
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import ModelLoadError
-from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.cache_manager import CacheManager, GroupKind
 from prefixcache.request import TokenLogprobs
 from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 
@@ -28,11 +28,18 @@ def versioned_token(history: Sequence[int], writers: Sequence[int], weights: int
     return next_token([*(token * 1000 + writer for token, writer in pairs), weights])
 
 
-def lone_answer(prompt: Sequence[int], max_tokens: int, weights: int) -> list[int]:
+def lone_answer(
+    prompt: Sequence[int],
+    max_tokens: int,
+    weights: int,
+    groups: Sequence[GroupKind] = ("full",),
+) -> list[int]:
     """What a request gets that nobody disturbs."""
     tokens = list(prompt)
+    window = window_of(groups) or len(prompt) + max_tokens
     for _ in range(max_tokens):
-        tokens.append(versioned_token(tokens, [weights] * len(tokens), weights))
+        seen = tokens[-window:]
+        tokens.append(versioned_token(seen, [weights] * len(seen), weights))
     return tokens[len(prompt) :]
 
 
@@ -48,16 +55,13 @@ class VersionedRunner(FakeRunner):
     def execute(self, plan: StepPlan) -> list[SequenceOutput]:
         assert self.weights is not None
         assert self.has_kv
-        slots = self._tables.slot_mapping[: plan.num_tokens]
-        self._writers.reshape(-1)[slots] = self.weights
+        self._write(self._writers, np.full(plan.num_tokens, self.weights))
         return super().execute(plan)
 
-    def _prompt_logprobs(
-        self, history: list[int], sequence: ScheduledSequence
-    ) -> tuple[TokenLogprobs, ...]:
+    def _prompt_logprobs(self, row: int, sequence: ScheduledSequence) -> tuple[TokenLogprobs, ...]:
         """Their ranks are the weights."""
         assert self.weights is not None
-        found = super()._prompt_logprobs(history, sequence)
+        found = super()._prompt_logprobs(row, sequence)
         return tuple(dataclasses.replace(one, rank=self.weights) for one in found)
 
     def lose_kv(self) -> None:
@@ -69,10 +73,9 @@ class VersionedRunner(FakeRunner):
         output = super()._output(row, sequence)
         if output.token_id is None:
             return output
-        history, tables = self._history(row), self._tables
-        pages = tables.indices[tables.indptr[row] : tables.indptr[row + 1]]
-        writers = self._writers[pages].reshape(-1)[: len(history)].tolist()
         assert self.weights is not None
+        end = sequence.start + sequence.num_tokens
+        history, writers = (self._seen(kv, row, end) for kv in (self._kv, self._writers))
         token = versioned_token(history, writers, self.weights)
         return dataclasses.replace(output, token_id=token)
 
@@ -156,6 +159,7 @@ def make_versioned_engine(
     max_num_batched_tokens: int = 64,
     max_model_len: int = 128,
     ahead: bool = False,
+    groups: Sequence[GroupKind] = ("full",),
     **options: Any,
 ) -> tuple[Engine, VersionedRunner, CacheManager]:
     """An engine whose weights can be replaced and given up."""
@@ -165,6 +169,7 @@ def make_versioned_engine(
         max_tokens=max_num_batched_tokens,
         max_seqs=max_num_seqs,
         max_pages=-(-max_model_len // block_size),
+        groups=groups,
     )
     engine, _, cache = make_engine(
         num_blocks=num_blocks,
@@ -172,6 +177,7 @@ def make_versioned_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
+        groups=groups,
         runner=runner,
         memory=FakeMemory(runner),
         **options,

@@ -1,7 +1,8 @@
 """A runner whose next token is a function of the KV it reads through the block tables.
 
 Each slot holds the token that was written there. A wrong block table, a hit on a block that was
-not filled, or a block handed out twice gives another token than `answer_alone`.
+not filled, or a block handed out twice gives another token than `answer_alone`. Every group of
+layers writes and reads through a table of its own, and all of them must see the same tokens.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import asyncio
 import itertools
 import threading
 import zlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.kv.cache_manager import GroupKind
 from prefixcache.request import TokenLogprobs
 from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 
@@ -38,11 +41,23 @@ def next_token(history: Sequence[int], vocab_size: int = VOCAB_SIZE) -> int:
     return zlib.crc32(np.asarray(history, dtype=np.int64).tobytes()) % vocab_size
 
 
-def answer_alone(prompt: Sequence[int], max_tokens: int, eos: Sequence[int] = ()) -> list[int]:
+def window_of(groups: Sequence[GroupKind]) -> int | None:
+    """The last tokens that a model of these groups sees at all; None for all of them."""
+    return None if "full" in groups else max(kind[1] for kind in groups)
+
+
+def answer_alone(
+    prompt: Sequence[int],
+    max_tokens: int,
+    eos: Sequence[int] = (),
+    *,
+    groups: Sequence[GroupKind] = ("full",),
+) -> list[int]:
     """What a request gets that nobody shares anything with."""
+    window = window_of(groups) or len(prompt) + max_tokens
     answer: list[int] = []
     while len(answer) < max_tokens and (not answer or answer[-1] not in eos):
-        answer.append(next_token([*prompt, *answer]))
+        answer.append(next_token([*prompt, *answer][-window:]))
     return answer
 
 
@@ -59,17 +74,28 @@ class KnownOutputs:
 
 class FakeRunner:
     def __init__(
-        self, num_blocks: int, block_size: int, *, max_tokens: int, max_seqs: int, max_pages: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_tokens: int,
+        max_seqs: int,
+        max_pages: int,
+        groups: Sequence[GroupKind] = ("full",),
     ) -> None:
         self._kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
-        self._tables = BlockTableBuffers.of_size(
-            max_tokens=max_tokens, max_seqs=max_seqs, max_pages=max_pages
+        self.block_tables = tuple(
+            BlockTableBuffers.of_size(max_tokens=max_tokens, max_seqs=max_seqs, max_pages=max_pages)
+            for _ in groups
         )
-        self.block_tables = (self._tables,)
+        self.tables = self.block_tables
+        self._windows = [None if kind == "full" else kind[1] for kind in groups]
+        self._widest = self._windows.index(window_of(groups))
         self.runs_ahead = False
         self.plans: list[StepPlan] = []
         self.broken_tokens: set[int] = set()
         self.failures: list[Exception] = []
+        self.on_row: Callable[[int, ScheduledSequence], None] = lambda row, sequence: None
         self.lost: Exception | None = None
 
     def submit(self, plan: StepPlan) -> KnownOutputs:
@@ -84,15 +110,45 @@ class FakeRunner:
         self.run_empty_step()
         if self.failures:
             raise self.failures.pop(0)
-        slots = self._tables.slot_mapping[: plan.num_tokens]
-        self._kv.reshape(-1)[slots] = plan.token_ids
+        self._write(self._kv, plan.token_ids)
         for row, (sequence, tokens) in enumerate(tokens_of_plan(plan)):
-            assert self._history(row)[sequence.start :] == tokens
+            self._check_tables(row, sequence, tokens)
+            self.on_row(row, sequence)
         return [self._output(row, sequence) for row, sequence in enumerate(plan.sequences)]
 
+    def _write(self, kv: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
+        """Puts the values of the step's tokens into the slots that each group has for them."""
+        for tables in self.tables:
+            kv.reshape(-1)[tables.slot_mapping[: values.size]] = values
+
+    def _read(self, kv: npt.NDArray[np.int64], row: int, group: int) -> tuple[int, list[int]]:
+        """The first position on the pages that the group lists, and the values from there on."""
+        tables = self.tables[group]
+        pages = tables.indices[tables.indptr[row] : tables.indptr[row + 1]]
+        assert 0 not in pages, "nobody holds the null block"
+        unused = kv.shape[1] - int(tables.last_page_len[row])
+        values = kv[pages].reshape(-1).tolist()
+        return int(tables.first_pages[row]) * kv.shape[1], values[: len(values) - unused]
+
+    def _check_tables(self, row: int, sequence: ScheduledSequence, tokens: list[int]) -> None:
+        """Each group reads what the step's tokens see, and all read the same."""
+        end = sequence.start + sequence.num_tokens
+        widest_first, widest = self._read(self._kv, row, self._widest)
+        for group, window in enumerate(self._windows):
+            first, seen = self._read(self._kv, row, group)
+            assert first + len(seen) == end
+            assert first <= max(0, sequence.start + 1 - (window or end))
+            assert seen[sequence.start - first :] == tokens
+            assert seen == widest[first - widest_first :]
+
+    def _seen(self, kv: npt.NDArray[np.int64], row: int, end: int) -> list[int]:
+        """What the model sees at all that computes the position before `end`."""
+        first, values = self._read(kv, row, self._widest)
+        window = self._windows[self._widest] or end
+        return values[max(0, end - window) - first : end - first]
+
     def _output(self, row: int, sequence: ScheduledSequence) -> SequenceOutput:
-        history = self._history(row)
-        assert len(history) == sequence.start + sequence.num_tokens
+        history = self._seen(self._kv, row, sequence.start + sequence.num_tokens)
         if sequence.sampling is None:
             token = None
         elif self.broken_tokens & set(history):
@@ -101,25 +157,15 @@ class FakeRunner:
             token = next_token(history)
             while token in sequence.sampling.banned_token_ids:
                 token = (token + 1) % VOCAB_SIZE
-        return SequenceOutput(
-            token_id=token, prompt_logprobs=self._prompt_logprobs(history, sequence)
-        )
+        return SequenceOutput(token_id=token, prompt_logprobs=self._prompt_logprobs(row, sequence))
 
-    def _history(self, row: int) -> list[int]:
-        tables = self._tables
-        pages = tables.indices[tables.indptr[row] : tables.indptr[row + 1]]
-        unused = self._kv.shape[1] - int(tables.last_page_len[row])
-        tokens = self._kv[pages].reshape(-1).tolist()
-        return tokens[: len(tokens) - unused]
-
-    def _prompt_logprobs(
-        self, history: list[int], sequence: ScheduledSequence
-    ) -> tuple[TokenLogprobs, ...]:
+    def _prompt_logprobs(self, row: int, sequence: ScheduledSequence) -> tuple[TokenLogprobs, ...]:
         if sequence.prompt_logprobs is None:
             return ()
+        followers = sequence.prompt_logprobs.followers.tolist()
         return tuple(
-            TokenLogprobs(token, -float(next_token(history[: sequence.start + i + 1])), 1)
-            for i, token in enumerate(sequence.prompt_logprobs.followers.tolist())
+            TokenLogprobs(token, -float(next_token(self._seen(self._kv, row, end))), 1)
+            for end, token in enumerate(followers, sequence.start + 1)
         )
 
 

@@ -32,10 +32,11 @@ class LateRunner(FakeRunner):
     def submit(self, plan: StepPlan) -> LateStep:
         assert len(self._queue) < 2, "at most two steps are under way"
         self.num_ahead += len(self._queue)
-        step = LateStep(self, plan, copy.deepcopy(self._tables), is_known=not _stays(plan))
+        step = LateStep(self, plan, copy.deepcopy(self.block_tables), is_known=not _stays(plan))
         self._queue.append(step)
-        self._tables.slot_mapping.fill(-(2**40))
-        self._tables.indices.fill(-(2**20))
+        for tables in self.block_tables:
+            tables.slot_mapping.fill(-(2**40))
+            tables.indices.fill(-(2**20))
         if step.is_known:
             self.compute_until(step)
         return step
@@ -53,11 +54,11 @@ class LateRunner(FakeRunner):
             raise step.error
 
     def _compute(self, step: LateStep) -> list[SequenceOutput]:
-        own, self._tables = self._tables, step.tables
+        own, self.tables = self.tables, step.tables
         try:
             outputs = self.execute(self._resolved(step.plan))
         finally:
-            self._tables = own
+            self.tables = own
         self._sampled = [o.token_id or 0 for o in outputs if o.token_id is not None or o.error]
         return outputs
 
@@ -70,7 +71,7 @@ class LateRunner(FakeRunner):
 class LateStep:
     runner: LateRunner
     plan: StepPlan
-    tables: BlockTableBuffers
+    tables: tuple[BlockTableBuffers, ...]
     is_known: bool
     values: list[SequenceOutput] | None = None
     error: Exception | None = None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fake_runner import FakeRunner
 from prefixcache.config import SchedulerConfig
-from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.cache_manager import CacheManager, GroupKind
 from prefixcache.request import Request
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.scheduler import Scheduler
@@ -25,9 +26,10 @@ class Bench:
         max_num_batched_tokens: int = 64,
         max_model_len: int = 128,
         enable_prefix_caching: bool = True,
+        groups: Sequence[GroupKind] = ("full",),
         **rules: Any,
     ) -> None:
-        self.cache = CacheManager(num_blocks, block_size)
+        self.cache = CacheManager(num_blocks, block_size, groups=groups)
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -45,6 +47,7 @@ class Bench:
             max_tokens=max_num_batched_tokens,
             max_seqs=max_num_seqs,
             max_pages=-(-max_model_len // block_size),
+            groups=groups,
         )
         self.answers: dict[str, list[int]] = {}
         self.limits: dict[str, int] = {}

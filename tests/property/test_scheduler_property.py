@@ -1,29 +1,33 @@
 """Random requests through scheduler, cache and engine against the obvious answer.
 
 `FakeRunner` reads its history through the block tables, so any wrong hit, slot or block shows up
-as a token that differs from the lone run.
+as a token that differs from the lone run. When a step is computed, which may be late, its sequences
+must still hold every block that it reads, and never more than `most_blocks` promises.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_engine import RandomChunks, make_engine
-from fake_runner import answer_alone
+from fake_runner import FakeRunner, answer_alone
 from late_runner import LateRunner, LateStep
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import RequestTooLargeError
+from prefixcache.kv.cache_manager import CacheManager, GroupKind
+from prefixcache.kv.retention import Retention
 from prefixcache.request import CacheOptions, Request
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.state import RequestState
-from prefixcache.step_plan import StepPlan
+from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
+from reference.cache import ReferenceCache
 from repeatable import bounded
 
 EOS = 3
@@ -41,6 +45,12 @@ class Setup:
     ahead: bool = False
     fails_at: tuple[int, ...] = ()
     chunk_seed: int | None = None
+    groups: tuple[GroupKind, ...] = ("full",)
+    enable_prefix_caching: bool = True
+    clears_at: tuple[int, ...] = ()
+    new_weights_at: tuple[int, ...] = ()
+    in_flight: str = "recompute"
+    retention: Retention | None = None
 
 
 @dataclass(frozen=True)
@@ -56,11 +66,30 @@ class Arrival:
     stop_token_ids: tuple[int, ...] = ()
 
 
+windows = st.tuples(st.just("sliding_window"), st.integers(1, 30))
+layouts = st.builds(
+    lambda full, windows: (*full, *windows),
+    st.sampled_from([("full",), ("full",), ()]),
+    st.lists(windows, max_size=3),
+).map(lambda groups: groups or ("full",))
+
+
+retentions = st.just(Retention(interval=None)) | st.builds(
+    Retention,
+    interval=st.sampled_from([0, 8]),
+    pin=st.booleans(),
+    pin_max_share=st.sampled_from([0.2, 1.0]),
+    pin_min_drop_size=st.integers(0, 3),
+    pin_prefix_blocks=st.booleans(),
+)
+
+
 @st.composite
 def setups(draw: st.DrawFn) -> Setup:
     seqs = draw(st.integers(1, 6))
+    groups = draw(layouts)
     return Setup(
-        num_blocks=draw(st.integers(4, 24)),
+        num_blocks=1 + len(groups) * draw(st.integers(3, 24)),
         max_num_seqs=seqs,
         max_num_batched_tokens=seqs + draw(st.integers(0, 24)),
         max_model_len=draw(st.sampled_from([16, 40, 64])),
@@ -69,6 +98,12 @@ def setups(draw: st.DrawFn) -> Setup:
         ahead=draw(st.booleans()),
         fails_at=draw(st.sampled_from([(), (), (3,), (6, 7)])),
         chunk_seed=draw(st.none() | st.integers(0, 99)),
+        groups=groups,
+        enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
+        clears_at=draw(st.sampled_from([(), (), (4,), (5, 9)])),
+        new_weights_at=draw(st.sampled_from([(), (), (4,), (7, 8)])),
+        in_flight=draw(st.sampled_from(["recompute", "keep"])),
+        retention=draw(retentions),
     )
 
 
@@ -115,12 +150,32 @@ class Run:
             merge_twins=setup.merge_twins,
             ahead=setup.ahead,
             step_times=None if setup.chunk_seed is None else RandomChunks(setup.chunk_seed),
+            groups=setup.groups,
+            retention=setup.retention,
+            enable_prefix_caching=setup.enable_prefix_caching,
         )
+        self.reference = ReferenceCache(setup.num_blocks, BLOCK, setup.groups)
+        self.runner.on_row = self.check_held
+        self.wrong: list[AssertionError] = []
+        self.watch(self.runner)
         self.tokens: defaultdict[str, list[int]] = defaultdict(list)
         self.ends: dict[str, str] = {}
         self.accepted: dict[str, Arrival] = {}
         self.computed: Counter[str] = Counter()
         self.decoding: set[str] = set()
+
+    def watch(self, runner: FakeRunner) -> None:
+        """The engine survives whatever a step raises; what the runner found wrong must not pass."""
+        execute = runner.execute
+
+        def execute_watched(plan: StepPlan) -> list[SequenceOutput]:
+            try:
+                return execute(plan)
+            except AssertionError as error:
+                self.wrong.append(error)
+                raise
+
+        runner.execute = execute_watched  # type: ignore[method-assign]
 
     def drive(self, work: list[Arrival]) -> None:
         step = 0
@@ -130,6 +185,10 @@ class Run:
                     self.add(str(number), arrival)
                 if arrival.abort_at == step:
                     self.take(self.engine.abort([str(number)]))
+            if step in self.setup.clears_at:
+                self.engine.control.reset_prefix_cache()
+            if step in self.setup.new_weights_at:
+                self.change_weights()
             if step in self.setup.fails_at:
                 self.runner.failures.append(RuntimeError("a planted failure"))
             self.step()
@@ -152,17 +211,32 @@ class Run:
         try:
             self.engine.add_request(request)
         except RequestTooLargeError:
-            total = len(arrival.prompt) + arrival.max_tokens
-            room = (self.setup.num_blocks - 1) * BLOCK
-            assert total > self.setup.max_model_len or total - 1 > room
+            assert not self.fits(arrival)
         else:
+            assert self.fits(arrival)
             self.accepted[name] = arrival
+
+    def fits(self, arrival: Arrival) -> bool:
+        total = len(arrival.prompt) + arrival.max_tokens
+        most = self.reference.most_blocks(total - 1, self.setup.max_num_batched_tokens)
+        return total <= self.setup.max_model_len and most < self.setup.num_blocks
+
+    def change_weights(self) -> None:
+        """Tokens do not depend on them, but nothing that was computed may be found."""
+        self.engine.drain()
+        self.take(self.engine.take_outputs())
+        self.cache.new_weight_version()
+        if self.setup.in_flight == "recompute":
+            self.engine.restart_all()
+            self.take(self.engine.take_outputs())
 
     def step(self) -> None:
         unfinished = self.engine.has_unfinished()
         plans_before = len(self.runner.plans)
         ran = self.running()
         self.take(self.engine.step())
+        for error in self.wrong:
+            raise error
         self.cache.validate()
         gone = set(ran) - set(self.running()) - set(self.ends)
         assert gone == set(ran[len(ran) - len(gone) :]), "the last in order are preempted"
@@ -170,12 +244,38 @@ class Run:
         assert len(new_plans) <= (2 if self.setup.ahead else unfinished)
         for plan in new_plans:
             self.check_plan(plan)
+        self.check_sizes()
         if not (new_plans or self.setup.ahead):
             self.decoding = set()
 
     def running(self) -> list[str]:
         """Requests that hold blocks, the first to be served first."""
         return [state.request_id for state in self.engine._scheduler._running]
+
+    def check_held(self, row: int, sequence: ScheduledSequence) -> None:
+        """What a step reads is in the block tables of its sequences when it is computed.
+
+        A twin that was merged meanwhile stands in the table of the step under its old number.
+        """
+        if sequence.request_id not in self.engine._scheduler._states:
+            return
+        held = self.cache._sequences[sequence.request_id]
+        for group, tables in enumerate(self.runner.tables):
+            pages = tables.indices[tables.indptr[row] : tables.indptr[row + 1]].tolist()
+            first = int(tables.first_pages[row])
+            own = held.block_table(group)[first : first + len(pages)]
+            assert len(own) == len(pages)
+            assert 0 not in own, "a block was dropped that a step reads"
+            assert own == pages or self.setup.merge_twins
+
+    def check_sizes(self) -> None:
+        steps = 2 if self.setup.ahead else 1
+        chunk = steps * self.setup.max_num_batched_tokens
+        for state in self.engine._scheduler._running:
+            sequence = self.cache._sequences[state.request_id]
+            tables = [sequence.block_table(group) for group in range(len(self.setup.groups))]
+            held = sum(block != 0 for table in tables for block in table)
+            assert held <= self.reference.most_blocks(state.num_tokens, chunk)
 
     def check_plan(self, plan: StepPlan) -> None:
         assert 1 <= plan.num_tokens <= self.setup.max_num_batched_tokens
@@ -194,6 +294,8 @@ class Run:
     def take(self, outputs: list) -> None:
         for output in outputs:
             assert output.request_id not in self.ends, "nothing follows the end"
+            if output.restarted:
+                self.tokens[output.request_id].clear()
             self.tokens[output.request_id].extend(output.token_ids)
             if output.finished:
                 self.ends[output.request_id] = output.finish_reason
@@ -203,7 +305,7 @@ class Run:
         assert self.cache.num_free_blocks == self.cache.num_blocks - 1
         for name, arrival in self.accepted.items():
             ends = [EOS, *arrival.stop_token_ids]
-            alone = answer_alone(arrival.prompt, arrival.max_tokens, ends)
+            alone = answer_alone(arrival.prompt, arrival.max_tokens, ends, groups=self.setup.groups)
             if self.ends[name] == "abort" or (self.ends[name] == "error" and self.setup.fails_at):
                 assert self.tokens[name] == alone[: len(self.tokens[name])]
             else:
@@ -266,23 +368,21 @@ def test_waits_and_merges_really_happen() -> None:
     assert run.cache.num_merged_blocks >= 3
 
 
-def crowd_ahead(fails_at: tuple[int, ...] = ()) -> Run:
+CROWD = Setup(
+    num_blocks=13, max_num_seqs=6, max_num_batched_tokens=16, max_model_len=40, ahead=True
+)
+
+FAILING_CROWD = replace(CROWD, fails_at=(6, 7))
+
+
+def crowd(setup: Setup = CROWD, max_tokens: int = 20) -> Run:
     """Requests that share, stop early, are preempted, aborted, and sampled on the host at times."""
-    run = Run(
-        Setup(
-            num_blocks=13,
-            max_num_seqs=6,
-            max_num_batched_tokens=16,
-            max_model_len=40,
-            ahead=True,
-            fails_at=fails_at,
-        )
-    )
+    run = Run(setup)
     work = [
         Arrival(
             step=2 * i,
             prompt=(*range(12), 60 + i),
-            max_tokens=20,
+            max_tokens=max_tokens,
             priority=0,
             cache=CacheOptions(),
             prompt_logprobs=None,
@@ -298,7 +398,7 @@ def crowd_ahead(fails_at: tuple[int, ...] = ()) -> Run:
 
 
 def test_steps_are_really_planned_ahead() -> None:
-    run = crowd_ahead()
+    run = crowd()
     assert run.runner.num_ahead > len(run.runner.plans) / 2
     assert preemptions(run.engine) >= 2
     assert run.engine.control.stats()["hits"] >= 12
@@ -307,7 +407,7 @@ def test_steps_are_really_planned_ahead() -> None:
 
 
 def test_a_crowd_survives_steps_that_fail() -> None:
-    ends = crowd_ahead(fails_at=(6, 7)).ends
+    ends = crowd(FAILING_CROWD).ends
     assert list(ends.values()).count("error") >= 2
     assert set(ends.values()) > {"error"}
 
@@ -377,8 +477,78 @@ def test_runs_ahead_notice_what_they_are_for(
 ) -> None:
     break_it(monkeypatch)
     with pytest.raises((AssertionError, ValueError, KeyError)):  # noqa: PT012 - one of the two
-        crowd_ahead()
-        crowd_ahead(fails_at=(6, 7))
+        crowd()
+        crowd(FAILING_CROWD)
+
+
+HYBRID: tuple[GroupKind, ...] = ("full", ("sliding_window", 6), ("sliding_window", 6))
+ALL_WINDOWS: tuple[GroupKind, ...] = (("sliding_window", 18),)
+
+
+def crowd_behind_windows(groups: tuple[GroupKind, ...], *, ahead: bool) -> Run:
+    """Answers many windows long in a pool that does not hold all of them."""
+    setup = replace(
+        CROWD,
+        num_blocks=1 + 10 * len(groups),
+        max_num_batched_tokens=8,
+        max_model_len=64,
+        groups=groups,
+        retention=Retention(interval=None),  # it holds no block below the window
+        ahead=ahead,
+    )
+    return crowd(setup, max_tokens=48)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("groups", [HYBRID, ALL_WINDOWS])
+def test_crowds_behind_windows_share_and_are_preempted(
+    groups: tuple[GroupKind, ...], ahead: bool
+) -> None:
+    run = crowd_behind_windows(groups, ahead=ahead)
+    assert preemptions(run.engine) >= 1
+    assert run.engine.control.stats()["hits"] >= 12
+    assert "abort" in run.ends.values()
+
+
+def _drop_while_a_step_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    drop = Scheduler._drop_unneeded
+    monkeypatch.setattr(
+        Scheduler,
+        "_drop_unneeded",
+        lambda self, computed: drop(
+            self, [(state, state.num_computed_tokens) for state, _ in computed]
+        ),
+    )
+
+
+def _drop_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    drop = CacheManager.drop_unneeded
+    monkeypatch.setattr(
+        CacheManager,
+        "drop_unneeded",
+        lambda self, computed: drop(
+            self, [(request_id, upto + BLOCK) for request_id, upto in computed]
+        ),
+    )
+
+
+def _never_drop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CacheManager, "drop_unneeded", lambda self, computed: None)
+
+
+@pytest.mark.parametrize("groups", [HYBRID, ALL_WINDOWS])
+@pytest.mark.parametrize(
+    "break_it", [_drop_while_a_step_is_under_way, _drop_one_block_too_many, _never_drop]
+)
+def test_crowds_behind_windows_notice_what_they_are_for(
+    monkeypatch: pytest.MonkeyPatch,
+    break_it: Callable[[pytest.MonkeyPatch], None],
+    groups: tuple[GroupKind, ...],
+) -> None:
+    break_it(monkeypatch)
+    with pytest.raises((AssertionError, ValueError)):  # noqa: PT012 - one of the two
+        crowd_behind_windows(groups, ahead=True)
+        crowd_behind_windows(groups, ahead=False)
 
 
 def preemptions(engine: Engine) -> float:

@@ -9,6 +9,7 @@ import pytest
 from plans import plan_of
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.retention import Retention
 from prefixcache.request import CacheOptions, Request
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.step_plan import ScheduledSequence
@@ -77,6 +78,26 @@ def test_released_requests_resume_and_freed_ones_are_forgotten() -> None:
     assert cache.num_free_blocks == cache.num_blocks - 1
     with pytest.raises(KeyError):
         cache.count_hits("a", 99)
+
+
+def test_with_windows_a_shorter_length_than_the_longest_need_not_hit() -> None:
+    """So the cache is told how much of a prompt may be taken, and does not find it cut off."""
+    retention = Retention(interval=None)
+    cache = CacheManager(6, 4, groups=[("sliding_window", 4)], retention=retention)
+    cache.commit(started(cache, "a", 16), 0, 16, 4)
+    for upto in (4, 8, 12, 16):
+        assert cache.ensure_slots([("a", upto)]) == 1
+        cache.mark_filled(["a"], [upto])
+        cache.drop_unneeded([("a", upto)])
+    cache.free(["a"])
+    request = Request(request_id="b", prompt_token_ids=list(range(17)), params=SamplingParams())
+    assert cache.probe(request) == cache.count_hits(started(cache, "b", 16), 16) == 16
+    assert cache.count_hits("b", 15) == 12
+    cache.commit(started(cache, "other", 16, "salt"), 0, 16, 16)
+    assert cache.count_hits("b", 16) == 16, "the last window is recycled last"
+    assert cache.count_hits("b", 15) == 0
+    shorter = Request(request_id="c", prompt_token_ids=list(range(16)), params=SamplingParams())
+    assert (cache.probe(request), cache.probe(shorter)) == (16, 0)
 
 
 def test_reset_forgets_every_prefix() -> None:

@@ -188,13 +188,16 @@ class CacheManager:
     def _window_slots(self, hit_tokens: int, chunk: int) -> int | None:
         """Slots after the hits that groups with a window get at once; None where there are none.
 
-        The window is taken before it is filled: were it left to others meanwhile, this request
-        would be preempted for it. Of several windows the smallest one, so that no group ever has
-        more than `most_blocks` counts.
+        All that the prompt will hold at once, `most_blocks` in each group: were some of it left to
+        others until it is needed, this request would be preempted for it. Of several windows the
+        smallest one counts, so that no group gets more than it will need.
         """
         if not self._windows:
             return None
-        return chunk + max(0, min(self._windows) - hit_tokens)
+        size = self.block_size
+        chunk_blocks, window_blocks = -(-chunk // size), -(-(min(self._windows) - 1) // size)
+        # One block is kept below the window, and a chunk may begin within a block.
+        return (chunk_blocks + 2) * size + max(0, window_blocks * size - hit_tokens)
 
     def num_slots(self, request_id: str) -> int:
         """Tokens of the request that have a slot in every group."""

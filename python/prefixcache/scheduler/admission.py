@@ -93,6 +93,8 @@ class Admission:
     def _must_wait(self, state: RequestState, matched: int) -> bool:
         if self._in_flight is None or not state.request.cache.read or state.prompt_logprobs_due:
             return False
+        if matched >= self._hit_limit(state) // self._block_size * self._block_size:
+            return False  # It computes the rest in any case.
         return self._in_flight.must_wait(state, matched)
 
     def _is_below_threshold(self, state: RequestState, matched: int) -> bool:

@@ -311,10 +311,14 @@ class Scheduler:
             raise RequestTooLargeError(
                 f"The request needs up to {need} KV cache blocks of {self._cache.block_size} "
                 f"tokens, but the cache has {have}. Shorten the prompt, lower max_tokens, or "
-                "start with a larger --num-blocks or --kv-cache-memory.",
+                f"start with a larger --num-blocks or --kv-cache-memory{self._smaller_chunks()}.",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
+
+    def _smaller_chunks(self) -> str:
+        """What else helps where blocks are held for as long as their tokens are computed."""
+        return ", or a smaller --max-num-batched-tokens" if self._cache.has_windows else ""
 
     def _running_chunks(self) -> tuple[list[_Chunk], StepBudget]:
         """Decodes first, then prompts in order, as far as the budget goes; and what is left."""

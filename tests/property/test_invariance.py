@@ -131,6 +131,7 @@ def test_all_layers_in_one_call_give_the_bits_of_one_by_one(
     folder = tiny_checkpoint(architecture, dtype=getattr(torch, dtype), **WIDE)
     runs = Runs(folder, dtype, 2)
     assert runs.model._stack is not None
+    assert runs.driver().attention.run_stack is not None
     monkeypatch.setattr(runs.model, "_stack", None)
     assert runs.differences(MIXED) == 0
 

@@ -80,8 +80,7 @@ class GroupedAttention:
 
         None where a model must go layer by layer.
         """
-        # A stack takes one group so far.
-        return self._run_stack if len(self._kernels) == self.num_groups == 1 else None
+        return self._run_stack if len(self._kernels) == self.num_groups else None
 
     def _run_stack(
         self, stack: InvariantStack, x_TE: Tensor, rotations: Sequence[Rotation]

@@ -301,6 +301,8 @@ def _rope(rope: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"Rope scaling {kind!r} is not supported. Supported: {', '.join(get_args(RopeKind))}."
         )
+    if kind != "default" and rope.get("factor") is None:
+        raise ConfigError(f"The model's config lacks the factor of its rope scaling {kind!r}.")
     return _read(_ROPE_FIELDS, rope) | {"rope_type": kind}
 
 

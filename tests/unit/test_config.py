@@ -568,7 +568,7 @@ def test_attention_backends_are_those_that_can_be_made() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3"])
 def test_hostile_fields_are_errors_that_name_them(
     architecture: str, changes: dict[str, Any]
 ) -> None:
@@ -653,10 +653,10 @@ def test_what_leaves_nothing_open_means_the_same_without_transformers(
         ("Llama", {"head_dim": None}),
         ("Llama", {"num_key_value_heads": None}),
         ("Llama", {"rope_parameters": {"rope_type": "default"}}),
-        ("Llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}),
+        ("Llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}}),
         ("Llama", {"rope_parameters": None, "rope_theta": 5e5}),
         ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
-        ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}),
+        ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
         ("Llama", {"partial_rotary_factor": 1.0}),
         ("Qwen3", {"attention_bias": None}),
         ("Qwen2", {"sliding_window": 128, "use_sliding_window": None}),

@@ -396,7 +396,9 @@ def run(
     save: Callable[[], None],
 ) -> None:
     """Measures the cells that the record lacks, and saves it after each."""
-    missing = [cell for cell in cells if find(record, cell) is None]
+    # One k after another, so that the rows of each are measured close together.
+    by_count = sorted(cells, key=lambda cell: cell.k)
+    missing = [cell for cell in by_count if find(record, cell) is None]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=PASSES * sum(cell.k for cell in missing))
@@ -419,7 +421,11 @@ def main(
     record: Annotated[Path, typer.Option(help="JSON of all cells.")] = RECORD,
     plot: Annotated[Path, typer.Option(help="Picture of the record.")] = PLOT,
     no_measure: Annotated[bool, typer.Option(help="Show the record alone.")] = False,
+    write_model: Annotated[Path | None, typer.Option(help="Write the model alone.")] = None,
 ) -> None:
+    if write_model is not None:
+        make_model(write_model)
+        return
     results = read_record(None if simulate else record, simulate=simulate)
     cells = [cell for cell in CELLS if not counts or cell.k in counts]
     if simulate:

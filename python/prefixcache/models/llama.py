@@ -7,6 +7,7 @@ key-value heads, D head size, R rows whose logits are wanted, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -300,7 +301,7 @@ class LlamaModel:
 
 def _norm_of(config: ModelConfig, ops: Ops) -> Callable[[Tensor, Tensor], Tensor]:
     """The norm of a tensor with a weight, as all of the model's are."""
-    return lambda x, weight: ops.rms_norm(x, weight, config.rms_norm_eps, offset=config.norm_offset)
+    return partial(ops.rms_norm, eps=config.rms_norm_eps, offset=config.norm_offset)
 
 
 def _rope_of(config: ModelConfig, layer: int) -> int:

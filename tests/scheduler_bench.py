@@ -8,6 +8,7 @@ from typing import Any
 from fake_runner import FakeRunner
 from prefixcache.config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager, GroupKind
+from prefixcache.kv.retention import Retention
 from prefixcache.request import Request
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.scheduler import Scheduler
@@ -27,9 +28,10 @@ class Bench:
         max_model_len: int = 128,
         enable_prefix_caching: bool = True,
         groups: Sequence[GroupKind] = ("full",),
+        retention: Retention | None = None,
         **rules: Any,
     ) -> None:
-        self.cache = CacheManager(num_blocks, block_size, groups=groups)
+        self.cache = CacheManager(num_blocks, block_size, groups=groups, retention=retention)
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -71,7 +73,7 @@ class Bench:
             if output.token_id is not None:
                 self.answers[sequence.request_id].append(output.token_id)
         full = [i for i, answer in self.answers.items() if len(answer) == self.limits[i]]
-        self.scheduler.finish(full)
+        self.scheduler.finish(full, ended_well=full)
         self.cache.validate()
         return plan
 

@@ -229,6 +229,7 @@ class Run:
         if self.setup.in_flight == "recompute":
             self.engine.restart_all()
             self.take(self.engine.take_outputs())
+            self.decoding = set()
 
     def step(self) -> None:
         unfinished = self.engine.has_unfinished()
@@ -303,6 +304,9 @@ class Run:
     def check_end(self) -> None:
         assert set(self.ends) == set(self.accepted)
         assert self.cache.num_free_blocks == self.cache.num_blocks - 1
+        retention = self.setup.retention or Retention()
+        most = int(retention.pin_max_share * self.cache.num_usable_blocks) if retention.pin else 0
+        assert 0 <= self.cache.stats()["pinned_blocks"] <= most
         for name, arrival in self.accepted.items():
             ends = [EOS, *arrival.stop_token_ids]
             alone = answer_alone(arrival.prompt, arrival.max_tokens, ends, groups=self.setup.groups)

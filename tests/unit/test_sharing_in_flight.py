@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fake_runner import answer_alone
+from prefixcache.kv.cache_manager import CacheManager, GroupKind
+from prefixcache.kv.retention import Retention
 from prefixcache.request import CacheOptions
+from prefixcache.scheduler.in_flight import InFlight
+from repeatable import bounded
 from scheduler_bench import Bench, counts, prompt_of
 
+Groups = Sequence[GroupKind]
+
 SHARED = prompt_of(32)
+# Pools in which two of three requests find no room, by the kind of their last group.
+SCARCE_BLOCKS: dict[GroupKind, int] = {
+    "full": 14,
+    ("sliding_window", 1): 24,
+    ("sliding_window", 5): 26,
+    ("sliding_window", 9): 28,
+    ("sliding_window", 40): 40,
+}
+HYBRIDS: list[Groups] = [("full", kind, kind) for kind in SCARCE_BLOCKS if kind != "full"]
+
+
+@pytest.fixture(params=[("full",), *HYBRIDS], ids=lambda groups: str(groups[-1]))
+def groups(request: pytest.FixtureRequest) -> Groups:
+    return request.param
 
 
 def own(name: int) -> list[int]:
@@ -30,9 +56,13 @@ def run_counting(bench: Bench) -> int:
 
 
 @pytest.mark.parametrize("budget", [8, 64, 256])
-def test_a_crowd_computes_its_prefix_once(budget: int) -> None:
+def test_a_crowd_computes_its_prefix_once(groups: Groups, budget: int) -> None:
     bench = Bench(
-        num_blocks=129, max_num_seqs=8, max_num_batched_tokens=budget, share_in_flight=True
+        groups=groups,
+        num_blocks=129,
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        share_in_flight=True,
     )
     names = crowd(bench, 8)
     assert run_counting(bench) == 32 + 8 * 5 + 8 * 3
@@ -41,14 +71,14 @@ def test_a_crowd_computes_its_prefix_once(budget: int) -> None:
         assert bench.answers[name] == answer_alone(own(i), 4)
 
 
-def test_without_sharing_the_crowd_computes_it_many_times() -> None:
-    bench = Bench(num_blocks=129, max_num_seqs=8, max_num_batched_tokens=512)
+def test_without_sharing_the_crowd_computes_it_many_times(groups: Groups) -> None:
+    bench = Bench(groups=groups, num_blocks=513, max_num_seqs=8, max_num_batched_tokens=512)
     crowd(bench, 8)
     assert run_counting(bench) == 8 * (32 + 5 + 3)
 
 
-def test_tokens_got_from_another_count_as_cached() -> None:
-    bench = Bench(share_in_flight=True)
+def test_tokens_got_from_another_count_as_cached(groups: Groups) -> None:
+    bench = Bench(groups=groups, share_in_flight=True)
     crowd(bench, 2)
     bench.step()
     bench.step()
@@ -56,8 +86,8 @@ def test_tokens_got_from_another_count_as_cached() -> None:
     assert bench.scheduler.num_cached_tokens("r1") == 32
 
 
-def test_a_waiter_follows_chunk_by_chunk() -> None:
-    bench = Bench(max_num_batched_tokens=16, share_in_flight=True)
+def test_a_waiter_follows_chunk_by_chunk(groups: Groups) -> None:
+    bench = Bench(groups=groups, max_num_batched_tokens=16, share_in_flight=True)
     bench.add("long", prompt_of(64), max_tokens=1)
     bench.add("short", [*prompt_of(24), 89, 88], max_tokens=1)
     plans = [counts(bench.step()) for _ in range(2)]
@@ -69,8 +99,8 @@ def test_a_waiter_follows_chunk_by_chunk() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 5])
-def test_an_aborted_owner_wakes_its_waiters(size: int) -> None:
-    bench = Bench(max_num_batched_tokens=8, share_in_flight=True)
+def test_an_aborted_owner_wakes_its_waiters(groups: Groups, size: int) -> None:
+    bench = Bench(groups=groups, max_num_batched_tokens=8, share_in_flight=True)
     names = crowd(bench, size)
     bench.step()
     bench.scheduler.finish(["r0"])
@@ -80,8 +110,8 @@ def test_an_aborted_owner_wakes_its_waiters(size: int) -> None:
         assert bench.answers[name] == answer_alone(own(i), 4)
 
 
-def test_a_waiter_can_be_aborted() -> None:
-    bench = Bench(max_num_batched_tokens=8, share_in_flight=True)
+def test_a_waiter_can_be_aborted(groups: Groups) -> None:
+    bench = Bench(groups=groups, max_num_batched_tokens=8, share_in_flight=True)
     crowd(bench, 3)
     bench.step()
     assert bench.scheduler.num_waiting == 2
@@ -92,8 +122,8 @@ def test_a_waiter_can_be_aborted() -> None:
     assert bench.answers["r2"] == answer_alone(own(2), 4)
 
 
-def test_nobody_waits_past_the_limit() -> None:
-    bench = Bench(share_in_flight=True, max_wait_steps=3)
+def test_nobody_waits_past_the_limit(groups: Groups) -> None:
+    bench = Bench(groups=groups, share_in_flight=True, max_wait_steps=3)
     bench.scheduler._publish = lambda computed: None
     crowd(bench, 2)
     planned = [set(counts(bench.step())) for _ in range(4)]
@@ -102,8 +132,11 @@ def test_nobody_waits_past_the_limit() -> None:
     assert bench.answers["r1"] == answer_alone(own(1), 4)
 
 
-def test_a_preempted_owner_wakes_its_waiters() -> None:
-    bench = Bench(num_blocks=14, max_num_batched_tokens=8, share_in_flight=True)
+def test_a_preempted_owner_wakes_its_waiters(groups: Groups) -> None:
+    num_blocks = SCARCE_BLOCKS[groups[-1]]
+    bench = Bench(
+        groups=groups, num_blocks=num_blocks, max_num_batched_tokens=8, share_in_flight=True
+    )
     bench.add("old", prompt_of(4, 3), max_tokens=20)
     bench.step()
     bench.add("owner", own(0), max_tokens=4)
@@ -119,25 +152,138 @@ def test_a_preempted_owner_wakes_its_waiters() -> None:
     [CacheOptions(salt="other"), CacheOptions(read=False)],
     ids=["another salt", "no reading"],
 )
-def test_who_cannot_read_the_blocks_does_not_wait(options: CacheOptions) -> None:
-    bench = Bench(share_in_flight=True)
+def test_who_cannot_read_the_blocks_does_not_wait(groups: Groups, options: CacheOptions) -> None:
+    bench = Bench(groups=groups, share_in_flight=True)
     bench.add("a", own(0))
     bench.add("b", own(1), cache=options)
     assert set(counts(bench.step())) == {"a", "b"}
     assert bench.scheduler.num_in_flight_waits == 0
 
 
-def test_nobody_waits_for_blocks_that_are_not_published() -> None:
-    bench = Bench(share_in_flight=True)
+def test_nobody_waits_for_blocks_that_are_not_published(groups: Groups) -> None:
+    bench = Bench(groups=groups, share_in_flight=True)
     bench.add("a", own(0), cache=CacheOptions(write=False))
     bench.add("b", own(1))
     assert set(counts(bench.step())) == {"a", "b"}
 
 
-def test_the_next_fork_is_shared_too() -> None:
-    bench = Bench(num_blocks=129, max_num_seqs=8, max_num_batched_tokens=64, share_in_flight=True)
+def test_the_next_fork_is_shared_too(groups: Groups) -> None:
+    bench = Bench(
+        groups=groups,
+        num_blocks=129,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        share_in_flight=True,
+    )
     fork = [*SHARED, *prompt_of(8, 40)]
     for name in "abc":
         bench.add(name, [*fork, ord(name) % 90, 1, 2], max_tokens=1)
     bench.add("d", [*SHARED, 89, 88, 87], max_tokens=1)
     assert run_counting(bench) == 40 + 4 * 3
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Requests with one prefix: after how many steps each comes, and what is its own."""
+
+    arrivals: Sequence[int]
+    prefix: int = 52
+    suffix: int = 60
+
+    def prompt(self, number: int) -> list[int]:
+        return [*prompt_of(self.prefix), 96 - number, *prompt_of(self.suffix - 1, 30)]
+
+    def run(self, groups: Groups, budget: int, **rules: Any) -> tuple[int, Bench]:
+        """How many tokens of prompts were computed."""
+        bench = Bench(
+            groups=groups,
+            num_blocks=1200,
+            max_model_len=256,
+            max_num_batched_tokens=budget,
+            share_in_flight=True,
+            **rules,
+        )
+        computed = step = 0
+        while step <= max(self.arrivals) or bench.scheduler.has_unfinished():
+            for number, arrival in enumerate(self.arrivals):
+                if arrival == step:
+                    bench.add(f"r{number}", self.prompt(number), max_tokens=1)
+            computed += bench.step().num_tokens
+            step += 1
+        for number in range(len(self.arrivals)):
+            assert bench.answers[f"r{number}"] == answer_alone(self.prompt(number), 1)
+        return computed, bench
+
+    def cost(self, times: int) -> int:
+        """Tokens to compute where the prefix is computed so often."""
+        return times * self.prefix + len(self.arrivals) * self.suffix
+
+
+@pytest.mark.parametrize("budget", [8, 13, 64, 256])
+def test_a_crowd_computes_its_prefix_once_however_far_its_owner_gets(
+    groups: Groups, budget: int
+) -> None:
+    """The windows of the owner are far behind the prefix when the others may start."""
+    crowd = Crowd([0] * 8)
+    computed, bench = crowd.run(groups, budget)
+    assert computed == crowd.cost(times=1)
+    assert bench.scheduler.num_window_missed_tokens == 0
+
+
+@pytest.mark.parametrize("groups", HYBRIDS[1:3], ids=lambda groups: str(groups[-1]))
+@pytest.mark.parametrize("budget", [8, 64, 256])
+def test_where_the_owner_is_past_the_prefix_one_follower_computes_for_all(
+    groups: Groups, budget: int
+) -> None:
+    crowd = Crowd([0, *[15] * 7])
+    computed, bench = crowd.run(groups, budget)
+    assert computed == crowd.cost(times=2)
+    assert bench.scheduler.num_window_missed_tokens == crowd.prefix
+
+
+@settings(max_examples=bounded(usual=100, long=2_000), deadline=None)
+@given(
+    windows=st.lists(st.integers(1, 130), min_size=1, max_size=3),
+    arrivals=st.lists(st.integers(0, 40), min_size=8, max_size=8),
+    prefix=st.integers(1, 20).map(lambda blocks: 4 * blocks),
+    suffix=st.integers(1, 60),
+    budget=st.integers(8, 200),
+    interval=st.sampled_from([0, 0, None, 7, 16]),
+    pin=st.booleans(),
+)
+def test_a_prefix_is_computed_at_most_twice(
+    windows: list[int],
+    arrivals: list[int],
+    prefix: int,
+    suffix: int,
+    budget: int,
+    interval: int | None,
+    pin: bool,
+) -> None:
+    """Whatever the windows, and whenever the others come."""
+    crowd = Crowd(arrivals, prefix, suffix)
+    retention = Retention(interval=interval, pin=pin and interval is not None)
+    groups: Groups = ("full", *(("sliding_window", window) for window in windows))
+    computed, _ = crowd.run(groups, budget, retention=retention)
+    assert computed <= crowd.cost(times=2)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "crowd", "budget", "times"),
+    [
+        (CacheManager, "keep_for", Crowd([0] * 8), 256, 1),
+        (InFlight, "foresee", Crowd([0] * 8), 16, 1),
+        (CacheManager, "add_junction", Crowd([0, 30, 60]), 16, 2),
+    ],
+)
+def test_each_anchor_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    method: str,
+    crowd: Crowd,
+    budget: int,
+    times: int,
+) -> None:
+    assert crowd.run(HYBRIDS[2], budget)[0] == crowd.cost(times)
+    monkeypatch.setattr(owner, method, lambda *_: 0)
+    assert crowd.run(HYBRIDS[2], budget)[0] > crowd.cost(times)

@@ -55,9 +55,8 @@ class InFlight:
 
     def foresee(self, state: RequestState) -> None:
         """Lets running requests keep windows for one that could not ask whether to wait."""
-        if self._cache.has_windows and state.request.cache.read:
-            for producer in self._next_hash:
-                self._cache.keep_for(producer, state.request_id)
+        for producer in self._next_hash:
+            self._cache.keep_for(producer, state.request_id)
 
     def advance(self, state: RequestState) -> list[RequestState]:
         """A running request started or published: what it computes next. Returns who may go on."""

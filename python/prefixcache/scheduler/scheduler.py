@@ -413,8 +413,11 @@ class Scheduler:
             chunks.append(_Chunk(state, count))
 
     def _keep_for_next(self) -> None:
-        """Lets running requests keep what the first waiting one shares with them."""
-        if self._in_flight is not None and (state := self._waiting.head()) is not None:
+        """Lets running requests keep the windows where the first waiting one parts from them."""
+        if self._in_flight is None or not self._cache.has_windows:
+            return
+        state = self._waiting.head()
+        if state is not None and state.request.cache.read:
             self._in_flight.foresee(state)
 
     def _put_aside(self, state: RequestState, verdict: Verdict) -> None:

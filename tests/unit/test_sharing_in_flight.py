@@ -21,15 +21,7 @@ from scheduler_bench import Bench, counts, prompt_of
 Groups = Sequence[GroupKind]
 
 SHARED = prompt_of(32)
-# Pools in which two of three requests find no room, by the kind of their last group.
-SCARCE_BLOCKS: dict[GroupKind, int] = {
-    "full": 14,
-    ("sliding_window", 1): 24,
-    ("sliding_window", 5): 26,
-    ("sliding_window", 9): 28,
-    ("sliding_window", 40): 40,
-}
-HYBRIDS: list[Groups] = [("full", kind, kind) for kind in SCARCE_BLOCKS if kind != "full"]
+HYBRIDS: list[Groups] = [("full", *[("sliding_window", window)] * 2) for window in (1, 5, 9, 40)]
 
 
 @pytest.fixture(params=[("full",), *HYBRIDS], ids=lambda groups: str(groups[-1]))
@@ -133,10 +125,21 @@ def test_nobody_waits_past_the_limit(groups: Groups) -> None:
 
 
 def test_a_preempted_owner_wakes_its_waiters(groups: Groups) -> None:
-    num_blocks = SCARCE_BLOCKS[groups[-1]]
-    bench = Bench(
-        groups=groups, num_blocks=num_blocks, max_num_batched_tokens=8, share_in_flight=True
-    )
+    bench = Bench(groups=groups, num_blocks=129, share_in_flight=True)
+    names = crowd(bench, 3)
+    publish, bench.scheduler._publish = bench.scheduler._publish, lambda computed: None
+    bench.step()
+    assert len(bench.scheduler._in_flight) == 2
+    bench.scheduler.requeue_running()
+    assert len(bench.scheduler._in_flight) == 0
+    bench.scheduler._publish = publish
+    bench.run()
+    for i, name in enumerate(names):
+        assert bench.answers[name] == answer_alone(own(i), 4)
+
+
+def test_who_waits_for_one_that_is_preempted_is_served() -> None:
+    bench = Bench(num_blocks=14, max_num_batched_tokens=8, share_in_flight=True)
     bench.add("old", prompt_of(4, 3), max_tokens=20)
     bench.step()
     bench.add("owner", own(0), max_tokens=4)

@@ -224,9 +224,10 @@ class World:
         """Calls whose arguments fit each other."""
         at, sequence = self.buffer.ctypes.data, self.sequences[1]
         tables = [np.zeros(64, kind) for kind in ("i4", "i4", "i4", "i8")]
-        plan = [[0, 2], [0, 1], [3], [2]]
+        plan = [[0, 2], [0, 1], [3], [2], [0]]
         step = [np.array(table, np.int32) for table in plan]
         self.arrays[6:] = [*tables, *step]  # which the caller's code resizes
+        *step, first_pages = step
         return [
             (self.cache, "commit_prefix_plan", [sequence, 0, 7]),
             (self.cache, "append_slots", [[sequence], [2]]),
@@ -237,7 +238,7 @@ class World:
             (self.cache, "release", [[sequence]]),
             (self.pool, "register", [[1, 2], [b"a" * 32, b"b" * 32], self.pool.epoch]),
             (self.pool, "commit", [[b"a" * 32, b"c" * 32], 1]),
-            (self.attention, "plan", [4, 16, *step, np.array([48, 49])]),
+            (self.attention, "plan", [4, 16, *step, np.array([48, 49]), first_pages]),
             (self.attention, "run", [at, at, 32, at, 16, at, 16, at]),
             (self.stack, "forward", [[self.attention], [0], [at], [(at, at)], at]),
             (self.layer, "copy_rows", [0, at, 4]),

@@ -24,9 +24,9 @@ def kernel_attention(spec: AttentionSpec) -> CpuAttention:
     return CpuAttention(spec, Cpu(1), torch.float32)
 
 
-@pytest.fixture
-def model(tiny_checkpoint: Callable[..., Path]) -> LlamaModel:
-    folder = tiny_checkpoint()
+@pytest.fixture(params=["smollm2", "qwen3-window"])
+def model(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> LlamaModel:
+    folder = tiny_checkpoint(request.param)
     return load_model(ModelConfig.from_hf(folder), folder, dtype=torch.float32, device=CPU)
 
 

@@ -48,7 +48,7 @@ class WindowLayer:
     def spoil_behind(self, position: int) -> None:
         """Others write what they like to pages behind the window of a position."""
         for page in TABLE[: max(position + 1 - self.window, 0) // BLOCK]:
-            self.kv[page] = 1e4
+            self.kv[page] = float("nan")
 
 
 positions = st.tuples(st.integers(0, LENGTH - 1), st.integers(1, 60))

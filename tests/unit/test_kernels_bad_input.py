@@ -133,6 +133,21 @@ def test_slots_outside_the_cache() -> None:
             attention().plan(4, 16, **tables)
 
 
+@pytest.mark.parametrize(
+    ("first_pages", "match"),
+    [
+        (np.array([-1], np.int32), "first_pages holds -1"),
+        (np.array([1], np.int32), r"first_pages leaves out 1 .* see keys from position 0 on"),
+        (np.array([2**31 - 1], np.int32), "first_pages leaves out 2147483647"),
+        (np.zeros(0, np.int32), "first_pages has the wrong length"),
+        (np.zeros(2, np.int32), "first_pages has the wrong length"),
+    ],
+)
+def test_pages_that_may_not_be_left_out(first_pages: np.ndarray, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        attention().plan(4, 16, **ARRAYS, first_pages=first_pages)
+
+
 @pytest.mark.parametrize("heads", [2**16 + 1, 2**60, 2**64 - 1])
 def test_more_heads_than_any_model(heads: int) -> None:
     with pytest.raises(ValueError, match="num_heads"):

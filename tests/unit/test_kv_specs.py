@@ -13,9 +13,9 @@ from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.registry import make_attention
 from prefixcache.config import CacheConfig
 from prefixcache.core import PrefixCache
-from prefixcache.kv.cache_manager import CacheManager
-from prefixcache.kv.sizing import choose_num_blocks, fitting_tokens
-from prefixcache.kv.specs import KVGroup, KVLayout, kv_layout
+from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
+from prefixcache.kv.sizing import choose_num_blocks
+from prefixcache.kv.specs import GroupKind, KVGroup, kv_layout
 from prefixcache.kv.tensors import KVTensors, attention_groups
 from prefixcache.model_config import ModelConfig
 
@@ -150,19 +150,19 @@ def test_tables_have_room_for_what_any_step_lists_and_no_more(
 def test_the_longest_sequence_is_the_last_that_the_pool_holds(
     windows: tuple[int | None, ...], num_blocks: int
 ) -> None:
-    layout = kv_layout(model_of(windows))
-    cache = CacheManager(2, 4, groups=layout.kinds)
+    groups = kv_layout(model_of(windows)).kinds
+    cache = CacheManager(2, 4, groups=groups)
     fits = [n for n in range(1, 201) if cache.most_blocks(n, 8) <= num_blocks - 1]
     assert fits == [*range(1, len(fits) + 1)], "what is shorter fits too"
-    assert fitting_tokens(num_blocks, 4, layout, chunk=8, most=200) == len(fits)
+    assert fitting_tokens(num_blocks, 4, groups, chunk=8, most=200) == len(fits)
     if windows == (None,):
         assert len(fits) == min(200, 4 * (num_blocks - 1))
 
 
 def test_a_long_prompt_needs_its_window_and_a_chunk_in_each_window_group() -> None:
     """28k tokens: 1,750 blocks of full attention, and 193 in each of six groups."""
-    layout = KVLayout((KVGroup((0,)), *[KVGroup((1,), 1024)] * 6), num_kv_heads=1, head_dim=16)
+    groups: list[GroupKind] = ["full", *[("sliding_window", 1024)] * 6]
     need = 1750 + 6 * (1024 // 16 + 1 + 2048 // 16 + 1)
-    assert fitting_tokens(need + 1, 16, layout, chunk=2048, most=32_768) >= 28_000
-    assert fitting_tokens(7 * 1750 // 2, 16, layout, chunk=2048, most=40_000) > 28_000
-    assert fitting_tokens(1750, 16, layout, chunk=2048, most=32_768) < 28_000
+    assert fitting_tokens(need + 1, 16, groups, chunk=2048, most=32_768) >= 28_000
+    assert fitting_tokens(7 * 1750 // 2, 16, groups, chunk=2048, most=40_000) > 28_000
+    assert fitting_tokens(1750, 16, groups, chunk=2048, most=32_768) < 28_000

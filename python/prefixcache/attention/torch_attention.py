@@ -56,8 +56,8 @@ class TorchAttention:
         qo_indptr: list[int] = batch.qo_indptr.tolist()
         kv_indptr: list[int] = batch.kv_indptr.tolist()
         last_page_len: list[int] = batch.last_page_len.tolist()
-        if batch.first_pages is not None:
-            self._check_left_out(batch, batch.first_pages)
+        zeros = [0] * len(last_page_len)
+        first_pages = zeros if batch.first_pages is None else batch.first_pages.tolist()
         device = batch.slot_mapping.device
         blocks = batch.kv_indices.to(device=device, dtype=torch.int64)
         self._sequences = [
@@ -65,24 +65,29 @@ class TorchAttention:
                 slice(qo_indptr[s], qo_indptr[s + 1]),
                 blocks[kv_indptr[s] : kv_indptr[s + 1]],
                 last_page_len[s],
+                first_pages[s],
             )
             for s in range(len(last_page_len))
         ]
 
-    def _plan_sequence(self, rows: slice, blocks: Tensor, last_page_len: int) -> _SequencePlan:
+    def _plan_sequence(
+        self, rows: slice, blocks: Tensor, last_page_len: int, first_page: int
+    ) -> _SequencePlan:
+        num_rows = rows.stop - rows.start
         num_keys = (len(blocks) - 1) * self._block_size + last_page_len
-        visible_LN = self._visible(rows.stop - rows.start, num_keys, blocks.device)
+        self._check_left_out(first_page, first_page * self._block_size + num_keys - num_rows)
+        visible_LN = self._visible(num_rows, num_keys, blocks.device)
         return _SequencePlan(rows, blocks, num_keys, visible_LN)
 
-    def _check_left_out(self, batch: AttentionBatch, first_pages: Tensor) -> None:
-        """Raises `ValueError` where a query sees a page that is left out."""
-        pages, rows = batch.kv_indptr.diff(), batch.qo_indptr.diff()
-        starts = (first_pages + pages - 1) * self._block_size + batch.last_page_len - rows
+    def _check_left_out(self, first_page: int, start: int) -> None:
+        """Raises `ValueError` where the query at position `start` sees a page before the first."""
         window = self._spec.sliding_window
-        seen = torch.zeros_like(starts) if window is None else (starts + 1 - window).clamp(min=0)
-        lies = (rows > 0) & (first_pages > seen // self._block_size)
-        if bool((lies | (first_pages < 0)).any()):
-            raise ValueError("first_pages must leave out only pages behind every query's window")
+        seen = 0 if window is None else max(start + 1 - window, 0)
+        if not 0 <= first_page <= seen // self._block_size:
+            raise ValueError(
+                f"first_pages leaves out {first_page} pages before a query that sees keys from "
+                f"position {seen} on"
+            )
 
     def _visible(self, num_rows: int, num_keys: int, device: torch.device) -> Tensor | None:
         window = self._spec.sliding_window

@@ -24,9 +24,9 @@ from prefixcache.engine.device import (
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.exceptions import ConfigError
-from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
 from prefixcache.kv.retention import Retention
-from prefixcache.kv.sizing import choose_num_blocks, fitting_tokens
+from prefixcache.kv.sizing import choose_num_blocks
 from prefixcache.kv.specs import KVLayout, kv_layout
 from prefixcache.kv.tensors import KVTensors, attention_groups
 from prefixcache.model_config import ModelConfig
@@ -196,7 +196,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
     room = fitting_tokens(
         num_blocks,
         config.cache.block_size,
-        kv_layout(model),
+        kv_layout(model).kinds,
         chunk=config.scheduler.max_num_batched_tokens,
         most=longest,
     )

@@ -321,3 +321,16 @@ class CacheManager:
     def _of(self, request_ids: Iterable[str]) -> list[CoreSequence]:
         sequences = self._sequences
         return [sequences[request_id] for request_id in request_ids]
+
+
+def fitting_tokens(
+    num_blocks: int, block_size: int, groups: Sequence[GroupKind], *, chunk: int, most: int
+) -> int:
+    """The tokens, up to `most`, of the longest request that a cache can hold.
+
+    `num_blocks` counts the null block; at most `chunk` tokens at a time are computed.
+    """
+    cache = PrefixCache(2, block_size, groups=groups)  # Made to count, it holds nothing.
+    return bisect.bisect_right(
+        range(1, most + 1), num_blocks - 1, key=lambda tokens: cache.most_blocks(tokens, chunk)
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ import psutil
 import torch
 
 from prefixcache.config import CacheConfig
-from prefixcache.core import PrefixCache
 from prefixcache.exceptions import OutOfMemoryError
 from prefixcache.kv.specs import KVLayout
 
@@ -54,19 +52,6 @@ def _budget(asked: int | float | None, device: torch.device) -> int:
         return asked
     share = int(available_memory(device) * (asked or _DEFAULT_SHARE))
     return share if asked or device.type == "cuda" else min(share, _DEFAULT_CPU_BYTES)
-
-
-def fitting_tokens(
-    num_blocks: int, block_size: int, layout: KVLayout, *, chunk: int, most: int
-) -> int:
-    """The tokens, up to `most`, of the longest sequence that a pool holds, null block included.
-
-    `chunk` tokens at a time are computed, and groups with a window drop what is behind it.
-    """
-    cache = PrefixCache(2, block_size, groups=layout.kinds)  # Made to count, it holds nothing.
-    return bisect.bisect_right(
-        range(1, most + 1), num_blocks - 1, key=lambda tokens: cache.most_blocks(tokens, chunk)
-    )
 
 
 def available_memory(device: torch.device) -> int:

@@ -90,6 +90,33 @@ def test_what_cannot_be_rendered_is_the_callers_error(source, messages, options)
     assert caught.value.param in ("messages", "continue_final_message")
 
 
+_SEES_IMAGES = (
+    "{% for m in messages %}{{ m.content if m.content is string else '<image>' }}{% endfor %}"
+)
+
+
+def test_parts_of_text_are_one_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    assert ChatTemplate(_SEES_IMAGES).render([{"role": "user", "content": parts}]) == "a\nb"
+
+
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [
+        ({"type": "image_url", "image_url": {"url": "x"}}, "messages[1].content[1].type"),
+        ({"type": "image"}, "messages[1].content[1].type"),
+        ({"type": "text"}, "messages[1].content[1].text"),
+        ("x", "messages[1].content[1]"),
+    ],
+)
+def test_parts_that_the_model_cannot_read_never_reach_the_template(part, param):
+    content = [{"type": "text", "text": "What is this?"}, part]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "user", "content": content}]
+    with pytest.raises(InvalidRequestError) as raised:
+        ChatTemplate(_SEES_IMAGES).render(messages)
+    assert raised.value.param == param
+
+
 def test_a_broken_template_is_a_load_error():
     with pytest.raises(ModelLoadError, match="template"):
         ChatTemplate("{% for %}")

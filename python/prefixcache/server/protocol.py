@@ -184,7 +184,7 @@ class CompletionRequest(SamplingFields):
 
 
 class _Message(BaseModel):
-    """One message. Content is text, or parts of type text."""
+    """One message. Content is text, or parts of type text, which the template's renderer checks."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -201,7 +201,7 @@ class ChatFields(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def plain_messages(self) -> list[dict[str, Any]]:
-        """The messages as a template takes them, each content one text."""
+        """The messages as `ChatTemplate.render` takes them."""
         return [_plain(message, index) for index, message in enumerate(self.messages)]
 
 
@@ -209,27 +209,7 @@ def _plain(message: _Message, index: int) -> dict[str, Any]:
     field = f"messages[{index}]"
     for name in ("tool_calls", "function_call", "audio"):
         _refuse(f"{field}.{name}", (message.model_extra or {}).get(name), ([],))
-    content = message.content
-    if isinstance(content, list):
-        parts = enumerate(content)
-        content = "\n".join([_text_of(part, f"{field}.content[{i}]") for i, part in parts])
-    return {**message.model_dump(exclude={"content"}), "content": content}
-
-
-def _text_of(part: object, field: str) -> str:
-    if not isinstance(part, dict):
-        raise InvalidRequestError(f"{field} must be an object, got {_shown(part)}.", param=field)
-    part = cast("dict[str, Any]", part)
-    if part.get("type") not in ("text", "input_text"):
-        raise InvalidRequestError(
-            f"{field}.type must be 'text', the only kind of part that is read, "
-            f"got {_shown(part.get('type'))}.",
-            param=f"{field}.type",
-        )
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise InvalidRequestError(f"{field}.text must be a string.", param=f"{field}.text")
-    return text
+    return {**message.model_dump(exclude={"content"}), "content": message.content}
 
 
 class ChatRequest(SamplingFields, ChatFields):

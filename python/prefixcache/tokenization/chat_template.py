@@ -18,6 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from prefixcache.checked import shown
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError
 from prefixcache.model_config import read_json_object
 
@@ -46,11 +47,12 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text. `variables` reach the template and win over the special tokens.
 
+        A message's content is text, or a list of parts of type text, joined by line breaks.
         With `continue_final_message` the text stops where the last message's content does, so
-        that the model goes on with it. Raises `InvalidRequestError` when the template refuses the
-        messages, or when it does not show the final message as it is.
+        that the model goes on with it. Raises `InvalidRequestError` for parts of other types, when
+        the template refuses the messages, or when it does not show the final message as it is.
         """
-        plain = [{key: value for key, value in m.items() if value is not None} for m in messages]
+        plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
         if not continue_final_message:
             return self._render(plain, add_generation_prompt, variables)
         if add_generation_prompt:
@@ -97,6 +99,33 @@ class ChatTemplate:
             )
         trims = not tail.startswith(" ")
         return head.rstrip() if trims else head
+
+
+def _plain(message: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """A message without its empty fields, its content one text."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    content = plain.get("content")
+    if isinstance(content, list):
+        parts = enumerate(cast("list[object]", content))
+        plain["content"] = "\n".join([_text_of(part, f"{field}.content[{i}]") for i, part in parts])
+    return plain
+
+
+def _text_of(part: object, field: str) -> str:
+    """Templates turn parts of other types into tokens for what nobody has read."""
+    if not isinstance(part, Mapping):
+        raise InvalidRequestError(f"{field} must be an object, got {shown(part)}.", param=field)
+    part = cast("Mapping[str, Any]", part)
+    if part.get("type") not in ("text", "input_text"):
+        raise InvalidRequestError(
+            f"{field}.type must be 'text', the only kind of part that is read, "
+            f"got {shown(part.get('type'))}.",
+            param=f"{field}.type",
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{field}.text must be a string.", param=f"{field}.text")
+    return text
 
 
 class _GenerationTag(Extension):

@@ -26,11 +26,14 @@ from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import EngineHaltedError
+from prefixcache.kv.specs import GroupKind
 from prefixcache.request import CacheOptions, Request, RequestOutput
 from repeatable import bounded
 
 ROUNDS = bounded(usual=1, long=30)
 STEM = [*range(20, 60)]
+WINDOW: GroupKind = ("sliding_window", 9)
+LAYOUTS: list[tuple[GroupKind, ...]] = [("full",), ("full", WINDOW, WINDOW), (WINDOW,)]
 
 
 class SteppedHammer:
@@ -38,8 +41,10 @@ class SteppedHammer:
 
     def __init__(self, seed: int, **options: Any) -> None:
         self.choose = random.Random(seed)
+        self.groups = self.choose.choice(LAYOUTS)
         self.engine, self.runner, self.cache = make_versioned_engine(
-            num_blocks=self.choose.choice([24, 65]),
+            groups=self.groups,
+            num_blocks=1 + len(self.groups) * self.choose.choice([23, 64]),
             max_num_batched_tokens=self.choose.choice([12, 64]),
             max_model_len=64,
             share_in_flight=self.choose.random() < 0.5,
@@ -115,7 +120,7 @@ class SteppedHammer:
 
     def check(self, name: str, answer: list[int], weights: int | None) -> None:
         assert weights is not None
-        assert answer == lone_answer(*self.requests[name], weights)
+        assert answer == lone_answer(*self.requests[name], weights, self.groups)
         self.num_checked += 1
 
 

@@ -55,13 +55,15 @@ class Admission:
 
     def start(self, state: RequestState) -> Verdict:
         """Takes blocks for the request; on any verdict but `STARTED` it holds none."""
-        matched = self._matched_tokens(state)
-        if self._must_wait(state, matched):
+        most = self._most_hits(state)
+        matched = self._matched_tokens(state, most)
+        # Blocks beyond the most it may take are computed in any case.
+        if matched < most and self._must_wait(state, matched):
             return Verdict.WAITS_FOR_BLOCKS
         if self._is_below_threshold(state, matched):
             return Verdict.BELOW_THRESHOLD
-        lost = self._lost_to_windows(state, matched)
-        hits = min(matched, self._hit_limit(state)) // self._block_size * self._block_size
+        lost = self._lost_to_windows(state, matched, most)
+        hits = min(matched, most)
         num_new = -(-(state.num_tokens - hits) // self._block_size) * self._block_size
         taken = self._cache.commit(state.request_id, hits, num_new, self._max_chunk)
         if taken is None:
@@ -75,17 +77,22 @@ class Admission:
                 self.num_window_missed_tokens += lost
         return Verdict.STARTED
 
-    def _matched_tokens(self, state: RequestState) -> int:
-        """Tokens in leading full blocks that are cached and may be read."""
-        if not self._may_read(state):
-            return 0
-        return self._cache.count_hits(state.request_id, self._hit_limit(state))
+    def _most_hits(self, state: RequestState) -> int:
+        """Tokens in full blocks that may be hits: at least the last token is left to compute."""
+        limit = state.num_prompt_logprobs if state.prompt_logprobs_due else state.num_tokens - 1
+        return limit // self._block_size * self._block_size
 
-    def _lost_to_windows(self, state: RequestState, matched: int) -> int:
-        """Tokens that could be read but for their windows, which the request computes anew."""
+    def _matched_tokens(self, state: RequestState, most: int) -> int:
+        """Tokens in leading full blocks that are cached and may be read; see `count_hits`."""
         if not self._may_read(state):
             return 0
-        return self._cache.add_junction(state.request_id, matched, self._hit_limit(state))
+        return self._cache.count_hits(state.request_id, most)
+
+    def _lost_to_windows(self, state: RequestState, matched: int, most: int) -> int:
+        """Tokens that could be read but for their windows, which the request computes anew."""
+        if matched >= most or not self._may_read(state):
+            return 0
+        return self._cache.add_junction(state.request_id, matched, most)
 
     def _may_read(self, state: RequestState) -> bool:
         return self.enabled and state.request.cache.read
@@ -93,8 +100,6 @@ class Admission:
     def _must_wait(self, state: RequestState, matched: int) -> bool:
         if self._in_flight is None or not state.request.cache.read or state.prompt_logprobs_due:
             return False
-        if matched >= self._hit_limit(state) // self._block_size * self._block_size:
-            return False  # It computes the rest in any case.
         return self._in_flight.must_wait(state, matched)
 
     def _is_below_threshold(self, state: RequestState, matched: int) -> bool:
@@ -125,9 +130,3 @@ class Admission:
         if state.num_cached_tokens is None:
             return state.num_tokens
         return (state.num_tokens - 1) // self._block_size * self._block_size
-
-    def _hit_limit(self, state: RequestState) -> int:
-        """Tokens that may be hits: at least the last one is left to compute."""
-        if state.prompt_logprobs_due:
-            return state.num_prompt_logprobs
-        return state.num_tokens - 1

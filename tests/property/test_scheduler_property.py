@@ -230,6 +230,7 @@ class Run:
             self.engine.restart_all()
             self.take(self.engine.take_outputs())
             self.decoding = set()
+            self.decoding = set()
 
     def step(self) -> None:
         unfinished = self.engine.has_unfinished()

@@ -123,8 +123,8 @@ class Engine:
         """Tokens of the prompt in leading full blocks that are cached now. From any thread.
 
         Changes nothing. A request sent next takes them all, but for its last token, which is always
-        computed: of a prompt that is cached to its end the last block is not taken. Raises what
-        `check` does.
+        computed: of a prompt that is cached to its end the last block is not taken. With sliding
+        windows that block is not counted either. Raises what `check` does.
         """
         self.check(request)
         if not (self._scheduler.caches_prefixes and request.cache.read):

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefixcache.config import SchedulerConfig
-from prefixcache.exceptions import RequestTooLargeError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.request import FinishReason, Request
 from prefixcache.scheduler.admission import Admission, Verdict
@@ -34,6 +33,7 @@ from prefixcache.scheduler.budget import StepBudget
 from prefixcache.scheduler.hit_counter import HitCounter
 from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.scheduler.jobs import Jobs
+from prefixcache.scheduler.limits import Limits
 from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestState
 from prefixcache.scheduler.step_time import StepTimeModel
@@ -86,7 +86,7 @@ class Scheduler:
         self._max_step_seconds = max_step_ms / 1000
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
-        self._max_model_len = max_model_len
+        self._limits = Limits(cache, config.max_num_batched_tokens, max_model_len=max_model_len)
         self._publishes = enable_prefix_caching
         shares = config.share_in_flight and enable_prefix_caching
         self._in_flight = InFlight(cache, max_wait_steps=config.max_wait_steps) if shares else None
@@ -152,18 +152,7 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raises `RequestTooLargeError` when the request could never be served to its end."""
-        prompt = len(request.prompt_token_ids)
-        room = self._max_model_len - prompt
-        output = self._max_num_tokens(request) - prompt
-        if room < 1 or output > room:
-            raise RequestTooLargeError(
-                f"The model's context length is {self._max_model_len} tokens, but the request "
-                f"needs {prompt + max(output, 1)}: {prompt} in the prompt and {max(output, 1)} "
-                "for the answer.",
-                param="prompt" if room < 1 else "max_tokens",
-                code="context_length_exceeded",
-            )
-        self._check_blocks(prompt + output - 1)
+        self._limits.check(request)
 
     def add(self, request: Request, *, seed: int, end_token_ids: tuple[int, ...] = ()) -> None:
         """Lets the request wait for its start.
@@ -177,7 +166,7 @@ class Scheduler:
             request,
             seed=seed,
             serial=next(self._serials),
-            max_num_tokens=self._max_num_tokens(request),
+            max_num_tokens=self._limits.max_num_tokens(request),
             end_token_ids=end_token_ids,
         )
         self._start_sequence(request)
@@ -298,28 +287,6 @@ class Scheduler:
         shares = request.cache.read or request.cache.write
         self._cache.start(request, hashed=self._publishes and shares)
 
-    def _max_num_tokens(self, request: Request) -> int:
-        """Prompt and longest answer together."""
-        if request.params.max_tokens is None:
-            return self._max_model_len
-        return len(request.prompt_token_ids) + request.params.max_tokens
-
-    def _check_blocks(self, num_tokens: int) -> None:
-        have = self._cache.num_usable_blocks
-        need = self._cache.most_blocks(num_tokens, self._max_num_batched_tokens)
-        if need > have:
-            raise RequestTooLargeError(
-                f"The request needs up to {need} KV cache blocks of {self._cache.block_size} "
-                f"tokens, but the cache has {have}. Shorten the prompt, lower max_tokens, or "
-                f"start with a larger --num-blocks or --kv-cache-memory{self._smaller_chunks()}.",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-
-    def _smaller_chunks(self) -> str:
-        """What else helps where blocks are held for as long as their tokens are computed."""
-        return ", or a smaller --max-num-batched-tokens" if self._cache.has_windows else ""
-
     def _running_chunks(self) -> tuple[list[_Chunk], StepBudget]:
         """Decodes first, then prompts in order, as far as the budget goes; and what is left."""
         decodes: list[RequestState] = []
@@ -432,11 +399,7 @@ class Scheduler:
     def _refusal(self, state: RequestState, verdict: Verdict) -> Refusal:
         if verdict is Verdict.BELOW_THRESHOLD:
             return Refusal(state.request_id, "cache_threshold")
-        need = self._cache.most_blocks(state.num_tokens, self._max_num_batched_tokens)
-        error = (
-            f"The request needs {need} KV cache blocks of {self._cache.block_size} tokens for its "
-            f"{state.num_tokens} tokens, but only {self._cache.num_free_blocks} blocks are free."
-        )
+        error = self._limits.describe_lack(state.num_tokens)
         return Refusal(state.request_id, "error", error)
 
     def _stops_waiting(self, request_id: str) -> bool:

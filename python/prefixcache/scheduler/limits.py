@@ -1,0 +1,67 @@
+"""How large a request may be so that it can be served to its end."""
+
+from __future__ import annotations
+
+from prefixcache.exceptions import RequestTooLargeError
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.request import Request
+
+
+class Limits:
+    """The model's context length, and what the pool holds of one request in all groups.
+
+    At most `max_chunk` tokens of a request are computed in a step.
+    """
+
+    def __init__(self, cache: CacheManager, max_chunk: int, *, max_model_len: int) -> None:
+        self._cache = cache
+        self._max_chunk = max_chunk
+        self._max_model_len = max_model_len
+
+    def max_num_tokens(self, request: Request) -> int:
+        """Prompt and longest answer together."""
+        if request.params.max_tokens is None:
+            return self._max_model_len
+        return len(request.prompt_token_ids) + request.params.max_tokens
+
+    def check(self, request: Request) -> None:
+        """Raises `RequestTooLargeError` when the request could never be served to its end."""
+        prompt = len(request.prompt_token_ids)
+        output = self.max_num_tokens(request) - prompt
+        self._check_context(prompt, output)
+        self._check_blocks(prompt + output - 1)
+
+    def describe_lack(self, num_tokens: int) -> str:
+        """Why a request of so many tokens cannot start now."""
+        return (
+            f"The request needs {self._most_blocks(num_tokens)} KV cache blocks of "
+            f"{self._cache.block_size} tokens for its {num_tokens} tokens, but only "
+            f"{self._cache.num_free_blocks} blocks are free."
+        )
+
+    def _check_context(self, prompt: int, output: int) -> None:
+        room = self._max_model_len - prompt
+        if room < 1 or output > room:
+            raise RequestTooLargeError(
+                f"The model's context length is {self._max_model_len} tokens, but the request "
+                f"needs {prompt + max(output, 1)}: {prompt} in the prompt and {max(output, 1)} "
+                "for the answer.",
+                param="prompt" if room < 1 else "max_tokens",
+                code="context_length_exceeded",
+            )
+
+    def _check_blocks(self, num_tokens: int) -> None:
+        have, need = self._cache.num_usable_blocks, self._most_blocks(num_tokens)
+        if need > have:
+            # A group with a window holds the window and the tokens that a step computes.
+            smaller = ", or a smaller --max-num-batched-tokens" if self._cache.has_windows else ""
+            raise RequestTooLargeError(
+                f"The request needs up to {need} KV cache blocks of {self._cache.block_size} "
+                f"tokens, but the cache has {have}. Shorten the prompt, lower max_tokens, or "
+                f"start with a larger --num-blocks or --kv-cache-memory{smaller}.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+
+    def _most_blocks(self, num_tokens: int) -> int:
+        return self._cache.most_blocks(num_tokens, self._max_chunk)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fake_engine import make_engine, make_request
 from fake_runner import answer_alone
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import GroupKind
@@ -186,6 +188,27 @@ def test_a_request_that_needs_the_whole_pool_starts_on_a_pool_full_of_pins() -> 
     assert pins.answers[name] == answer_alone(prompt(9, longest - 8), 9)
     assert pins.scheduler.num_preemptions == 0
     pins.assert_at_rest()
+
+
+@pytest.mark.parametrize("end", ["stop", "length", "abort", "failed request", "failed step"])
+def test_the_engine_pins_what_ended_well(end: str) -> None:
+    retention = Retention(pin=True, pin_min_drop_size=0)
+    engine, runner, cache = make_engine(groups=GROUPS, retention=retention)
+    answer = answer_alone(prompt(0), 8)
+    stops = {"stop_token_ids": (answer[7],)} if end == "stop" else {}
+    engine.add_request(make_request("a", prompt(0), max_tokens=8, **stops))
+    engine.step()
+    before = cache.stats()["pins"]
+    if end == "abort":
+        engine.abort(["a"])
+    if end == "failed request":
+        runner.broken_tokens.add(answer[0])
+    if end == "failed step":
+        runner.failures.append(RuntimeError("a planted failure"))
+    while engine.has_unfinished():
+        engine.step()
+    assert (cache.stats()["pins"] > before) is (end in ("stop", "length"))
+    assert cache.usage == 0
 
 
 # The four loopholes.

@@ -91,6 +91,17 @@ def test_a_prefix_keeps_so_many_blocks(
     assert Retention(interval=interval).num_blocks_kept(100, 4, windows) == blocks
 
 
+@pytest.mark.parametrize("length", [37, 101, 260, 777])
+@pytest.mark.parametrize("interval", [0, 48, 100, None])
+def test_so_many_blocks_are_really_kept(length: int, interval: int | None) -> None:
+    serving = Serving(Retention(interval=interval), num_blocks=1000)
+    serving.serve(list(range(length)))
+    told = Retention(interval=interval).num_blocks_kept(length, 4, [None, 9])
+    # The windows of the last multiple and of the end may overlap; where the prompt ends with a
+    # block, the end and the last block before its last token are two anchors.
+    assert told - 3 <= serving.stat("cached_blocks") <= told + 1
+
+
 def test_the_line_of_the_start_has_the_numbers() -> None:
     retention = Retention(interval=1024, pin=True)
     line = retention.describe_pins(24_000, 16, [None, *[128] * 6])

@@ -118,7 +118,7 @@ class CacheManager:
         sequence = self._sequences[request.request_id] = self._cache.new_sequence(
             request.prompt_token_ids if hashed else (), cache_salt=request.cache.salt
         )
-        if self.has_windows:
+        if self.has_windows and hashed:
             self._retention.apply(sequence, request)
         if not hashed:
             self._unhashed.add(request.request_id)

@@ -28,7 +28,8 @@ _FORBIDDEN = {
 class TapeCapture:
     """Records steps; `kernels` are FlashInfer's reference kernels, each one entry of a recording.
 
-    Kernels read their tables when they run, so they are replayed as a whole.
+    Kernels read their tables when they run, so they are replayed as a whole; the page indices are
+    those whose address was recorded.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,13 @@ class TapeCapture:
 
         class Taped(wrapper):  # type: ignore[misc]
             def run(self, *args: Any, **kwargs: Any) -> Tensor:
-                return capture._launch(super().run, *args, **kwargs)
+                indices = self._paged_kv_indices_buf
+
+                def kernel(*args: Any, **kwargs: Any) -> Tensor:
+                    self._paged_kv_indices_buf = indices
+                    return wrapper.run(self, *args, **kwargs)
+
+                return capture._launch(kernel, *args, **kwargs)
 
         return Taped
 

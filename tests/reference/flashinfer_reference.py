@@ -57,6 +57,14 @@ class _Wrapper:
         _check(float_workspace.dtype == int_workspace.dtype == torch.uint8, "workspaces are bytes")
         self._int_workspace = int_workspace
 
+    @property
+    def _paged_kv_indices_buf(self) -> Tensor:
+        return self._tables["indices"]
+
+    @_paged_kv_indices_buf.setter
+    def _paged_kv_indices_buf(self, indices: Tensor) -> None:
+        self._tables = self._tables | {"indices": indices}
+
     def _leave_plan(self, num_entries: int) -> None:
         """Fills the int workspace, from its beginning, as each plan does."""
         needed = 4 * num_entries

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from paged_models import CPU, PagedServer
+from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.flashinfer import FlashInferAttention
 from prefixcache.model_config import ModelConfig
 from prefixcache.models.llama import LlamaModel
@@ -34,7 +35,14 @@ def load(folder: Path) -> LlamaModel:
 
 
 def server(model: LlamaModel, capture: TapeCapture, **options) -> PagedServer:
-    attention = partial(
+    leaders: dict[AttentionSpec, FlashInferAttention] = {}
+
+    def attention(spec: AttentionSpec) -> FlashInferAttention:
+        one = make(spec, leader=leaders.get(spec))
+        leaders.setdefault(spec, one)
+        return one
+
+    make = partial(
         FlashInferAttention,
         dtype=torch.float32,
         device=CPU,

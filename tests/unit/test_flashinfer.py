@@ -102,7 +102,7 @@ def test_a_hybrid_models_answers_have_the_same_bits_on_a_hit_and_in_chunks(
 def test_a_hybrid_models_bits_would_change_were_tables_not_aligned(
     tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixcache.attention.flashinfer.grid_pages", lambda _page_size: 1)
+    monkeypatch.setattr("prefixcache.attention.flashinfer_planner.grid_pages", lambda _page_size: 1)
     answers = _hybrid_answers(tiny_checkpoint("gemma3"), "unified")
     assert answers["hit"] != answers["cold"]
 
@@ -112,7 +112,7 @@ def _hybrid_answers(folder: Path, invariance: str) -> dict[str, list[list[float]
     config = ModelConfig.from_hf(folder)
     model = load_model(config, folder, dtype=torch.float32, device=CPU, cpu=Cpu(1))
     asked = prompts(2, 30, shared=50)
-    make = partial(PagedServer, model, partial(backend, invariance=invariance), num_blocks=300)
+    make = partial(_led_server, model, invariance, num_blocks=300)
     server, answers = make(), {}
     for name in ("cold", "hit"):
         server.generate(asked, 5, logprobs=0)
@@ -121,6 +121,18 @@ def _hybrid_answers(folder: Path, invariance: str) -> dict[str, list[list[float]
     chunked = make(max_tokens=11)
     chunked.generate(asked, 5, logprobs=0)
     return answers | {"chunks": list(chunked.logprobs.values())}
+
+
+def _led_server(model: LlamaModel, invariance: str, **options: int) -> PagedServer:
+    """Groups of one window run by the plan of the first of them."""
+    leaders: dict[AttentionSpec, FlashInferAttention] = {}
+
+    def made(spec: AttentionSpec) -> FlashInferAttention:
+        one = backend(spec, invariance=invariance, leader=leaders.get(spec))
+        leaders.setdefault(spec, one)
+        return one
+
+    return PagedServer(model, made, **options)
 
 
 def test_the_steps_mix_decodes_with_chunks_and_hit_the_cache(
@@ -186,7 +198,7 @@ def test_groups_that_share_memory_are_planned_before_any_of_them_runs(
     pools = torch.randn(2, 99, 2, 4, 2, 8, generator=generator)
     q, k, v = torch.randn(2, len(GROUPS), rows, 8, 8, generator=generator).split([4, 2, 2], dim=3)
     free = iter(torch.randperm(98, generator=generator).add(1).tolist())
-    shared, alone = [], []
+    shared, alone, leaders = [], [], {}
     for spec in GROUPS:
         sequences = []
         for start, count in lengths:
@@ -196,13 +208,12 @@ def test_groups_that_share_memory_are_planned_before_any_of_them_runs(
             listed = (0,) * left_out + tuple(pages)
             sequences.append(SlowSequence(start, count, listed, count == 1, left_out))
         batch = batch_of(sequences, page_size=4)
-        for backends, options in (
-            (shared, {"memory": memory}),
-            (alone, {"workspace_bytes": 1 << 20}),
-        ):
-            attention = backend(spec, invariance=invariance, hopper=hopper, **options)
+        joined = {"memory": memory, "leader": leaders.get(spec)}
+        for backends, given in ((shared, joined), (alone, {"workspace_bytes": 1 << 20})):
+            attention = backend(spec, invariance=invariance, hopper=hopper, **given)
             attention.bind(list(pools.clone()))
             backends.append((attention, batch))
+        leaders.setdefault(spec, shared[-1][0])
     for attention, batch in shared:
         _plan(attention, batch, rows if graph else None)
     for layer in range(2):
@@ -221,15 +232,33 @@ def _plan(attention: FlashInferAttention, batch: AttentionBatch, size: int | Non
         attention.plan_graph(batch, size)
 
 
-def test_groups_share_the_workspace_and_the_pools_table_and_no_plan() -> None:
+def test_tables_of_one_window_and_other_lengths_are_refused() -> None:
+    leader = backend(GROUPS[1])
+    follower = backend(GROUPS[1], leader=leader)
+    for attention in (leader, follower):
+        attention.bind([torch.zeros(9, 2, 4, 2, 8)])
+    with pytest.raises(RuntimeError, match="planned before the others"):
+        follower.plan(batch_of([SlowSequence(7, 1, (1, 2), True)], page_size=4))
+    leader.plan(batch_of([SlowSequence(7, 1, (1, 2), True)], page_size=4))
+    for other in ((6, (3, 4)), (8, (3, 4, 5))):
+        with pytest.raises(RuntimeError, match="tables of the same lengths"):
+            follower.plan(batch_of([SlowSequence(*other[:1], 1, other[1], True)], page_size=4))
+
+
+def test_groups_share_the_workspace_and_the_pools_table_and_a_plan_where_they_are_equal() -> None:
     memory = SharedMemory(CPU, 16)
-    ours = [backend(spec, memory=memory) for spec in GROUPS]
+    ours = [backend(spec, memory=memory) for spec in (GROUPS[0], GROUPS[1], GROUPS[3])]
+    follower = backend(GROUPS[1], leader=ours[1])
+    assert follower.planner is ours[1].planner
+    assert follower.memory is memory
     for attention in ours:
         attention.bind([torch.zeros(3, 2, 4, 2, 8)])
-    assert len({a._makes._workspace.data_ptr() for a in ours}) == 1
-    assert len({a._bound.pool_table[0].data_ptr() for a in ours}) == 1
-    plans = [p for a in ours for p in (a._makes._prefill_plans, a._makes._decode_plans)]
-    assert len({p.data_ptr() for p in plans}) == 2 * len(GROUPS)
+    assert len({a.planner._makes._workspace.data_ptr() for a in ours}) == 1
+    assert len({a._pool_table[0].data_ptr() for a in ours}) == 1
+    plans = [
+        p for a in ours for p in (a.planner._makes._prefill_plans, a.planner._makes._decode_plans)
+    ]
+    assert len({p.data_ptr() for p in plans}) == 2 * len(ours)
 
 
 def test_a_models_groups_are_made_at_once_and_each_kernel_is_tried_once(monkeypatch) -> None:
@@ -248,10 +277,13 @@ def test_a_models_groups_are_made_at_once_and_each_kernel_is_tried_once(monkeypa
     options = AttentionOptions(dtype=torch.bfloat16)
     made = make_attention("flashinfer-packed", groups, options)
     assert [call.args[1] for call in tried.mock_calls] == [full, window]
-    assert len({backend._memory for backend in made.backends}) == 1
+    assert len({backend.memory for backend in made.backends}) == 1
     assert made.batch_invariant
     assert made.decode_matches_prefill
-    assert [backend._make_decode is not None for backend in made.backends] == [True, False, False]
+    packed, first, second = (backend.planner for backend in made.backends)
+    assert first is second
+    assert packed._make_decode is not None
+    assert first._make_decode is None
 
 
 def _reference_kernels(_device: torch.device) -> types.ModuleType:
@@ -269,7 +301,7 @@ def test_the_plan_of_a_graph_fits_what_it_pins_on_the_host(invariance, heads) ->
     for size in (1, 8, 512):
         decodes = [SlowSequence(3, 1, (1,), True)] * size
         attention.plan_graph(batch_of(decodes, page_size=4), size)
-    pinned = [k._wrapper._int_workspace for k in attention._graphs.kernels.values()]
+    pinned = [k._wrapper._int_workspace for k in attention.planner._graphs.values()]
     assert max(len(p) for p in pinned) <= 256 * 1024 + 512 * heads[0] * 64
 
 
@@ -289,7 +321,7 @@ def test_bits_do_not_depend_on_the_pages_left_out_behind_a_window(
 
 
 def test_bits_would_depend_on_the_pages_left_out_were_tables_not_aligned(monkeypatch) -> None:
-    monkeypatch.setattr("prefixcache.attention.flashinfer.grid_pages", lambda _page_size: 1)
+    monkeypatch.setattr("prefixcache.attention.flashinfer_planner.grid_pages", lambda _page_size: 1)
     attend = partial(_attend_in_chunks, "unified", 16, 8)
     assert not torch.equal(attend([64, 64, 64, 68]), attend([260]))
 
@@ -408,7 +440,7 @@ def test_tables_go_to_the_device_from_pinned_memory(monkeypatch) -> None:
 
         setattr(Kernels, name, type(name, (base,), {"plan": plan}))
     attention = backend(kernels=Kernels)
-    attention._makes._pins = True
+    attention.planner._makes._pins = True
     attention.bind([torch.zeros(9, 2, 4, 2, 8)])
     mixed = [SlowSequence(2, 1, (1,), True), SlowSequence(0, 6, (2, 3))]
     attention.plan(batch_of(mixed, page_size=4))
@@ -436,7 +468,7 @@ def test_the_hosts_tables_may_be_filled_anew_once_a_step_is_planned(
     for refilled in (False, True):
         batch = batch_of(sequences, page_size=4)
         attention = backend(invariance=invariance)
-        attention._makes._pins = True
+        attention.planner._makes._pins = True
         attention.bind([pool.clone()])
         if graph:
             attention.reserve_graphs([2], max_page_indices=9)
@@ -632,7 +664,7 @@ def test_packed_decodes_are_a_tile_a_key_value_head_and_compute_the_same() -> No
 def test_what_cannot_be_packed_is_not(changes) -> None:
     attention = backend(dataclasses.replace(SPEC, **changes), invariance="packed")
     attention.bind([torch.zeros(2, 2, 4, changes.get("num_kv_heads", 2), 8)])
-    assert attention._bound.decode is None
+    assert attention.planner._decode is None
 
 
 def test_calls_out_of_order_say_what_is_missing() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,7 +38,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     return replace_native_modules(monkeypatch), flashinfer_reference
 
 
-def _backend(spec: AttentionSpec, kernels: Any, mode: str, hopper: bool = True):
+def _backend(
+    spec: AttentionSpec,
+    kernels: Any,
+    mode: str,
+    hopper: bool = True,
+    leader: FlashInferAttention | None = None,
+) -> FlashInferAttention:
     return FlashInferAttention(
         spec,
         dtype=torch.bfloat16,
@@ -47,6 +54,7 @@ def _backend(spec: AttentionSpec, kernels: Any, mode: str, hopper: bool = True):
         packs_heads=mode == "packed",
         hopper=hopper,
         workspace_bytes=1 << 26,
+        leader=leader,
     )
 
 
@@ -104,6 +112,30 @@ def test_graphs_of_several_sizes_compute_what_the_reference_does(
             attention.plan_graph(batch, size)
             results.append(attention.run(0, q, k, v)[:3])
         assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("mode", ["off", "split", "unified", "packed"])
+def test_groups_of_one_attention_run_by_one_plan_over_their_own_pages(kernels, mode) -> None:
+    lengths = ((70, 1), (33, 1), (15, 1))
+    spec = SPECS["window"]
+    pool, q, k, v = _inputs(spec, 3, 40)
+    leader = _backend(spec, kernels[0], mode)
+    follower = _backend(spec, kernels[0], mode, leader=leader)
+    batches = [batch_of(_step(lengths), PAGE)]
+    batches.append(replace(batches[0], kv_indices=batches[0].kv_indices.flip(0)))
+    for size in (None, 3):
+        for attention, batch in zip((leader, follower), batches, strict=True):
+            attention.bind([pool.clone()])
+            if size is None:
+                attention.plan(batch)
+            else:
+                attention.reserve_graphs([size], max_page_indices=100)
+                attention.plan_graph(batch, size)
+        for attention, batch in zip((leader, follower), batches, strict=True):
+            alone = _backend(spec, kernels[1], mode)
+            alone.bind([pool.clone()])
+            alone.plan(batch)
+            assert torch.equal(attention.run(0, q, k, v), alone.run(0, q, k, v))
 
 
 @pytest.mark.parametrize("mode", ["off", "split", "unified", "packed"])

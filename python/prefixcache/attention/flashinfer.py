@@ -12,34 +12,25 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from prefixcache.attention.base import AttentionBatch, AttentionSpec, kv_shape_nhd
-from prefixcache.attention.fence import Fence
 from prefixcache.attention.flashinfer_kernels import (
     LAYOUT,
     WORKSPACE_BYTES,
-    FixedRows,
-    Kernel,
     KernelMaker,
     MakeKernel,
     PoolTable,
     SharedMemory,
 )
-from prefixcache.attention.flashinfer_plan import (
-    KernelRows,
-    align_tables,
-    can_pack_heads,
-    check_supported,
-    grid_pages,
-    pad_decodes,
-    select_sequences,
-)
+from prefixcache.attention.flashinfer_plan import can_pack_heads, check_supported
+from prefixcache.attention.flashinfer_planner import GraphTables, KernelPart, Planner
 from prefixcache.exceptions import ConfigError
 from prefixcache.ops.cuda import fused_kernels
 from prefixcache.ops.rope import apply_rope
@@ -73,7 +64,9 @@ class FlashInferAttention:
 
     `batch_invariant` and `decode_matches_prefill` tell what is really kept: without FA3, which is
     for Hopper devices alone, nothing is. `kernels` is the flashinfer module or its stand-in.
-    `memory` is that of the model's other groups; None makes some of `workspace_bytes`.
+    `memory` is that of the model's other groups; None makes some of `workspace_bytes`. A `leader`
+    is the backend of a group with the same spec that is bound and planned before this one each
+    time: tables of one spec have the same lengths, so its plan serves both.
     """
 
     stack_kernel = None
@@ -92,15 +85,23 @@ class FlashInferAttention:
         hopper: bool = True,
         memory: SharedMemory | None = None,
         workspace_bytes: int = WORKSPACE_BYTES,
+        leader: FlashInferAttention | None = None,
     ) -> None:
         self.name = "flashinfer"
         self.batch_invariant = invariance != "off" and hopper
         self.decode_matches_prefill = invariance == "unified" and hopper
         self._kernels = kernels
         self._device = device
-        self._aligns_tables = self.batch_invariant and spec.sliding_window is not None
-        self._memory = memory or SharedMemory(device, workspace_bytes)
-        self._makes = KernelMaker(
+        self._kv: Sequence[Tensor] = ()
+        self._pool_table: PoolTable | None = None
+        self._graph_tables: GraphTables | None = None
+        self._step: _Step | None = None
+        self._leads = leader is None
+        if leader is not None:
+            self.memory, self.planner = leader.memory, leader.planner
+            return
+        self.memory = memory or SharedMemory(device, workspace_bytes)
+        makes = KernelMaker(
             spec,
             dtype,
             device,
@@ -109,17 +110,14 @@ class FlashInferAttention:
             split_keys=invariance == "off",
             whole_keys_from=whole_keys_from,
             tensor_cores=tensor_cores,
-            memory=self._memory,
+            memory=self.memory,
         )
-        self._make_decode: MakeKernel | None = self._makes.decode
+        make_decode: MakeKernel | None = makes.decode
         if invariance == "unified":
             packs = packs_heads and hopper and can_pack_heads(spec)
-            self._make_decode = self._makes.packed_decode if packs else None
-        self._fence = Fence(device)
-        self._kv: Sequence[Tensor] = ()
-        self._bound: _Bound | None = None
-        self._graphs: _Graphs | None = None
-        self._step: _Step | None = None
+            make_decode = makes.packed_decode if packs else None
+        aligns = self.batch_invariant and spec.sliding_window is not None
+        self.planner = Planner(makes, make_decode, aligns_tables=aligns, device=device)
 
     def kv_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
@@ -136,46 +134,27 @@ class FlashInferAttention:
                 f"got {num_pages} blocks of {page_size}."
             )
         self._kv = kv_layers
-        self._graphs = self._step = None
-        self._bound = _Bound(
-            prefill=self._makes.prefill(page_size),
-            decode=self._make_decode and self._make_decode(page_size),
-            page_size=page_size,
-            left_out_multiple=grid_pages(page_size) if self._aligns_tables else 1,
-            pool_table=self._memory.pool_table(num_pages, page_size),
-        )
+        self._graph_tables = self._step = None
+        self._pool_table = self.memory.pool_table(num_pages, page_size)
+        if self._leads:
+            self.planner.bind(page_size)
 
     def plan(self, batch: AttentionBatch) -> None:
         """Plans the step's kernels, after the copies of the plan before have left their buffers."""
-        bound = self._require_bound()
-        count = len(batch.last_page_len)
-        split = 0 if bound.decode is None else batch.num_decodes
-        self._fence.wait()
-        batch = align_tables(batch, bound.left_out_multiple)
-        indices = batch.kv_indices.to(self._device, non_blocking=True)
+        plan = self.planner.plan(batch) if self._leads else self.planner.follow()
         slots = batch.slot_mapping.to(torch.int32)
-        parts: list[_Part] = []
-        if bound.decode is not None and split:
-            rows = select_sequences(batch, 0, split)
-            parts.append(_planned(bound.decode, rows, indices, first_row=0))
-        if split < count:
-            rows = select_sequences(batch, split, count)
-            parts.append(_planned(bound.prefill, rows, indices, first_row=split))
-        self._fence.mark()
-        self._step = _Step(slots, torch.zeros_like(slots), tuple(parts))
+        indices = plan.listed_of(batch).kv_indices.to(self._device, non_blocking=True)
+        self._step = _Step(slots, torch.zeros_like(slots), indices, plan.parts)
 
     def reserve_graphs(self, sizes: Sequence[int], max_page_indices: int) -> None:
         """Makes tables of fixed addresses for captured decodes of `sizes` rows.
 
         `max_page_indices` bounds the page indices of a step, before rows are added to it.
         """
-        bound = self._require_bound()
-        self._makes.check_workspace(sizes)
-        most = max_page_indices + max(sizes) * bound.left_out_multiple
-        tables = _GraphTables(max(sizes), most, self._device)
-        make = self._make_decode or self._makes.prefill
-        kernels = {size: make(bound.page_size, tables.rows(size)) for size in sizes}
-        self._graphs = _Graphs(tables, kernels)
+        most = max_page_indices + max(sizes) * self.planner.left_out_multiple
+        self._graph_tables = GraphTables(max(sizes), most, self._device)
+        if self._leads:
+            self.planner.reserve_graphs(sizes, self._graph_tables)
 
     def plan_graph(self, batch: AttentionBatch, size: int) -> None:
         """Plans a pure decode with rows added to make `size`; those use the null block alone.
@@ -183,23 +162,22 @@ class FlashInferAttention:
         Until the next plan, `run` takes `size` rows and touches fixed addresses only: it can be
         captured, and replayed after the next `plan_graph` of the same size.
         """
-        if self._graphs is None:
+        tables = self._graph_tables
+        if tables is None:
             raise RuntimeError("plan_graph needs reserve_graphs before it.")
-        tables = self._graphs.tables
-        self._fence.wait()
-        batch = align_tables(batch, self._require_bound().left_out_multiple)
-        rows = pad_decodes(batch, size)
-        tables.load(batch, rows)
-        part = _planned(self._graphs.kernels[size], rows, tables.indices, first_row=0)
-        self._fence.mark()
-        self._step = _Step(tables.slots[:size], tables.zeros[:size], (part,))
+        if self._leads:
+            plan = self.planner.plan_graph(batch, size, tables.indices)
+        else:
+            plan = self.planner.follow()
+        tables.load(plan.listed_of(batch), size)
+        self._step = _Step(tables.slots[:size], tables.zeros[:size], tables.indices, plan.parts)
 
     def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         """Writes k and v to their slots, then attends; returns [T, H, D]."""
         step, kv = self._require_step(), self._kv[layer]
-        pool_table = self._require_bound().pool_table
+        assert self._pool_table is not None
         self._kernels.append_paged_kv_cache(
-            k_TKD, v_TKD, step.zeros, step.slots, kv, *pool_table, LAYOUT
+            k_TKD, v_TKD, step.zeros, step.slots, kv, *self._pool_table, LAYOUT
         )
         return self._attend(step, q_THD, kv)
 
@@ -218,7 +196,7 @@ class FlashInferAttention:
     def _attend(self, step: _Step, q_THD: Tensor, kv: Tensor) -> Tensor:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         for part in step.parts:
-            part.kernel.run(q_THD[part.rows], kv, out_THD[part.rows])
+            part.kernel.run(q_THD[part.rows], kv, step.indices[part.pages], out_THD[part.rows])
         return out_THD
 
     def _require_step(self) -> _Step:
@@ -226,79 +204,15 @@ class FlashInferAttention:
             raise RuntimeError("run needs a plan before it.")
         return self._step
 
-    def _require_bound(self) -> _Bound:
-        if self._bound is None:
-            raise RuntimeError("FlashInferAttention needs bind before it plans or runs.")
-        return self._bound
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Query rows of a step and the kernel that is planned for them."""
-
-    rows: slice
-    kernel: Kernel
-
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A planned step: int32 slots of its tokens, as many zeros, and its kernels."""
+    """A planned step of a group: int32 slots of its tokens, as many zeros, its page indices."""
 
     slots: Tensor
     zeros: Tensor
-    parts: tuple[_Part, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bound:
-    """What depends on the KV tensors. Without `decode`, the prefill kernel computes all rows.
-
-    Pages are left out of a table in multiples of `left_out_multiple`.
-    """
-
-    prefill: Kernel
-    decode: Kernel | None
-    page_size: int
-    left_out_multiple: int
-    pool_table: PoolTable
-
-
-@dataclass(frozen=True, slots=True)
-class _Graphs:
-    tables: _GraphTables
-    kernels: Mapping[int, Kernel]
-
-
-class _GraphTables:
-    """Device tensors of fixed addresses that graphs of all sizes share: only one runs at a time."""
-
-    def __init__(self, max_rows: int, max_page_indices: int, device: torch.device) -> None:
-        def table(size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=device)
-
-        self.indices = table(max_page_indices)
-        self.slots = table(max_rows)
-        self.zeros = table(max_rows)
-        self._qo_indptr = table(max_rows + 1)
-        self._kv_indptr = table(max_rows + 1)
-        self._last_page_len = table(max_rows)
-
-    def rows(self, size: int) -> FixedRows:
-        """The tables of one graph size."""
-        return FixedRows(
-            qo_indptr=self._qo_indptr[: size + 1],
-            kv_indptr=self._kv_indptr[: size + 1],
-            last_page_len=self._last_page_len[:size],
-            indices=self.indices,
-        )
-
-    def load(self, batch: AttentionBatch, rows: KernelRows) -> None:
-        """Writes slots and page indices; those of added rows are 0, the null block."""
-        count, pages = len(batch.last_page_len), int(batch.kv_indptr[-1])
-        self.slots[:count].copy_(batch.slot_mapping, non_blocking=True)
-        self.slots[count : rows.num_sequences].zero_()
-        self.indices[:pages].copy_(batch.kv_indices[:pages], non_blocking=True)
-        self.indices[pages : rows.pages.stop].zero_()
+    indices: Tensor
+    parts: tuple[KernelPart, ...]
 
 
 def make_flashinfer(
@@ -317,22 +231,23 @@ def make_flashinfer(
     for spec in specs:
         check_supported(spec, dtype)
     major, _ = torch.cuda.get_device_capability(device)
-    memory = SharedMemory(device)
-    backends = [
-        FlashInferAttention(
-            spec,
-            dtype=dtype,
-            device=device,
-            kernels=kernels,
-            invariance=invariance,
-            packs_heads=packs_heads,
-            hopper=major == _HOPPER,
-            memory=memory,
-        )
-        for spec in specs
-    ]
-    for spec, attention in dict(zip(specs, backends, strict=True)).items():
-        build_kernels(attention, spec, dtype, device)
+    make = partial(
+        FlashInferAttention,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        invariance=invariance,
+        packs_heads=packs_heads,
+        hopper=major == _HOPPER,
+        memory=SharedMemory(device),
+    )
+    leaders: dict[AttentionSpec, FlashInferAttention] = {}
+    backends: list[FlashInferAttention] = []
+    for spec in specs:
+        backends.append(make(spec, leader=leaders.get(spec)))
+        leaders.setdefault(spec, backends[-1])
+    for spec, leader in leaders.items():
+        build_kernels(leader, spec, dtype, device)
     return backends
 
 
@@ -397,8 +312,3 @@ def load_kernels(device: torch.device) -> Any:
         raise ConfigError(
             f"FlashInfer is not installed ({error}). Run: pip install 'prefixcache[cuda]'"
         ) from error
-
-
-def _planned(kernel: Kernel, rows: KernelRows, indices: Tensor, *, first_row: int) -> _Part:
-    kernel.plan(rows, indices)
-    return _Part(slice(first_row, first_row + rows.num_rows), kernel)

@@ -111,9 +111,14 @@ class Kernel:
                 self._group_size,
             )
 
-    def run(self, q_THD: Tensor, kv: Tensor, out_THD: Tensor) -> None:
-        """Computes the planned rows."""
+    def run(self, q_THD: Tensor, kv: Tensor, indices: Tensor, out_THD: Tensor) -> None:
+        """Computes the planned rows over the pages of `indices`, as many as were planned with."""
+        # They are the one table of a plan that differs between groups. A graph's next plan writes
+        # to the table that the wrapper was made with.
+        planned = self._wrapper._paged_kv_indices_buf  # noqa: SLF001 (no other way to it)
+        self._wrapper._paged_kv_indices_buf = indices  # noqa: SLF001
         self._wrapper.run(q_THD, kv, out=out_THD)
+        self._wrapper._paged_kv_indices_buf = planned  # noqa: SLF001
 
     def _plan(self, rows: KernelRows, indices: Tensor, fixed: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -155,10 +160,10 @@ class _PackedDecode(_Prefill):
     def plan(self, rows: KernelRows, indices: Tensor) -> None:
         super().plan(replace(rows, qo_indptr=rows.qo_indptr * self._group_size), indices)
 
-    def run(self, q_THD: Tensor, kv: Tensor, out_THD: Tensor) -> None:
+    def run(self, q_THD: Tensor, kv: Tensor, indices: Tensor, out_THD: Tensor) -> None:
         packed = q_THD.unflatten(1, (-1, self._group_size)).transpose(1, 2).flatten(0, 1)
         out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
-        self._wrapper.run(packed, kv, out=out)
+        super().run(packed, kv, indices, out)
         heads = out.unflatten(0, (-1, self._group_size)).transpose(1, 2)
         out_THD.unflatten(1, (-1, self._group_size)).copy_(heads)
 

@@ -119,18 +119,37 @@ def grid_pages(page_size: int) -> int:
     return math.lcm(_TILE_GRID, page_size) // page_size
 
 
-def align_tables(batch: AttentionBatch, multiple: int) -> AttentionBatch:
-    """The step with the pages left out of each table rounded down to a multiple of `multiple`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedPages:
+    """Which of a step's pages the kernels are told of, in CSR; `chosen` None stands for all."""
+
+    kv_indptr: Tensor  # int32 [S + 1], on the CPU
+    first_pages: Tensor | None  # int32 [S], on the CPU
+    chosen: Tensor | None  # int32, where the page indices are
+
+    def of(self, batch: AttentionBatch) -> AttentionBatch:
+        """The step of a group whose tables have the lengths that these were made of."""
+        if self.chosen is None:
+            return batch
+        return replace(
+            batch,
+            kv_indptr=self.kv_indptr,
+            kv_indices=batch.kv_indices.index_select(0, self.chosen),
+            first_pages=self.first_pages,
+        )
+
+
+def align_tables(batch: AttentionBatch, multiple: int) -> ListedPages:
+    """The step's pages where those left out of each table are a multiple of `multiple`.
 
     FA3's key tiles begin at the first key listed, and a row's bits depend on where they begin. A
     page that was left out and is listed again is the sequence's first one: behind the window the
     kernel multiplies values by zero, and only those of other requests could be no numbers.
     """
     if batch.first_pages is None or multiple == 1:
-        return batch
+        return ListedPages(kv_indptr=batch.kv_indptr, first_pages=batch.first_pages, chosen=None)
     first_pages, indptr = batch.first_pages.numpy(), batch.kv_indptr.numpy()
-    if not (added := first_pages % multiple).any():
-        return batch
+    added = first_pages % multiple
     aligned_indptr = indptr.copy()
     aligned_indptr[1:] += np.cumsum(added, dtype=np.int32)
     counts = np.diff(aligned_indptr)
@@ -140,11 +159,23 @@ def align_tables(batch: AttentionBatch, multiple: int) -> AttentionBatch:
     chosen = torch.from_numpy(np.maximum(places, np.repeat(starts, counts)))
     if batch.kv_indices.device.type == "cuda":
         chosen = chosen.pin_memory().to(batch.kv_indices.device, non_blocking=True)
-    return replace(
-        batch,
+    return ListedPages(
         kv_indptr=torch.from_numpy(aligned_indptr),
-        kv_indices=batch.kv_indices.index_select(0, chosen),
         first_pages=torch.from_numpy(first_pages - added),
+        chosen=chosen,
+    )
+
+
+def have_equal_lengths(one: AttentionBatch, other: AttentionBatch) -> bool:
+    """Whether two groups' batches of a step are the same but for slots and page indices."""
+    return all(
+        mine is theirs or (mine is not None and theirs is not None and torch.equal(mine, theirs))
+        for mine, theirs in (
+            (one.qo_indptr, other.qo_indptr),
+            (one.kv_indptr, other.kv_indptr),
+            (one.last_page_len, other.last_page_len),
+            (one.first_pages, other.first_pages),
+        )
     )
 
 

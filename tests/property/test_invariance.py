@@ -198,6 +198,7 @@ def assert_same(counts: Counts) -> None:
         ("bfloat16", "window7"),
         ("float32", "window33"),
         ("float32", "all33"),
+        ("bfloat16", "gemma3"),
     ],
 )
 def test_answers_and_blocks_of_any_schedule_are_those_of_lone_cold_runs(

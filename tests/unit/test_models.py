@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paged_driver import PagedDriver
+from prefixcache._core import Cpu
 from prefixcache.model_config import ModelConfig, RopeConfig
 from prefixcache.models.llama import LlamaModel
 from prefixcache.models.loader import choose_dtype, load_model
@@ -22,8 +23,8 @@ CPU = torch.device("cpu")
 TinyCheckpoint = Callable[..., Path]
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaModel:
-    return load_model(ModelConfig.from_hf(folder), folder, dtype=dtype, device=CPU)
+def load(folder: Path, dtype: torch.dtype = torch.float32, cpu: Cpu | None = None) -> LlamaModel:
+    return load_model(ModelConfig.from_hf(folder), folder, dtype=dtype, device=CPU, cpu=cpu)
 
 
 def prompt_of(length: int, vocab_size: int = 384, seed: int = 0) -> list[int]:
@@ -55,6 +56,21 @@ def test_logits_equal_those_of_transformers(
     tokens = prompt_of(200)
     ours = PagedDriver(load(folder)).forward([(0, 0, tokens)])
     torch.testing.assert_close(ours, reference(folder, tokens), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3-window", "gemma3"])
+@pytest.mark.parametrize("attention", ["cpu", "torch"])
+@pytest.mark.parametrize("with_kernels", [True, False])
+def test_every_set_of_ops_with_every_attention_gives_transformers_logits(
+    tiny_checkpoint: TinyCheckpoint, architecture: str, attention: str, with_kernels: bool
+) -> None:
+    folder, cpu = tiny_checkpoint(architecture), Cpu(2)
+    tokens = prompt_of(200)
+    model = load(folder, cpu=cpu if with_kernels else None)
+    ours = PagedDriver(model, attention=attention, cpu=cpu)
+    chunks = [ours.forward([(0, a, tokens[a : a + 70])]) for a in range(0, 200, 70)]
+    near = {"atol": 2e-4, "rtol": 1e-4}
+    torch.testing.assert_close(torch.cat(chunks), reference(folder, tokens), **near)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES | WINDOWED)

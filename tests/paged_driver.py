@@ -13,7 +13,7 @@ from prefixcache.attention.base import AttentionBatch
 from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.kv.specs import kv_layout
 from prefixcache.kv.tensors import KVTensors, attention_groups
-from prefixcache.models.llama import LlamaModel
+from prefixcache.models.decoder import DecoderModel
 
 
 def make_batch(
@@ -61,7 +61,7 @@ class PagedDriver:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: DecoderModel,
         *,
         num_sequences: int = 1,
         max_tokens: int = 256,

@@ -14,7 +14,7 @@ from prefixcache.config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_layout
 from prefixcache.kv.tensors import attention_groups
-from prefixcache.models.llama import LlamaModel
+from prefixcache.models.decoder import DecoderModel
 from prefixcache.request import Request
 from prefixcache.runner.cuda_graph import DecodeGraphs, graph_sizes
 from prefixcache.runner.model_runner import ModelRunner
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 MakeAttention = Callable[[AttentionSpec], AttentionBackend]
 
 
-def grouped_attention(model: LlamaModel, make_attention: MakeAttention) -> GroupedAttention:
+def grouped_attention(model: DecoderModel, make_attention: MakeAttention) -> GroupedAttention:
     """A backend for each group of the model's layers."""
     groups = attention_groups(kv_layout(model.config), model.attention_spec)
     return GroupedAttention(groups, [make_attention(group.spec) for group in groups])
@@ -37,7 +37,7 @@ class PagedServer:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: DecoderModel,
         make_attention: MakeAttention = TorchAttention,
         *,
         num_blocks: int = 64,

@@ -23,7 +23,7 @@ from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_layout
 from prefixcache.kv.tensors import KVTensors, attention_groups
 from prefixcache.model_config import ModelConfig
-from prefixcache.models.llama import Builder, LlamaModel
+from prefixcache.models.decoder import Builder, DecoderModel
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.ops.sets import TorchOps
 from prefixcache.request import Request
@@ -74,7 +74,7 @@ class NoText:
 
 def random_model(
     shape: Shape, device: torch.device, max_positions: int, *, fixed_tiles: bool = False
-) -> LlamaModel:
+) -> DecoderModel:
     """The shape's decoder; the same weights on every call. Linears keep activations in range."""
     config = ModelConfig.from_hf(shape.hf_config)
     model = _empty_model(config, device, max_positions, fixed_tiles=fixed_tiles)
@@ -91,7 +91,7 @@ def random_model(
 class System:
     """Scheduler, cache, runner and engine around a model."""
 
-    def __init__(self, model: LlamaModel, setup: Setup) -> None:
+    def __init__(self, model: DecoderModel, setup: Setup) -> None:
         config = _engine_config(setup)
         self.setup = setup
         self.attention = _attention(model, setup)
@@ -274,13 +274,13 @@ def _indptr(counts: list[int]) -> torch.Tensor:
 
 def _empty_model(
     config: ModelConfig, device: torch.device, max_positions: int, *, fixed_tiles: bool = False
-) -> LlamaModel:
+) -> DecoderModel:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ops = TorchOps(dtype, device, fixed_tiles=fixed_tiles)
-    return LlamaModel(config, Builder(ops), max_positions)
+    return DecoderModel(config, Builder(ops), max_positions)
 
 
-def _kv_tensors(model: LlamaModel, attention: GroupedAttention, num_blocks: int) -> KVTensors:
+def _kv_tensors(model: DecoderModel, attention: GroupedAttention, num_blocks: int) -> KVTensors:
     return KVTensors(
         layout=kv_layout(model.config),
         attention=attention,
@@ -291,7 +291,7 @@ def _kv_tensors(model: LlamaModel, attention: GroupedAttention, num_blocks: int)
     )
 
 
-def _attention(model: LlamaModel, setup: Setup) -> GroupedAttention:
+def _attention(model: DecoderModel, setup: Setup) -> GroupedAttention:
     groups = attention_groups(kv_layout(model.config), model.attention_spec)
     if setup.attention == "reference":
         backends = [reference_attention(group.spec, model.device) for group in groups]
@@ -313,7 +313,7 @@ def _engine_config(setup: Setup) -> EngineConfig:
 
 
 def _num_blocks(
-    config: EngineConfig, model: LlamaModel, attention: GroupedAttention, setup: Setup
+    config: EngineConfig, model: DecoderModel, attention: GroupedAttention, setup: Setup
 ) -> int:
     """On a GPU what the runs can need at most, if that fits."""
     if model.device.type != "cuda":

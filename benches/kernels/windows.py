@@ -16,7 +16,7 @@ import torch
 
 from prefixcache._core import Cpu
 from prefixcache.model_config import ModelConfig
-from prefixcache.models.llama import Builder, LlamaModel
+from prefixcache.models.decoder import Builder, DecoderModel
 from prefixcache.ops.sets import make_ops
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
@@ -49,7 +49,7 @@ def driver(cpu: Cpu, windows: tuple[int | None, ...], length: int) -> PagedDrive
         tie_word_embeddings=True,
     )
     ops = make_ops(torch.bfloat16, torch.device("cpu"), cpu)
-    model = LlamaModel(config, Builder(ops), length)
+    model = DecoderModel(config, Builder(ops), length)
     for slot in model.slots.values():
         slot.write(torch.randn(slot.shape) * 0.05)
     return PagedDriver(model, attention="cpu", cpu=cpu, max_tokens=length)

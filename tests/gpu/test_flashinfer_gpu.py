@@ -12,7 +12,7 @@ from paged_models import PagedServer
 from prefixcache.attention.base import AttentionBatch, AttentionSpec
 from prefixcache.attention.flashinfer import FlashInferAttention, make_flashinfer
 from prefixcache.model_config import ModelConfig
-from prefixcache.models.llama import Builder, LlamaModel
+from prefixcache.models.decoder import Builder, DecoderModel
 from prefixcache.ops.sets import make_ops
 from prefixcache.runner.cuda_graph import CudaCapture
 from reference import flashinfer_reference
@@ -225,7 +225,7 @@ def test_a_model_answers_from_graphs_as_it_does_step_by_step(device) -> None:
         max_position_embeddings=512,
         qk_norm=True,
     )
-    model = LlamaModel(config, Builder(make_ops(torch.bfloat16, device, None)), 512)
+    model = DecoderModel(config, Builder(make_ops(torch.bfloat16, device, None)), 512)
     generator = torch.Generator(device).manual_seed(0)
     for slot in model.slots.values():
         slot.write(torch.randn(slot.shape, generator=generator, device=device) * 0.1)

@@ -14,7 +14,7 @@ from equality import INTERRUPTIONS, WIDE, Bench, Counts, Schedule, random_schedu
 from paged_driver import PagedDriver
 from prefixcache._core import Cpu
 from prefixcache.model_config import ModelConfig
-from prefixcache.models.llama import LlamaModel
+from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import load_model
 from repeatable import bounded
 
@@ -65,7 +65,7 @@ class Runs:
     def __init__(self, folder: Path, dtype: str, threads: int, *, invariant: bool = True) -> None:
         self.cpu = Cpu(threads) if invariant else None
         config = ModelConfig.from_hf(folder)
-        self.model: LlamaModel = load_model(
+        self.model: DecoderModel = load_model(
             config, folder, dtype=getattr(torch, dtype), device=CPU, cpu=self.cpu
         )
         self.cold = [self._lone(sequence) for sequence in range(3)]

@@ -16,7 +16,7 @@ from paged_models import CPU, PagedServer
 from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.flashinfer import FlashInferAttention
 from prefixcache.model_config import ModelConfig
-from prefixcache.models.llama import LlamaModel
+from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import load_model
 from prefixcache.runner.cuda_graph import choose_size, graph_sizes
 from tape import TapeCapture
@@ -30,11 +30,11 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def load(folder: Path) -> LlamaModel:
+def load(folder: Path) -> DecoderModel:
     return load_model(ModelConfig.from_hf(folder), folder, dtype=torch.float32, device=CPU)
 
 
-def server(model: LlamaModel, capture: TapeCapture, **options) -> PagedServer:
+def server(model: DecoderModel, capture: TapeCapture, **options) -> PagedServer:
     leaders: dict[AttentionSpec, FlashInferAttention] = {}
 
     def attention(spec: AttentionSpec) -> FlashInferAttention:

@@ -14,7 +14,7 @@ from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.cpu import CpuAttention
 from prefixcache.attention.torch_attention import TorchAttention
 from prefixcache.model_config import ModelConfig
-from prefixcache.models.llama import LlamaModel
+from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import load_model
 
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 14, 9)]
@@ -25,13 +25,13 @@ def kernel_attention(spec: AttentionSpec) -> CpuAttention:
 
 
 @pytest.fixture(params=["smollm2", "qwen3-window"])
-def model(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> LlamaModel:
+def model(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> DecoderModel:
     folder = tiny_checkpoint(request.param)
     return load_model(ModelConfig.from_hf(folder), folder, dtype=torch.float32, device=CPU)
 
 
 @pytest.mark.parametrize("attention", [TorchAttention, kernel_attention])
-def test_empty_steps_change_no_answer(model: LlamaModel, attention: MakeAttention) -> None:
+def test_empty_steps_change_no_answer(model: DecoderModel, attention: MakeAttention) -> None:
     expected = PagedServer(model, attention).generate(PROMPTS)
     server = PagedServer(model, attention)
     step, num_empty = server.step, 0
@@ -48,7 +48,7 @@ def test_empty_steps_change_no_answer(model: LlamaModel, attention: MakeAttentio
 
 
 def test_a_device_that_does_not_compute_is_noticed(
-    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+    model: DecoderModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = PagedServer(model)
 

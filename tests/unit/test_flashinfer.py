@@ -35,7 +35,7 @@ from prefixcache.attention.flashinfer_plan import (
 from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.exceptions import ConfigError
 from prefixcache.model_config import ModelConfig
-from prefixcache.models.llama import LlamaModel
+from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import load_model
 from reference import flashinfer_reference
 from reference.paged_attention import SlowSequence, batch_of
@@ -61,7 +61,7 @@ def backend(spec: AttentionSpec = SPEC, **options) -> FlashInferAttention:
     )
 
 
-def load(folder: Path) -> LlamaModel:
+def load(folder: Path) -> DecoderModel:
     return load_model(ModelConfig.from_hf(folder), folder, dtype=torch.float32, device=CPU)
 
 
@@ -123,7 +123,7 @@ def _hybrid_answers(folder: Path, invariance: str) -> dict[str, list[list[float]
     return answers | {"chunks": list(chunked.logprobs.values())}
 
 
-def _led_server(model: LlamaModel, invariance: str, **options: int) -> PagedServer:
+def _led_server(model: DecoderModel, invariance: str, **options: int) -> PagedServer:
     """Groups of one window run by the plan of the first of them."""
     leaders: dict[AttentionSpec, FlashInferAttention] = {}
 

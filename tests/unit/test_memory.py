@@ -17,7 +17,7 @@ from prefixcache.engine import device as engine_device
 from prefixcache.exceptions import ConfigError, OutOfMemoryError
 from prefixcache.kv.sizing import DeviceMemory, fitting_blocks
 from prefixcache.model_config import ModelConfig
-from prefixcache.models.llama import LlamaModel
+from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import load_model
 from prefixcache.ops import cuda as ops_cuda
 from prefixcache.runner.trial import run_largest_step
@@ -28,7 +28,7 @@ GIB = 1 << 30
 TinyCheckpoint = Callable[..., Path]
 
 
-def load(folder: Path) -> LlamaModel:
+def load(folder: Path) -> DecoderModel:
     return load_model(ModelConfig.from_hf(folder), folder, dtype=torch.float32, device=CPU)
 
 
@@ -49,7 +49,7 @@ def test_no_room_for_a_single_block_names_the_numbers() -> None:
 class Watched:
     """A model that notes the largest call of each kind."""
 
-    def __init__(self, model: LlamaModel) -> None:
+    def __init__(self, model: DecoderModel) -> None:
         self._model = model
         self.tokens = self.rows = self.last_position = 0
 

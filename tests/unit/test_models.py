@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from paged_driver import PagedDriver
 from prefixcache._core import Cpu
 from prefixcache.model_config import ModelConfig, RopeConfig
-from prefixcache.models.llama import LlamaModel
+from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import choose_dtype, load_model
 from prefixcache.models.weights import NamedTensor, copy_into
 from tiny_models import ARCHITECTURES, WINDOWED, make_model
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 TinyCheckpoint = Callable[..., Path]
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, cpu: Cpu | None = None) -> LlamaModel:
+def load(folder: Path, dtype: torch.dtype = torch.float32, cpu: Cpu | None = None) -> DecoderModel:
     return load_model(ModelConfig.from_hf(folder), folder, dtype=dtype, device=CPU, cpu=cpu)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.model_config import ModelConfig
-from prefixcache.models.llama import LlamaModel
+from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import load_model
 from prefixcache.models.weights import NamedTensor, check_folder, copy_into, shapes_of
 from tiny_models import edit_config
@@ -32,7 +32,7 @@ def sharded(tiny_checkpoint: TinyCheckpoint, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_checkpoint("llama", sharded=True), tmp_path / "model"))
 
 
-def load(folder: Path) -> LlamaModel:
+def load(folder: Path) -> DecoderModel:
     config = ModelConfig.from_hf(folder)
     return load_model(config, folder, dtype=torch.float32, device=torch.device("cpu"))
 

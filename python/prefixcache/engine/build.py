@@ -30,8 +30,8 @@ from prefixcache.kv.sizing import choose_num_blocks
 from prefixcache.kv.specs import KVLayout, kv_layout
 from prefixcache.kv.tensors import KVTensors, attention_groups
 from prefixcache.model_config import ModelConfig
+from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.hub import read_config, resolve_model
-from prefixcache.models.llama import LlamaModel
 from prefixcache.models.loader import choose_dtype, load_model, make_model
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.ops.sets import torch_is_faster
@@ -219,7 +219,7 @@ def _model_and_pool(
     dtype: torch.dtype,
     device: torch.device,
     cpu: Cpu | None,
-) -> tuple[LlamaModel, GroupedAttention, int, int]:
+) -> tuple[DecoderModel, GroupedAttention, int, int]:
     """The loaded model, its attention without a pool, the pool's blocks and the context length.
 
     Where a trial step sizes the pool, the model must be there first.
@@ -253,7 +253,7 @@ def _kernel_threads(config: EngineConfig, device: torch.device) -> Cpu | None:
     return Cpu(torch.get_num_threads())
 
 
-def _attention(config: EngineConfig, model: LlamaModel, cpu: Cpu | None) -> GroupedAttention:
+def _attention(config: EngineConfig, model: DecoderModel, cpu: Cpu | None) -> GroupedAttention:
     options = AttentionOptions(
         device=model.device,
         dtype=model.dtype,

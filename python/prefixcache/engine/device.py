@@ -13,7 +13,7 @@ from prefixcache.exceptions import ConfigError
 from prefixcache.kv.sizing import DeviceMemory, fitting_blocks, measure_peak
 from prefixcache.kv.specs import kv_layout
 from prefixcache.kv.tensors import KVTensors
-from prefixcache.models.llama import LlamaModel
+from prefixcache.models.decoder import DecoderModel
 from prefixcache.ops.cuda import pin_matmul
 from prefixcache.runner.cuda_graph import (
     Capture,
@@ -54,7 +54,7 @@ def is_sized_by_trial(config: EngineConfig, device: torch.device) -> bool:
 
 
 def kv_tensors(
-    config: EngineConfig, model: LlamaModel, attention: GroupedAttention, num_blocks: int
+    config: EngineConfig, model: DecoderModel, attention: GroupedAttention, num_blocks: int
 ) -> KVTensors:
     """The pool of all groups of the model; `allocate` makes its memory."""
     return KVTensors(
@@ -69,7 +69,7 @@ def kv_tensors(
 
 def trial_blocks(
     config: EngineConfig,
-    model: LlamaModel,
+    model: DecoderModel,
     attention: GroupedAttention,
     max_model_len: int,
     measure: Measure = measure_peak,
@@ -102,7 +102,7 @@ def shares_answers(attention: GroupedAttention) -> bool:
 
 def make_graphs(
     config: EngineConfig,
-    model: LlamaModel,
+    model: DecoderModel,
     attention: GroupedAttention,
     max_model_len: int,
     capture: Capture | None = None,

@@ -10,7 +10,7 @@ import torch
 from prefixcache._core import Cpu
 from prefixcache.config import DType
 from prefixcache.model_config import ModelConfig
-from prefixcache.models.llama import Builder, LlamaModel
+from prefixcache.models.decoder import Builder, DecoderModel
 from prefixcache.models.weights import load_folder
 from prefixcache.ops.sets import make_ops
 
@@ -27,7 +27,7 @@ def load_model(
     device: torch.device,
     max_positions: int | None = None,
     cpu: Cpu | None = None,
-) -> LlamaModel:
+) -> DecoderModel:
     """Builds the model on the device and fills it from the folder's safetensors.
 
     `max_positions` (the model's context length if None) bounds the rotary table. With `cpu` the
@@ -46,10 +46,10 @@ def make_model(
     device: torch.device,
     max_positions: int | None = None,
     cpu: Cpu | None = None,
-) -> LlamaModel:
+) -> DecoderModel:
     """The model of `load_model` with its weights undefined: for somebody who writes them all."""
     builder = Builder(make_ops(dtype, device, cpu))
-    return LlamaModel(config, builder, max_positions or config.max_context_length)
+    return DecoderModel(config, builder, max_positions or config.max_context_length)
 
 
 def choose_dtype(asked: DType, checkpoint: str | None, device: torch.device) -> torch.dtype:

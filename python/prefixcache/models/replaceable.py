@@ -12,7 +12,7 @@ from torch import Tensor
 from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.exceptions import ConfigError, ModelLoadError
 from prefixcache.model_config import GenerationDefaults, ModelConfig
-from prefixcache.models.llama import LlamaModel
+from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.weights import (
     NamedTensor,
     check_folder,
@@ -38,9 +38,9 @@ class ReplaceableModel:
     """
 
     def __init__(
-        self, model: LlamaModel, make: Callable[[], LlamaModel], folder: Path | None
+        self, model: DecoderModel, make: Callable[[], DecoderModel], folder: Path | None
     ) -> None:
-        self._model: LlamaModel | None = model
+        self._model: DecoderModel | None = model
         self._make = make
         self.folder = folder
         self._config = model.config
@@ -49,7 +49,7 @@ class ReplaceableModel:
         self._unwritten: set[str] = set()
 
     @property
-    def loaded(self) -> LlamaModel:
+    def loaded(self) -> DecoderModel:
         """The model itself. Raises `RuntimeError` while it is given up."""
         if self._model is None:
             raise RuntimeError("The model's weights are given up.")

@@ -207,7 +207,7 @@ class DecoderLayer:
         }
 
 
-class LlamaModel:
+class DecoderModel:
     """The decoder. Its parameters are undefined until every slot was written.
 
     `max_positions` bounds the positions `forward` may be given.

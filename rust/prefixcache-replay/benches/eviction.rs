@@ -1,0 +1,109 @@
+//! Token hit rates of public traces, of each order of eviction and of the optimum, and the tokens that the
+//! slowest tenth of the requests computes at least: `cargo bench --package prefixcache-replay -- [trace]..`.
+//!
+//! With `--as-json` each row is one line of JSON as well, on standard output.
+
+use std::error::Error;
+use std::path::PathBuf;
+
+use prefixcache_replay::optimum::optimum;
+use prefixcache_replay::replay::{Outcome, replay};
+use prefixcache_replay::trace::Trace;
+use serde::Serialize;
+
+const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/traces");
+const TRACES: [&str; 3] = ["mooncake_conv", "taubench", "weka64_A"];
+
+/// Sizes of the pool, in percent of the blocks that a trace's prompts have.
+const PERCENTS: [usize; 6] = [1, 2, 5, 10, 20, 50];
+
+/// One order of eviction over one trace, at all sizes.
+#[derive(Serialize)]
+struct Row<'a> {
+    trace: &'a str,
+    order: &'a str,
+    blocks: Vec<usize>,
+    hit_percent: Vec<f64>,
+    computed_p90: Vec<usize>,
+}
+
+type Replayed = Result<Outcome, Box<dyn Error>>;
+
+fn measure<'a>(
+    trace: &'a Trace,
+    order: &'a str,
+    run: impl Fn(usize) -> Replayed,
+) -> Result<Row<'a>, Box<dyn Error>> {
+    let unique = trace.num_prompt_blocks();
+    let blocks: Vec<usize> = PERCENTS
+        .iter()
+        .map(|percent| unique * percent / 100)
+        .collect();
+    let outcomes = blocks
+        .iter()
+        .map(|&size| run(size))
+        .collect::<Result<Vec<_>, _>>()?;
+    Ok(Row {
+        trace: &trace.name,
+        order,
+        blocks,
+        hit_percent: outcomes
+            .iter()
+            .map(|outcome| 100.0 * outcome.hit_rate())
+            .collect(),
+        computed_p90: outcomes
+            .iter()
+            .map(|outcome| outcome.computed_at(90))
+            .collect(),
+    })
+}
+
+fn print_row(row: &Row) {
+    let rates = row.hit_percent.iter().map(|rate| format!("{rate:7.2}"));
+    let computed = row.computed_p90.iter().map(|tokens| format!("{tokens:8}"));
+    let cells: String = rates.chain(["   |".into()]).chain(computed).collect();
+    println!("{:14} {:12}{cells}", row.trace, row.order);
+}
+
+fn print_header() {
+    let percents = |width| {
+        PERCENTS
+            .map(|percent| format!("{:>width$}", format!("{percent}%")))
+            .concat()
+    };
+    println!("token hit rate in percent | tokens computed at p90, by size of the pool");
+    println!("{:27}{}   |{}", "", percents(7), percents(8));
+}
+
+fn run_trace(name: &str, as_json: bool) -> Result<(), Box<dyn Error>> {
+    let trace = Trace::read(&PathBuf::from(FOLDER).join(format!("{name}.ptt.gz")))?;
+    let rows = [
+        measure(&trace, "lru", |blocks| Ok(replay(&trace, blocks)?))?,
+        measure(&trace, "optimum", |blocks| Ok(optimum(&trace, blocks)))?,
+    ];
+    for row in &rows {
+        print_row(row);
+        if as_json {
+            println!("{}", serde_json::to_string(row)?);
+        }
+    }
+    Ok(())
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let as_json = arguments.iter().any(|argument| argument == "--as-json");
+    let named: Vec<&str> = TRACES
+        .into_iter()
+        .filter(|name| arguments.iter().any(|argument| argument == name))
+        .collect();
+    print_header();
+    for name in if named.is_empty() {
+        TRACES.to_vec()
+    } else {
+        named
+    } {
+        run_trace(name, as_json)?;
+    }
+    Ok(())
+}

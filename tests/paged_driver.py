@@ -44,7 +44,6 @@ def make_batch(
         kv_indices=torch.tensor([page for pages in used for page in pages], dtype=torch.int32),
         last_page_len=torch.tensor(last, dtype=torch.int32),
         slot_mapping=torch.tensor(slots),
-        max_q_len=max(rows),
         first_pages=torch.tensor(first, dtype=torch.int32),
     )
 

@@ -261,7 +261,6 @@ def mixed_batch(
             dtype=torch.int32,
         ),
         slot_mapping=torch.tensor(slots, device=device),
-        max_q_len=max(count for _, count in lengths),
         num_decodes=num_decodes,
         first_pages=torch.tensor(behind, dtype=torch.int32),
     )

@@ -46,7 +46,6 @@ def batch_of(sequences: list[SlowSequence], page_size: int) -> AttentionBatch:
         kv_indices=torch.tensor(indices, dtype=torch.int32),
         last_page_len=torch.tensor(last, dtype=torch.int32),
         slot_mapping=torch.tensor(slots, dtype=torch.int64),
-        max_q_len=max(s.count for s in sequences),
         num_decodes=decodes,
         first_pages=torch.tensor([one.left_out for one in sequences], dtype=torch.int32),
     )

@@ -61,7 +61,6 @@ class AttentionBatch:
     kv_indices: Tensor  # int32 [N], N >= kv_indptr[-1]
     last_page_len: Tensor  # int32 [S], 1..B
     slot_mapping: Tensor  # int64 [T]
-    max_q_len: int
     num_decodes: int = 0
     first_pages: Tensor | None = None  # int32 [S]
 

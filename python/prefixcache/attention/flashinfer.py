@@ -294,7 +294,6 @@ def _decode_and_chunk(device: torch.device) -> AttentionBatch:
         kv_indices=table(0, 0),
         last_page_len=table(1, 2),
         slot_mapping=torch.tensor([0, 0, 1], device=device),
-        max_q_len=2,
         num_decodes=1,
     )
 

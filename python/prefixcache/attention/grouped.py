@@ -95,7 +95,10 @@ class GroupedAttention:
         return all(isinstance(backend, GraphAttention) for backend in self.backends)
 
     def reserve_graphs(self, sizes: Sequence[int], max_page_indices: Sequence[int]) -> None:
-        """Makes the tables that captured decodes of `sizes` rows read, one bound a group."""
+        """Makes the tables that captured decodes of `sizes` rows read.
+
+        `max_page_indices` bounds the page indices of a decode in each group.
+        """
         for backend, most in zip(self._graph_backends(), max_page_indices, strict=True):
             backend.reserve_graphs(sizes, most)
 

@@ -5,7 +5,7 @@ Letters of shapes: T tokens in the step, S sequences, R rows of logits, P pages 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +56,6 @@ class StepBuffers:
         counts = np.array([sequence.num_tokens for sequence in plan.sequences])
         starts = np.array([sequence.start for sequence in plan.sequences])
         num_tokens, num_seqs = plan.num_tokens, len(counts)
-        max_q_len = int(counts.max())
         qo_indptr = np.zeros(num_seqs + 1, np.int32)
         ends = np.cumsum(counts, out=qo_indptr[1:])
         upload = Upload()
@@ -66,33 +65,35 @@ class StepBuffers:
         )
         samples = [sequence.sampling is not None for sequence in plan.sequences]
         sampled_rows = upload.integers(ends[samples] - 1)
-        slots_and_pages = [
-            (
-                upload.integers(tables.slot_mapping[:num_tokens]),
-                upload.int32(tables.indices[: tables.indptr[num_seqs]]),
-            )
+        attention = [
+            _attention_batch(plan, tables, torch.from_numpy(qo_indptr), upload)
             for tables in self.block_tables
         ]
         sent = upload.send(self._device)
-        qo_indptr_S1 = torch.from_numpy(qo_indptr)
         return Batch(
             token_ids_T=_resolved(plan, token_ids(sent), sampled_R),
             positions_T=positions(sent),
             sampled_rows_R=sampled_rows(sent),
-            attention=tuple(
-                AttentionBatch(
-                    qo_indptr=qo_indptr_S1,
-                    kv_indptr=torch.from_numpy(tables.indptr[: num_seqs + 1]),
-                    kv_indices=pages(sent),
-                    last_page_len=torch.from_numpy(tables.last_page_len[:num_seqs]),
-                    slot_mapping=slots(sent),
-                    max_q_len=max_q_len,
-                    num_decodes=plan.num_decodes,
-                    first_pages=torch.from_numpy(tables.first_pages[:num_seqs]),
-                )
-                for tables, (slots, pages) in zip(self.block_tables, slots_and_pages, strict=True)
-            ),
+            attention=tuple(batch(sent) for batch in attention),
         )
+
+
+def _attention_batch(
+    plan: StepPlan, tables: BlockTableBuffers, qo_indptr: Tensor, upload: Upload
+) -> Callable[[Tensor], AttentionBatch]:
+    """Adds a group's pages and slots to what is uploaded; the result picks them out of it."""
+    num_seqs = len(plan.sequences)
+    slots = upload.integers(tables.slot_mapping[: plan.num_tokens])
+    pages = upload.int32(tables.indices[: tables.indptr[num_seqs]])
+    return lambda sent: AttentionBatch(
+        qo_indptr=qo_indptr,
+        kv_indptr=torch.from_numpy(tables.indptr[: num_seqs + 1]),
+        kv_indices=pages(sent),
+        last_page_len=torch.from_numpy(tables.last_page_len[:num_seqs]),
+        slot_mapping=slots(sent),
+        num_decodes=plan.num_decodes,
+        first_pages=torch.from_numpy(tables.first_pages[:num_seqs]),
+    )
 
 
 def _resolved(plan: StepPlan, token_ids_T: Tensor, sampled_R: Tensor) -> Tensor:

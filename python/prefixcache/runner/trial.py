@@ -58,7 +58,6 @@ def null_batch(lengths: list[int], block_size: int, device: torch.device) -> Att
         kv_indices=torch.zeros(sum(pages), dtype=torch.int32),
         last_page_len=torch.tensor(last, dtype=torch.int32),
         slot_mapping=torch.zeros(sum(lengths), dtype=torch.int64, device=device),
-        max_q_len=max(lengths),
     )
 
 

@@ -163,6 +163,7 @@ class Run:
         self.accepted: dict[str, Arrival] = {}
         self.computed: Counter[str] = Counter()
         self.decoding: set[str] = set()
+        self.num_checked = 0
 
     def watch(self, runner: FakeRunner) -> None:
         """The engine survives whatever a step raises; what the runner found wrong must not pass."""
@@ -224,6 +225,7 @@ class Run:
     def change_weights(self) -> None:
         """Tokens do not depend on them, but nothing that was computed may be found."""
         self.engine.drain()
+        self.check_new_plans()
         self.take(self.engine.take_outputs())
         self.cache.new_weight_version()
         if self.setup.in_flight == "recompute":
@@ -234,7 +236,6 @@ class Run:
 
     def step(self) -> None:
         unfinished = self.engine.has_unfinished()
-        plans_before = len(self.runner.plans)
         ran = self.running()
         self.take(self.engine.step())
         for error in self.wrong:
@@ -242,13 +243,19 @@ class Run:
         self.cache.validate()
         gone = set(ran) - set(self.running()) - set(self.ends)
         assert gone == set(ran[len(ran) - len(gone) :]), "the last in order are preempted"
-        new_plans = self.runner.plans[plans_before:]
-        assert len(new_plans) <= (2 if self.setup.ahead else unfinished)
+        num_new = self.check_new_plans()
+        assert num_new <= (2 if self.setup.ahead else unfinished)
+        self.check_sizes()
+        if not (num_new or self.setup.ahead):
+            self.decoding = set()
+
+    def check_new_plans(self) -> int:
+        """Looks at what was computed since the last call; returns how many steps."""
+        new_plans = self.runner.plans[self.num_checked :]
+        self.num_checked += len(new_plans)
         for plan in new_plans:
             self.check_plan(plan)
-        self.check_sizes()
-        if not (new_plans or self.setup.ahead):
-            self.decoding = set()
+        return len(new_plans)
 
     def running(self) -> list[str]:
         """Requests that hold blocks, the first to be served first."""

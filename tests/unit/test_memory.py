@@ -90,15 +90,17 @@ def config(**options) -> EngineConfig:
     )
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3-window"])
 def test_a_pool_is_sized_by_trial_where_nothing_says_its_size(
-    tiny_checkpoint: TinyCheckpoint,
+    tiny_checkpoint: TinyCheckpoint, architecture: str
 ) -> None:
+    """The one with windows has four layers, in two groups of two that share the blocks' bytes."""
     cuda = torch.device("cuda", 1)
     assert engine_device.is_sized_by_trial(config(), cuda)
     assert not engine_device.is_sized_by_trial(config(), CPU)
     assert not engine_device.is_sized_by_trial(config(cache=CacheConfig(num_blocks=9)), cuda)
     assert not engine_device.is_sized_by_trial(config(cache=CacheConfig(kv_cache_memory=9)), cuda)
-    model = load(tiny_checkpoint("qwen3"))
+    model = load(tiny_checkpoint(architecture))
     ran = []
 
     def measure(trial, device) -> DeviceMemory:

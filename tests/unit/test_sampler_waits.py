@@ -133,21 +133,28 @@ def test_a_steps_tables_go_to_the_device_in_one_copy(monkeypatch: pytest.MonkeyP
         np.array([5, -1, 7, 8], dtype=np.int32),
         2,
     )
-    buffers = StepBuffers(max_tokens=8, max_seqs=3, max_pages=[4], device=CUDA)
-    buffers.block_tables[0].indptr[:] = [0, 2, 3, 5]
+    buffers = StepBuffers(max_tokens=8, max_seqs=3, max_pages=[4, 2], device=CUDA)
+    full, window = buffers.block_tables
+    full.indptr[:] = [0, 2, 3, 5]
+    window.indptr[:] = [0, 1, 2, 4]
     with FakeTensorMode(allow_non_fake_inputs=True), Copies() as copies:
         batch = buffers.load(plan, torch.empty(3, dtype=torch.int64, device=CUDA))
-    (attention,) = batch.attention
+    of_full, of_window = batch.attention
     assert (len(sent), copies.between) == (1, [])
     on_device = {
         batch.token_ids_T: (4, torch.int64),
         batch.positions_T: (4, torch.int64),
         batch.sampled_rows_R: (2, torch.int64),
-        attention.slot_mapping: (4, torch.int64),
-        attention.kv_indices: (5, torch.int32),
+        of_full.slot_mapping: (4, torch.int64),
+        of_full.kv_indices: (5, torch.int32),
+        of_window.slot_mapping: (4, torch.int64),
+        of_window.kv_indices: (4, torch.int32),
     }
     for tensor, (length, dtype) in on_device.items():
         assert (tensor.device.type, len(tensor), tensor.dtype) == ("cuda", length, dtype)
+    for attention in (of_full, of_window):
+        assert attention.first_pages is not None
+        assert (attention.first_pages.device.type, len(attention.first_pages)) == ("cpu", 3)
 
 
 def test_what_waits_is_seen() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fake_engine import make_engine, make_request
 from fake_runner import answer_alone
 from prefixcache.kv.cache_manager import CacheManager, GroupKind
 from prefixcache.kv.retention import Retention
-from prefixcache.request import CacheOptions
+from prefixcache.request import CacheOptions, RequestOutput
 from prefixcache.scheduler.in_flight import InFlight
 from repeatable import bounded
 from scheduler_bench import Bench, counts, prompt_of
@@ -242,6 +244,38 @@ def test_where_the_owner_is_past_the_prefix_one_follower_computes_for_all(
     computed, bench = crowd.run(groups, budget)
     assert computed == crowd.cost(times=2)
     assert bench.scheduler.num_window_missed_tokens == crowd.prefix
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("budget", [8, 16, 256])
+@pytest.mark.parametrize(("stagger", "times"), [(0, 1), (10, 2)])
+def test_steps_that_are_planned_ahead_share_as_well(
+    ahead: bool, budget: int, stagger: int, times: int
+) -> None:
+    crowd = Crowd([0] * 8)
+    engine, runner, _ = make_engine(
+        num_blocks=1200,
+        max_num_batched_tokens=budget,
+        max_model_len=256,
+        share_in_flight=True,
+        ahead=ahead,
+        groups=HYBRIDS[2],
+    )
+    answers: dict[str, list[int]] = defaultdict(list)
+    for number in range(8):
+        engine.add_request(make_request(str(number), crowd.prompt(number), max_tokens=1))
+        for _ in range(stagger):
+            collect(engine.step(), answers)
+    while engine.has_unfinished():
+        collect(engine.step(), answers)
+    assert sum(plan.num_tokens for plan in runner.plans) == crowd.cost(times)
+    for number in range(8):
+        assert answers[str(number)] == answer_alone(crowd.prompt(number), 1)
+
+
+def collect(outputs: Iterable[RequestOutput], answers: dict[str, list[int]]) -> None:
+    for output in outputs:
+        answers[output.request_id].extend(output.token_ids)
 
 
 @settings(max_examples=bounded(usual=100, long=2_000), deadline=None)

@@ -61,6 +61,7 @@ CHUNK = 1024
 NUM_BLOCKS = 24_000
 PREFIX = 3136
 SUFFIX = 384
+SHORT = 240
 PASSES = 3
 OUTPUT = 16
 VOCAB = 384
@@ -107,19 +108,28 @@ INK, QUIET, RULE = "#1f2933", "#7b8794", "#e4e7eb"
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: a row, its prefixes, and whether each pass has an order of its own."""
+    """One run: a row, its prefixes, and whether each pass has an order of its own.
+
+    Between two passes come `num_short` requests of `SHORT` tokens that nobody asks for again.
+    """
 
     row: str
     k: int
     shuffled: bool = False
     num_output: int = OUTPUT
+    num_short: int = 0
 
     @property
     def title(self) -> str:
         """The row, and in what the cell is out of the ordinary."""
         more = [", shuffled"] if self.shuffled else []
         more += [f", {self.num_output} tokens of answer"] if self.num_output != OUTPUT else []
+        more += [f", {self.num_short} short requests between"] if self.num_short else []
         return self.row + "".join(more)
+
+    @property
+    def num_requests(self) -> int:
+        return PASSES * self.k + (PASSES - 1) * self.num_short
 
     @property
     def expected(self) -> tuple[int, int] | None:
@@ -139,6 +149,7 @@ class Cell:
 CELLS = [
     *(Cell(row, k) for row in FLAGS for k in COUNTS),
     *(Cell(row, 40, num_output=256) for row in (BOTH, CLOSE)),
+    *(Cell(row, 8, num_short=400) for row in FLAGS),
     *(Cell(row, k, shuffled=True) for row in (ANCHORS, SPACED, WINDOWS, BOTH) for k in (60, 80)),
 ]
 
@@ -154,8 +165,11 @@ class Served:
 
 def prompt(prefix: int, turn: int) -> list[int]:
     """A prefix, and a suffix that no other turn has."""
-    tokens = random.Random(prefix).choices(range(3, VOCAB), k=PREFIX)
-    return tokens + random.Random(f"{prefix} {turn}").choices(range(3, VOCAB), k=SUFFIX)
+    return text(str(prefix), PREFIX) + text(f"{prefix} {turn}", SUFFIX)
+
+
+def text(seed: str, length: int) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB), k=length)
 
 
 def serve(engine: Engine, name: str, tokens: Sequence[int], num_output: int) -> Served:
@@ -178,6 +192,10 @@ def measure(engine: Engine, cell: Cell, advance: Callable[[], None]) -> dict[str
     """The means of each pass over the prefixes of a cell, and the cache's counts after them."""
     passes = []
     for turn, prefixes in enumerate(cell.passes()):
+        for number in range(cell.num_short if turn else 0):
+            name = f"short {turn} {number}"
+            serve(engine, name, text(name, SHORT), 2)
+            advance()
         begun = time.perf_counter()
         served: list[Served] = []
         for prefix in prefixes:
@@ -245,6 +263,7 @@ def simulated(row: str) -> Engine:
         BLOCK,
         groups=["full", *[("sliding_window", WINDOW)] * windows],
         retention=Retention.of(config),
+        merge_twins=config.cache.merge_duplicate_blocks,
     )
     scheduler = Scheduler(config.scheduler, cache, max_model_len=4096)
     parts: dict[str, Any] = {
@@ -295,6 +314,7 @@ def settings(*, simulate: bool) -> dict[str, Any]:
         "chunk": CHUNK,
         "prefix": PREFIX,
         "suffix": SUFFIX,
+        "short": SHORT,
         "flags": FLAGS,
     }
 
@@ -401,7 +421,7 @@ def run(
     missing = [cell for cell in by_count if find(record, cell) is None]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=PASSES * sum(cell.k for cell in missing))
+        task = progress.add_task("", total=sum(cell.num_requests for cell in missing))
         for cell in missing:
             progress.update(task, description=f"{cell.title}, {cell.k} prefixes")
             engine = make(cell.row)

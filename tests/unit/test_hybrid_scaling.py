@@ -27,3 +27,11 @@ def test_each_request_computes_what_a_simulation_of_vllm_says(
     cell = bench.Cell(getattr(bench, row), k, num_output=2)
     done = bench.measure(bench.simulated(cell.row), cell, lambda: None)
     assert bench.computed(done) == bench.EXPECTED[cell.row, k]
+
+
+@pytest.mark.parametrize(("row", "computed"), [("BOTH", 448), ("SPACED", 3520), ("CLOSE", 3520)])
+def test_pinned_prefixes_outlast_short_requests(bench: ModuleType, row: str, computed: int) -> None:
+    """Short requests pin nothing, unless anchors are pinned however close."""
+    cell = bench.Cell(getattr(bench, row), 8, num_output=2, num_short=400)
+    done = bench.measure(bench.simulated(cell.row), cell, lambda: None)
+    assert bench.computed(done) == (computed, computed)

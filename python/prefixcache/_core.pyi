@@ -231,7 +231,10 @@ class PrefixCache:
         The end of what was published is an anchor. For requests that ended well, before `release`.
         """
     def replace_block(self, sequence: Sequence, group: int, index: int, block: int) -> None:
-        """Swap a published block for `block`, the twin that hits, and release the own one."""
+        """Swap a published block for `block`, the twin that hits, and give the own one up.
+
+        It loses its content unless others hold it, so that no copy pushes out other content.
+        """
     def release(self, sequences: _Sequence[Sequence]) -> None:
         """Give all blocks of each sequence back, the tail first: it is evicted before the head.
 

@@ -457,7 +457,7 @@ class ReferenceCache:
         own = sequence.tables[group][index]
         self.pool.touch(block)
         sequence.tables[group][index] = block
-        self.pool.release([own])
+        self.pool.release([own], discard=True)
 
     def release(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:

@@ -612,7 +612,8 @@ impl<S: BlockStore> PrefixCache<S> {
         Ok(())
     }
 
-    /// Swaps a published block of a sequence for `block`, its twin that hits, and releases the own one.
+    /// Swaps a published block of a sequence for `block`, its twin that hits, and gives the own one up,
+    /// which loses its content unless others hold it.
     pub fn replace_block(
         &self,
         sequence: &mut Sequence,
@@ -637,7 +638,8 @@ impl<S: BlockStore> PrefixCache<S> {
             let table = &mut holding.tables[group.index()];
             std::mem::swap(&mut table.blocks[index], &mut taken[0]);
         }
-        self.store.release(&taken)?;
+        // Not released with its content: a copy that nobody needs would push out what somebody does.
+        self.store.discard(&taken)?;
         Ok(())
     }
 

@@ -267,6 +267,35 @@ fn what_the_full_group_has_is_told_apart_from_what_the_windows_lost() {
 }
 
 #[test]
+fn a_block_given_up_for_its_twin_pushes_out_no_other() {
+    let cache = cache(&[FULL], SIZE, 8);
+    let tokens = prompt(1, 8);
+    finish(&cache, &prompt(2, 16), Retention::Everything);
+    let mut both = [1, 2].map(|_| cache.new_sequence(tokens.clone(), Scope::default(), vec![]));
+    for sequence in &mut both {
+        assert_eq!(cache.commit_prefix_plan(sequence, 0, 8), Ok(Some(0)));
+    }
+    let [first, second] = &mut both;
+    let batch = &mut [&mut *first, &mut *second];
+    for twin in cache.mark_blocks_filled(batch, &[8, 8]).unwrap() {
+        let own = &mut *batch[twin.sequence];
+        cache
+            .replace_block(own, twin.group, twin.index, twin.holder)
+            .unwrap();
+    }
+    assert_eq!(first.block_table(0), second.block_table(0));
+    cache.release(&mut [first, second]).unwrap();
+    cache.validate().unwrap();
+    // Two blocks more fit without a loss, where the copies were.
+    let mut others = Vec::new();
+    cache.store().allocate(2, &mut others).unwrap();
+    assert_eq!(
+        (probe(&cache, &prompt(2, 17)), probe(&cache, &prompt(1, 9))),
+        (16, 8)
+    );
+}
+
+#[test]
 fn an_anchor_close_to_the_one_before_is_not_pinned() {
     let cache = cache(&[FULL, WINDOW], SIZE, 64);
     let retention = Retention::Anchors {

@@ -372,7 +372,7 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', thread
         })
     }
 
-    /// Swap a published block of a sequence for `block`, the twin that hits, and release its own one.
+    /// Swap a published block of a sequence for `block`, the twin that hits, and give its own one up.
     fn replace_block(
         &self,
         sequence: &Sequence,

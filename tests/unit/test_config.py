@@ -13,12 +13,15 @@ from typing import Any, get_args
 from unittest import mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from prefixcache.attention.registry import attention_names
 from prefixcache.config import Attention, CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.exceptions import ConfigError, ModelLoadError, UnsupportedModelError
 from prefixcache.model_config import GenerationDefaults, ModelConfig, RopeConfig
+from repeatable import bounded
 
 
 def llama(**changes: Any) -> dict[str, Any]:
@@ -645,6 +648,37 @@ def test_what_leaves_nothing_open_means_the_same_without_transformers(
     monkeypatch.setattr("prefixcache.hf_config._leaves_nothing_open", lambda *_: False)
     assert ModelConfig.from_hf(written) == found
     asked.assert_called_once()
+
+
+_TYPE = st.sampled_from(["full_attention", "sliding_attention"])
+_WINDOW_FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "sliding_window": st.sampled_from([None, 16, 128, 512, 600]),
+        "use_sliding_window": st.none() | st.booleans(),
+        "layer_types": st.none() | st.lists(_TYPE, min_size=2, max_size=2),
+        "max_window_layers": st.sampled_from([0, 1, 2, 28]),
+    },
+)
+
+
+@settings(max_examples=bounded(usual=200, long=4000), deadline=None)
+@given(st.sampled_from(["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3"]), _WINDOW_FIELDS)
+def test_windows_mean_the_same_without_transformers(
+    architecture: str, fields: dict[str, Any]
+) -> None:
+    rest = _WRITTEN | (_GEMMA3_WRITTEN if architecture == "Gemma3" else {})
+    rest = {name: value for name, value in rest.items() if name not in _WINDOWS_WRITTEN}
+
+    def read() -> ModelConfig | type[ConfigError]:
+        try:
+            return of(architecture, **rest | fields)
+        except ConfigError:
+            return ConfigError
+
+    with mock.patch("prefixcache.hf_config._leaves_nothing_open", return_value=False):
+        asked = read()
+    assert read() == asked
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,9 @@ def test_a_prompt_of_the_whole_context_runs_in_a_pool_of_its_blocks_and_windows(
 def test_the_context_is_what_the_pool_holds_in_all_groups(tiny_checkpoint: TinyCheckpoint) -> None:
     folder = tiny_checkpoint("qwen3", **with_windows(WINDOW))
     assert built(folder, 200, max_model_len=400).max_model_len == 400
-    with pytest.raises(ConfigError, match=r"holds 80 tokens of one sequence \(15 blocks of 16\)"):
+    with pytest.raises(ConfigError, match=r"holds 80 tokens \(15 blocks of 16\)"):
         built(folder, 16, max_model_len=400)
-    with pytest.raises(ConfigError, match="holds 0 tokens of one sequence"):
+    with pytest.raises(ConfigError, match="holds 0 tokens"):
         built(folder, 3)
 
 

@@ -204,7 +204,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
         return longest
     if config.scheduler.max_model_len is not None or not room:
         raise ConfigError(
-            f"The KV cache holds {room} tokens of one sequence ({num_blocks - 1} blocks of "
+            f"The KV cache holds {room} tokens ({num_blocks - 1} blocks of "
             f"{config.cache.block_size}), less than one sequence of max_model_len {longest}. "
             "Raise --kv-cache-memory or --num-blocks, or lower --max-model-len."
         )

@@ -87,7 +87,7 @@ class Retention:
         prefix = self.pin_prefix_blocks and None in windows
         before = ", with the blocks of full attention before them" if prefix else ""
         each = self.num_blocks_kept(_PREFIX_TOKENS, block_size, windows)
-        fit = int(_FILLED_SHARE * num_usable_blocks / each) if each else 0
+        fit = int(_FILLED_SHARE * num_usable_blocks / each)
         return (
             f"Pinned: windows where prompts and answers end, where prompts part{every}{before}; at "
             f"most {self.pin_max_share:.0%} of the cache. It has {num_usable_blocks} blocks "

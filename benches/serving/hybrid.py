@@ -44,6 +44,7 @@ from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.retention import Retention
+from prefixcache.kv.specs import GroupKind
 from prefixcache.request import Request
 from prefixcache.runner.pending import PendingStep
 from prefixcache.sampling_params import SamplingParams
@@ -258,11 +259,12 @@ class TablelessCache(CacheManager):
 def simulated(row: str) -> Engine:
     config = config_of(row, "none")
     windows = SHAPE["num_hidden_layers"] - 1
+    groups: list[GroupKind] = ["full", *[("sliding_window", WINDOW)] * windows]
     cache = TablelessCache(
         NUM_BLOCKS,
         BLOCK,
-        groups=["full", *[("sliding_window", WINDOW)] * windows],
-        retention=Retention.of(config),
+        groups=groups,
+        retention=Retention.of(config, groups),
         merge_twins=config.cache.merge_duplicate_blocks,
     )
     scheduler = Scheduler(config.scheduler, cache, max_model_len=4096)

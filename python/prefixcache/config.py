@@ -148,7 +148,8 @@ class CacheConfig(Checked):
         "tokens too; 0 only where they are likely to begin (the end of a prompt, of an answer, and "
         "of what requests share), none every block of every window.",
         "Cache",
-        shown="0; --max-num-batched-tokens with --pin-swa-tokens",
+        shown="0, or none where all layers have a window; --max-num-batched-tokens with "
+        "--pin-swa-tokens",
         metavar="<none or tokens>",
     )
     pin_swa_tokens: bool = flag(
@@ -279,13 +280,17 @@ class EngineConfig(Checked):
         """
         return build(cls, named(cls, flags))
 
-    @property
-    def retention_interval(self) -> int | None:
-        """`cache.prefix_cache_retention_interval` or its default; None keeps every block."""
+    def retention_interval(self, *, has_full_attention: bool) -> int | None:
+        """`cache.prefix_cache_retention_interval` or its default; None keeps every block.
+
+        Full attention's hits show later where prompts part, and its blocks want the room.
+        """
         interval = self.cache.prefix_cache_retention_interval
-        if interval is None:
-            return self.scheduler.max_num_batched_tokens if self.cache.pin_swa_tokens else 0
-        return None if interval == "none" else interval
+        if interval is not None:
+            return None if interval == "none" else interval
+        if self.cache.pin_swa_tokens:
+            return self.scheduler.max_num_batched_tokens
+        return 0 if has_full_attention else None
 
     def keeps_batch_invariant(self, device_type: str) -> bool:
         """Whether answers on that type of device must not depend on the batch."""

@@ -80,3 +80,17 @@ def test_the_start_line_says_groups_where_there_are_several(
     caplog.clear()
     built(tiny_checkpoint("qwen3", **with_windows(WINDOW, num_full=0)), 200)
     assert "GiB), prefix cache" in caplog.text
+
+
+def test_prompts_share_a_prefix_where_all_layers_have_a_window(
+    tiny_checkpoint: TinyCheckpoint,
+) -> None:
+    """The second request finds it: no full attention tells where prompts part."""
+    folder = tiny_checkpoint("qwen3", **with_windows(WINDOW, num_full=0))
+    engine, prefix = built(folder, 200), [3 + i * 7 % 380 for i in range(10 * BLOCK)]
+    answer(engine, [*prefix, 1])
+    expected = answer(built(folder, 200), [*prefix, 2])
+    assert answer(engine, [*prefix, 2]) == expected
+    assert engine.engine.metrics.gauges().num_hit_tokens == len(prefix)
+    answer(engine, [*prefix[: 7 * BLOCK + 3], 4])
+    assert engine.engine.metrics.gauges().num_hit_tokens == len(prefix) + 7 * BLOCK

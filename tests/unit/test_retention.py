@@ -15,8 +15,11 @@ from prefixcache.engine.build import build
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.retention import Retention
+from prefixcache.kv.specs import GroupKind
 from prefixcache.request import CacheOptions, Request
 from prefixcache.sampling_params import SamplingParams
+
+HYBRID: tuple[GroupKind, ...] = ("full", ("sliding_window", 8))
 
 
 @pytest.mark.parametrize(
@@ -25,7 +28,23 @@ from prefixcache.sampling_params import SamplingParams
 )
 def test_an_interval_is_a_number_or_none(given: Any, interval: int | None) -> None:
     config = EngineConfig.from_flags(prefix_cache_retention_interval=given)
-    assert Retention.of(config) == Retention(interval=interval)
+    assert Retention.of(config, HYBRID) == Retention(interval=interval)
+
+
+@pytest.mark.parametrize(
+    ("flags", "interval"),
+    [
+        ({}, None),
+        ({"prefix_cache_retention_interval": 0}, 0),
+        ({"pin_swa_tokens": True, "max_num_batched_tokens": 256}, 256),
+    ],
+)
+def test_where_all_layers_have_a_window_every_block_is_kept(
+    flags: dict[str, Any], interval: int | None
+) -> None:
+    """No hits of full attention would show where prompts part."""
+    config = EngineConfig.from_flags(**flags)
+    assert Retention.of(config, [("sliding_window", 8)]).interval == interval
 
 
 @pytest.mark.parametrize("given", ["None", "", "-1", -1, "1.5", 1.5, True, 2**31, "9" * 5000, []])
@@ -36,9 +55,9 @@ def test_what_is_no_interval_is_refused(given: Any) -> None:
 
 def test_pins_keep_a_window_for_each_step() -> None:
     flags: dict[str, Any] = {"pin_swa_tokens": True, "max_num_batched_tokens": 256}
-    assert Retention.of(EngineConfig.from_flags(**flags)).interval == 256
+    assert Retention.of(EngineConfig.from_flags(**flags), HYBRID).interval == 256
     flags["prefix_cache_retention_interval"] = 0
-    assert Retention.of(EngineConfig.from_flags(**flags)).interval == 0
+    assert Retention.of(EngineConfig.from_flags(**flags), HYBRID).interval == 0
 
 
 def test_all_flags_arrive() -> None:
@@ -49,7 +68,7 @@ def test_all_flags_arrive() -> None:
         pin_min_drop_size=3,
         pin_prefix_blocks=False,
     )
-    assert Retention.of(config) == Retention(
+    assert Retention.of(config, HYBRID) == Retention(
         interval=64, pin=True, pin_max_share=0.5, pin_min_drop_size=3, pin_prefix_blocks=False
     )
 

@@ -94,7 +94,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         kv_dtype=str(dtype).removeprefix("torch."),
         arithmetic=str(dtype).removeprefix("torch."),
         groups=kv.layout.kinds,
-        retention=Retention.of(config),
+        retention=Retention.of(config, kv.layout.kinds),
         publish_answers=shares_answers(attention),
         merge_twins=config.cache.merge_duplicate_blocks and batch_invariant,
     )
@@ -168,7 +168,7 @@ def _log_retention(config: EngineConfig, cache: CacheManager, layout: KVLayout) 
         logger.warning("Without effect: %s. No layer of this model has a sliding window.", given)
     elif config.cache.pin_swa_tokens:
         windows = [group.sliding_window for group in layout.groups]
-        retention = Retention.of(config)
+        retention = Retention.of(config, layout.kinds)
         logger.info(retention.describe_pins(cache.num_usable_blocks, cache.block_size, windows))
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from prefixcache.config import EngineConfig
 from prefixcache.core import Sequence as CoreSequence
+from prefixcache.kv.specs import GroupKind
 from prefixcache.request import Request
 
 _PREFIX_TOKENS = 25_000
@@ -41,10 +42,10 @@ class Retention:
     pin_prefix_blocks: bool = True
 
     @classmethod
-    def of(cls, config: EngineConfig) -> Retention:
-        """What the flags say."""
+    def of(cls, config: EngineConfig, groups: Sequence[GroupKind]) -> Retention:
+        """What the flags say for a model with groups of these kinds."""
         return cls(
-            interval=config.retention_interval,
+            interval=config.retention_interval(has_full_attention="full" in groups),
             pin=config.cache.pin_swa_tokens,
             pin_max_share=config.cache.pin_max_share,
             pin_min_drop_size=config.cache.pin_min_drop_size,

@@ -8,6 +8,7 @@ use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Extras, Scope};
 use prefixcache_core::id::{BlockId, GroupId};
+use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::retention::{Pins, Retention};
 use prefixcache_core::sequence::Sequence;
@@ -30,6 +31,7 @@ fuzz_target!(|input: (u8, Vec<[u8; 3]>)| {
         num_blocks,
         max_blocks: num_blocks + ROOM,
         free_order: FreeOrder::default(),
+        eviction_policy: EvictionPolicy::default(),
     };
     if choice & 1 == 0 {
         run::<Shared>(groups, config, &calls);

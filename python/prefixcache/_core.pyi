@@ -50,6 +50,7 @@ _Tokens: TypeAlias = (
 )
 _GroupKind: TypeAlias = Literal["full"] | tuple[Literal["sliding_window"], int]
 _FreeOrder: TypeAlias = Literal["unhashed_first", "append"]
+_EvictionPolicy: TypeAlias = Literal["lru", "reuse-queue"]
 # Who may change a cache or pool: one thread at a time, which is cheaper, or any. The first one to
 # change a single-writer one is its writer; another gets RuntimeError until it calls `adopt_writer`.
 _Threads: TypeAlias = Literal["single_writer", "shared"]
@@ -126,6 +127,7 @@ class PrefixCache:
         num_groups: int | None = None,
         groups: _Sequence[_GroupKind] | None = None,
         free_order: _FreeOrder = "unhashed_first",
+        eviction_policy: _EvictionPolicy = "lru",
         threads: _Threads = "single_writer",
         max_blocks: int | None = None,
     ) -> PrefixCache:
@@ -135,7 +137,8 @@ class PrefixCache:
         `revision`, `kv_dtype` (the type of the KV's numbers) and `arithmetic` (what the model
         computes with) enter every hash. `max_blocks` is the most that `resize` may reach. `groups`
         names the kind of each group of layers, one of full attention by default, as `num_groups`
-        counts them where all are. A window is at least 1 token.
+        counts them where all are. A window is at least 1 token. `eviction_policy` says which free
+        block goes first: the one unused for longest, or the one that promises the fewest hits.
         """
     def root_hash(self, *, cache_salt: str | None = None, lora: str | None = None) -> bytes:
         """The 32 bytes before the first block's hash under the current weights. Any thread.

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
+use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue};
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
@@ -123,6 +124,19 @@ fn fill(pool: &impl BlockStore, num_blocks: usize) {
 /// Blocks of one eviction.
 const EVICTED: usize = 16;
 
+/// Tells the policy of requests of which every other one is asked again ten seconds later.
+fn inform(reuse: &ReuseQueue, round: usize) {
+    reuse.set_time(Duration::from_millis(100 * round as u64));
+    let hashes = |round| {
+        keys(EVICTED * round, EVICTED)
+            .into_iter()
+            .map(|key| key.hash)
+    };
+    let again: Vec<_> = hashes(round.saturating_sub(100) / 2 * 2).collect();
+    let turn = reuse.begin(&again);
+    reuse.end(&hashes(round).collect::<Vec<_>>(), turn, EVICTED, 0);
+}
+
 /// How long evictions take out of a pool that is full of `cached` blocks.
 fn evictions(pool: &impl BlockStore, cached: usize) -> Vec<Duration> {
     cache(pool, &keys(0, cached));
@@ -134,7 +148,11 @@ fn evictions(pool: &impl BlockStore, cached: usize) -> Vec<Duration> {
         for (&block, key) in blocks.iter().zip(keys(cached + EVICTED * round, EVICTED)) {
             let _ = pool.register(block, key, pool.epoch()).unwrap();
         }
-        pool.release(&blocks).unwrap();
+        if let Some(reuse) = pool.reuse_queue() {
+            inform(reuse, round);
+        }
+        let queue = Queue::new((round % Queue::COUNT) as u8);
+        pool.release_to(&blocks, queue).unwrap();
         elapsed
     };
     (1..2000).map(evict).collect()
@@ -148,6 +166,14 @@ fn evict_against_cached(mut report: impl FnMut(&str, usize, Vec<Duration>)) {
         report("plain", cached, evictions(&plain, cached));
         let pool = BlockPool::<SingleWriter>::new(config).unwrap();
         report("lock-free", cached, evictions(&pool, cached));
+        assert_eq!(pool.content_drops(), 0, "content was dropped");
+        let eviction_policy = EvictionPolicy::ReuseQueue;
+        let pool = BlockPool::<SingleWriter>::new(PoolConfig {
+            eviction_policy,
+            ..config
+        })
+        .unwrap();
+        report("lock-free, reuse-queue", cached, evictions(&pool, cached));
         assert_eq!(pool.content_drops(), 0, "content was dropped");
     }
 }

@@ -7,8 +7,7 @@
 //!   bit  17      HASHED       the record names the block's content, and a lookup may take a hold
 //!   bit  18      QUEUED       free, with a place in the ring of its class
 //!   bit  19      REGISTERING  one thread, which has a hold for it, writes or removes the content
-//!   bit  20      unused: for a block that is named before it is filled, for which others may wait
-//!   bits 21..24  class: which ring the block stands in, or joins at its release; 0 is the default
+//!   bits 20..24  class: which ring the block stands in, or joins at its release; 0 is the default
 //!   bits 24..64  ticket of the place, while QUEUED
 //!
 //!              allocated                claimed                     unclaimed
@@ -56,8 +55,8 @@ const HOLDERS: u64 = (1 << 17) - 1;
 const HASHED: u64 = 1 << 17;
 const QUEUED: u64 = 1 << 18;
 const REGISTERING: u64 = 1 << 19;
-const CLASS_SHIFT: u32 = 21;
-const CLASS: u64 = 7 << CLASS_SHIFT;
+const CLASS_SHIFT: u32 = 20;
+const CLASS: u64 = 15 << CLASS_SHIFT;
 const TICKET_SHIFT: u32 = 24;
 
 /// Holders that hits may bring a block to: the last hold that it can count is for a registration.

@@ -15,6 +15,7 @@ use crate::error::{
 use crate::groups::GroupSpec;
 use crate::hash::{Extras, HashConfig, PrefixHashes, Scope};
 use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
+use crate::policy::{Queue, ReuseQueue, Turn};
 use crate::retention::Fate;
 use crate::sequence::{self, BlockHashes, Holding, Sequence, Table};
 use crate::store::{BlockKey, BlockStore, Registration};
@@ -314,6 +315,8 @@ impl<S: BlockStore> PrefixCache<S> {
         else {
             return Ok(None);
         };
+        let reuse = self.store.reuse_queue();
+        let turn = reuse.map_or(Turn::FIRST, |reuse| reuse.begin(sequence.hashes()));
         let hit_tokens = hits * self.block_size();
         let any_whole = self.hash_config.groups.any_whole();
         let all_whole = self.hash_config.groups.all_whole();
@@ -325,6 +328,8 @@ impl<S: BlockStore> PrefixCache<S> {
             num_hits: hits,
             num_filled: hit_tokens,
             num_published: hits,
+            turn,
+            num_prompt: sequence.hashes().len(),
         });
         self.count_query(sequence.num_tokens(), hit_tokens);
         Ok(Some(hit_tokens))
@@ -686,11 +691,39 @@ impl<S: BlockStore> PrefixCache<S> {
         self.check_committed(sequences)?;
         for sequence in sequences {
             if let Some(holding) = sequence.holding.take() {
-                for table in holding.tables {
-                    self.store.release(&table.into_held_from_the_end())?;
+                match self.store.reuse_queue() {
+                    None => self.release_all(holding)?,
+                    Some(reuse) => self.release_to_queues(holding, sequence.hashes(), reuse)?,
                 }
             }
         }
+        Ok(())
+    }
+
+    fn release_all(&self, holding: Holding) -> Result<(), Misuse> {
+        for table in holding.tables {
+            self.store.release(&table.into_held_from_the_end())?;
+        }
+        Ok(())
+    }
+
+    /// Gives each block to the queue that the policy has for it.
+    fn release_to_queues(
+        &self,
+        holding: Holding,
+        hashes: &[BlockHash],
+        reuse: &ReuseQueue,
+    ) -> Result<(), Misuse> {
+        let hashes = &hashes[..holding.num_published];
+        let shared = reuse.count_shared(hashes);
+        for table in holding.tables {
+            let first = table.first;
+            let mut tail = table.into_held_from_the_end();
+            let head = tail.split_off(tail.len() - shared.saturating_sub(first));
+            self.store.release_to(&tail, Queue::of_turn(holding.turn))?;
+            self.store.release_to(&head, Queue::SHARED)?;
+        }
+        reuse.end(hashes, holding.turn, holding.num_prompt, shared);
         Ok(())
     }
 

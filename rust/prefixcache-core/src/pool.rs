@@ -1,7 +1,7 @@
 //! The lock-free block pool.
 //!
 //! Free blocks stand in one line: the stack of blank ones (`free_stack.rs`), those that were never used,
-//! then a ring (`ring.rs`) for each of eight classes, emptied one after the other. Pinned blocks are one
+//! then a ring (`ring.rs`) for each class, emptied one after the other. Pinned blocks are one
 //! class; what was pinned before a clear goes first of all. The index (`index.rs`) finds blocks by
 //! content, the block's own state word (`block.rs`) decides every race about it, and credits
 //! (`credits.rs`) are taken before blocks are.
@@ -40,7 +40,8 @@
 //! # Memory
 //!
 //! 112 bytes a block: 64 for the record, 16 for the index at a load of 4/7, 32 for a ring of four slots;
-//! 32 more for each further class that is in use. All of it starts as untouched zero pages (huge ones,
+//! 32 more for each further class that is in use. With queues ([`EvictionPolicy::ReuseQueue`]) that is six more
+//! classes, and up to 70 bytes a block for what the policy remembers. All of it starts as untouched zero pages (huge ones,
 //! where the system gives them), so a pool is built in microseconds and grows into its memory as it is
 //! used.
 
@@ -61,6 +62,7 @@ use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, PoolError, Resize
 use crate::free_stack::{FreeStack, FreshRun};
 use crate::id::{BlockId, Epoch};
 use crate::index::Index;
+use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
 use crate::ring::{Ring, VacatedSlots};
 use crate::stats::StoreStats;
 use crate::store::{BlockKey, BlockStore, PoolConfig, Registration};
@@ -94,6 +96,8 @@ pub struct BlockPool<M: Mode> {
     size: size::Size,
     counters: Counters,
     pins: pins::PinCounts,
+    /// What chooses among the default class's queues; without it there is one.
+    reuse: Option<ReuseQueue>,
 }
 
 /// The slots that a call's blocks have vacated. Neighbours mostly are of one class.
@@ -122,13 +126,13 @@ impl<M: Mode> Vacated<'_, M> {
 /// What is known of all rings, so that those of classes that nobody uses are not looked at.
 #[derive(Debug, Default)]
 struct Classes {
-    /// `stale:8 | used:8`, a bit for each class: whether its ring may begin with blocks whose content is
+    /// `stale:16 | used:16`, a bit for each class: whether its ring may begin with blocks whose content is
     /// of an ended epoch, and whether it was ever used.
     word: OwnLine<AtomicU64>,
 }
 
 impl Classes {
-    const STALE_SHIFT: u32 = 8;
+    const STALE_SHIFT: u32 = 16;
 
     #[inline]
     fn word(&self) -> u64 {
@@ -140,13 +144,13 @@ impl Classes {
     /// The classes whose rings were ever used.
     #[inline]
     fn used(&self) -> ClassSet {
-        ClassSet::from_bits(self.word() as u8)
+        ClassSet::from_bits(self.word() as u16)
     }
 
     /// The classes whose rings may begin with blocks of an ended epoch.
     #[inline]
     fn stale(&self) -> ClassSet {
-        ClassSet::from_bits((self.word() >> Self::STALE_SHIFT) as u8)
+        ClassSet::from_bits((self.word() >> Self::STALE_SHIFT) as u16)
     }
 
     #[inline]
@@ -160,7 +164,7 @@ impl Classes {
     /// places: they go soon in any case.
     fn mark_stale<M: Mode>(&self) {
         self.update::<M>(|word| {
-            let above = ClassSet::from_bits(word as u8).above(Class::DEFAULT);
+            let above = ClassSet::from_bits(word as u16).above_default();
             word | u64::from(above.bits()) << Self::STALE_SHIFT
         });
     }
@@ -229,8 +233,16 @@ impl<M: Mode> BlockPool<M> {
     }
 
     fn allocate_memory(config: PoolConfig, ring_capacity: usize) -> Option<Self> {
+        let reuse = match config.eviction_policy {
+            EvictionPolicy::Lru => None,
+            EvictionPolicy::ReuseQueue => Some(ReuseQueue::new(config.max_blocks)?),
+        };
         let rings: Option<Vec<_>> = Class::all()
-            .map(|class| Ring::new(class, ring_capacity))
+            .map(|class| {
+                let first = class.queue().is_none_or(|queue| queue == Queue::default());
+                let is_used = first || reuse.is_some();
+                Ring::new(class, if is_used { ring_capacity } else { 1 })
+            })
             .collect();
         let rings = rings?;
         let pool = Self {
@@ -246,6 +258,7 @@ impl<M: Mode> BlockPool<M> {
             size: size::Size::new(config.num_blocks),
             counters: Counters::default(),
             pins: pins::PinCounts::default(),
+            reuse,
         };
         pool.credits.give::<M>(config.num_blocks - 1);
         Some(pool)
@@ -264,6 +277,14 @@ impl<M: Mode> BlockPool<M> {
     /// How many copies of content lost their index entry to one registered later.
     fn surplus(&self) -> u64 {
         self.counters.surplus.load(Relaxed)
+    }
+
+    /// The policy's time; of no meaning without one that asks for it.
+    #[inline]
+    fn tick(&self) -> Tick {
+        self.reuse
+            .as_ref()
+            .map_or_else(Tick::default, ReuseQueue::now)
     }
 
     #[inline]
@@ -315,7 +336,10 @@ impl<M: Mode> BlockStore for BlockPool<M> {
     }
 
     fn evicts_in_order(&self) -> bool {
-        !M::SHARED && self.content_drops() == 0 && self.contents.is_in_order()
+        !M::SHARED
+            && self.reuse.is_none()
+            && self.content_drops() == 0
+            && self.contents.is_in_order()
     }
 
     fn commit(
@@ -344,6 +368,14 @@ impl<M: Mode> BlockStore for BlockPool<M> {
 
     fn release(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
         self.give_back(blocks, false)
+    }
+
+    fn release_to(&self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse> {
+        self.give_back_to(blocks, queue)
+    }
+
+    fn reuse_queue(&self) -> Option<&ReuseQueue> {
+        self.reuse.as_ref()
     }
 
     fn discard(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
@@ -389,7 +421,7 @@ impl<M: Mode> BlockStore for BlockPool<M> {
     fn free_order(&self) -> Vec<BlockId> {
         let line = |class| self.ring(class).walk(&self.blocks).map(|(_, block)| block);
         let is_stale = |id: &BlockId| !self.is_current(self.block(*id));
-        let above = |class| Class::DEFAULT < class;
+        let above = Class::is_above_default;
         let stale = Class::all().filter(|&class| above(class));
         let stale = stale.flat_map(|class| line(class).take_while(is_stale));
         let blank = self.stack.walk(&self.blocks).chain(self.fresh.walk());

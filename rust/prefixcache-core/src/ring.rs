@@ -318,7 +318,7 @@ impl<M: Mode> Ring<M> {
         &self,
         blocks: &[Block],
         max: usize,
-        take: impl Fn(&Block, Place) -> Option<Transition>,
+        take: impl Fn(BlockId, Place) -> Option<Transition>,
         out: &mut Vec<BlockId>,
     ) -> usize {
         let mut walk = Walk::new(self);
@@ -329,7 +329,7 @@ impl<M: Mode> Ring<M> {
         {
             self.prefetch_block(blocks, ticket.plus(PREFETCH_AHEAD));
             if let Slot::Names(block) = slot {
-                let Some(step) = take(&blocks[block.index()], self.place(ticket)) else {
+                let Some(step) = take(block, self.place(ticket)) else {
                     break;
                 };
                 if step == Transition::Done {
@@ -352,6 +352,24 @@ impl<M: Mode> Ring<M> {
         if let Some(block) = blocks.get(block.index()) {
             prefetch(block);
         }
+    }
+
+    /// The block at the front, if any stands in line.
+    pub(crate) fn oldest(&self, blocks: &[Block]) -> Option<BlockId> {
+        let mut walk = Walk::new(self);
+        let mut oldest = None;
+        while let Some((ticket, slot)) = walk.next_slot() {
+            if let Slot::Names(block) = slot
+                && !self.is_vacant(blocks, ticket, slot)
+            {
+                oldest = Some(block);
+                break;
+            }
+            walk.pass(slot);
+        }
+        // The head moves over vacant slots once, so that the next call does not look at them again.
+        walk.finish();
+        oldest
     }
 
     /// Moves the head over up to `budget` vacant slots and segments.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
 use crate::id::{BlockHash, BlockId, Epoch, GroupId};
+use crate::policy::Turn;
 use crate::retention::{Anchors, Retention};
 
 /// The hashes of a token sequence's full blocks, to probe a cache with.
@@ -56,6 +57,10 @@ pub(crate) struct Holding {
     pub(crate) num_filled: usize,
     /// Leading blocks that were hits or have been offered to the index.
     pub(crate) num_published: usize,
+    /// The turn of its conversation, where the eviction policy asks.
+    pub(crate) turn: Turn,
+    /// Full blocks that the sequence had when it was committed.
+    pub(crate) num_prompt: usize,
 }
 
 /// A sequence's blocks in one group: block `i` holds positions from `i * block_size` on.

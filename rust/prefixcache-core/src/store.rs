@@ -11,6 +11,9 @@
 //! them is handed out next; a hashed block joins the end of its tier. With [`FreeOrder::Append`]
 //! every released block joins the end of its tier (the regular one for a block without a hash).
 //!
+//! With [`EvictionPolicy::ReuseQueue`] the regular tier is one line for each queue, and the block of the lowest
+//! [`Rank`](crate::policy::Rank) among their oldest ones is handed out next.
+//!
 //! **Twins.** Several blocks may hold the same key. The one registered first hits; when it loses its
 //! hash the next one hits. Where [`MAX_COPIES`] or more hold a key already, a registration takes the
 //! last registered free copy of the regular tier, but for the first of all, out of the index: that one
@@ -27,6 +30,7 @@ use std::iter;
 
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
 use crate::id::{BlockHash, BlockId, Epoch, GroupId, MAX_BLOCKS};
+use crate::policy::{EvictionPolicy, Queue, ReuseQueue};
 use crate::stats::StoreStats;
 
 /// Copies of a key that are found one after the other before free ones are taken out of the index.
@@ -68,6 +72,8 @@ pub struct PoolConfig {
     pub max_blocks: usize,
     /// Where released blocks go.
     pub free_order: FreeOrder,
+    /// Which free block of the default class is evicted first.
+    pub eviction_policy: EvictionPolicy,
 }
 
 impl PoolConfig {
@@ -78,6 +84,7 @@ impl PoolConfig {
             num_blocks,
             max_blocks: num_blocks,
             free_order: FreeOrder::default(),
+            eviction_policy: EvictionPolicy::default(),
         }
     }
 
@@ -133,8 +140,8 @@ pub trait BlockStore {
     /// Whether all content of this epoch is lost in order: of two keys that one request held, the one
     /// that comes first in it is lost last. As long as it is asked for in order, see
     /// [`PrefixCache`](crate::cache::PrefixCache), that is so without twins of pinned blocks, without
-    /// [`unpin`](Self::unpin), without shrinking, and when one thread makes all changes. What is
-    /// [discarded](Self::discard) does not count.
+    /// [`unpin`](Self::unpin), without shrinking, and when one thread makes all changes, with
+    /// [`EvictionPolicy::Lru`]. What is [discarded](Self::discard) does not count.
     fn evicts_in_order(&self) -> bool {
         false
     }
@@ -171,6 +178,13 @@ pub trait BlockStore {
     ///
     /// At a block that cannot be released it stops: those before it are released, the rest is not.
     fn release(&self, blocks: &[BlockId]) -> Result<(), Misuse>;
+
+    /// [`release`](Self::release), but blocks of the regular tier with content join this queue of it, where
+    /// the eviction policy has several; by `release` they join the one that they stood in before.
+    fn release_to(&self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse>;
+
+    /// What the eviction policy knows, where that is [`EvictionPolicy::ReuseQueue`].
+    fn reuse_queue(&self) -> Option<&ReuseQueue>;
 
     /// [`release`](Self::release), but a block whose last hold goes loses its content, unless it is
     /// pinned, and joins the line as a block without any.

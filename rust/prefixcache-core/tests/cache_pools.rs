@@ -2,10 +2,13 @@
 //!
 //! The plain pool counts hits block by block; the single writer's finds them by bisection.
 
+use std::time::Duration;
+
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::id::BlockId;
+use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
 use prefixcache_core::retention::{Pins, Retention};
 use prefixcache_core::sequence::Sequence;
@@ -98,6 +101,7 @@ fn in_order(step: &Step) -> bool {
 struct Driver<S> {
     cache: PrefixCache<S>,
     live: Vec<Sequence>,
+    steps: u64,
     /// Everything that was answered.
     answers: Vec<String>,
 }
@@ -115,6 +119,7 @@ impl<S: BlockStore> Driver<S> {
         Self {
             cache: PrefixCache::new(hashing, store).unwrap(),
             live: Vec::new(),
+            steps: 0,
             answers: Vec::new(),
         }
     }
@@ -124,6 +129,10 @@ impl<S: BlockStore> Driver<S> {
     }
 
     fn step(&mut self, step: &Step) {
+        self.steps += 1;
+        if let Some(reuse) = self.cache.store().reuse_queue() {
+            reuse.set_time(Duration::from_millis(300 * self.steps));
+        }
         match *step {
             Step::Serve { base, len, copies } => self.serve(base, len, copies),
             Step::Chunks { base, len, chunk } => self.serve_in_chunks(base, len, chunk),
@@ -294,11 +303,12 @@ fn answers<S: BlockStore>(groups: &Groups, store: S, steps: &[Step]) -> Vec<Stri
     driver.answers
 }
 
-fn check(groups: &Groups, free_order: FreeOrder, steps: &[Step]) -> Result<(), TestCaseError> {
+fn check(groups: &Groups, order: Order, steps: &[Step]) -> Result<(), TestCaseError> {
     let config = PoolConfig {
         num_blocks: MAX_BLOCKS * 3 / 4,
         max_blocks: MAX_BLOCKS,
-        free_order,
+        free_order: order.0,
+        eviction_policy: order.1,
     };
     let plain = answers(groups, PlainPool::new(config).unwrap(), steps);
     let single = BlockPool::<SingleWriter>::with_ring_capacity(config, 128).unwrap();
@@ -322,8 +332,13 @@ fn groups() -> impl Strategy<Value = Groups> {
     vec(spec, 1..4).prop_map(|specs| Groups::new(specs).unwrap())
 }
 
-fn orders() -> impl Strategy<Value = FreeOrder> {
-    prop_oneof![Just(FreeOrder::UnhashedFirst), Just(FreeOrder::Append)]
+/// Where released blocks go, and which of them is evicted first.
+type Order = (FreeOrder, EvictionPolicy);
+
+fn orders() -> impl Strategy<Value = Order> {
+    let free = prop_oneof![Just(FreeOrder::UnhashedFirst), Just(FreeOrder::Append)];
+    let policy = prop_oneof![Just(EvictionPolicy::Lru), Just(EvictionPolicy::ReuseQueue)];
+    (free, policy)
 }
 
 /// PROPTEST_CASES asks for more. A failing case is kept beside this file, and drawn first from then on.

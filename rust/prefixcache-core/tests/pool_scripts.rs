@@ -1,5 +1,6 @@
 //! One thread: the lock-free pool in both modes against the plain one, step by step.
 
+use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::store::FreeOrder;
 use prefixcache_oracle::differential::{assert_conserves, assert_same_as_plain, config};
@@ -11,16 +12,22 @@ const MAX_BLOCKS: usize = 40;
 /// Short enough to be wrapped many times in a script, and four slots a block.
 const RING: usize = 256;
 
-fn pool<M: Mode>(order: FreeOrder, ring: usize) -> BlockPool<M> {
-    BlockPool::with_ring_capacity(config(MAX_BLOCKS, order), ring).unwrap()
+fn pool<M: Mode>(order: Order, ring: usize) -> BlockPool<M> {
+    BlockPool::with_ring_capacity(config(MAX_BLOCKS, order.0, order.1), ring).unwrap()
 }
 
-fn compare<M: Mode>(order: FreeOrder, steps: &[[u8; 3]]) {
-    assert_same_as_plain(config(MAX_BLOCKS, order), &pool::<M>(order, RING), steps);
+fn compare<M: Mode>(order: Order, steps: &[[u8; 3]]) {
+    let config = config(MAX_BLOCKS, order.0, order.1);
+    assert_same_as_plain(config, &pool::<M>(order, RING), steps);
 }
 
-fn order() -> impl Strategy<Value = FreeOrder> {
-    prop_oneof![Just(FreeOrder::UnhashedFirst), Just(FreeOrder::Append)]
+/// Where released blocks go, and which of them is evicted first.
+type Order = (FreeOrder, EvictionPolicy);
+
+fn order() -> impl Strategy<Value = Order> {
+    let free = prop_oneof![Just(FreeOrder::UnhashedFirst), Just(FreeOrder::Append)];
+    let policy = prop_oneof![Just(EvictionPolicy::Lru), Just(EvictionPolicy::ReuseQueue)];
+    (free, policy)
 }
 
 fn script() -> impl Strategy<Value = Vec<[u8; 3]>> {

@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
+use prefixcache_core::policy::{EvictionPolicy, Queue};
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, PoolConfig, Registration};
 use random::Random;
@@ -46,10 +47,19 @@ struct World<M: Mode> {
 
 impl<M: Mode> World<M> {
     fn new(free_order: FreeOrder, ring: Option<usize>) -> Self {
+        Self::with_policy(free_order, EvictionPolicy::Lru, ring)
+    }
+
+    fn with_policy(
+        free_order: FreeOrder,
+        eviction_policy: EvictionPolicy,
+        ring: Option<usize>,
+    ) -> Self {
         let config = PoolConfig {
             num_blocks: BLOCKS,
             max_blocks: BLOCKS + 100,
             free_order,
+            eviction_policy,
         };
         let pool = match ring {
             Some(slots) => BlockPool::with_ring_capacity(config, slots),
@@ -95,7 +105,8 @@ impl<M: Mode> World<M> {
             self.check(*block, content, "a held block");
         }
         blocks.reverse();
-        self.pool.release(&blocks).unwrap();
+        let queue = Queue::new(random.below(Queue::COUNT as u64) as u8);
+        self.pool.release_to(&blocks, queue).unwrap();
     }
 
     /// A new block gets its content and is registered.
@@ -252,6 +263,17 @@ fn two_writers_that_pin_clear_and_resize() {
     world.run(2, true, duration());
     world.pool.resize(BLOCKS).unwrap();
     world.check_rest();
+}
+
+#[test]
+fn two_writers_with_queues() {
+    for ring in [None, Some(256)] {
+        let policy = EvictionPolicy::ReuseQueue;
+        let world = World::<Shared>::with_policy(FreeOrder::UnhashedFirst, policy, ring);
+        world.run(2, true, duration());
+        world.pool.resize(BLOCKS).unwrap();
+        world.check_rest();
+    }
 }
 
 #[test]

@@ -3,9 +3,11 @@
 //! Steps are made of three bytes, so that a random test, a fuzzer and a person can all write them.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use crate::plain::PlainPool;
 use prefixcache_core::id::{BlockHash, BlockId, Epoch, GroupId};
+use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue, Turn};
 use prefixcache_core::pool::{BlockPool, Mode};
 use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, PoolConfig};
 
@@ -17,11 +19,16 @@ pub type Step = [u8; 3];
 
 /// The sizes that a script starts with.
 #[must_use]
-pub fn config(max_blocks: usize, free_order: FreeOrder) -> PoolConfig {
+pub fn config(
+    max_blocks: usize,
+    free_order: FreeOrder,
+    eviction_policy: EvictionPolicy,
+) -> PoolConfig {
     PoolConfig {
         num_blocks: max_blocks - max_blocks / 4,
         max_blocks,
         free_order,
+        eviction_policy,
     }
 }
 
@@ -53,6 +60,8 @@ struct Request {
 #[derive(Debug, Default)]
 struct Script {
     requests: Vec<Request>,
+    /// Milliseconds since the script began.
+    time: u64,
 }
 
 impl Script {
@@ -76,6 +85,9 @@ impl Script {
 
     /// Does one step to `pool`; what came back, and the holds that were taken.
     fn apply(&self, pool: &impl BlockStore, [what, a, b]: Step) -> (String, Option<Request>) {
+        if let Some(reuse) = pool.reuse_queue() {
+            self.inform(reuse, [what, a, b]);
+        }
         let mut out = Vec::new();
         let mut taken = None;
         let outcome = match what % 16 {
@@ -104,6 +116,8 @@ impl Script {
                 // Now and then as what stands behind a window.
                 let outcome = if b & 3 == 0 {
                     pool.discard(&blocks)
+                } else if b & 3 == 1 {
+                    pool.release_to(&blocks, Queue::new(b / 4 % Queue::COUNT as u8))
                 } else {
                     pool.release(&blocks)
                 };
@@ -117,6 +131,20 @@ impl Script {
             _ => format!("{:?}", pool.release(&self.bad_blocks(a, b))),
         };
         (outcome, taken)
+    }
+
+    /// Tells the eviction policy what a cache would.
+    fn inform(&self, reuse: &ReuseQueue, [what, a, b]: Step) {
+        reuse.set_time(Duration::from_millis(self.time));
+        // Names that differ in all bytes.
+        let hashes: Vec<BlockHash> = (a..=a.saturating_add(b % 9))
+            .map(|number| BlockHash::from_bytes([(number % KEYS).wrapping_mul(37); 32]))
+            .collect();
+        match what % 16 {
+            0..4 => drop(reuse.begin(&hashes)),
+            8..11 => reuse.end(&hashes, Turn::FIRST, 2, usize::from(b % 3)),
+            _ => {}
+        }
     }
 
     /// Blocks of which at least one cannot be released: the last of a request is named twice more
@@ -145,6 +173,7 @@ impl Script {
 
     /// Keeps the books after a step.
     fn settle(&mut self, [what, a, b]: Step, taken: Option<Request>) {
+        self.time += u64::from(a ^ b) * 10;
         self.requests.extend(taken);
         match what % 16 {
             8..11 => {

@@ -4,9 +4,11 @@
 //! the same every operation is O(1) per block, the removal from the middle of a tier included.
 
 use std::cell::RefCell;
+use std::sync::Arc;
 
 use prefixcache_core::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
 use prefixcache_core::id::{BlockId, Epoch};
+use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue};
 use prefixcache_core::stats::StoreStats;
 use prefixcache_core::store::{
     BlockKey, BlockStore, FreeOrder, MAX_COPIES, PoolConfig, Registration,
@@ -16,12 +18,16 @@ use prefixcache_core::store::{
 #[derive(Debug)]
 pub struct PlainPool {
     state: RefCell<State>,
+    reuse: Option<Arc<ReuseQueue>>,
 }
 
 /// A free block's place: the end of a line of free blocks that it stands in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Tier {
-    Regular,
+    /// Without content, or never used.
+    Blank,
+    /// With the eviction policy's queue, of which LRU has the first alone.
+    Regular(Queue),
     Pinned,
 }
 
@@ -31,6 +37,8 @@ struct Block {
     /// What the block holds, and the epoch in which that was registered.
     content: Option<(BlockKey, Epoch)>,
     pinned: bool,
+    /// The queue that it stood in last, and stands in again unless another is asked for.
+    queue: Queue,
     /// The tier that a free block stands in, with its neighbours there (null at the ends).
     tier: Option<Tier>,
     before: BlockId,
@@ -44,6 +52,7 @@ impl Block {
         holders: 0,
         content: None,
         pinned: false,
+        queue: Queue::new(0),
         tier: None,
         before: BlockId::NULL,
         after: BlockId::NULL,
@@ -75,29 +84,39 @@ struct State {
     blocks: Vec<Block>,
     /// First block of each bucket; within a bucket the one registered first stands first.
     buckets: Vec<BlockId>,
-    regular: Line,
+    blank: Line,
+    regular: [Line; Queue::COUNT],
     pinned: Line,
     epoch: Epoch,
     stats: StoreStats,
+    /// For [`EvictionPolicy::ReuseQueue`]; shared, as a caller may ask for it at any time.
+    reuse: Option<Arc<ReuseQueue>>,
 }
 
 impl PlainPool {
     /// A pool whose blocks are all free and without content.
     pub fn new(config: PoolConfig) -> Result<Self, InvalidArgument> {
         config.check()?;
+        let reuse = match config.eviction_policy {
+            EvictionPolicy::Lru => None,
+            EvictionPolicy::ReuseQueue => ReuseQueue::new(config.max_blocks).map(Arc::new),
+        };
         let mut state = State {
             config,
             num_blocks: 1,
             blocks: vec![Block::NEW; config.max_blocks],
             buckets: vec![BlockId::NULL; (2 * config.max_blocks).next_power_of_two()],
-            regular: Line::EMPTY,
+            blank: Line::EMPTY,
+            regular: [Line::EMPTY; _],
             pinned: Line::EMPTY,
             epoch: Epoch::default(),
             stats: StoreStats::default(),
+            reuse: reuse.clone(),
         };
         state.grow(config.num_blocks);
         Ok(Self {
             state: RefCell::new(state),
+            reuse,
         })
     }
 }
@@ -127,6 +146,14 @@ impl BlockStore for PlainPool {
 
     fn release(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
         self.state.borrow_mut().release(blocks)
+    }
+
+    fn release_to(&self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse> {
+        self.state.borrow_mut().release_to(blocks, queue)
+    }
+
+    fn reuse_queue(&self) -> Option<&ReuseQueue> {
+        self.reuse.as_deref()
     }
 
     fn discard(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
@@ -171,8 +198,9 @@ impl BlockStore for PlainPool {
         let stale = state.stale_pins().count();
         let mut pinned = state.walk(state.pinned);
         let first: Vec<BlockId> = pinned.by_ref().take(stale).collect();
-        let line = first.into_iter().chain(state.walk(state.regular));
-        line.chain(pinned).collect()
+        let regular = state.regular.iter().flat_map(|&line| state.walk(line));
+        let line = first.into_iter().chain(state.walk(state.blank));
+        line.chain(regular).chain(pinned).collect()
     }
 
     fn cached_blocks(&self) -> Vec<BlockId> {
@@ -191,7 +219,8 @@ impl BlockStore for PlainPool {
 
 impl State {
     fn num_free(&self) -> usize {
-        self.regular.len + self.pinned.len
+        let regular: usize = self.regular.iter().map(|line| line.len).sum();
+        self.blank.len + regular + self.pinned.len
     }
 
     /// Every block that the pool may ever have, but the null block.
@@ -262,14 +291,27 @@ impl State {
         line.take_while(|&id| !self.is_cached(id))
     }
 
+    /// The block of the lowest rank in the regular tier: without a policy the oldest one.
+    fn next_regular(&self) -> Option<BlockId> {
+        let Some(reuse) = &self.reuse else {
+            return self.walk(self.regular[0]).next();
+        };
+        let ranked = Queue::all().flat_map(|queue| {
+            let line = self.walk(self.regular[queue.index()]);
+            line.map(move |id| (reuse.rank(queue, id, reuse.now()), id))
+        });
+        // Of several with the lowest rank the first.
+        ranked.min_by_key(|&(rank, _)| rank).map(|(_, id)| id)
+    }
+
     /// Takes the block at the front of the free line, which must not be empty.
     fn hand_out_next(&mut self) -> BlockId {
         let stale = self.stale_pins().next();
-        let id = stale.unwrap_or(if self.regular.len > 0 {
-            self.regular.front
-        } else {
-            self.pinned.front
-        });
+        let blank = || self.walk(self.blank).next();
+        let id = stale
+            .or_else(blank)
+            .or_else(|| self.next_regular())
+            .unwrap_or(self.pinned.front);
         self.unlink(id);
         let evicts = self.is_cached(id);
         self.stats.evictions += u64::from(evicts);
@@ -293,6 +335,17 @@ impl State {
 
     fn release(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
         let (freed, outcome) = self.let_go(blocks);
+        self.join_line(&freed);
+        outcome
+    }
+
+    fn release_to(&mut self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse> {
+        let (freed, outcome) = self.let_go(blocks);
+        for &id in &freed {
+            if self.reuse.is_some() && self.is_cached(id) {
+                self.blocks[id.index()].queue = queue;
+            }
+        }
         self.join_line(&freed);
         outcome
     }
@@ -342,7 +395,15 @@ impl State {
     fn push_back_all(&mut self, blocks: &[BlockId]) {
         for &id in blocks {
             let pinned = self.blocks[id.index()].pinned;
-            self.push_back(id, if pinned { Tier::Pinned } else { Tier::Regular });
+            let queue = self.blocks[id.index()].queue;
+            self.push_back(
+                id,
+                if pinned {
+                    Tier::Pinned
+                } else {
+                    Tier::Regular(queue)
+                },
+            );
         }
     }
 
@@ -386,6 +447,7 @@ impl State {
             return false;
         }
         self.blocks[id.index()].pinned = pinned;
+        self.blocks[id.index()].queue = Queue::default();
         self.stats.pins += u64::from(pinned);
         if self.blocks[id.index()].tier.is_some() {
             self.unlink(id);
@@ -401,7 +463,8 @@ impl State {
             let id = self.pinned.front;
             self.unlink(id);
             self.blocks[id.index()].pinned = false;
-            self.push_back(id, Tier::Regular);
+            self.blocks[id.index()].queue = Queue::default();
+            self.push_back(id, Tier::Regular(Queue::default()));
         }
         moved
     }
@@ -490,7 +553,8 @@ impl State {
             return;
         }
         let mut later = copies[1..].iter().rev();
-        if let Some(&surplus) = later.find(|id| self.blocks[id.index()].tier == Some(Tier::Regular))
+        if let Some(&surplus) =
+            later.find(|id| matches!(self.blocks[id.index()].tier, Some(Tier::Regular(_))))
         {
             self.take_out(surplus, &key);
         }
@@ -517,6 +581,7 @@ impl State {
     /// Takes content and pin from a block.
     fn forget(&mut self, id: BlockId) {
         self.blocks[id.index()].pinned = false;
+        self.blocks[id.index()].queue = Queue::default();
         let Some((key, _)) = self.blocks[id.index()].content.take() else {
             return;
         };
@@ -543,7 +608,8 @@ impl State {
 
     fn line(&mut self, tier: Tier) -> &mut Line {
         match tier {
-            Tier::Regular => &mut self.regular,
+            Tier::Blank => &mut self.blank,
+            Tier::Regular(queue) => &mut self.regular[queue.index()],
             Tier::Pinned => &mut self.pinned,
         }
     }
@@ -558,11 +624,14 @@ impl State {
     }
 
     fn push_front(&mut self, id: BlockId) {
-        let front = std::mem::replace(&mut self.regular.front, id);
-        self.place(id, Tier::Regular, BlockId::NULL, front);
+        let front = std::mem::replace(&mut self.blank.front, id);
+        self.place(id, Tier::Blank, BlockId::NULL, front);
     }
 
     fn push_back(&mut self, id: BlockId, tier: Tier) {
+        if let Some(reuse) = &self.reuse {
+            reuse.stamp(id, reuse.now());
+        }
         let back = std::mem::replace(&mut self.line(tier).back, id);
         self.place(id, tier, back, BlockId::NULL);
     }
@@ -600,7 +669,10 @@ impl State {
     // Validation.
 
     fn validate(&self) -> Result<(), Broken> {
-        self.validate_line(self.regular, Tier::Regular)?;
+        self.validate_line(self.blank, Tier::Blank)?;
+        for queue in Queue::all() {
+            self.validate_line(self.regular[queue.index()], Tier::Regular(queue))?;
+        }
         self.validate_line(self.pinned, Tier::Pinned)?;
         self.validate_index()?;
         self.ids().try_for_each(|id| self.validate_block(id))?;

@@ -7,6 +7,7 @@ use prefixcache_core::error::{Argument, CacheError};
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{Extras, HashConfig, Scope};
 use prefixcache_core::id::BlockId;
+use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::sequence as core;
 use prefixcache_core::store::{BlockStore, FreeOrder, PoolConfig};
 use prefixcache_core::tables::TableBuffers;
@@ -36,6 +37,12 @@ impl Word for FreeOrder {
         ("unhashed_first", Self::UnhashedFirst),
         ("append", Self::Append),
     ];
+}
+
+impl Word for EvictionPolicy {
+    const ARGUMENT: &'static str = "eviction_policy";
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("lru", Self::Lru), ("reuse-queue", Self::ReuseQueue)];
 }
 
 /// "full" or ("sliding_window", window).
@@ -74,6 +81,7 @@ pub fn pool_config(
         num_blocks,
         max_blocks: max_blocks.map_or(num_blocks, |most| most.0),
         free_order,
+        eviction_policy: EvictionPolicy::default(),
     }
 }
 
@@ -97,10 +105,10 @@ impl PrefixCache {
         signature = (
             num_blocks, block_size=None, *, model="", revision="", kv_dtype="", arithmetic="",
             num_groups=None, groups=None, free_order=OneOf(FreeOrder::UnhashedFirst),
-            threads=OneOf(Threads::SingleWriter), max_blocks=None,
+            eviction_policy=OneOf(EvictionPolicy::Lru), threads=OneOf(Threads::SingleWriter), max_blocks=None,
         ),
         text_signature = "(num_blocks, block_size=16, *, model='', revision='', kv_dtype='', \
-arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', threads='single_writer', max_blocks=None)"
+arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', eviction_policy='lru', threads='single_writer', max_blocks=None)"
     )]
     fn new(
         num_blocks: Number<names::NumBlocks>,
@@ -112,10 +120,14 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', thread
         num_groups: Option<Number<names::NumGroups, u16>>,
         groups: Option<List<names::Groups, GroupSpec>>,
         free_order: OneOf<FreeOrder>,
+        eviction_policy: OneOf<EvictionPolicy>,
         threads: OneOf<Threads>,
         max_blocks: Option<Number<names::MaxBlocks>>,
     ) -> PyResult<Self> {
-        let pool = pool_config(num_blocks, max_blocks, free_order.0);
+        let pool = PoolConfig {
+            eviction_policy: eviction_policy.0,
+            ..pool_config(num_blocks, max_blocks, free_order.0)
+        };
         let groups = match (groups, num_groups) {
             (Some(_), Some(_)) => {
                 let reason = "must not be given beside groups, which says how many there are";

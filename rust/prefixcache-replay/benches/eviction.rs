@@ -1,11 +1,12 @@
 //! Token hit rates of public traces, of each order of eviction and of the optimum, and the tokens that the
-//! slowest tenth of the requests computes at least: `cargo bench --package prefixcache-replay -- [trace]..`.
+//! slowest tenth of the requests computes at least: `cargo bench --package prefixcache-replay -- [trace].. [percent]..`.
 //!
 //! With `--as-json` each row is one line of JSON as well, on standard output.
 
 use std::error::Error;
 use std::path::PathBuf;
 
+use prefixcache_core::EvictionPolicy;
 use prefixcache_replay::optimum::optimum;
 use prefixcache_replay::replay::{Outcome, replay};
 use prefixcache_replay::trace::Trace;
@@ -32,10 +33,11 @@ type Replayed = Result<Outcome, Box<dyn Error>>;
 fn measure<'a>(
     trace: &'a Trace,
     order: &'a str,
+    percents: &[usize],
     run: impl Fn(usize) -> Replayed,
 ) -> Result<Row<'a>, Box<dyn Error>> {
     let unique = trace.num_prompt_blocks();
-    let blocks: Vec<usize> = PERCENTS
+    let blocks: Vec<usize> = percents
         .iter()
         .map(|percent| unique * percent / 100)
         .collect();
@@ -65,21 +67,28 @@ fn print_row(row: &Row) {
     println!("{:14} {:12}{cells}", row.trace, row.order);
 }
 
-fn print_header() {
-    let percents = |width| {
-        PERCENTS
-            .map(|percent| format!("{:>width$}", format!("{percent}%")))
-            .concat()
+fn print_header(percents: &[usize]) {
+    let columns = |width| -> String {
+        let column = |percent| format!("{:>width$}", format!("{percent}%"));
+        percents.iter().map(column).collect()
     };
     println!("token hit rate in percent | tokens computed at p90, by size of the pool");
-    println!("{:27}{}   |{}", "", percents(7), percents(8));
+    println!("{:27}{}   |{}", "", columns(7), columns(8));
 }
 
-fn run_trace(name: &str, as_json: bool) -> Result<(), Box<dyn Error>> {
+fn run_trace(name: &str, percents: &[usize], as_json: bool) -> Result<(), Box<dyn Error>> {
     let trace = Trace::read(&PathBuf::from(FOLDER).join(format!("{name}.ptt.gz")))?;
+    let run = |blocks, policy| Ok(replay(&trace, blocks, policy)?);
     let rows = [
-        measure(&trace, "lru", |blocks| Ok(replay(&trace, blocks)?))?,
-        measure(&trace, "optimum", |blocks| Ok(optimum(&trace, blocks)))?,
+        measure(&trace, "lru", percents, |blocks| {
+            run(blocks, EvictionPolicy::Lru)
+        })?,
+        measure(&trace, "reuse-queue", percents, |blocks| {
+            run(blocks, EvictionPolicy::ReuseQueue)
+        })?,
+        measure(&trace, "optimum", percents, |blocks| {
+            Ok(optimum(&trace, blocks))
+        })?,
     ];
     for row in &rows {
         print_row(row);
@@ -97,13 +106,20 @@ fn main() -> Result<(), Box<dyn Error>> {
         .into_iter()
         .filter(|name| arguments.iter().any(|argument| argument == name))
         .collect();
-    print_header();
+    let mut percents: Vec<usize> = arguments
+        .iter()
+        .filter_map(|argument| argument.parse().ok())
+        .collect();
+    if percents.is_empty() {
+        percents = PERCENTS.to_vec();
+    }
+    print_header(&percents);
     for name in if named.is_empty() {
         TRACES.to_vec()
     } else {
         named
     } {
-        run_trace(name, as_json)?;
+        run_trace(name, &percents, as_json)?;
     }
     Ok(())
 }

@@ -1,8 +1,11 @@
 //! A trace through the real cache: what hits.
 
+use std::time::Duration;
+
 use prefixcache_core::error::{CacheError, InvalidArgument, PoolError};
 use prefixcache_core::{
-    BlockPool, Extras, Groups, HashConfig, PoolConfig, PrefixCache, Scope, SingleWriter,
+    BlockPool, BlockStore, EvictionPolicy, Extras, Groups, HashConfig, PoolConfig, PrefixCache,
+    Scope, SingleWriter,
 };
 use thiserror::Error;
 
@@ -63,11 +66,21 @@ pub(crate) fn most_hits(trace: &Trace, request: &Request) -> usize {
 ///
 /// Every block of a prompt can be reused as soon as its request is answered; blocks that answers fill are
 /// left out. Of a prompt that is longer than the pool the end is computed without a place in it.
-pub fn replay(trace: &Trace, num_blocks: usize) -> Result<Outcome, ReplayError> {
-    let pool = BlockPool::<SingleWriter>::new(PoolConfig::new(num_blocks + 1))?;
+pub fn replay(
+    trace: &Trace,
+    num_blocks: usize,
+    eviction_policy: EvictionPolicy,
+) -> Result<Outcome, ReplayError> {
+    let pool = BlockPool::<SingleWriter>::new(PoolConfig {
+        eviction_policy,
+        ..PoolConfig::new(num_blocks + 1)
+    })?;
     let cache = PrefixCache::new(one_token_blocks()?, pool)?;
     let mut outcome = Outcome::default();
     for request in &trace.requests {
+        if let Some(reuse) = cache.store().reuse_queue() {
+            reuse.set_time(Duration::from_millis(request.time_ms));
+        }
         let hits = ask(&cache, trace, request, num_blocks)?;
         outcome.push(request, hits * trace.block_size);
     }

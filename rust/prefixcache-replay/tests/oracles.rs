@@ -5,6 +5,7 @@ mod common;
 use std::collections::{BTreeSet, HashMap};
 
 use common::{hit_blocks, prompts, trace_of};
+use prefixcache_core::EvictionPolicy;
 use prefixcache_replay::optimum::optimum;
 use prefixcache_replay::replay::replay;
 use prefixcache_replay::trace::Trace;
@@ -81,7 +82,7 @@ proptest! {
     #[test]
     fn the_cache_hits_what_a_plain_lru_list_hits(prompts in prompts(40, 6), capacity in 1..12_usize) {
         let trace = trace_of(&prompts);
-        let outcome = replay(&trace, capacity).unwrap();
+        let outcome = replay(&trace, capacity, EvictionPolicy::Lru).unwrap();
         prop_assert_eq!(
             hit_blocks(&trace, outcome.hit_rate()),
             hits_of_plain_lru(&prompts, capacity)
@@ -104,7 +105,7 @@ fn public_trace(name: &str) -> Trace {
 
 /// Token hit rates in percent: of LRU and of the optimum, with a pool of so many blocks.
 fn rates(trace: &Trace, num_blocks: usize) -> [f64; 2] {
-    let lru = replay(trace, num_blocks).unwrap();
+    let lru = replay(trace, num_blocks, EvictionPolicy::Lru).unwrap();
     [lru, optimum(trace, num_blocks)].map(|outcome| 100.0 * outcome.hit_rate())
 }
 

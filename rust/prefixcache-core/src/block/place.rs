@@ -1,5 +1,7 @@
 //! Where a free block stands.
 
+use crate::policy::Queue;
+
 /// A place in a ring: the number of slots handed out before it, modulo 2^40.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ticket(u64);
@@ -42,7 +44,8 @@ impl Ticket {
     }
 }
 
-/// Which ring a free block stands in. The rings are emptied in this order, the lowest class first.
+/// Which ring a free block stands in. The rings are emptied in this order, the lowest class first; those of
+/// the default class, one a [`Queue`], in the order of the policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Class(u8);
 
@@ -50,15 +53,34 @@ pub(crate) struct Class(u8);
 pub(crate) type ByClass<T> = [T; Class::COUNT];
 
 impl Class {
-    pub(crate) const COUNT: usize = 8;
+    pub(crate) const COUNT: usize = 16;
 
-    /// Of every block that was given no other.
+    /// Of every block that was given no other: the first queue's.
     pub(crate) const DEFAULT: Self = Self(3);
 
     /// Of pinned blocks.
-    pub(crate) const PINNED: Self = Self(6);
+    pub(crate) const PINNED: Self = Self(13);
 
-    /// The class at this index, of which the low 3 bits count.
+    /// The ring of one of the default class's queues.
+    #[inline]
+    pub(crate) const fn of(queue: Queue) -> Self {
+        Self(Self::DEFAULT.0 + queue.index() as u8)
+    }
+
+    /// Which of the default class's queues this is, if it is one.
+    #[inline]
+    pub(crate) fn queue(self) -> Option<Queue> {
+        let index = self.0.wrapping_sub(Self::DEFAULT.0);
+        (usize::from(index) < Queue::COUNT).then(|| Queue::new(index))
+    }
+
+    /// Whether blocks of this class are evicted after those of the default class.
+    #[inline]
+    pub(crate) fn is_above_default(self) -> bool {
+        Self::of(Queue::SHARED) < self
+    }
+
+    /// The class at this index, of which the low 4 bits count.
     #[inline]
     pub(crate) const fn new(index: u8) -> Self {
         Self(index & (Self::COUNT as u8 - 1))
@@ -76,19 +98,19 @@ impl Class {
 
 /// A set of classes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct ClassSet(u8);
+pub(crate) struct ClassSet(u16);
 
 impl ClassSet {
     pub(crate) const EMPTY: Self = Self(0);
 
     /// The set that these bits stand for, one a class, the lowest class in the lowest bit.
     #[inline]
-    pub(crate) const fn from_bits(bits: u8) -> Self {
+    pub(crate) const fn from_bits(bits: u16) -> Self {
         Self(bits)
     }
 
     #[inline]
-    pub(crate) const fn bits(self) -> u8 {
+    pub(crate) const fn bits(self) -> u16 {
         self.0
     }
 
@@ -102,9 +124,9 @@ impl ClassSet {
         self.0 >> class.index() & 1 != 0
     }
 
-    /// Those of the set that are emptied after `class`.
-    pub(crate) const fn above(self, class: Class) -> Self {
-        Self(self.0 & u8::MAX << class.index() << 1)
+    /// Those of the set that are emptied after all of the default class.
+    pub(crate) const fn above_default(self) -> Self {
+        Self(self.0 & (u16::MAX - 1) << Class::of(Queue::SHARED).index())
     }
 }
 

@@ -6,6 +6,7 @@ use crate::credits::Inside;
 use crate::error::Misuse;
 use crate::free_stack::Chain;
 use crate::id::BlockId;
+use crate::policy::{Queue, Tick};
 use crate::ring::Reservation;
 use crate::store::FreeOrder;
 use crate::sync::{Fault, Mode, planted};
@@ -30,6 +31,9 @@ struct Return {
     append: bool,
     /// Whether blocks of the default class lose their content.
     discard: bool,
+    /// Where blocks of the default class go that keep their content, if not where they stood before.
+    queue: Option<Queue>,
+    now: Tick,
 }
 
 impl Return {
@@ -42,6 +46,17 @@ impl Return {
             queued: 0,
             append,
             discard,
+            queue: None,
+            now: Tick::default(),
+        }
+    }
+
+    /// The class whose ring a block joins from the state that it had with its last holder.
+    #[inline]
+    fn class_of(&self, last: State) -> Class {
+        match self.queue {
+            Some(queue) if last.is_hashed() && last.class().queue().is_some() => Class::of(queue),
+            _ => last.class(),
         }
     }
 }
@@ -55,8 +70,19 @@ impl<M: Mode> BlockPool<M> {
     /// With `discard` those whose last hold it is lose their content, unless they are of another class than
     /// the default.
     pub(super) fn give_back(&self, ids: &[BlockId], discard: bool) -> Result<(), Misuse> {
+        self.give_back_as(ids, Return::new(self.appends(), discard))
+    }
+
+    /// [`Self::give_back`] of blocks that keep their content, those of the default class into this queue.
+    pub(super) fn give_back_to(&self, ids: &[BlockId], queue: Queue) -> Result<(), Misuse> {
+        let mut batch = Return::new(self.appends(), false);
+        batch.queue = self.reuse.as_ref().map(|_| queue);
+        self.give_back_as(ids, batch)
+    }
+
+    fn give_back_as(&self, ids: &[BlockId], mut batch: Return) -> Result<(), Misuse> {
         let mut inside = self.credits.enter::<M>();
-        let mut batch = Return::new(self.appends(), discard);
+        batch.now = self.tick();
         let outcome = ids
             .chunks(CHUNK)
             .try_for_each(|chunk| self.give_back_chunk(chunk, &mut batch));
@@ -92,10 +118,11 @@ impl<M: Mode> BlockPool<M> {
             .filter_map(|id| self.blocks.get(id.index()))
             .map(Block::state)
         {
-            let stays = !batch.discard || state.class() != Class::DEFAULT;
+            let stays = !batch.discard || state.class().queue().is_none();
             if state.holders() == 1 && (state.is_hashed() && stays || batch.append) {
-                wanted[state.class().index()] += 1;
-                batch.classes = batch.classes.with(state.class());
+                let class = batch.class_of(state);
+                wanted[class.index()] += 1;
+                batch.classes = batch.classes.with(class);
             }
         }
         for class in batch.classes {
@@ -152,7 +179,7 @@ impl<M: Mode> BlockPool<M> {
     fn let_go(&self, id: BlockId, last: State, batch: &mut Return) -> Transition {
         let block = self.block(id);
         let retired = self.is_retired(id);
-        let discarded = batch.discard && last.class() == Class::DEFAULT;
+        let discarded = batch.discard && last.class().queue().is_some();
         if last.is_hashed() && (retired || discarded || !self.is_current(block)) {
             return self.blank(id, last);
         }
@@ -160,7 +187,7 @@ impl<M: Mode> BlockPool<M> {
             return self.retire(id);
         }
         if (last.is_hashed() || batch.append)
-            && let Some(ticket) = self.ticket(last.class(), batch)
+            && let Some(ticket) = self.ticket(batch.class_of(last), batch)
         {
             return self.queue(id, last, ticket, batch);
         }
@@ -185,7 +212,7 @@ impl<M: Mode> BlockPool<M> {
             let goes = last.holders() == 1
                 && last.is_hashed()
                 && !last.is_claimed()
-                && last.class() == Class::DEFAULT;
+                && last.class().queue().is_some();
             goes && block.transition_to_blank::<M>(last) == Transition::Done
         });
         let blanked: Vec<BlockId> = blanked.collect();
@@ -233,7 +260,12 @@ impl<M: Mode> BlockPool<M> {
 
     #[inline]
     fn queue(&self, id: BlockId, last: State, ticket: Ticket, batch: &mut Return) -> Transition {
-        let ring = self.ring(last.class());
+        let class = batch.class_of(last);
+        let ring = self.ring(class);
+        if let Some(reuse) = &self.reuse {
+            // Before others can find the block in line.
+            reuse.stamp(id, batch.now);
+        }
         let early = planted(Fault::SlotBeforeState);
         if early {
             ring.fill(ticket, id);
@@ -245,7 +277,7 @@ impl<M: Mode> BlockPool<M> {
             if !early {
                 ring.fill(ticket, id);
             }
-            batch.tickets[last.class().index()].advance();
+            batch.tickets[class.index()].advance();
             batch.queued += 1;
         }
         step
@@ -277,12 +309,13 @@ impl<M: Mode> BlockPool<M> {
     fn move_next(&self, from: Class, to: Class, count: usize, inside: &mut Inside<'_, M>) -> usize {
         let credits = self.credits.take_some::<M>(count);
         let mut ids = Vec::new();
-        let take = |block: &Block, place| Some(block.transition_to_reclassed::<M>(place, to));
+        let take = |id, place| Some(self.block(id).transition_to_reclassed::<M>(place, to));
         let moved = self
             .ring(from)
             .take_oldest(&self.blocks, credits, take, &mut ids);
         inside.give_at_end(credits - moved);
         let mut batch = Return::new(true, false);
+        batch.now = self.tick();
         for chunk in ids.chunks(CHUNK) {
             let outcome = self.give_back_chunk(chunk, &mut batch);
             debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");

@@ -6,17 +6,23 @@ use loom::thread;
 use super::{BlockPool, Shared};
 use crate::block::{Class, Content};
 use crate::id::{BlockHash, BlockId, Epoch, GroupId};
+use crate::policy::{EvictionPolicy, Queue};
 use crate::store::{BlockKey, BlockStore, FreeOrder, PoolConfig, Registration};
 use crate::sync::{Fault, check, faults};
 
 type Pool = Arc<BlockPool<Shared>>;
 
 fn pool(blocks: usize) -> Pool {
+    pool_with(blocks, EvictionPolicy::Lru)
+}
+
+fn pool_with(blocks: usize, eviction_policy: EvictionPolicy) -> Pool {
     let size = blocks + 1;
     let config = PoolConfig {
         num_blocks: size,
         max_blocks: size,
         free_order: FreeOrder::UnhashedFirst,
+        eviction_policy,
     };
     Arc::new(BlockPool::with_ring_capacity(config, 8).unwrap())
 }
@@ -639,4 +645,24 @@ fn drop_vs_probe() {
 #[should_panic(expected = "content outlived the drop")]
 fn drop_vs_probe_fails_when_the_content_stays() {
     faults::check_with(Fault::KeepDiscarded, drop_beside_probe);
+}
+
+/// A block is touched and released to another queue while a thread asks for a block.
+fn evict_beside_move_between_queues() {
+    let pool = pool_with(1, EvictionPolicy::ReuseQueue);
+    let time = std::time::Duration::from_secs(1);
+    pool.reuse_queue().unwrap().set_time(time);
+    let block = held(&pool, 1);
+    pool.release_to(&[block], Queue::new(0)).unwrap();
+    let evicting = beside(&pool, allocate);
+    if let Some(block) = touch(&pool, 1) {
+        pool.release_to(&[block], Queue::SHARED).unwrap();
+    }
+    let held: Vec<BlockId> = evicting.join().unwrap().into_iter().collect();
+    check_rest(&pool, &held);
+}
+
+#[test]
+fn evict_vs_move_between_queues() {
+    check(evict_beside_move_between_queues);
 }

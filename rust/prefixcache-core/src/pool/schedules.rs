@@ -11,6 +11,7 @@ use shuttle::thread;
 
 use super::{BlockPool, Shared};
 use crate::id::{BlockHash, BlockId, GroupId};
+use crate::policy::EvictionPolicy;
 use crate::store::{BlockKey, BlockStore, FreeOrder, PoolConfig};
 use crate::sync::{AtomicU64, Fault, Ordering, faults};
 
@@ -49,6 +50,7 @@ impl World {
             num_blocks: BLOCKS,
             max_blocks: BLOCKS,
             free_order,
+            eviction_policy: EvictionPolicy::default(),
         };
         let pool = BlockPool::with_ring_capacity(config, ring).unwrap();
         let memory = (0..BLOCKS).map(|_| AtomicU64::new(0)).collect();

@@ -1,10 +1,11 @@
 //! Taking blocks: hits with their content, and blocks from the front of the line.
 
 use super::{BlockPool, Vacated};
-use crate::block::{Block, Class, Hold, Place, Transition};
+use crate::block::{Class, Hold, Place, Transition};
 use crate::credits::Inside;
 use crate::error::Exhausted;
 use crate::id::BlockId;
+use crate::policy::{Queue, Rank, ReuseQueue, Tick};
 use crate::store::BlockKey;
 use crate::sync::{Fault, Mode, pause, planted};
 
@@ -169,7 +170,12 @@ impl<M: Mode> BlockPool<M> {
             }
             self.take_blank(end, out);
             for class in self.classes.used() {
-                self.take_from_ring(class, end, out, |_| true);
+                match &self.reuse {
+                    Some(reuse) if class.queue().is_some() => {
+                        self.take_from_queues(reuse, end, out)
+                    }
+                    _ => self.take_from_ring(class, end, out, |_| true),
+                }
             }
             if out.len() < end {
                 // The credits promise that enough blocks are free, but one that was released, or moved
@@ -193,10 +199,43 @@ impl<M: Mode> BlockPool<M> {
     /// before the others of their class, as blocks with such content are never queued.
     #[cold]
     fn take_stale(&self, class: Class, end: usize, out: &mut Vec<BlockId>) {
-        self.take_from_ring(class, end, out, |block| !self.is_current(block));
+        self.take_from_ring(class, end, out, |id| !self.is_current(self.block(id)));
         if out.len() < end {
             self.classes.unmark_stale::<M>(class);
         }
+    }
+
+    /// Takes blocks of the lowest rank from the default class's queues, until none is left, or another thread
+    /// has been faster.
+    fn take_from_queues(&self, reuse: &ReuseQueue, end: usize, out: &mut Vec<BlockId>) {
+        let now = reuse.now();
+        let mut before = usize::MAX;
+        while out.len() < end
+            && out.len() != before
+            && let Some((queue, upto)) = self.next_queue(reuse, now)
+        {
+            before = out.len();
+            let comes_first = |id| reuse.rank(queue, id, now) <= upto;
+            self.take_from_ring(Class::of(queue), end, out, comes_first);
+        }
+    }
+
+    /// The queue whose oldest block has the lowest rank, and up to which rank its blocks come before those
+    /// of the other queues.
+    fn next_queue(&self, reuse: &ReuseQueue, now: Tick) -> Option<(Queue, Rank)> {
+        let (mut lowest, mut next) = (Rank::LAST, Rank::LAST);
+        let mut chosen = None;
+        for queue in self.classes.used().filter_map(Class::queue) {
+            if let Some(oldest) = self.ring(Class::of(queue)).oldest(&self.blocks) {
+                let rank = reuse.rank(queue, oldest, now);
+                if rank < lowest {
+                    (next, lowest, chosen) = (lowest, rank, Some(queue));
+                } else {
+                    next = next.min(rank);
+                }
+            }
+        }
+        chosen.map(|queue| (queue, next))
     }
 
     /// Takes the oldest blocks of a class, up to the first that is not `wanted`.
@@ -205,12 +244,12 @@ impl<M: Mode> BlockPool<M> {
         class: Class,
         end: usize,
         out: &mut Vec<BlockId>,
-        wanted: impl Fn(&Block) -> bool,
+        wanted: impl Fn(BlockId) -> bool,
     ) {
         let first = out.len();
         if first < end {
-            let take = |block: &Block, place: Place| -> Option<Transition> {
-                wanted(block).then(|| block.transition_to_evicted::<M>(place))
+            let take = |id: BlockId, place: Place| -> Option<Transition> {
+                wanted(id).then(|| self.block(id).transition_to_evicted::<M>(place))
             };
             self.ring(class)
                 .take_oldest(&self.blocks, end - first, take, out);

@@ -89,7 +89,9 @@ impl Line {
     fn evict(&self, count: usize) -> Vec<BlockId> {
         let mut out = Vec::new();
         let count = self.credits.take_some::<Shared>(count);
-        let take = |block: &Block, place| Some(block.transition_to_evicted::<Shared>(place));
+        let take = |id: BlockId, place| {
+            Some(self.blocks[id.index()].transition_to_evicted::<Shared>(place))
+        };
         let taken = self.ring.take_oldest(&self.blocks, count, take, &mut out);
         self.credits.give::<Shared>(count - taken);
         out

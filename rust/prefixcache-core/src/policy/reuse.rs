@@ -1,0 +1,224 @@
+//! How long blocks of each queue wait until they are used again, counted over a sample of them.
+
+use super::{Queue, Tick, word};
+use crate::id::BlockHash;
+use crate::sync::{AtomicU64, Ordering};
+use crate::zeroed::Zeroed;
+
+use Ordering::Relaxed;
+
+/// Sampled blocks that wait.
+const SLOTS: usize = if cfg!(loom) { 2 } else { 1 << 14 };
+
+/// How many pools' worth of blocks the sample stands for: what was evicted is waited for too.
+const POOLS: usize = 16;
+
+/// Half octaves of age, from an eighth of a second to six hours.
+pub(super) const BUCKETS: usize = if cfg!(loom) { 2 } else { 36 };
+
+/// What one wait counts, so that counts can fade in whole numbers.
+const ONE: u64 = 256;
+
+/// The bucket of an age in ticks: 0, 1, 2, 3, 4 and 5, 6 and 7, 8 to 11, 12 to 15, ...
+#[inline]
+pub(super) fn bucket(age: u32) -> usize {
+    let Some(octave) = age.checked_ilog2().filter(|&octave| octave > 0) else {
+        return age as usize;
+    };
+    let upper_half = age >> (octave - 1) & 1;
+    ((2 * octave + upper_half) as usize).min(BUCKETS - 1)
+}
+
+/// The first age of a bucket.
+pub(super) fn start(bucket: usize) -> u64 {
+    match bucket {
+        0 | 1 => bucket as u64,
+        _ => (2 + (bucket as u64 & 1)) << (bucket / 2 - 1),
+    }
+}
+
+/// Waits of one queue by their age.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Waits {
+    /// Those that ended with a use.
+    pub(super) used: [f64; BUCKETS],
+    /// Those that went on for so long, and of which no more is known.
+    pub(super) open: [f64; BUCKETS],
+}
+
+/// The waits of each queue.
+pub(super) type Counts = [Waits; Queue::COUNT];
+
+/// A sampled block that waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Wait {
+    name: u32,
+    queue: Queue,
+    since: Tick,
+}
+
+impl Wait {
+    const USED: u64 = 1 << 35;
+
+    /// `name:28 | 1 | queue:3 | since:32`; a word of 0: none.
+    fn pack(self) -> u64 {
+        let queue = self.queue.index() as u64;
+        u64::from(self.name) << 36 | Self::USED | queue << 32 | u64::from(self.since.get())
+    }
+
+    fn unpack(word: u64) -> Option<Self> {
+        (word & Self::USED != 0).then(|| Self {
+            name: (word >> 36) as u32,
+            queue: Queue::new((word >> 32 & 7) as u8),
+            since: Tick::new(word as u32),
+        })
+    }
+}
+
+/// The sample and its counts.
+pub(super) struct Reuse {
+    /// A table in which a newer block takes the place of an older one.
+    slots: Zeroed<AtomicU64>,
+    /// A block is in the sample if these bits of its hash are 0.
+    sampled: u64,
+    /// For each queue the used waits of each bucket, then the open ones; each counts [`ONE`].
+    counts: Zeroed<AtomicU64>,
+}
+
+impl Reuse {
+    pub(super) fn new(max_blocks: usize) -> Option<Self> {
+        let one_in = (max_blocks * POOLS / SLOTS).next_power_of_two() as u64;
+        Some(Self {
+            slots: Zeroed::new(SLOTS)?,
+            sampled: (one_in - 1) << 16,
+            counts: Zeroed::new(Queue::COUNT * BUCKETS * 2)?,
+        })
+    }
+
+    /// The sampled ones of these blocks, by slot and name.
+    fn sample<'a>(&'a self, hashes: &'a [BlockHash]) -> impl Iterator<Item = (&'a AtomicU64, u32)> {
+        let words = hashes.iter().map(word);
+        let sampled = words.filter(|word| word & self.sampled == 0);
+        sampled.map(|word| (&self.slots[word as usize % SLOTS], (word >> 36) as u32))
+    }
+
+    fn count(&self, wait: Wait, is_used: bool, now: Tick) {
+        let kind = if is_used { 0 } else { BUCKETS };
+        let place = wait.queue.index() * BUCKETS * 2 + kind + bucket(now.since(wait.since));
+        self.counts[place].fetch_add(ONE, Relaxed);
+    }
+
+    /// These blocks are used: the waits of those that waited have ended.
+    pub(super) fn used(&self, hashes: &[BlockHash], now: Tick) {
+        for (slot, name) in self.sample(hashes) {
+            if let Some(wait) = Wait::unpack(slot.load(Relaxed)).filter(|wait| wait.name == name) {
+                slot.store(0, Relaxed);
+                self.count(wait, true, now);
+            }
+        }
+    }
+
+    /// These blocks wait from now on. Of a block whose slot another takes no more will be known.
+    pub(super) fn released(&self, hashes: &[BlockHash], queue: Queue, now: Tick) {
+        for (slot, name) in self.sample(hashes) {
+            let before = Wait::unpack(slot.load(Relaxed));
+            if let Some(other) = before.filter(|wait| wait.name != name) {
+                self.count(other, false, now);
+            }
+            slot.store(
+                Wait {
+                    name,
+                    queue,
+                    since: now,
+                }
+                .pack(),
+                Relaxed,
+            );
+        }
+    }
+
+    /// All counts, with those that wait still as open; what is counted already fades a little.
+    pub(super) fn take_counts(&self, now: Tick) -> Counts {
+        let mut all = [Waits {
+            used: [0.0; BUCKETS],
+            open: [0.0; BUCKETS],
+        }; Queue::COUNT];
+        for (queue, waits) in all.iter_mut().enumerate() {
+            let first = queue * BUCKETS * 2;
+            for bucket in 0..BUCKETS {
+                waits.used[bucket] = self.fade(first + bucket);
+                waits.open[bucket] = self.fade(first + BUCKETS + bucket);
+            }
+        }
+        for wait in self
+            .slots
+            .iter()
+            .filter_map(|slot| Wait::unpack(slot.load(Relaxed)))
+        {
+            all[wait.queue.index()].open[bucket(now.since(wait.since))] += 1.0;
+        }
+        all
+    }
+
+    /// One count, which loses a 256th.
+    fn fade(&self, place: usize) -> f64 {
+        let count = &self.counts[place];
+        let value = count.load(Relaxed);
+        count.store(value - value / 256, Relaxed);
+        value as f64 / ONE as f64
+    }
+}
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_begin_where_they_say() {
+        for at in 1..BUCKETS {
+            let first = u32::try_from(start(at)).unwrap();
+            assert_eq!((bucket(first), bucket(first - 1)), (at, at - 1));
+        }
+        assert_eq!(bucket(u32::MAX), BUCKETS - 1);
+    }
+
+    fn hash(number: u8) -> BlockHash {
+        let mut bytes = [0; 32];
+        (bytes[0], bytes[7]) = (number, number);
+        BlockHash::from_bytes(bytes)
+    }
+
+    #[test]
+    fn a_wait_is_counted_once_in_its_queue_by_its_age() {
+        let reuse = Reuse::new(16).unwrap();
+        let (first, third) = (Queue::new(0), Queue::new(2));
+        reuse.released(&[hash(1), hash(2)], first, Tick::new(10));
+        reuse.released(&[hash(3)], third, Tick::new(10));
+        reuse.used(&[hash(1), hash(3), hash(9)], Tick::new(18));
+        reuse.used(&[hash(1)], Tick::new(30));
+        let counts = reuse.take_counts(Tick::new(14));
+        let mut expected = [Waits {
+            used: [0.0; BUCKETS],
+            open: [0.0; BUCKETS],
+        }; Queue::COUNT];
+        expected[0].used[bucket(8)] = 1.0;
+        expected[2].used[bucket(8)] = 1.0;
+        expected[0].open[bucket(4)] = 1.0;
+        assert_eq!(counts, expected);
+        let faded = reuse.take_counts(Tick::new(14));
+        assert_eq!(faded[0].used[bucket(8)], 255.0 / 256.0);
+    }
+
+    #[test]
+    fn a_wait_whose_slot_is_taken_is_open() {
+        let reuse = Reuse::new(16).unwrap();
+        let (one, mut other) = (hash(1), *hash(1).as_bytes());
+        other[7] = 9;
+        reuse.released(&[one], Queue::new(1), Tick::new(0));
+        reuse.released(&[BlockHash::from_bytes(other)], Queue::new(1), Tick::new(6));
+        reuse.used(&[one], Tick::new(9));
+        let counts = reuse.take_counts(Tick::new(6));
+        assert_eq!(counts[1].used, [0.0; BUCKETS]);
+        assert_eq!((counts[1].open[bucket(6)], counts[1].open[0]), (1.0, 1.0));
+    }
+}

@@ -30,8 +30,10 @@ FULL_BLOCKS = 13
 class Pins(Bench):
     """Blocks of 4 tokens, of which any number may be pinned, whatever lies between."""
 
-    def __init__(self, num_blocks: int = 401, share: float = 1.0, **rules: Any) -> None:
-        retention = Retention(pin=True, pin_max_share=share, pin_min_drop_size=0)
+    def __init__(
+        self, num_blocks: int = 401, share: float = 1.0, interval: int = 0, **rules: Any
+    ) -> None:
+        retention = Retention(interval=interval, pin=True, pin_max_share=share, pin_min_drop_size=0)
         super().__init__(
             num_blocks=num_blocks,
             max_num_batched_tokens=CHUNK,
@@ -209,6 +211,18 @@ def test_the_engine_pins_what_ended_well(end: str) -> None:
         engine.step()
     assert (cache.stats()["pins"] > before) is (end in ("stop", "length"))
     assert cache.usage == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_a_long_prompt_pins_no_more_than_the_share_while_it_runs(share: float) -> None:
+    pins = Pins(share=share, interval=2 * CHUNK)
+    most = 0
+    name = pins.begin(prompt(0, 500))
+    while not pins.answers[name]:
+        pins.step()
+        most = max(most, pins.stat("pinned_blocks"))
+    assert most <= share * 400
+    assert pins.stat("demotions") > 2 * share * 400
 
 
 # The four loopholes.

@@ -250,6 +250,8 @@ class CacheManager:
         """
         sequences = self._of([request_id for request_id, _ in computed])
         self._cache.drop_unneeded(sequences, [upto for _, upto in computed])
+        if self._pins:
+            self._demote_beyond_share()
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Gives the blocks back; the requests stay known and can be committed again."""

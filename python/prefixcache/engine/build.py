@@ -193,20 +193,24 @@ def _caches_prefixes(config: CacheConfig, runner: ModelRunner) -> bool:
 def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
     """The context length, lowered to what the pool holds unless it was asked for."""
     longest = config.scheduler.context_length(model)
+    kinds = kv_layout(model).kinds
     room = fitting_tokens(
         num_blocks,
         config.cache.block_size,
-        kv_layout(model).kinds,
+        kinds,
         chunk=config.scheduler.max_num_batched_tokens,
         most=longest,
     )
     if longest == room:
         return longest
     if config.scheduler.max_model_len is not None or not room:
+        # A group with a window holds the window and the tokens that a step computes.
+        has_windows = any(kind != "full" for kind in kinds)
+        lower = "--max-model-len" + (" or --max-num-batched-tokens" if has_windows else "")
         raise ConfigError(
             f"The KV cache holds {room} tokens ({num_blocks - 1} blocks of "
             f"{config.cache.block_size}), less than one sequence of max_model_len {longest}. "
-            "Raise --kv-cache-memory or --num-blocks, or lower --max-model-len."
+            f"Raise --kv-cache-memory or --num-blocks, or lower {lower}."
         )
     logger.warning("The KV cache holds %d tokens: max_model_len is lowered from %d.", room, longest)
     return room

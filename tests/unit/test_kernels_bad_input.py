@@ -242,7 +242,7 @@ def test_layers_that_do_not_fit(changed: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["input_norm", "mlp_norm", "qk_norm", "attention_out_norm"])
-@pytest.mark.parametrize("address", [0, NUMBERS + 2])
+@pytest.mark.parametrize("address", [0, NUMBERS + 2], ids=["null", "misaligned"])
 def test_a_norm_at_an_address_that_is_none(name: str, address: int) -> None:
     with pytest.raises(ValueError, match=f"{name} must be the address of its numbers"):
         forward([decoder_layer(**{name: address})])

@@ -6,15 +6,11 @@ over at the end of a row by different code, so their last bits depend on the num
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from prefixcache.ops.cuda import fused_kernels
-
-GELU_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
-GELU_CUBE = 0.044715
+from prefixcache.ops.gelu import GELU_CUBE, GELU_SLOPE
 
 
 def silu(x: Tensor) -> Tensor:

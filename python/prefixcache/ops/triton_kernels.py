@@ -19,16 +19,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from prefixcache.ops import activation
+from prefixcache.ops import gelu
 
 # Programmatic dependent launch, of devices from Hopper on: not the default, which it was not
 # measured against yet.
 _PDL = os.environ.get("PREFIXCACHE_PDL") == "1"
 _GATE_BLOCK = 1024
 _ROTATED_ROWS = 16
-# Of `activation.gelu_tanh`.
-_GELU_SLOPE = tl.constexpr(activation.GELU_SLOPE)
-_GELU_CUBE = tl.constexpr(activation.GELU_CUBE)
+_GELU_SLOPE = tl.constexpr(gelu.GELU_SLOPE)
+_GELU_CUBE = tl.constexpr(gelu.GELU_CUBE)
 # Of `sampling.tiles`: members of a block, blocks of a tile, tokens of a tile.
 _MEMBERS = tl.constexpr(16)
 _BLOCKS = tl.constexpr(64)

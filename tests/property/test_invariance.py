@@ -252,7 +252,8 @@ def test_preempted_answers_of_models_with_windows_are_those_of_lone_cold_runs(
         assert_same(counts)
         total.add(counts)
         turns += 1
-        assert turns < 40, total
+        # Admission leaves room for windows: of eight schedules one preempts.
+        assert turns < 300, total
 
 
 def _preempted(counts: Counts) -> bool:

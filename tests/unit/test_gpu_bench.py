@@ -49,6 +49,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
             del sys.modules[name]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", [[], ["--jit"]], ids=["first", "jit"])
 def test_the_dry_run_needs_no_package_that_the_machine_may_lack(
     tmp_path: Path, command: list[str]

@@ -222,16 +222,12 @@ def test_preempted_answers_are_those_of_lone_cold_runs(
     tiny_checkpoint: Checkpoint, dtype: str, seed: int
 ) -> None:
     """A pool that holds one long request and little else, until all that can happen has."""
-    bench, total, turns = Bench(folder_of(tiny_checkpoint, dtype), dtype), Counts(), 0
-    while turns < 3 or not (_preempted(total) and total.waits_in_flight and total.merged_blocks):
-        tight = Schedule(
-            seed=seed + turns, arrivals=(0,) * 8, num_blocks=26, max_num_batched_tokens=50
-        )
-        counts = bench.compare(tight)
-        assert_same(counts)
-        total.add(counts)
-        turns += 1
-        assert turns < 40, total
+
+    def all_happened(total: Counts) -> bool:
+        return bool(_preempted(total) and total.waits_in_flight and total.merged_blocks)
+
+    bench = Bench(folder_of(tiny_checkpoint, dtype), dtype)
+    _compare_until(all_happened, bench, seed, num_blocks=26, turns=40)
 
 
 @pytest.mark.parametrize("shape", ["window33", "all33"])
@@ -239,21 +235,28 @@ def test_preempted_answers_of_models_with_windows_are_those_of_lone_cold_runs(
     tiny_checkpoint: Checkpoint, shape: str, seed: int
 ) -> None:
     """Each request holds less than a block table lists, so the pool is small."""
-    bench, total, turns = (
-        Bench(folder_of(tiny_checkpoint, "float32", shape), "float32"),
-        Counts(),
-        0,
-    )
-    while turns < 3 or not _preempted(total):
+    bench = Bench(folder_of(tiny_checkpoint, "float32", shape), "float32")
+    # Admission leaves room for windows: of eight schedules one preempts.
+    _compare_until(_preempted, bench, seed, num_blocks=15, turns=300)
+
+
+def _compare_until(
+    happened: Callable[[Counts], bool], bench: Bench, seed: int, *, num_blocks: int, turns: int
+) -> None:
+    """At least three schedules in a tight pool, and fewer than `turns` until all has happened."""
+    total, turn = Counts(), 0
+    while turn < 3 or not happened(total):
         tight = Schedule(
-            seed=seed + turns, arrivals=(0,) * 8, num_blocks=15, max_num_batched_tokens=50
+            seed=seed + turn,
+            arrivals=(0,) * 8,
+            num_blocks=num_blocks,
+            max_num_batched_tokens=50,
         )
         counts = bench.compare(tight)
         assert_same(counts)
         total.add(counts)
-        turns += 1
-        # Admission leaves room for windows: of eight schedules one preempts.
-        assert turns < 300, total
+        turn += 1
+        assert turn < turns, total
 
 
 def _preempted(counts: Counts) -> bool:

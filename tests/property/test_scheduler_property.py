@@ -425,11 +425,16 @@ def test_a_crowd_survives_steps_that_fail() -> None:
 
 
 def _publish_pending_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    publish = Scheduler._publish
+    _go_by_what_is_planned(monkeypatch, "_publish")
+
+
+def _go_by_what_is_planned(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Gives a method of the scheduler what is planned of each request, not what is computed."""
+    method = getattr(Scheduler, name)
     monkeypatch.setattr(
         Scheduler,
-        "_publish",
-        lambda self, computed: publish(
+        name,
+        lambda self, computed: method(
             self, [(state, state.num_computed_tokens) for state, _ in computed]
         ),
     )
@@ -523,14 +528,7 @@ def test_crowds_behind_windows_share_and_are_preempted(
 
 
 def _drop_while_a_step_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    drop = Scheduler._drop_unneeded
-    monkeypatch.setattr(
-        Scheduler,
-        "_drop_unneeded",
-        lambda self, computed: drop(
-            self, [(state, state.num_computed_tokens) for state, _ in computed]
-        ),
-    )
+    _go_by_what_is_planned(monkeypatch, "_drop_unneeded")
 
 
 def _drop_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:

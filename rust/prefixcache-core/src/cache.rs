@@ -160,9 +160,7 @@ impl<S: BlockStore> PrefixCache<S> {
         sequence: &mut Sequence,
         max_tokens: usize,
     ) -> Result<usize, CacheError> {
-        self.check_owner(sequence, "sequence".into())?;
-        self.refresh(sequence);
-        let hashes = self.within(sequence.hashes(), max_tokens);
+        let hashes = self.asked_hashes(sequence, max_tokens)?;
         Ok(self.longest_hit(hashes) * self.block_size())
     }
 
@@ -174,13 +172,22 @@ impl<S: BlockStore> PrefixCache<S> {
         sequence: &mut Sequence,
         max_tokens: usize,
     ) -> Result<usize, CacheError> {
-        self.check_owner(sequence, "sequence".into())?;
-        self.refresh(sequence);
+        let hashes = self.asked_hashes(sequence, max_tokens)?;
         if !self.hash_config.groups.any_whole() {
             return Ok(0);
         }
-        let hashes = self.within(sequence.hashes(), max_tokens);
         Ok(self.longest_whole_hit(hashes) * self.block_size())
+    }
+
+    /// The current hashes of a sequence's blocks that are full within `max_tokens`.
+    fn asked_hashes<'a>(
+        &self,
+        sequence: &'a mut Sequence,
+        max_tokens: usize,
+    ) -> Result<&'a [BlockHash], CacheError> {
+        self.check_owner(sequence, "sequence".into())?;
+        self.refresh(sequence);
+        Ok(self.within(sequence.hashes(), max_tokens))
     }
 
     /// The hashes of the blocks that are full within `max_tokens`.

@@ -86,6 +86,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     memory.make_kv()
     memory.settle()
     batch_invariant = attention.batch_invariant and config.keeps_batch_invariant(device.type)
+    retention = Retention.of(config, kv.layout.kinds)
     cache = CacheManager(
         num_blocks,
         config.cache.block_size,
@@ -94,7 +95,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         kv_dtype=str(dtype).removeprefix("torch."),
         arithmetic=str(dtype).removeprefix("torch."),
         groups=kv.layout.kinds,
-        retention=Retention.of(config, kv.layout.kinds),
+        retention=retention,
         publish_answers=shares_answers(attention),
         merge_twins=config.cache.merge_duplicate_blocks and batch_invariant,
     )
@@ -118,7 +119,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         memory=memory,
     )
     _log_choices(config, parts, kv, cpu)
-    _log_retention(config, cache, kv.layout)
+    _log_retention(config.cache, retention, cache, kv.layout)
     return BuiltEngine(
         engine=Engine(parts),
         tokenizer=tokenizer,
@@ -156,19 +157,19 @@ def _log_choices(config: EngineConfig, parts: EngineParts, kv: KVTensors, cpu: C
     )
 
 
-def _log_retention(config: EngineConfig, cache: CacheManager, layout: KVLayout) -> None:
+def _log_retention(
+    config: CacheConfig, retention: Retention, cache: CacheManager, layout: KVLayout
+) -> None:
     """What is pinned, or which flags change nothing."""
     flags = {
-        "--pin-swa-tokens": config.cache.pin_swa_tokens,
-        "--prefix-cache-retention-interval": config.cache.prefix_cache_retention_interval
-        is not None,
+        "--pin-swa-tokens": config.pin_swa_tokens,
+        "--prefix-cache-retention-interval": config.prefix_cache_retention_interval is not None,
     }
     given = " and ".join(name for name, is_given in flags.items() if is_given)
     if given and not cache.has_windows:
         logger.warning("Without effect: %s. No layer of this model has a sliding window.", given)
-    elif config.cache.pin_swa_tokens:
+    elif retention.pin:
         windows = [group.sliding_window for group in layout.groups]
-        retention = Retention.of(config, layout.kinds)
         logger.info(retention.describe_pins(cache.num_usable_blocks, cache.block_size, windows))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from prefixcache.exceptions import InvalidRequestError
+from prefixcache.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20
 # Beyond these a logit that is divided or multiplied may overflow.
@@ -20,7 +21,8 @@ class SamplingParams:
 
     Raises `InvalidRequestError`, naming the field, for a value out of range.
     `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token. `logprobs` and
-    `prompt_logprobs` are counts of alternatives; 0 gives the chosen token's alone.
+    `prompt_logprobs` are counts of alternatives; 0 gives the chosen token's alone. The answer's
+    text follows `structured_output`.
     """
 
     n: int = 1
@@ -42,6 +44,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         _in_range("n", self.n, 1, 128)

@@ -37,7 +37,8 @@ for dtype, tolerance in {torch.float32: 1e-5, torch.float16: 2**-8}.items():
                     result.float(), expected, rtol=tolerance, atol=tolerance
                 )
 
-# The interpreter's BLAS may add a row's products in another order at another place in the tile, as no GPU does.
+# The interpreter's BLAS may add a row's products in another order at another place in a tile.
+# No GPU does.
 def matmul(a, b, dtype=None):
     return sum(column[:, None] * row for column, row in zip(a.T, b))
 

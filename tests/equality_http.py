@@ -48,13 +48,12 @@ class Options:
     dialogues: int = 40
     requests: int | None = None
     tokens: int = 8
-    system_chars: int | None = None
     seed: int = 0
     flags: dict[str, Any] = field(default_factory=dict)
 
     def bodies(self) -> list[Body]:
         """The requests, greedy and seeded, of all dialogues turn by turn."""
-        chats = read_dialogues(self.system_chars)[: self.dialogues]
+        chats = read_dialogues()[: self.dialogues]
         messages = [request for chat in chats for request in requests_of(chat)]
         return [self._body(i, m) for i, m in enumerate(messages[: self.requests])]
 

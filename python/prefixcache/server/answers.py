@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +14,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from prefixcache.chat.message import Message, MessageDelta, MessageParser
 from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.server.errors import ApiError, error_body, is_unexpected
 from prefixcache.server.job_maker import Job, JobMaker
@@ -30,11 +31,19 @@ _LONG_ANSWER = 2**16
 
 @dataclass(slots=True)
 class Choice:
-    """One answer as far as it has come."""
+    """One answer as far as it has come.
+
+    Where answers are messages, `message` is the whole of it and `delta` what the last output added.
+    """
 
     index: int
     num_prompt_tokens: int
+    new_parser: Callable[[], MessageParser] | None = None
     started: bool = False
+    message: Message = field(default_factory=Message)
+    delta: MessageDelta = field(default_factory=MessageDelta)
+    parser: MessageParser | None = None
+    num_reasoning_tokens: int = 0
     text: list[str] = field(default_factory=list[str])
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -58,12 +67,26 @@ class Choice:
         self.text.append(output.text)
         self.logprobs.extend(output.logprobs)
         self.finish_reason = output.finish_reason
+        if self.new_parser is not None:
+            self._read(output, self.new_parser)
         self.stop_reason = output.stop_reason
+
+    def _read(self, output: RequestOutput, new_parser: Callable[[], MessageParser]) -> None:
+        """Tokens count as reasoning with the markers around it."""
+        parser = self.parser = self.parser or new_parser()
+        reasoned = parser.in_reasoning
+        self.delta = parser.push(output.text, finished=output.finished)
+        self.message.add(self.delta)
+        if reasoned or parser.in_reasoning:
+            self.num_reasoning_tokens += len(output.token_ids)
+        if self.message.tool_calls and self.finish_reason == "stop":
+            self.finish_reason = "tool_calls"
 
     def _begin_anew(self) -> None:
         self.text.clear()
         self.logprobs.clear()
-        self.num_tokens = 0
+        self.message, self.parser = Message(), None
+        self.num_tokens = self.num_reasoning_tokens = 0
 
 
 class AnswerForm(Protocol):
@@ -120,12 +143,16 @@ def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
     prompt = sum(choice.num_prompt_tokens for choice in first_choices)
     completion = sum(choice.num_tokens for choice in choices)
     cached = sum(choice.num_cached_tokens for choice in first_choices)
-    return {
+    shown: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    reasoning = sum(choice.num_reasoning_tokens for choice in choices)
+    if reasoning:
+        shown["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return shown
 
 
 async def _to_the_end(chunks: AsyncGenerator[bytes, None], job: Job) -> AsyncGenerator[bytes, None]:
@@ -200,7 +227,7 @@ def _raise_if_void(output: RequestOutput) -> None:
 
 def _new_choices(job: Job) -> list[Choice]:
     lengths = [len(request.prompt_token_ids) for request in job.requests]
-    return [Choice(index, length) for index, length in enumerate(lengths)]
+    return [Choice(index, length, job.new_parser) for index, length in enumerate(lengths)]
 
 
 def _size(job: Job, choices: Sequence[Choice]) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from prefixcache.chat.message import Message, MessageDelta, ToolCallDelta
+from prefixcache.chat.plan import ChatFormat, ChatPlan
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
@@ -17,8 +19,7 @@ from prefixcache.server.context import Call, new_call
 from prefixcache.server.job_maker import Job, JobMaker, fields_named, sampling_params
 from prefixcache.server.logprobs import chat_logprobs, prompt_logprobs
 from prefixcache.server.protocol import ChatFields, ChatRequest
-from prefixcache.token_ids import TokenIds
-from prefixcache.tokenization.chat_template import ChatTemplate
+from prefixcache.structured_output import StructuredOutput
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 
@@ -40,24 +41,31 @@ def chat_router(maker: JobMaker) -> APIRouter:
     return router
 
 
-async def chat_prompt(
-    maker: JobMaker, fields: ChatFields, size: int, *, add_special_tokens: bool
-) -> TokenIds:
-    """Token ids of the messages in the model's own form of a chat. `size` is the body's."""
-    template = maker.served.tokenizer.chat_template
-    if template is None:
+async def chat_plan(
+    maker: JobMaker,
+    fields: ChatFields,
+    size: int,
+    structured_output: StructuredOutput | None = None,
+) -> ChatPlan:
+    """The messages in the model's own form of a chat, and how it answers. `size` is the body's."""
+    if maker.served.tokenizer.chat_template is None:
         raise InvalidRequestError(
             "This model has no chat template; use /v1/completions.", param="messages"
         )
-    text = await maker.workers.run(size, lambda: _rendered(template, fields))
-    return await maker.encode(text, param="messages", add_special_tokens=add_special_tokens)
+    return await maker.workers.run(
+        size, lambda: _planned(maker.served.chat, fields, structured_output)
+    )
 
 
-def _rendered(template: ChatTemplate, fields: ChatFields) -> str:
+def _planned(
+    chat: ChatFormat, fields: ChatFields, structured_output: StructuredOutput | None
+) -> ChatPlan:
     continued = bool(fields.continue_final_message)
     prompted = fields.add_generation_prompt
-    return template.render(
+    return chat.plan(
         fields.plain_messages(),
+        tool_use=fields.tool_use(),
+        structured_output=structured_output,
         add_generation_prompt=not continued if prompted is None else prompted,
         continue_final_message=continued,
         variables=fields.chat_template_kwargs,
@@ -79,10 +87,18 @@ async def chat_job(maker: JobMaker, fields: ChatRequest, size: int, call: Call) 
     """
     maker.check_model(fields.model)
     params = _params(maker, fields)
+    plan = await chat_plan(maker, fields, size, params.structured_output)
     special = fields.add_special_tokens is True
-    prompt = await chat_prompt(maker, fields, size, add_special_tokens=special)
+    prompt = await maker.encode(plan.prompt, param="messages", add_special_tokens=special)
     given = fields.max_completion_tokens is not None or fields.max_tokens is not None
-    return await maker.job(fields, [prompt], params, call=call, fit_max_tokens=not given)
+    return await maker.job(
+        fields,
+        [prompt],
+        plan.applied_to(params),
+        call=call,
+        fit_max_tokens=not given,
+        new_parser=plan.new_parser,
+    )
 
 
 def _params(maker: JobMaker, fields: ChatRequest) -> SamplingParams:
@@ -130,25 +146,24 @@ class ChatForm:
             choice.started = True
             yield self._chunk(job, choice, {"role": "assistant", "content": ""}, None)
         logprobs = self._logprobs(output.logprobs)
-        if output.text or logprobs or output.finished:
-            yield self._chunk(job, choice, {"content": output.text}, logprobs)
+        if choice.delta or logprobs or output.finished:
+            yield self._chunk(job, choice, _delta(choice.delta), logprobs)
 
     def last_chunk(self, job: Job) -> dict[str, Any]:
         """The chunk without choices that carries the usage."""
         return {**_head(job, "chat.completion.chunk"), "choices": []}
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
         return {
             "index": choice.index,
-            "message": message,
+            "message": _message(choice.message),
             "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
 
     def _chunk(
-        self, job: Job, choice: Choice, delta: dict[str, str], logprobs: dict[str, Any] | None
+        self, job: Job, choice: Choice, delta: dict[str, Any], logprobs: dict[str, Any] | None
     ) -> dict[str, Any]:
         ended = "role" not in delta
         shown = {
@@ -168,3 +183,50 @@ class ChatForm:
 
 def _head(job: Job, kind: str) -> dict[str, Any]:
     return {"id": job.call.id, "object": kind, "created": job.created, "model": job.model}
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """`content` is null where the answer says nothing beside calls or reasoning."""
+    content, reasoning = message.content, message.reasoning
+    said = content or not (message.tool_calls or reasoning)
+    shown: dict[str, Any] = {
+        "role": "assistant",
+        "content": content if said else None,
+        "refusal": None,
+        **_reasoning(reasoning),
+    }
+    if message.tool_calls:
+        shown["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    return shown
+
+
+def _delta(delta: MessageDelta) -> dict[str, Any]:
+    shown: dict[str, Any] = _reasoning(delta.reasoning)
+    if delta.content or not (delta.reasoning or delta.tool_calls):
+        shown["content"] = delta.content
+    if delta.tool_calls:
+        shown["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+    return shown
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Under the name that vLLM took to, and the older one that most clients read."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {
+        "index": call.index,
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
 
+from prefixcache.chat.message import MessageParser
 from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError
 from prefixcache.request import CacheOptions, Request
 from prefixcache.sampling_params import SamplingParams
@@ -42,7 +43,10 @@ _PASSED_ON = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What one HTTP request asks of the engine: `params.n` requests for each prompt, in order."""
+    """What one HTTP request asks of the engine: `params.n` requests for each prompt, in order.
+
+    `new_parser` makes the parser of an answer that is a message; other answers are text alone.
+    """
 
     call: Call
     model: str
@@ -50,6 +54,7 @@ class Job:
     prompts: tuple[TokenIds, ...]
     params: SamplingParams
     requests: tuple[Request, ...]
+    new_parser: Callable[[], MessageParser] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +118,12 @@ class JobMaker:
         *,
         call: Call,
         fit_max_tokens: bool,
+        new_parser: Callable[[], MessageParser] | None = None,
     ) -> Job:
         """All requests of one HTTP request, whose number `check_num_sequences` has allowed.
 
         `fit_max_tokens` shortens `params.max_tokens`, when it is a default, to what fits.
+        Answers are read by parsers of `new_parser` where it is given.
         """
         self._check_priority(fields.priority or 0)
         make = partial(self._requests, fields, prompts, params, call, fit_max_tokens)
@@ -129,6 +136,7 @@ class JobMaker:
             requests=await self.workers.run(
                 len(prompts) * params.n * _OVERHEAD, lambda: tuple(make())
             ),
+            new_parser=new_parser,
         )
 
     def _check_priority(self, priority: int) -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
+from prefixcache.chat.tools import ToolUse, read_tool_use
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.server.limits import (
     MAX_LOGIT_BIASES,
@@ -199,6 +200,14 @@ class ChatFields(BaseModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+    def tool_use(self) -> ToolUse:
+        """The tools, and what the answer does with them. Raises `InvalidRequestError`."""
+        parallel = self.parallel_tool_calls is not False
+        return read_tool_use(self.tools, self.tool_choice, parallel=parallel)
 
     def plain_messages(self) -> list[dict[str, Any]]:
         """The messages as `ChatTemplate.render` takes them."""
@@ -227,8 +236,6 @@ class ChatRequest(SamplingFields, ChatFields):
         "modalities": (["text"],),
         "prediction": (),
         "response_format": ({"type": "text"},),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
         "web_search_options": (),
     }
 

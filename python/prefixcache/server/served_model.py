@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from prefixcache.chat.plan import ChatFormat
 from prefixcache.model_config import GenerationDefaults
 from prefixcache.tokenization.tokenizer import Tokenizer
 
@@ -23,3 +24,7 @@ class ServedModel:
     created: int = 0
     batch_invariant: bool | None = None
     priorities: bool = False
+    chat: ChatFormat = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chat", ChatFormat(self.tokenizer))

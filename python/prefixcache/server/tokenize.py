@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from prefixcache.server.body import parse_fields, parse_object, read_body
-from prefixcache.server.chat import chat_prompt
+from prefixcache.server.chat import chat_plan
 from prefixcache.server.job_maker import JobMaker, check_ids
 from prefixcache.server.json_text import json_response, list_json, text_json
 from prefixcache.server.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
@@ -49,7 +49,8 @@ async def _token_ids(
 ) -> TokenIds:
     if isinstance(fields, TokenizeChatRequest):
         special = fields.add_special_tokens is True
-        return await chat_prompt(maker, fields, size, add_special_tokens=special)
+        plan = await chat_plan(maker, fields, size)
+        return await maker.encode(plan.prompt, param="messages", add_special_tokens=special)
     special = fields.add_special_tokens is not False
     return await maker.encode(fields.prompt, param="prompt", add_special_tokens=special)
 

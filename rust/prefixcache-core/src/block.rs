@@ -7,8 +7,9 @@
 //!   bit  17      HASHED       the record names the block's content, and a lookup may take a hold
 //!   bit  18      QUEUED       free, with a place in the ring of its class
 //!   bit  19      REGISTERING  one thread, which has a hold for it, writes or removes the content
-//!   bits 20..24  class: which ring the block stands in, or joins at its release; 0 is the default
-//!   bits 24..64  ticket of the place, while QUEUED
+//!   bits 20..24  the content's own class; 0 is the default
+//!   bit  24      PINNED       the block is of the pinned class, unless its own is above that
+//!   bits 25..64  ticket of the place, while QUEUED
 //!
 //!              allocated                claimed                     unclaimed
 //!   IDLE ────────────────► held ──► held|REGISTERING(+1 hold) ──► held|HASHED ◄──┐ touched
@@ -24,7 +25,7 @@
 //! * *One owner at a time.* A block leaves the line by `touched`, `evicted` or `demoted` (QUEUED goes
 //!   and a hold comes in the same exchange) or, from IDLE, by whoever unlinked it from the free
 //!   stack. An exchange that read QUEUED with a ticket succeeds only while the block still stands at
-//!   that place, as a ticket is given out once in 2^40.
+//!   that place, as a ticket is given out once in 2^39.
 //! * *A recycled block is never hit.* A touch needs HASHED; an eviction takes HASHED away in the
 //!   exchange that takes the block, before anybody can give it new content.
 //! * *The record is stable while held with HASHED.* `hash`, `group` and `epoch` are written only
@@ -57,7 +58,11 @@ const QUEUED: u64 = 1 << 18;
 const REGISTERING: u64 = 1 << 19;
 const CLASS_SHIFT: u32 = 20;
 const CLASS: u64 = 15 << CLASS_SHIFT;
-const TICKET_SHIFT: u32 = 24;
+const PINNED: u64 = 1 << 24;
+const TICKET_SHIFT: u32 = 25;
+
+/// What a block keeps when it joins its line or leaves it with its content.
+const KEPT: u64 = HASHED | CLASS | PINNED;
 
 /// Holders that hits may bring a block to: the last hold that it can count is for a registration.
 const MOST_TOUCHED: u64 = HOLDERS - 1;
@@ -68,19 +73,38 @@ impl State {
     /// Held by one, without content.
     pub(crate) const HELD_ONCE: Self = Self(1);
 
+    /// The state of the block when it stands at `place`, whose class its own becomes unless a pin put it
+    /// there.
     #[inline]
-    fn queued(place: Place, hashed: bool) -> Self {
-        Self(QUEUED | place.ticket.get() << TICKET_SHIFT)
-            .with_class(place.class)
-            .with(HASHED, hashed)
+    fn queued(self, place: Place) -> Self {
+        let kept = Self(QUEUED | place.ticket.get() << TICKET_SHIFT | self.0 & KEPT);
+        if place.class == self.class() {
+            kept
+        } else {
+            kept.with_own_class(place.class)
+        }
     }
 
-    /// The state with another class, which is kept as its difference to the default one: a blank state
-    /// is of the default class.
+    /// The state with another class of its own, which is kept as its difference to the default one: a
+    /// blank state is of the default class.
     #[inline]
-    fn with_class(self, class: Class) -> Self {
+    pub(crate) fn with_own_class(self, class: Class) -> Self {
         let code = (class.index() ^ Class::DEFAULT.index()) as u64;
         Self(self.0 & !CLASS | code << CLASS_SHIFT)
+    }
+
+    /// The state with a pin, which makes it forget in which of the default class's queues it stood.
+    pub(crate) fn pinned(self) -> Self {
+        let own = match self.own_class().queue() {
+            Some(_) => Class::DEFAULT,
+            None => self.own_class(),
+        };
+        self.with_own_class(own).with(PINNED, true)
+    }
+
+    /// The state without a pin.
+    pub(crate) fn unpinned(self) -> Self {
+        self.with(PINNED, false)
     }
 
     /// The state with a bit set or cleared.
@@ -115,10 +139,25 @@ impl State {
         self.has(REGISTERING)
     }
 
+    #[inline]
+    pub(crate) fn is_pinned(self) -> bool {
+        self.has(PINNED)
+    }
+
+    /// The class that the content was given.
+    #[inline]
+    pub(crate) fn own_class(self) -> Class {
+        Class::new((self.0 >> CLASS_SHIFT) as u8 ^ Class::DEFAULT.index() as u8)
+    }
+
     /// The class whose ring the block stands in, or would join at its release.
     #[inline]
     pub(crate) fn class(self) -> Class {
-        Class::new((self.0 >> CLASS_SHIFT) as u8 ^ Class::DEFAULT.index() as u8)
+        if self.is_pinned() {
+            self.own_class().max(Class::PINNED)
+        } else {
+            self.own_class()
+        }
     }
 
     /// Where the block stands, when it is queued.
@@ -132,7 +171,7 @@ impl State {
 
     #[inline]
     fn is_at(self, place: Place) -> bool {
-        self == Self::queued(place, self.is_hashed())
+        self.place() == Some(place)
     }
 }
 
@@ -261,7 +300,7 @@ impl Block {
                 None => (Hold::Shared, Some(State(state.0 + 1))),
                 Some(_) if !has_credit => (Hold::NeedsCredit, None),
                 Some(place) => {
-                    let held = State(1 | state.0 & (CLASS | HASHED));
+                    let held = State(1 | state.0 & KEPT);
                     (Hold::TakenFromLine(place), Some(held))
                 }
             }
@@ -276,16 +315,9 @@ impl Block {
         })
     }
 
-    /// Takes the block from its place with its content, and gives it another class.
-    pub(crate) fn transition_to_reclassed<M: Mode>(
-        &self,
-        place: Place,
-        class: Class,
-    ) -> Transition {
-        let held = |state: State| {
-            let held = State::HELD_ONCE.with(HASHED, state.is_hashed());
-            held.with_class(class)
-        };
+    /// Takes the block from its place with its content, and the pin off.
+    pub(crate) fn transition_to_unpinned<M: Mode>(&self, place: Place) -> Transition {
+        let held = |state: State| State(1 | state.0 & KEPT).unpinned();
         if planted(Fault::BlindDemotion) && self.state().is_at(place) {
             self.state.store(held(self.state()).0, Release);
             return Transition::Done;
@@ -322,7 +354,7 @@ impl Block {
     /// The last holder lets the block stand in line, from `last` on its state.
     #[inline]
     pub(crate) fn transition_to_queued<M: Mode>(&self, last: State, place: Place) -> Transition {
-        self.exchange::<M>(last, State::queued(place, last.is_hashed()))
+        self.exchange::<M>(last, last.queued(place))
     }
 
     /// The last holder takes content and class from the block and holds it on.
@@ -340,22 +372,25 @@ impl Block {
         self.exchange::<M>(State::HELD_ONCE, State::IDLE)
     }
 
-    /// Takes a queued block out of its line for good; the place that it left.
-    pub(crate) fn transition_to_unqueued<M: Mode>(&self) -> Option<Place> {
-        self.update::<M, _>(|state| (state.place(), state.place().map(|_| State::IDLE)))
+    /// Takes a queued block out of its line for good; the place that it left, and whether it was pinned.
+    pub(crate) fn transition_to_unqueued<M: Mode>(&self) -> Option<(Place, bool)> {
+        self.update::<M, _>(|state| {
+            let left = state.place().map(|place| (place, state.is_pinned()));
+            (left, left.map(|_| State::IDLE))
+        })
     }
 
     // Changing where a block stands or will stand.
 
     /// Moves a queued block to another place of its class.
     pub(crate) fn transition_to_moved<M: Mode>(&self, from: Place, to: Place) -> Transition {
-        self.leave::<M>(from, |state| State::queued(to, state.is_hashed()))
+        self.leave::<M>(from, |state| state.queued(to))
     }
 
-    /// Gives a held block with content the class that `change` makes of its own; whether that is another.
-    pub(crate) fn transition_to_classed<M: Mode>(&self, change: impl Fn(Class) -> Class) -> bool {
+    /// Changes class and pin of a held block with content; whether they are others then.
+    pub(crate) fn transition_to_classed<M: Mode>(&self, change: impl Fn(State) -> State) -> bool {
         self.update::<M, _>(|state| {
-            let new = state.with_class(change(state.class()));
+            let new = change(state);
             let changes = state.is_held() && state.is_hashed() && new != state;
             if changes && planted(Fault::BlindClass) {
                 self.state.store(new.0, Release);

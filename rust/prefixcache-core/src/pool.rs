@@ -56,6 +56,7 @@ mod size;
 mod take;
 mod validate;
 
+use crate::band::Band;
 use crate::block::{Block, ByClass, Class, ClassSet, Content, Place};
 use crate::credits::Credits;
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, PoolError, ResizeError};
@@ -399,8 +400,16 @@ impl<M: Mode> BlockStore for BlockPool<M> {
         self.unpin_all(blocks)
     }
 
+    fn band(&self, key: &BlockKey) -> Option<Band> {
+        self.band_of(key)
+    }
+
+    fn set_band(&self, key: &BlockKey, held: BlockId, band: Band) -> bool {
+        self.set_band_of(key, held, band)
+    }
+
     fn demote(&self, count: usize) -> usize {
-        let demoted = self.move_oldest(Class::PINNED, Class::DEFAULT, count);
+        let demoted = self.unpin_oldest(count);
         self.pins.count_demoted::<M>(demoted);
         demoted
     }

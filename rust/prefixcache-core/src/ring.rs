@@ -135,7 +135,7 @@ impl<M: Mode> Drop for VacatedSlots<'_, M> {
 /// The line of one class.
 pub(crate) struct Ring<M> {
     class: Class,
-    /// `ticket:40 | block:24`; the null block stands for none.
+    /// `ticket:39 | block:24`; the null block stands for none.
     slots: Zeroed<AtomicU64>,
     /// Slots vacated so far in each segment, as far as [`Self::count_mask`] reaches.
     vacated: Zeroed<AtomicU32>,
@@ -174,7 +174,7 @@ impl<M: Mode> Ring<M> {
         assert!(capacity.is_power_of_two());
         let capacity_bits = capacity.trailing_zeros();
         let segment_bits = SEGMENT.trailing_zeros().min(capacity_bits / 2);
-        let laps = 1_u64 << (40 - capacity_bits);
+        let laps = 1_u64 << (Ticket::BITS - capacity_bits);
         let count_mask = u32::try_from((laps << segment_bits) - 1).unwrap_or(u32::MAX);
         Some(Self {
             class,

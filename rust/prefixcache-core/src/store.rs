@@ -28,6 +28,7 @@
 
 use std::iter;
 
+use crate::band::Band;
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
 use crate::id::{BlockHash, BlockId, Epoch, GroupId, MAX_BLOCKS};
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue};
@@ -208,9 +209,19 @@ pub trait BlockStore {
     /// Stops as `pin` does.
     fn unpin(&self, blocks: &[BlockId]) -> Result<usize, Misuse>;
 
-    /// Moves the oldest `count` free blocks of the pinned tier to the end of the regular tier, oldest
-    /// first, and takes their pins off. Returns how many there were.
+    /// Takes the pins off the oldest `count` free blocks of the pinned tier, oldest first; each moves to the
+    /// end of its band's line. Returns how many there were.
     fn demote(&self, count: usize) -> usize;
+
+    /// The band of the copy that hits for `key`, whether it is pinned or not.
+    fn band(&self, key: &BlockKey) -> Option<Band>;
+
+    /// Gives the copy that hits for `key` this band; a free one moves to the end of its line, also where it
+    /// was of that band before. Returns whether there is one. A band lasts through hits and releases until
+    /// the loss of the hash.
+    ///
+    /// `held` is a block that the caller holds; it costs less where that is the copy.
+    fn set_band(&self, key: &BlockKey, held: BlockId, band: Band) -> bool;
 
     /// Sets the number of blocks, the null block counted. Growing puts the blocks that are neither
     /// held nor free at the front of the free line, lowest id first. Returns how many blocks above

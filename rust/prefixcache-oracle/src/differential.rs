@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use crate::plain::PlainPool;
+use prefixcache_core::band::Band;
 use prefixcache_core::id::{BlockHash, BlockId, Epoch, GroupId};
 use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue, Turn};
 use prefixcache_core::pool::{BlockPool, Mode};
@@ -124,7 +125,15 @@ impl Script {
                 format!("{outcome:?}")
             }
             11 => format!("{:?}", pool.pin(&self.blocks(a))),
-            12 => format!("{:?}", pool.unpin(&self.blocks(a))),
+            12 if b & 1 == 0 => format!("{:?}", pool.unpin(&self.blocks(a))),
+            12 => {
+                let key = key(a);
+                let held = self.block(b, b).map_or(BlockId::NULL, |(block, _)| block);
+                let band = Band::all()
+                    .nth(usize::from(b >> 2) % Band::COUNT)
+                    .unwrap_or_default();
+                format!("{:?} {}", pool.band(&key), pool.set_band(&key, held, band))
+            }
             13 => format!("{:?}", pool.demote(usize::from(a % 8))),
             14 if a < 64 => format!("{:?}", pool.clear_index()),
             14 => format!("{:?}", pool.resize(usize::from(b) % 44)),

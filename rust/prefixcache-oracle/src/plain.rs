@@ -6,6 +6,7 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
+use prefixcache_core::band::Band;
 use prefixcache_core::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
 use prefixcache_core::id::{BlockId, Epoch};
 use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue};
@@ -28,6 +29,8 @@ enum Tier {
     Blank,
     /// With the eviction policy's queue, of which LRU has the first alone.
     Regular(Queue),
+    /// Of another band than the default one.
+    Banded(Band),
     Pinned,
 }
 
@@ -37,6 +40,7 @@ struct Block {
     /// What the block holds, and the epoch in which that was registered.
     content: Option<(BlockKey, Epoch)>,
     pinned: bool,
+    band: Band,
     /// The queue that it stood in last, and stands in again unless another is asked for.
     queue: Queue,
     /// The tier that a free block stands in, with its neighbours there (null at the ends).
@@ -52,12 +56,25 @@ impl Block {
         holders: 0,
         content: None,
         pinned: false,
+        band: Band::DEFAULT,
         queue: Queue::new(0),
         tier: None,
         before: BlockId::NULL,
         after: BlockId::NULL,
         next_in_bucket: BlockId::NULL,
     };
+
+    /// The tier that the block stands in, or joins at its release, while it has content.
+    fn own_tier(&self) -> Tier {
+        let priority_of_pins = Band::of(80);
+        if self.pinned && self.band <= priority_of_pins {
+            Tier::Pinned
+        } else if self.band == Band::DEFAULT {
+            Tier::Regular(self.queue)
+        } else {
+            Tier::Banded(self.band)
+        }
+    }
 }
 
 /// The ends and the length of a doubly linked line of free blocks.
@@ -86,6 +103,8 @@ struct State {
     buckets: Vec<BlockId>,
     blank: Line,
     regular: [Line; Queue::COUNT],
+    /// That of the default band stays empty.
+    banded: [Line; Band::COUNT],
     pinned: Line,
     epoch: Epoch,
     stats: StoreStats,
@@ -108,6 +127,7 @@ impl PlainPool {
             buckets: vec![BlockId::NULL; (2 * config.max_blocks).next_power_of_two()],
             blank: Line::EMPTY,
             regular: [Line::EMPTY; _],
+            banded: [Line::EMPTY; _],
             pinned: Line::EMPTY,
             epoch: Epoch::default(),
             stats: StoreStats::default(),
@@ -181,6 +201,15 @@ impl BlockStore for PlainPool {
         self.state.borrow_mut().demote(count)
     }
 
+    fn band(&self, key: &BlockKey) -> Option<Band> {
+        let state = self.state.borrow();
+        state.lookup(key).map(|id| state.blocks[id.index()].band)
+    }
+
+    fn set_band(&self, key: &BlockKey, held: BlockId, band: Band) -> bool {
+        self.state.borrow_mut().set_band(key, held, band)
+    }
+
     fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError> {
         self.state.borrow_mut().resize(num_blocks)
     }
@@ -195,12 +224,11 @@ impl BlockStore for PlainPool {
 
     fn free_order(&self) -> Vec<BlockId> {
         let state = self.state.borrow();
-        let stale = state.stale_pins().count();
-        let mut pinned = state.walk(state.pinned);
-        let first: Vec<BlockId> = pinned.by_ref().take(stale).collect();
-        let regular = state.regular.iter().flat_map(|&line| state.walk(line));
-        let line = first.into_iter().chain(state.walk(state.blank));
-        line.chain(regular).chain(pinned).collect()
+        let ended = state.ended();
+        let line = ended.iter().copied().chain(state.walk(state.blank));
+        let tiers = Band::all().flat_map(|band| state.tiers_of(band));
+        let rest = tiers.flat_map(|tier| state.walk(*state.line(tier)));
+        line.chain(rest.filter(|id| !ended.contains(id))).collect()
     }
 
     fn cached_blocks(&self) -> Vec<BlockId> {
@@ -219,8 +247,9 @@ impl BlockStore for PlainPool {
 
 impl State {
     fn num_free(&self) -> usize {
-        let regular: usize = self.regular.iter().map(|line| line.len).sum();
-        self.blank.len + regular + self.pinned.len
+        let lines = self.regular.iter().chain(&self.banded);
+        let queued: usize = lines.map(|line| line.len).sum();
+        self.blank.len + queued + self.pinned.len
     }
 
     /// Every block that the pool may ever have, but the null block.
@@ -285,10 +314,35 @@ impl State {
         self.stats.pinned_hits += u64::from(self.blocks[id.index()].pinned);
     }
 
-    /// Pinned blocks that stand in line since before the epoch. They are of no use, and go first.
-    fn stale_pins(&self) -> impl Iterator<Item = BlockId> {
-        let line = self.walk(self.pinned);
-        line.take_while(|&id| !self.is_cached(id))
+    /// The tiers of a band, in the order in which they are emptied.
+    fn tiers_of(&self, band: Band) -> Vec<Tier> {
+        match band {
+            Band::DEFAULT => Queue::all().map(Tier::Regular).collect(),
+            band if band == Band::of(80) => vec![Tier::Banded(band), Tier::Pinned],
+            band => vec![Tier::Banded(band)],
+        }
+    }
+
+    /// Blocks of tiers above the regular one that stand in line since before the epoch. They are of no use,
+    /// and go first.
+    fn ended(&self) -> Vec<BlockId> {
+        let above = Band::all().filter(|&band| band > Band::DEFAULT);
+        let tiers = above.flat_map(|band| self.tiers_of(band));
+        let ended = |tier| {
+            let line = self.walk(*self.line(tier));
+            line.take_while(|&id| !self.is_cached(id))
+        };
+        tiers.flat_map(ended).collect()
+    }
+
+    /// The next block of a band.
+    fn next_of(&self, band: Band) -> Option<BlockId> {
+        if band == Band::DEFAULT {
+            return self.next_regular();
+        }
+        let fronts = self.tiers_of(band).into_iter();
+        let mut fronts = fronts.map(|tier| self.line(tier).front);
+        fronts.find(|front| !front.is_null())
     }
 
     /// The block of the lowest rank in the regular tier: without a policy the oldest one.
@@ -306,12 +360,12 @@ impl State {
 
     /// Takes the block at the front of the free line, which must not be empty.
     fn hand_out_next(&mut self) -> BlockId {
-        let stale = self.stale_pins().next();
+        let ended = self.ended().first().copied();
         let blank = || self.walk(self.blank).next();
-        let id = stale
+        let id = ended
             .or_else(blank)
-            .or_else(|| self.next_regular())
-            .unwrap_or(self.pinned.front);
+            .or_else(|| Band::all().find_map(|band| self.next_of(band)))
+            .expect("a block is free");
         self.unlink(id);
         let evicts = self.is_cached(id);
         self.stats.evictions += u64::from(evicts);
@@ -325,7 +379,8 @@ impl State {
     fn discard(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
         let (freed, outcome) = self.let_go(blocks);
         for &id in &freed {
-            if !self.blocks[id.index()].pinned {
+            let block = &self.blocks[id.index()];
+            if !block.pinned && block.band <= Band::DEFAULT {
                 self.forget(id);
             }
         }
@@ -342,7 +397,8 @@ impl State {
     fn release_to(&mut self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse> {
         let (freed, outcome) = self.let_go(blocks);
         for &id in &freed {
-            if self.reuse.is_some() && self.is_cached(id) {
+            let is_regular = matches!(self.blocks[id.index()].own_tier(), Tier::Regular(_));
+            if self.reuse.is_some() && self.is_cached(id) && is_regular {
                 self.blocks[id.index()].queue = queue;
             }
         }
@@ -394,16 +450,7 @@ impl State {
 
     fn push_back_all(&mut self, blocks: &[BlockId]) {
         for &id in blocks {
-            let pinned = self.blocks[id.index()].pinned;
-            let queue = self.blocks[id.index()].queue;
-            self.push_back(
-                id,
-                if pinned {
-                    Tier::Pinned
-                } else {
-                    Tier::Regular(queue)
-                },
-            );
+            self.push_back(id, self.blocks[id.index()].own_tier());
         }
     }
 
@@ -463,10 +510,31 @@ impl State {
             let id = self.pinned.front;
             self.unlink(id);
             self.blocks[id.index()].pinned = false;
-            self.blocks[id.index()].queue = Queue::default();
-            self.push_back(id, Tier::Regular(Queue::default()));
+            if !self.is_cached(id) {
+                self.forget(id);
+            }
+            self.push_back_all(&[id]);
         }
         moved
+    }
+
+    // Bands.
+
+    /// Gives the copy that hits the band; a free one moves to the end of its line.
+    fn set_band(&mut self, key: &BlockKey, held: BlockId, band: Band) -> bool {
+        let Some(id) = self.lookup(key) else {
+            return false;
+        };
+        let block = &mut self.blocks[id.index()];
+        if block.band != band {
+            block.band = band;
+            block.queue = Queue::default();
+        }
+        if block.tier.is_some() && id != held {
+            self.unlink(id);
+            self.push_back_all(&[id]);
+        }
+        true
     }
 
     // Size.
@@ -581,6 +649,7 @@ impl State {
     /// Takes content and pin from a block.
     fn forget(&mut self, id: BlockId) {
         self.blocks[id.index()].pinned = false;
+        self.blocks[id.index()].band = Band::DEFAULT;
         self.blocks[id.index()].queue = Queue::default();
         let Some((key, _)) = self.blocks[id.index()].content.take() else {
             return;
@@ -606,10 +675,20 @@ impl State {
 
     // The lines of free blocks.
 
-    fn line(&mut self, tier: Tier) -> &mut Line {
+    fn line(&self, tier: Tier) -> &Line {
+        match tier {
+            Tier::Blank => &self.blank,
+            Tier::Regular(queue) => &self.regular[queue.index()],
+            Tier::Banded(band) => &self.banded[band.index()],
+            Tier::Pinned => &self.pinned,
+        }
+    }
+
+    fn line_mut(&mut self, tier: Tier) -> &mut Line {
         match tier {
             Tier::Blank => &mut self.blank,
             Tier::Regular(queue) => &mut self.regular[queue.index()],
+            Tier::Banded(band) => &mut self.banded[band.index()],
             Tier::Pinned => &mut self.pinned,
         }
     }
@@ -632,7 +711,7 @@ impl State {
         if let Some(reuse) = &self.reuse {
             reuse.stamp(id, reuse.now());
         }
-        let back = std::mem::replace(&mut self.line(tier).back, id);
+        let back = std::mem::replace(&mut self.line_mut(tier).back, id);
         self.place(id, tier, back, BlockId::NULL);
     }
 
@@ -641,7 +720,7 @@ impl State {
         (block.tier, block.before, block.after) = (Some(tier), before, after);
         self.join(tier, before, id);
         self.join(tier, id, after);
-        self.line(tier).len += 1;
+        self.line_mut(tier).len += 1;
     }
 
     fn unlink(&mut self, id: BlockId) {
@@ -649,18 +728,18 @@ impl State {
         let (before, after) = (block.before, block.after);
         let tier = block.tier.take().expect("a free block stands in a tier");
         self.join(tier, before, after);
-        self.line(tier).len -= 1;
+        self.line_mut(tier).len -= 1;
     }
 
     /// Makes two blocks neighbours; a null block stands for the end of the line.
     fn join(&mut self, tier: Tier, before: BlockId, after: BlockId) {
         if before.is_null() {
-            self.line(tier).front = after;
+            self.line_mut(tier).front = after;
         } else {
             self.blocks[before.index()].after = after;
         }
         if after.is_null() {
-            self.line(tier).back = before;
+            self.line_mut(tier).back = before;
         } else {
             self.blocks[after.index()].before = before;
         }
@@ -669,11 +748,9 @@ impl State {
     // Validation.
 
     fn validate(&self) -> Result<(), Broken> {
-        self.validate_line(self.blank, Tier::Blank)?;
-        for queue in Queue::all() {
-            self.validate_line(self.regular[queue.index()], Tier::Regular(queue))?;
-        }
-        self.validate_line(self.pinned, Tier::Pinned)?;
+        self.validate_line(Tier::Blank)?;
+        let mut tiers = Band::all().flat_map(|band| self.tiers_of(band));
+        tiers.try_for_each(|tier| self.validate_line(tier))?;
         self.validate_index()?;
         self.ids().try_for_each(|id| self.validate_block(id))?;
         let in_tiers = self
@@ -689,7 +766,8 @@ impl State {
         })
     }
 
-    fn validate_line(&self, line: Line, tier: Tier) -> Result<(), Broken> {
+    fn validate_line(&self, tier: Tier) -> Result<(), Broken> {
+        let line = *self.line(tier);
         let mut before = BlockId::NULL;
         for id in self.walk(line).take(line.len + 1) {
             let block = &self.blocks[id.index()];
@@ -742,15 +820,14 @@ impl State {
         ensure(!self.is_retired(id) || block.content.is_none(), || {
             format!("block {id} is retired and holds content")
         })?;
-        ensure(!block.pinned || block.content.is_some(), || {
-            format!("block {id} is pinned without content")
+        let is_plain = !block.pinned && block.band == Band::DEFAULT;
+        ensure(is_plain || block.content.is_some(), || {
+            format!("block {id} has a band or a pin without content")
         })?;
-        ensure(
-            block
-                .tier
-                .is_none_or(|tier| (tier == Tier::Pinned) == block.pinned),
-            || format!("block {id} stands in the wrong tier"),
-        )
+        let stands = |tier| tier == Tier::Blank || tier == block.own_tier();
+        ensure(block.tier.is_none_or(stands), || {
+            format!("block {id} stands in the wrong tier")
+        })
     }
 }
 

@@ -1,16 +1,17 @@
 //! Where a free block stands.
 
+use crate::band::Band;
 use crate::policy::Queue;
 
-/// A place in a ring: the number of slots handed out before it, modulo 2^40.
+/// A place in a ring: the number of slots handed out before it, modulo 2^39.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ticket(u64);
 
 impl Ticket {
-    const BITS: u32 = 40;
+    pub(crate) const BITS: u32 = 39;
     const MASK: u64 = (1 << Self::BITS) - 1;
 
-    /// The ticket `number`, of which the low 40 bits count.
+    /// The ticket `number`, of which the low 39 bits count.
     #[inline]
     pub(crate) const fn new(number: u64) -> Self {
         Self(number & Self::MASK)
@@ -58,8 +59,23 @@ impl Class {
     /// Of every block that was given no other: the first queue's.
     pub(crate) const DEFAULT: Self = Self(3);
 
-    /// Of pinned blocks.
-    pub(crate) const PINNED: Self = Self(13);
+    /// Of pinned blocks: the second line of their band, after that of blocks which were given it by a hint.
+    pub(crate) const PINNED: Self = Self(14);
+
+    /// The class of each band.
+    const OF_BANDS: [u8; Band::COUNT] = [1, 2, Self::DEFAULT.0, 10, 11, 12, 13, 15];
+
+    /// The ring of blocks of a band; of the default one's, the first queue's.
+    #[inline]
+    pub(crate) const fn of_band(band: Band) -> Self {
+        Self(Self::OF_BANDS[band.index()])
+    }
+
+    /// The band that blocks of this class are of.
+    pub(crate) fn band(self) -> Band {
+        let first = |band: &Band| Self::of_band(*band) <= self;
+        Band::all().filter(first).last().unwrap_or_default()
+    }
 
     /// The ring of one of the default class's queues.
     #[inline]

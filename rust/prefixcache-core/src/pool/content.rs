@@ -3,6 +3,7 @@
 use std::num::NonZeroU64;
 
 use super::BlockPool;
+use crate::band::Band;
 use crate::block::{Block, Claim, Class, Content, GiveUp, OPEN, State};
 use crate::error::Misuse;
 use crate::id::{BlockId, Epoch};
@@ -287,7 +288,7 @@ impl<M: Mode> BlockPool<M> {
     /// Claims the content of a held block, which takes content and pin from it.
     pub(super) fn claim(&self, id: BlockId, state: State) -> Claim {
         let claim = self.block(id).transition_to_claimed::<M>(state);
-        if state.class() == Class::PINNED && matches!(claim, Claim::Claimed { .. }) {
+        if state.is_pinned() && matches!(claim, Claim::Claimed { .. }) {
             self.pins.count_ended::<M>(1);
         }
         claim
@@ -342,7 +343,7 @@ impl<M: Mode> BlockPool<M> {
         match twin {
             _ if !entered => Registration::Stale,
             Some(other) => {
-                self.note_twins_of_pinned(spot, &content);
+                self.note_twins_above_default(spot, &content);
                 Registration::Twin(other.id)
             }
             None => Registration::New,
@@ -442,23 +443,30 @@ impl<M: Mode> BlockPool<M> {
         });
     }
 
-    /// Content with a pinned copy and others may be lost out of order: those who hold one of the others
-    /// may hold, further on, blocks that outlive it by their pins.
-    fn note_twins_of_pinned(&self, spot: Spot, content: &Content) {
-        let (mut copies, mut pinned) = (0, false);
+    /// Content whose copies are of different classes may be lost out of order: those who hold one of the
+    /// others may hold, further on, blocks that outlive it by their class.
+    fn note_twins_above_default(&self, spot: Spot, content: &Content) {
+        let (mut copies, mut above) = (0, false);
         self.for_each_copy(spot, content, |copy| {
             copies += 1;
-            pinned |= self.is_pinned(copy.id);
+            above |= self.block(copy.id).state().class().is_above_default();
         });
-        if pinned && copies > 1 {
+        if above && copies > 1 {
             self.contents.disorder();
         }
+    }
+
+    /// [`Self::note_twins_above_default`] for the content of a held block.
+    fn note_twins_of(&self, key: &BlockKey) {
+        let content = Content::from(key);
+        let spot = self.index.spot(&content, self.contents.epoch());
+        self.note_twins_above_default(spot, &content);
     }
 
     // Pins.
 
     pub(super) fn is_pinned(&self, id: BlockId) -> bool {
-        self.block(id).state().class() == Class::PINNED
+        self.block(id).state().is_pinned()
     }
 
     /// Pins the content of held blocks; how much of it was not pinned before.
@@ -483,9 +491,8 @@ impl<M: Mode> BlockPool<M> {
         let pinned = self
             .find(&key)
             .filter(|&hit| !self.is_pinned(hit))
-            .is_some_and(|hit| self.classify(hit, id, &key, |_| Class::PINNED));
-        let content = Content::from(&key);
-        self.note_twins_of_pinned(self.index.spot(&content, self.contents.epoch()), &content);
+            .is_some_and(|hit| self.classify(hit, id, &key, State::pinned));
+        self.note_twins_of(&key);
         pinned
     }
 
@@ -514,25 +521,52 @@ impl<M: Mode> BlockPool<M> {
             let spot = self.index.spot(&content, self.contents.epoch());
             self.for_each_copy(spot, &content, |copy| copies.push(copy.id));
         }
-        let unpin = |class| match class {
-            Class::PINNED => Class::DEFAULT,
-            other => other,
+        let unpin = |&copy: &BlockId| {
+            self.is_pinned(copy) && self.classify(copy, id, &key, State::unpinned)
         };
-        let unpin = |&copy: &BlockId| self.is_pinned(copy) && self.classify(copy, id, &key, unpin);
         // All of them, so no `any`.
         let unpinned = copies.iter().filter(|copy| unpin(copy)).count();
         self.pins.count_ended::<M>(unpinned);
         unpinned > 0
     }
 
-    /// Gives a block, which the caller holds if it is `held`, the class that `change` makes of its own,
-    /// as long as it has the content of `key`; whether that is another.
+    // Bands.
+
+    /// The band of the copy that hits for `key`, pins left aside.
+    pub(super) fn band_of(&self, key: &BlockKey) -> Option<Band> {
+        let hit = self.find(key)?;
+        Some(self.block(hit).state().own_class().band())
+    }
+
+    /// Gives the copy that hits for `key` this band, and a free one the last place of it; whether there
+    /// is one. The caller may hold `held`.
+    pub(super) fn set_band_of(&self, key: &BlockKey, held: BlockId, band: Band) -> bool {
+        let Some(hit) = self.find(key) else {
+            return false;
+        };
+        let change = |state: State| match state.own_class().band() == band {
+            // Of the default one's queues the block keeps its own.
+            true => state,
+            false => state.with_own_class(Class::of_band(band)),
+        };
+        self.classify(hit, held, key, change);
+        if band < Band::DEFAULT {
+            // What follows the content in other requests may be of a higher band.
+            self.contents.disorder();
+        } else if !held.is_null() {
+            self.note_twins_of(key);
+        }
+        true
+    }
+
+    /// Gives a block, which the caller holds if it is `held`, the class and the pin that `change` makes of
+    /// its own, as long as it has the content of `key`; whether they are others.
     fn classify(
         &self,
         id: BlockId,
         held: BlockId,
         key: &BlockKey,
-        change: impl Fn(Class) -> Class,
+        change: impl Fn(State) -> State,
     ) -> bool {
         if id == held {
             return self.block(id).transition_to_classed::<M>(change);

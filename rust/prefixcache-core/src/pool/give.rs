@@ -29,7 +29,7 @@ struct Return {
     queued: usize,
     /// Whether blank blocks join the end of the line.
     append: bool,
-    /// Whether blocks of the default class lose their content.
+    /// Whether blocks of the default class and below lose their content.
     discard: bool,
     /// Where blocks of the default class go that keep their content, if not where they stood before.
     queue: Option<Queue>,
@@ -67,8 +67,8 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// Gives up one hold of each block, in this order, up to the first that nobody holds.
-    /// With `discard` those whose last hold it is lose their content, unless they are of another class than
-    /// the default.
+    /// With `discard` those whose last hold it is lose their content, unless they are of a class above the
+    /// default.
     pub(super) fn give_back(&self, ids: &[BlockId], discard: bool) -> Result<(), Misuse> {
         self.give_back_as(ids, Return::new(self.appends(), discard))
     }
@@ -118,7 +118,7 @@ impl<M: Mode> BlockPool<M> {
             .filter_map(|id| self.blocks.get(id.index()))
             .map(Block::state)
         {
-            let stays = !batch.discard || state.class().queue().is_none();
+            let stays = !batch.discard || state.class().is_above_default();
             if state.holders() == 1 && (state.is_hashed() && stays || batch.append) {
                 let class = batch.class_of(state);
                 wanted[class.index()] += 1;
@@ -179,7 +179,7 @@ impl<M: Mode> BlockPool<M> {
     fn let_go(&self, id: BlockId, last: State, batch: &mut Return) -> Transition {
         let block = self.block(id);
         let retired = self.is_retired(id);
-        let discarded = batch.discard && last.class().queue().is_some();
+        let discarded = batch.discard && !last.class().is_above_default();
         if last.is_hashed() && (retired || discarded || !self.is_current(block)) {
             return self.blank(id, last);
         }
@@ -212,7 +212,7 @@ impl<M: Mode> BlockPool<M> {
             let goes = last.holders() == 1
                 && last.is_hashed()
                 && !last.is_claimed()
-                && last.class().queue().is_some();
+                && !last.class().is_above_default();
             goes && block.transition_to_blank::<M>(last) == Transition::Done
         });
         let blanked: Vec<BlockId> = blanked.collect();
@@ -225,7 +225,7 @@ impl<M: Mode> BlockPool<M> {
     /// state is another in any case.
     fn blank(&self, id: BlockId, last: State) -> Transition {
         if self.block(id).transition_to_blank::<M>(last) == Transition::Done {
-            if last.class() == Class::PINNED {
+            if last.is_pinned() {
                 self.pins.count_ended::<M>(1);
             }
             if !planted(Fault::KeepDiscarded) {
@@ -283,10 +283,11 @@ impl<M: Mode> BlockPool<M> {
         step
     }
 
-    // Classes.
+    // Pins.
 
-    /// Moves the oldest `count` blocks in the line of `from` to the end of that of `to`; how many.
-    pub(super) fn move_oldest(&self, from: Class, to: Class, count: usize) -> usize {
+    /// Takes the pins off the oldest `count` blocks in the pinned line, which join those of their own
+    /// classes; how many.
+    pub(super) fn unpin_oldest(&self, count: usize) -> usize {
         let at_once = if planted(Fault::GreedyDemotion) {
             count
         } else {
@@ -295,7 +296,7 @@ impl<M: Mode> BlockPool<M> {
         let mut moved = 0;
         while moved < count {
             let mut inside = self.credits.enter::<M>();
-            let more = self.move_next(from, to, at_once, &mut inside);
+            let more = self.unpin_next(at_once, &mut inside);
             if more == 0 {
                 break;
             }
@@ -306,12 +307,12 @@ impl<M: Mode> BlockPool<M> {
 
     /// A block between two lines cannot be found by others, so a credit is held for it meanwhile. For
     /// one block at a time: an allocation beside this may count on all others.
-    fn move_next(&self, from: Class, to: Class, count: usize, inside: &mut Inside<'_, M>) -> usize {
+    fn unpin_next(&self, count: usize, inside: &mut Inside<'_, M>) -> usize {
         let credits = self.credits.take_some::<M>(count);
         let mut ids = Vec::new();
-        let take = |id, place| Some(self.block(id).transition_to_reclassed::<M>(place, to));
+        let take = |id, place| Some(self.block(id).transition_to_unpinned::<M>(place));
         let moved = self
-            .ring(from)
+            .ring(Class::PINNED)
             .take_oldest(&self.blocks, credits, take, &mut ids);
         inside.give_at_end(credits - moved);
         let mut batch = Return::new(true, false);

@@ -4,7 +4,7 @@
 //! any (see [`Credits`](crate::credits::Credits)). Lookups, registrations and pins go on beside it.
 
 use super::BlockPool;
-use crate::block::{Claim, Class};
+use crate::block::Claim;
 use crate::error::ResizeError;
 use crate::free_stack::Chain;
 use crate::id::BlockId;
@@ -119,10 +119,10 @@ impl<M: Mode> BlockPool<M> {
         let mut pinned = 0;
         let unqueued: Vec<BlockId> = ids
             .filter(|&id| {
-                let place = self.block(id).transition_to_unqueued::<M>();
-                place.is_some_and(|place| {
+                let left = self.block(id).transition_to_unqueued::<M>();
+                left.is_some_and(|(place, was_pinned)| {
                     vacated.add(place);
-                    pinned += usize::from(place.class == Class::PINNED);
+                    pinned += usize::from(was_pinned);
                     true
                 })
             })

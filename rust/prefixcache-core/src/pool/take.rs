@@ -1,5 +1,7 @@
 //! Taking blocks: hits with their content, and blocks from the front of the line.
 
+use std::cell::Cell;
+
 use super::{BlockPool, Vacated};
 use crate::block::{Class, Hold, Place, Transition};
 use crate::credits::Inside;
@@ -8,6 +10,20 @@ use crate::id::BlockId;
 use crate::policy::{Queue, Rank, ReuseQueue, Tick};
 use crate::store::BlockKey;
 use crate::sync::{Fault, Mode, pause, planted};
+
+/// Pinned blocks that were taken for new content, and those of them whose content was of this epoch.
+#[derive(Default)]
+struct PinsTaken {
+    all: Cell<usize>,
+    current: Cell<u64>,
+}
+
+impl PinsTaken {
+    fn add(&self, is_current: bool) {
+        self.all.set(self.all.get() + 1);
+        self.current.set(self.current.get() + u64::from(is_current));
+    }
+}
 
 impl<M: Mode> BlockPool<M> {
     /// Takes the leading `keys` that hit and `num_new` other blocks, or nothing; the number of hits.
@@ -248,15 +264,26 @@ impl<M: Mode> BlockPool<M> {
     ) {
         let first = out.len();
         if first < end {
+            let pinned = PinsTaken::default();
             let take = |id: BlockId, place: Place| -> Option<Transition> {
-                wanted(id).then(|| self.block(id).transition_to_evicted::<M>(place))
+                wanted(id).then(|| {
+                    // A block keeps its pin, or goes without one, while it stands at its place.
+                    let has_pin = class >= Class::PINNED && self.block(id).state().is_pinned();
+                    let is_hit = has_pin && self.is_current(self.block(id));
+                    let step = self.block(id).transition_to_evicted::<M>(place);
+                    if has_pin && step == Transition::Done {
+                        pinned.add(is_hit);
+                    }
+                    step
+                })
             };
             self.ring(class)
                 .take_oldest(&self.blocks, end - first, take, out);
             let evicted = self.forget_all(&out[first..]);
             M::add(&self.counters.evictions, evicted);
-            if class == Class::PINNED {
-                self.pins.count_recycled::<M>(out.len() - first, evicted);
+            if pinned.all.get() > 0 {
+                self.pins
+                    .count_recycled::<M>(pinned.all.get(), pinned.current.get());
             }
         }
     }

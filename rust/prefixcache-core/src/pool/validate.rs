@@ -114,8 +114,9 @@ fn check_content<M: Mode>(pool: &BlockPool<M>, id: BlockId, block: &Block, state
     ensure(!state.is_hashed() || !pool.is_retired(id), || {
         format!("block {id} is retired and holds content")
     })?;
-    ensure(state.is_hashed() || state.class() == Class::DEFAULT, || {
-        format!("block {id} has a class without content")
+    let is_plain = !state.is_pinned() && state.own_class() == Class::DEFAULT;
+    ensure(state.is_hashed() || is_plain, || {
+        format!("block {id} has a class or a pin without content")
     })
 }
 
@@ -130,7 +131,7 @@ fn check_retired<M: Mode>(pool: &BlockPool<M>) -> Check {
 }
 
 fn check_pins<M: Mode>(pool: &BlockPool<M>) -> Check {
-    let is_pinned = |block: &&Block| block.state().class() == Class::PINNED;
+    let is_pinned = |block: &&Block| block.state().is_pinned();
     let pinned = pool.blocks.iter().filter(is_pinned).count();
     let counted = pool.pins.now();
     ensure(pinned == counted, || {

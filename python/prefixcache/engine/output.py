@@ -61,6 +61,8 @@ class Answer:
         self._num_tokens += 1
         stop_id = token_id in self.request.params.stop_token_ids
         ended_by_token = stop_id or token_id in self._eos_token_ids
+        if not self._max_tokens:  # nothing but the prompt was asked for
+            return self.end("length")
         text = self._detokenizer.push((token_id,), ended_by_token=ended_by_token)
         finish_reason = self._finish_reason(ended_by_token)
         if finish_reason is not None and self._detokenizer.stopped_by is None:
@@ -82,6 +84,7 @@ class Answer:
         return RequestOutput(
             request_id=self.request.request_id,
             text="" if reason == "error" else self._detokenizer.finish(),
+            prompt_logprobs=None if self._max_tokens else self._take_prompt_logprobs(),
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_cached_tokens=self._num_cached_tokens,
             finish_reason=reason,
@@ -99,6 +102,8 @@ class Answer:
             else:
                 metrics.inter_token_latency.observe(now - self._last_token_time)
             self._last_token_time = now
+        elif output.ended_well:
+            metrics.prompt_tokens += output.num_prompt_tokens
         if output.finish_reason is not None:
             metrics.finished[output.finish_reason] += 1
             metrics.request_latency.observe(now - arrival)

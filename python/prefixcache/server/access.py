@@ -35,6 +35,7 @@ _CLIENT_PATHS = frozenset(
         "/tokenize",
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/embeddings",
         "/v1/models",
         "/version",
     }

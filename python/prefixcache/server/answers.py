@@ -47,11 +47,16 @@ class Choice:
     text: list[str] = field(default_factory=list[str])
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list[int])
     num_cached_tokens: int = 0
     text_offset: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer."""
+        return len(self.token_ids)
 
     def add(self, output: RequestOutput) -> None:
         """Takes what a step added. Raises `ApiError` when the engine failed on it."""
@@ -63,7 +68,7 @@ class Choice:
         if not self.num_tokens:
             self.num_cached_tokens = output.num_cached_tokens
             self.prompt_logprobs = output.prompt_logprobs
-        self.num_tokens += len(output.token_ids)
+        self.token_ids.extend(output.token_ids)
         self.text.append(output.text)
         self.logprobs.extend(output.logprobs)
         self.finish_reason = output.finish_reason
@@ -86,7 +91,8 @@ class Choice:
         self.text.clear()
         self.logprobs.clear()
         self.message, self.parser = Message(), None
-        self.num_tokens = self.num_reasoning_tokens = 0
+        self.token_ids.clear()
+        self.num_reasoning_tokens = 0
 
 
 class AnswerForm(Protocol):

@@ -24,6 +24,7 @@ from prefixcache.server.protocol import SamplingFields
 from prefixcache.server.served_model import ServedModel
 from prefixcache.server.workers import Workers
 from prefixcache.token_ids import TokenIds, as_token_ids
+from prefixcache.tokenization.bad_words import with_bad_words
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -33,12 +34,14 @@ if TYPE_CHECKING:
 _SLICE = 2**18
 # What a text or a request costs beside its length, in characters.
 _OVERHEAD = 256
+# Tokens before those that are kept of a prompt's end, which may be other ones for the cut.
+_CUT_TOKENS = 64
 MAX_PRIORITY = 2**31 - 1
 
 # Fields of a body that are sampling options as they are.
 _PASSED_ON = (
     SamplingFields.model_fields.keys() & {one.name for one in dataclasses.fields(SamplingParams)}
-) - {"max_tokens", "stop", "stop_token_ids", "logit_bias"}
+) - {"max_tokens", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +71,7 @@ class JobMaker:
     def check_model(self, name: str | None) -> str:
         """The name to answer under. Raises `ApiError` (404) when the model is another one."""
         first = self.served.names[0]
-        if name is not None and name not in self.served.names:
+        if not (name is None or name in self.served.names or self.served.any_name):
             raise ApiError(
                 HTTPStatus.NOT_FOUND,
                 f"The model {name!r} does not exist. Served here: {first!r}.",
@@ -77,19 +80,31 @@ class JobMaker:
             )
         return name or first
 
-    async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> TokenIds:
+    async def encode(
+        self, text: str, *, param: str, add_special_tokens: bool = True, last: int | None = None
+    ) -> TokenIds:
         """Token ids of `text`; see `encode_all`."""
-        encoded = await self.encode_all([text], param=param, add_special_tokens=add_special_tokens)
+        encoded = await self.encode_all(
+            [text], param=param, add_special_tokens=add_special_tokens, last=last
+        )
         return encoded[0]
 
     async def encode_all(
-        self, texts: Sequence[str], *, param: str, add_special_tokens: bool = True
+        self,
+        texts: Sequence[str],
+        *,
+        param: str,
+        add_special_tokens: bool = True,
+        last: int | None = None,
     ) -> list[TokenIds]:
         """Token ids of `texts`, in turns with other clients when they are long.
 
-        Raises `RequestTooLargeError`, without encoding any, for a text that can never fit.
+        With `last` so many tokens of each text's end. Raises `RequestTooLargeError`, without
+        encoding any, for a text that can never fit.
         """
-        for text in texts:
+        if last is not None:
+            texts = [self._end_of(text, last) for text in texts]
+        for text in texts if last is None else ():
             self._check_can_fit(text, param)
         encode = partial(
             self.served.tokenizer.encode_batch, add_special_tokens=add_special_tokens, param=param
@@ -97,7 +112,30 @@ class JobMaker:
         encoded: list[TokenIds] = []
         for part in _slices(texts):
             encoded += await self.workers.run(sum(map(_cost, part)), partial(encode, part))
-        return encoded
+        return encoded if last is None else [ids[-last:] for ids in encoded]
+
+    def _end_of(self, text: str, last: int) -> str:
+        """Text that its last tokens are made of, and more, so that the cut changes none of them."""
+        return text[-2 * (last + _CUT_TOKENS) * self.served.tokenizer.longest_token :]
+
+    def num_kept(self, fields: SamplingFields) -> int | None:
+        """How many tokens of a prompt's end are taken; None takes all.
+
+        Raises `InvalidRequestError` for a number that none can have.
+        """
+        kept, limit = fields.truncate_prompt_tokens, self.engine.max_model_len
+        if kept is None:
+            return None
+        if kept == -1:
+            answer = fields.given_max_tokens
+            return max(limit - (1 if answer is None else answer), 1)
+        if not 1 <= kept <= limit:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens must be from 1 to {limit}, or -1 for what has room, "
+                f"got {kept}.",
+                param="truncate_prompt_tokens",
+            )
+        return kept
 
     def _check_can_fit(self, text: str, param: str) -> None:
         limit = self.engine.max_model_len
@@ -117,16 +155,15 @@ class JobMaker:
         params: SamplingParams,
         *,
         call: Call,
-        fit_max_tokens: bool,
         new_parser: Callable[[], MessageParser] | None = None,
     ) -> Job:
         """All requests of one HTTP request, whose number `check_num_sequences` has allowed.
 
-        `fit_max_tokens` shortens `params.max_tokens`, when it is a default, to what fits.
-        Answers are read by parsers of `new_parser` where it is given.
+        Where `params.max_tokens` is a default, it is shortened to what fits. Answers are read by
+        parsers of `new_parser` where it is given.
         """
         self._check_priority(fields.priority or 0)
-        make = partial(self._requests, fields, prompts, params, call, fit_max_tokens)
+        make = partial(self._requests, fields, prompts, params, call)
         return Job(
             call=call,
             model=self.check_model(fields.model),
@@ -155,9 +192,9 @@ class JobMaker:
         prompts: Sequence[TokenIds],
         params: SamplingParams,
         call: Call,
-        fit_max_tokens: bool,
     ) -> Iterator[Request]:
-        limit = self.engine.max_model_len if fit_max_tokens else None
+        fits = fields.given_max_tokens is None or self.served.clamps_max_tokens
+        limit = self.engine.max_model_len if fits else None
         cache_options, now = _cache_options(fields, call.caller), time.monotonic()
         job = f"{call.id}-{uuid.uuid4().hex[:8]}"  # clients may send one request id twice
         choices = cache(partial(_choices, params))
@@ -192,9 +229,11 @@ def sampling_params(
         stop=_stop_strings(fields.stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         logit_bias=_logit_bias(fields.logit_bias or {}),
+        allowed_token_ids=_tuple_or_none(fields.allowed_token_ids),
+        bad_words=tuple(fields.bad_words or ()),
     )
     check_ids(params.stop_token_ids, served.tokenizer, "stop_token_ids")
-    return params
+    return with_bad_words(params, served.tokenizer)
 
 
 def _check_stream_fields(fields: SamplingFields) -> None:
@@ -284,7 +323,7 @@ def _max_tokens(params: SamplingParams, prompt: TokenIds, limit: int | None) -> 
     """`params.max_tokens`, or what fits behind the prompt where that is less."""
     if limit is None or params.max_tokens is None:
         return params.max_tokens
-    return min(params.max_tokens, max(limit - len(prompt), 1))
+    return min(params.max_tokens, max(limit - len(prompt), min(params.max_tokens, 1)))
 
 
 def _choices(params: SamplingParams, max_tokens: int | None) -> tuple[SamplingParams, ...]:
@@ -312,6 +351,10 @@ def _slices(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def _tuple_or_none(values: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:

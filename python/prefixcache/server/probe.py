@@ -19,7 +19,7 @@ from prefixcache.server.access import Caller
 from prefixcache.server.body import parse_fields, parse_object, read_body
 from prefixcache.server.chat import chat_job, chat_names
 from prefixcache.server.completions import completion_job
-from prefixcache.server.context import new_call
+from prefixcache.server.context import new_call, tell_unknown
 from prefixcache.server.job_maker import Job, JobMaker, fields_named, parse_prompts
 from prefixcache.server.protocol import ChatRequest, CompletionRequest, SamplingFields
 from prefixcache.token_ids import TokenIds
@@ -38,6 +38,7 @@ def probe_router(maker: JobMaker) -> APIRouter:
     async def probe_prefix_cache(request: Request) -> dict[str, int]:
         body, call = await read_body(request), new_call(request, "probe")
         parsed = await maker.workers.run(len(body), partial(_parse, body))
+        tell_unknown(request, parsed if isinstance(parsed, ChatRequest) else parsed[0])
         if not isinstance(parsed, ChatRequest):
             fields, prompts = parsed
             _check_salt(fields, call.caller)

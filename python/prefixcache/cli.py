@@ -21,6 +21,7 @@ from prefixcache.config import EngineConfig
 from prefixcache.exceptions import ConfigError, PrefixCacheError
 from prefixcache.flags import flag, leaves
 from prefixcache.server.options import LOG_LEVEL_HELP, LogLevel, ServeOptions
+from prefixcache.server.vllm_flags import VLLM_FLAGS
 
 if TYPE_CHECKING:
     from prefixcache.engine.build import BuiltEngine
@@ -131,7 +132,7 @@ app = click.Group(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     commands=[
-        FlagCommand(serve, ServeOptions, EngineConfig, arguments=[_MODEL]),
+        FlagCommand(serve, ServeOptions, EngineConfig, arguments=[_MODEL], foreign=VLLM_FLAGS),
         FlagCommand(
             generate,
             GenerateOptions,

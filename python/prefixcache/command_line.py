@@ -20,6 +20,7 @@ from click.core import ParameterSource
 from prefixcache.checked import adapters, check, shown
 from prefixcache.exceptions import FieldError, InvalidRequestError, PrefixCacheError
 from prefixcache.flags import Group, build, closest, leaves
+from prefixcache.foreign_flags import ForeignFlag, ForeignOption
 
 T = TypeVar("T")
 # Where a user said a value, and the value.
@@ -61,7 +62,7 @@ class FlagCommand(click.Command):
     """A command with an option for each flag of `kinds`, but for those `without`.
 
     Of flags with one name the first counts. A positional argument is given as it is;
-    `some_flag_argument` is another way to say `--some-flag`.
+    `some_flag_argument` is another way to say `--some-flag`. `foreign` options are checked alone.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class FlagCommand(click.Command):
         *kinds: type[Any],
         arguments: Sequence[click.Argument] = (),
         without: Collection[str] = (),
+        foreign: Sequence[ForeignFlag] = (),
     ) -> None:
         self._run = run
         found = dict[str, FlagOption]()
@@ -80,6 +82,7 @@ class FlagCommand(click.Command):
         self._flags = found
         config = click.Option(["--config"], metavar="<path>", help="YAML file with flags.")
         params: list[click.Parameter] = [*arguments, *found.values(), config]
+        params += map(ForeignOption, foreign)
         super().__init__(run.__name__, params=params, help=run.__doc__, epilog=_SOURCES)
 
     def invoke(self, ctx: click.Context) -> None:
@@ -94,9 +97,17 @@ class FlagCommand(click.Command):
             click.echo(f"error: {error}", err=True)
             sys.exit(2 if isinstance(error, (FieldError, InvalidRequestError)) else 1)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does, once the values behind a greedy option have it before each of them."""
+        greedy = {name for option in self._flags.values() if option.greedy for name in option.opts}
+        return super().parse_args(ctx, _spread(args, greedy))
+
     def _given(self, ctx: click.Context) -> Given:
         path = ctx.params["config"] or _variable("config")
         file = _read_file(Path(path), self._flags) if path else {}
+        for param in self.params:
+            if isinstance(param, ForeignOption):
+                param.refuse(ctx)
         values = {name: ctx.params[name] for name in ctx.params if name not in self._flags}
         places = dict[str, str]()
         for name, option in self._flags.items():
@@ -141,6 +152,7 @@ class FlagOption(click.Option):
             help=told["help"] + (f"  [default: {default}]" if default else ""),
         )
         self.group: Group = told["group"]
+        self.greedy: bool = told["greedy"]
         self._kind = kind
         self._is_secret = not one.repr
 
@@ -196,6 +208,20 @@ def _read_file(path: Path, flags: Mapping[str, FlagOption]) -> dict[str, Place]:
         if value is not None:
             found[known[name]] = (f"{key} in {path}", value)
     return found
+
+
+def _spread(args: Sequence[str], greedy: Collection[str]) -> list[str]:
+    """`--name a b` as `--name a --name b`, for the greedy options."""
+    spread, option, count = list[str](), "", 0
+    for arg in args:
+        if arg.startswith("-"):
+            option, count = (arg if arg in greedy else ""), 0
+        elif option:
+            count += 1
+            if count > 1:
+                spread.append(option)
+        spread.append(arg)
+    return spread
 
 
 def _variable(name: str) -> str | None:

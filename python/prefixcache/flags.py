@@ -28,13 +28,16 @@ def flag(
     shown: str = "",
     metavar: str = "",
     secret: bool = False,
+    greedy: bool = False,
 ) -> Any:
     """A dataclass field that users may set. The value of a `secret` one is never shown.
 
     `aliases` are further names, spelled as fields. `shown` tells in words what is used where
     nothing is given, and `metavar` what a value is, where the field's own default and type do not.
+    The option of a `greedy` one takes all values up to the next option.
     """
-    told = {"help": help, "group": group, "aliases": aliases, "shown": shown, "metavar": metavar}
+    told: dict[str, Any] = {"help": help, "group": group, "shown": shown, "metavar": metavar}
+    told |= {"aliases": aliases, "greedy": greedy}
     return field(default=default, repr=not secret, metadata=told)
 
 

@@ -29,6 +29,7 @@ from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import CacheOptions, FinishReason, Request, RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.token_ids import TokenIds, as_token_ids
+from prefixcache.tokenization.bad_words import with_bad_words
 
 T = TypeVar("T")
 Prompt = str | Sequence[int] | TokenIds | Mapping[str, Any]
@@ -216,6 +217,7 @@ class LLM:
     ) -> _Job:
         text, token_ids = self._encode(prompt)
         params = self._fitting_defaults(token_ids) if params is None else params
+        params = with_bad_words(params, self._tokenizer)
         number = str(next(self._numbers))
         requests = [
             Request(

@@ -22,7 +22,11 @@ class SamplingParams:
     Raises `InvalidRequestError`, naming the field, for a value out of range.
     `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token. `logprobs` and
     `prompt_logprobs` are counts of alternatives; 0 gives the chosen token's alone. The answer's
-    text follows `structured_output`.
+    text follows `structured_output`. `max_tokens` 0 computes the prompt, and answers nothing.
+
+    Where `allowed_token_ids` is given, no other token is chosen. The answer holds none of
+    `bad_words`, as long as another token may be chosen. They act by their token ids, which
+    `tokenization.bad_words` finds; sequences of ids may be given instead.
     """
 
     n: int = 1
@@ -45,6 +49,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_output: StructuredOutput | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         _in_range("n", self.n, 1, 128)
@@ -66,16 +73,30 @@ class SamplingParams:
             _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
         if any(not text for text in self.stop):
             raise InvalidRequestError("stop must not hold an empty string.", param="stop")
+        self._check_words()
 
     def _check_lengths(self) -> None:
         if self.max_tokens is None:
             return
-        _in_range("max_tokens", self.max_tokens, 1, None)
+        _in_range("max_tokens", self.max_tokens, 0, None)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).",
                 param="min_tokens",
             )
+
+    def _check_words(self) -> None:
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequestError(
+                "allowed_token_ids must not be empty.", param="allowed_token_ids"
+            )
+        if self.allowed_token_ids is not None and self.structured_output is not None:
+            raise InvalidRequestError(
+                "allowed_token_ids and structured output exclude each other.",
+                param="allowed_token_ids",
+            )
+        if any(not word.strip() for word in self.bad_words) or not all(self.bad_words_token_ids):
+            raise InvalidRequestError("bad_words must not hold an empty word.", param="bad_words")
 
     def for_choice(self, index: int) -> SamplingParams:
         """Options of choice number `index` of the `n`: its seed is `seed + index`."""

@@ -111,7 +111,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": []}),
     (CHAT, {"messages": [{"role": "user", "content": "word " * 2000}]}),
     (CHAT, {"messages": [{"role": "user", "content": 7}]}),
-    (CHAT, {**CHATTED, "max_completion_tokens": 0}),
+    (CHAT, {**CHATTED, "max_completion_tokens": -1}),
 ]
 
 

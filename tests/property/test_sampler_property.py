@@ -25,15 +25,21 @@ params = st.builds(
     frequency_penalty=st.sampled_from([0.0, 0.7, -1.0]),
     repetition_penalty=st.sampled_from([1.0, 1.4, 0.6]),
     logit_bias=st.dictionaries(tokens, st.floats(-20, 20), max_size=3),
+    allowed_token_ids=st.none() | st.lists(st.integers(20, 30), min_size=1).map(tuple),
+    bad_words_token_ids=st.lists(
+        st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), max_size=4
+    ).map(tuple),
 )
 rows = st.builds(
     SamplingInput,
     params=params,
     seed=st.integers(-(2**63), 2**64 - 1),
     tokens=st.builds(
-        context, st.lists(tokens, min_size=1, max_size=8), st.lists(tokens, max_size=8)
+        context,
+        st.lists(tokens, min_size=1, max_size=8),
+        st.lists(tokens, max_size=8) | st.lists(st.integers(0, 4), max_size=4),
     ),
-    banned_token_ids=st.lists(tokens, max_size=4),
+    banned_token_ids=st.lists(st.integers(0, 19), max_size=4),
 )
 
 

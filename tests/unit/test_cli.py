@@ -61,7 +61,11 @@ def test_no_option_is_cut_at_80_columns(command):
 def _options(command: str) -> list[str]:
     params = app.commands[command].params
     return [
-        name for param in params for name in (*param.opts, *param.secondary_opts) if "-" in name
+        name
+        for param in params
+        if not getattr(param, "hidden", False)
+        for name in (*param.opts, *param.secondary_opts)
+        if "-" in name
     ]
 
 
@@ -108,6 +112,11 @@ def test_help_imports_nothing_heavy():
         (["serve", "--allowed-model-dirs", "./nowhere"], "--allowed-model-dirs"),
         (["serve", "--port", "0", "--block-size", "24"], "--block-size must be a power of two"),
         (["serve", "--port", "0", "--dtype", "int4"], "--dtype must be 'auto'"),
+        (["serve", "-tp", "2"], "--tensor-parallel-size asks for more than one device; taken is 1"),
+        (["serve", "--enable-lora"], "--enable-lora asks for LoRA"),
+        (["serve", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype asks for another type"),
+        (["serve", "--quantization", "awq"], "--quantization must be 'auto', 'none' or 'gguf'"),
+        (["serve", "--quantization", "fp8", "--model", "./x"], "--quantization must be 'auto'"),
         (["generate", "x", "--log-level", "loud"], "--log-level"),
         (["generate", "x", "--model", "./nowhere", "--top-p", "2"], "top_p"),
         (["bench", "--repeats", "0"], "--repeats"),
@@ -122,11 +131,30 @@ def test_wrong_flags_are_one_line_and_status_2(arguments, told):
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_a_command_line_of_vllm_starts_here(served):
+    line = (
+        "m.gguf --tensor-parallel-size 1 -pp 1 --trust-remote-code --disable-log-requests "
+        "--gpu-memory-utilization 0.85 --enforce-eager --max-model-len 4096 --quantization gguf "
+        "--swap-space 4 --uvicorn-log-level warning --no-enable-log-requests --dtype auto "
+        "--distributed-executor-backend mp --enable-prefix-caching --shutdown-timeout 3 "
+        "--served-model-name small other * --api-key secret"
+    )
+    config, options = served(*line.split())
+    assert (config.model, config.enforce_eager) == ("m.gguf", True)
+    assert config.cache.gpu_memory_utilization == 0.85
+    assert options.served_model_name == ("small", "other", "*")
+    assert (options.api_key, options.drain_seconds) == (("secret",), 3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["serve", "--host", "256.0.0.1"], "256.0.0.1"),
         (["serve", "--port", "0", "--model", "./nowhere"], "nowhere"),
+        (
+            ["serve", "--quantization", "gguf", "--model", "./x"],
+            "--quantization gguf: the model is",
+        ),
         (["generate", "x", "--model", "./nowhere"], "nowhere"),
         (["download", "./nowhere"], "nowhere"),
     ],

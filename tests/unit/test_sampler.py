@@ -311,6 +311,35 @@ def test_a_context_that_grew_gives_what_one_counted_anew_gives(waits: bool) -> N
             answer.append(token)
 
 
+@pytest.mark.parametrize("last", range(4))
+def test_a_bad_words_last_token_is_banned_behind_a_token_that_the_host_has_not_read(
+    last: int,
+) -> None:
+    words = ((3,), (1, 2), (0, 1, 0), (7, 1, 4))
+    params = {"temperature": 0.0, "bad_words_token_ids": words}
+    others = [("other", row(output=(6,), temperature=0.0)), ("bad", row(output=(0,), **params))]
+    sampler = Sampler(2, CPU, waits=False)
+    first = torch.full((2, 8), -1.0)
+    first[:, last] = 5.0
+    before = [SampledRow(name, len(one.tokens), one) for name, one in others]
+    (_, taken) = sampler.sample(first, before).token_ids_R.tolist()
+    assert taken == (last if last != 3 else 0)
+    ahead = SampledRow("bad", 4, others[1][1])  # its tokens are those of the step before
+    for token in range(8):
+        values = torch.full((1, 8), -1.0)
+        values[0, token] = 5.0
+        chosen_now = sampler.sample(values, [ahead]).token_ids_R.item()
+        known = row(output=(0, taken), **params)
+        assert chosen_now == chosen(values, [known])[0]
+        sampler.sample(first, before)
+
+
+def test_a_bad_word_is_said_where_nothing_else_is_allowed() -> None:
+    only = row(allowed_token_ids=(5,), bad_words_token_ids=((5,),), temperature=0.5)
+    hot = row(allowed_token_ids=(5, 6), bad_words_token_ids=((5,),), temperature=100.0, top_k=1)
+    assert chosen(logits(2, 9), [only, hot]) == [5, 6]
+
+
 def test_many_keys_are_those_of_single_rows() -> None:
     seeds = [0, 1, -1, 2**64 - 1, -(2**63), 7, 8, 9, 10, 11]
     positions = [*range(0, 10**6, 10**5)]
@@ -361,6 +390,7 @@ def reference(values: np.ndarray, given: SamplingInput) -> np.ndarray:
         values[token] += bias
     for token in given.banned_token_ids:
         values[token] = -np.inf
+    forbid(values, given)
     for token in set(given.tokens.known.tolist()):
         by = params.repetition_penalty
         values[token] = values[token] / by if values[token] > 0 else values[token] * by
@@ -376,6 +406,15 @@ def reference(values: np.ndarray, given: SamplingInput) -> np.ndarray:
     if params.top_p < 1:
         probabilities = keep(probabilities, nucleus(probabilities, params.top_p))
     return probabilities
+
+
+def forbid(values: np.ndarray, given: SamplingInput) -> None:
+    for word in given.params.bad_words_token_ids:
+        if (*given.tokens.answer.tolist(), word[-1])[-len(word) :] == word:
+            values[word[-1]] = -np.inf
+    if given.params.allowed_token_ids is not None:
+        others = np.setdiff1d(np.arange(len(values)), given.params.allowed_token_ids)
+        values[others] = -np.inf
 
 
 def softmax(values: np.ndarray) -> np.ndarray:

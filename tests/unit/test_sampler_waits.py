@@ -38,6 +38,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.2},
     "bias": {"temperature": 0, "logit_bias": {3: 2.0}},
     "logprobs": {"logprobs": 5},
+    "allowed": {"allowed_token_ids": (3, 5)},
+    "bad words": {"temperature": 0, "bad_words_token_ids": ((3,), (0, 4), (5, 0, 4))},
     "greedy logprobs": {"temperature": 0, "logprobs": 0},
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import time
@@ -110,13 +111,7 @@ class Engine:
         """
         self.control.raise_if_sleeping()
         _check_token_ids(request.prompt_token_ids, self._vocab_size)
-        for token_id in request.params.logit_bias:
-            if not 0 <= token_id < self._vocab_size:
-                raise InvalidRequestError(
-                    f"logit_bias holds the token id {token_id}; ids are from 0 to "
-                    f"{self._vocab_size - 1}.",
-                    param="logit_bias",
-                )
+        self._check_chosen_ids(request.params)
         self._scheduler.check(request)
 
     def probe(self, request: Request) -> int:
@@ -266,8 +261,7 @@ class Engine:
             if scheduled.sampling is None and result.error is None:
                 return None
             cached = self._scheduler.num_cached_tokens(scheduled.request_id)
-            written = self._scheduler.num_written_tokens(scheduled.request_id)
-            return answer.push(result, cached, written)
+            return answer.push(result, cached)
         except Exception as error:
             logger.exception("Request %s failed.", scheduled.request_id)
             return answer.end("error", error=repr(error))
@@ -324,6 +318,29 @@ class Engine:
             eos_token_ids=self._eos_token_ids,
             max_tokens=room if request.params.max_tokens is None else request.params.max_tokens,
         )
+
+    def _check_chosen_ids(self, params: SamplingParams) -> None:
+        words = itertools.chain.from_iterable(params.bad_words_token_ids)
+        self._check_in_vocabulary("logit_bias", params.logit_bias)
+        self._check_in_vocabulary("bad_words", words)
+        if params.bad_words and not params.bad_words_token_ids:
+            raise InvalidRequestError("bad_words need their token ids.", param="bad_words")
+        if params.allowed_token_ids is not None:
+            self._check_in_vocabulary("allowed_token_ids", params.allowed_token_ids)
+            if params.min_tokens and {*params.allowed_token_ids} <= {*self._end_token_ids(params)}:
+                raise InvalidRequestError(
+                    "allowed_token_ids must hold a token that does not end the answer, since "
+                    "min_tokens is given.",
+                    param="allowed_token_ids",
+                )
+
+    def _check_in_vocabulary(self, name: str, token_ids: Iterable[int]) -> None:
+        wrong = next((i for i in token_ids if not 0 <= i < self._vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequestError(
+                f"{name} holds the token id {wrong}; ids are from 0 to {self._vocab_size - 1}.",
+                param=name,
+            )
 
     def _end_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         ids = self._eos_token_ids.union(params.stop_token_ids)

@@ -30,7 +30,7 @@ class Answer:
         self._eos_token_ids = () if request.params.ignore_eos else eos_token_ids
         self._max_tokens = max_tokens
         self._num_tokens = 0
-        self._num_cached_tokens = self._num_written_tokens = 0
+        self._num_cached_tokens = 0
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._last_token_time: float | None = None
 
@@ -38,7 +38,7 @@ class Answer:
         """Begins anew, with an unused detokenizer; says so where tokens were handed out."""
         begun = self._num_tokens > 0
         self._detokenizer = detokenizer
-        self._num_tokens = self._num_cached_tokens = self._num_written_tokens = 0
+        self._num_tokens = self._num_cached_tokens = 0
         self._prompt_logprobs = [None]
         if not begun:
             return None
@@ -52,20 +52,17 @@ class Answer:
         known = len(self._prompt_logprobs) - 1 - start
         self._prompt_logprobs.extend(logprobs[known:])
 
-    def push(
-        self, output: SequenceOutput, num_cached_tokens: int, num_written_tokens: int = 0
-    ) -> RequestOutput:
-        """Adds the sampled token and tells what the caller gets for it.
-
-        The counts are those of the prompt's tokens that were hits, and that were published.
-        """
+    def push(self, output: SequenceOutput, num_cached_tokens: int) -> RequestOutput:
+        """Adds the sampled token and tells what the caller gets for it."""
         if output.token_id is None:
             return self.end("error", error=output.error)
-        self._num_cached_tokens, self._num_written_tokens = num_cached_tokens, num_written_tokens
+        self._num_cached_tokens = num_cached_tokens
         token_id, first = output.token_id, not self._num_tokens
         self._num_tokens += 1
         stop_id = token_id in self.request.params.stop_token_ids
         ended_by_token = stop_id or token_id in self._eos_token_ids
+        if not self._max_tokens:  # nothing but the prompt was asked for
+            return self.end("length")
         text = self._detokenizer.push((token_id,), ended_by_token=ended_by_token)
         finish_reason = self._finish_reason(ended_by_token)
         if finish_reason is not None and self._detokenizer.stopped_by is None:
@@ -78,7 +75,6 @@ class Answer:
             prompt_logprobs=self._take_prompt_logprobs() if first else None,
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_cached_tokens=num_cached_tokens,
-            num_written_tokens=num_written_tokens,
             finish_reason=finish_reason,
             stop_reason=self._detokenizer.stopped_by or (token_id if stop_id else None),
         )
@@ -88,9 +84,9 @@ class Answer:
         return RequestOutput(
             request_id=self.request.request_id,
             text="" if reason == "error" else self._detokenizer.finish(),
+            prompt_logprobs=None if self._max_tokens else self._take_prompt_logprobs(),
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_cached_tokens=self._num_cached_tokens,
-            num_written_tokens=self._num_written_tokens,
             finish_reason=reason,
             error=error,
         )
@@ -106,6 +102,8 @@ class Answer:
             else:
                 metrics.inter_token_latency.observe(now - self._last_token_time)
             self._last_token_time = now
+        elif output.ended_well:
+            metrics.prompt_tokens += output.num_prompt_tokens
         if output.finish_reason is not None:
             metrics.finished[output.finish_reason] += 1
             metrics.request_latency.observe(now - arrival)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from prefixcache.core import PrefixCache
@@ -35,8 +34,6 @@ class CacheManager:
     block, which no request can hold; `num_usable_blocks` does not. Errors of the core pass through:
     `ValueError` names an argument, `RuntimeError` tells of misuse. Without `publish_answers` only
     blocks of prompts are shared, for attention whose decodes write other bits than its prefills.
-
-    `num_resets` counts what made all that was published before unfindable.
     """
 
     def __init__(
@@ -65,14 +62,12 @@ class CacheManager:
         self.block_size = block_size
         self.num_blocks = self._cache.num_blocks
         self.num_usable_blocks = self.num_blocks - 1
-        self._num_groups = len(groups)
         self._windows = [kind[1] for kind in groups if kind != "full"]
         self._retention = retention or Retention()
         self._pins = self._retention.pin and self.has_windows
         self._max_pinned = int(self._retention.pin_max_share * self.num_usable_blocks)
         self._merge_twins = merge_twins
         self.num_merged_blocks = 0
-        self.num_resets = 0
         self._sequences: dict[str, CoreSequence] = {}
         self._unhashed: set[str] = set()
         self._publish_answers = publish_answers
@@ -231,11 +226,10 @@ class CacheManager:
             sampled = {name: sampled[name] for name in sampled if name not in self._unhashed}
         self._cache.append_tokens(self._of(sampled), list(sampled.values()))
 
-    def mark_filled(self, request_ids: Sequence[str], upto: Sequence[int]) -> Mapping[int, int]:
+    def mark_filled(self, request_ids: Sequence[str], upto: Sequence[int]) -> None:
         """Publishes each request's full blocks below `upto` tokens, whose KV is there now.
 
         A block whose content another one holds already is given up for that one, if twins merge.
-        Returns how many blocks of which of the requests others held in every group already.
         """
         sequences = self._of(request_ids)
         if not self._publish_answers:
@@ -248,10 +242,6 @@ class CacheManager:
             self.num_merged_blocks += len(twins)
             if twins:
                 logger.debug("%d blocks with the same content were merged.", len(twins))
-        if not twins:
-            return {}
-        held = Counter((sequence, index) for sequence, _, index, _ in twins)
-        return Counter(place for (place, _), n in held.items() if n == self._num_groups)
 
     def drop_unneeded(self, computed: Sequence[tuple[str, int]]) -> None:
         """Gives back the blocks that no token from the given one on needs, request by request.
@@ -313,7 +303,6 @@ class CacheManager:
 
     def reset(self) -> None:
         """Forgets all cached prefixes; running requests keep their blocks."""
-        self.num_resets += 1
         self._cache.clear_cache_index()
         logger.debug("All cached prefixes are forgotten.")
 
@@ -329,7 +318,6 @@ class CacheManager:
 
     def new_weight_version(self) -> int:
         """`reset`, and nothing computed so far can be found or published from now on."""
-        self.num_resets += 1
         return self._cache.new_weight_version()
 
     def _of(self, request_ids: Iterable[str]) -> list[CoreSequence]:

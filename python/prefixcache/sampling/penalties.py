@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixcache.sampling.row_options import Additions, Penalties, SampledRow
+from prefixcache.sampling.row_options import Additions, Allowed, Penalties, SampledRow
 from prefixcache.sampling.upload import Upload
 from prefixcache.step_plan import SamplingInput
 from prefixcache.token_ids import TokenBuffer, TokenIds
@@ -111,19 +111,28 @@ def adjust_logits(
     counts: TokenCounts,
     *,
     waits: bool,
+    allowed: Allowed | None = None,
 ) -> Tensor:
-    """Logits with bias, bans and penalties; the argument itself is left alone.
+    """Logits with bias, bans, allowed tokens and penalties; the argument itself is left alone.
 
     With `waits` penalties look at the tokens that stand in a context, else at the vocabulary.
     """
-    if additions is None and penalties is None:
+    if additions is None and allowed is None and penalties is None:
         return logits_RV
     adjusted_RV = logits_RV.clone()
     if additions is not None:
         adjusted_RV[additions.rows_N, additions.tokens_N] += additions.values_N
+    if allowed is not None:
+        _keep_alone(adjusted_RV, allowed)
     if penalties is not None:
         (_penalize_counted if waits else _penalize_all)(adjusted_RV, counts, penalties)
     return adjusted_RV
+
+
+def _keep_alone(logits_RV: Tensor, allowed: Allowed) -> None:
+    kept_N = logits_RV[allowed.rows_N, allowed.tokens_N]
+    logits_RV[allowed.rows_A] = -torch.inf
+    logits_RV[allowed.rows_N, allowed.tokens_N] = kept_N
 
 
 def _penalize_all(logits_RV: Tensor, counts: TokenCounts, penalties: Penalties) -> None:

@@ -45,6 +45,15 @@ class Additions:
 
 
 @dataclass(frozen=True, slots=True)
+class Allowed:
+    """The logits that stay in rows where no other token may be chosen."""
+
+    rows_A: Tensor  # each such row once
+    rows_N: Tensor
+    tokens_N: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Penalties:
     """Rows with penalties; `counts_P` are their rows in `TokenCounts`."""
 
@@ -76,8 +85,15 @@ class Draws:
 
 
 def has_adjustments(row: SamplingInput) -> bool:
-    """Whether bias, bans or penalties change the row's logits."""
-    return bool(row.params.logit_bias or row.banned_token_ids or has_penalties(row.params))
+    """Whether bias, bans, allowed tokens or penalties change the row's logits."""
+    params = row.params
+    return bool(
+        params.logit_bias
+        or row.banned_token_ids
+        or params.bad_words_token_ids
+        or params.allowed_token_ids
+        or has_penalties(params)
+    )
 
 
 def has_penalties(params: SamplingParams) -> bool:
@@ -92,7 +108,7 @@ Later = Callable[[Tensor], T]
 
 
 def add_additions(upload: Upload, rows: Sequence[SampledRow]) -> Later[Additions | None]:
-    """None when no row has a bias or a banned token."""
+    """None when no row has a bias or a banned token. Bad words are added elsewhere."""
     row_ids: list[int] = []
     tokens: list[int] = []
     values: list[float] = []
@@ -108,6 +124,18 @@ def add_additions(upload: Upload, rows: Sequence[SampledRow]) -> Later[Additions
     rows_at, tokens_at = upload.integers(row_ids), upload.integers(tokens)
     values_at = upload.floats(values)
     return lambda sent: Additions(rows_at(sent), tokens_at(sent), values_at(sent).float())
+
+
+def add_allowed(upload: Upload, rows: Sequence[SampledRow]) -> Later[Allowed | None]:
+    """None when every token is allowed in all rows."""
+    limited = {r: row.params.allowed_token_ids for r, row in enumerate(rows)}
+    pairs = [(r, token) for r, tokens in limited.items() for token in tokens or ()]
+    if not pairs:
+        return lambda _sent: None
+    row_ids, tokens = zip(*pairs, strict=True)
+    each_at = upload.integers(list(dict.fromkeys(row_ids)))
+    rows_at, tokens_at = upload.integers(row_ids), upload.integers(tokens)
+    return lambda sent: Allowed(each_at(sent), rows_at(sent), tokens_at(sent))
 
 
 def add_penalties(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from prefixcache.request import TokenLogprobs
+from prefixcache.sampling.bad_words import BadWords
 from prefixcache.sampling.cuts import floors
 from prefixcache.sampling.logprobs import PackedLogprobs, compute_logprobs
 from prefixcache.sampling.penalties import TokenCounts, adjust_logits
@@ -25,6 +26,7 @@ from prefixcache.sampling.row_options import (
     Draws,
     SampledRow,
     add_additions,
+    add_allowed,
     add_draws,
     add_penalties,
     has_adjustments,
@@ -69,7 +71,7 @@ class Sampled:
 
 
 class Sampler:
-    """Samples step after step, and remembers the contexts of requests with penalties.
+    """Samples step after step, and remembers what requests with penalties or bad words need.
 
     At most `max_rows` rows are sampled in a step. With `waits` the sampler looks at what it has
     computed to compute less: the default on a CPU, where nothing is waited for.
@@ -79,6 +81,7 @@ class Sampler:
         self._device = device
         self._waits = device.type == "cpu" if waits is None else waits
         self._counts = TokenCounts(max_rows, device)
+        self._bad_words = BadWords()
 
     def sample(
         self, logits_RV: Tensor, rows: Sequence[SampledRow], likeliest_R: Tensor | None = None
@@ -98,7 +101,8 @@ class Sampler:
         penalized = [r for r, row in enumerate(rows) if has_penalties(row.params)]
         contexts = self._counts.rows_of([rows[r] for r in penalized], vocab_size)
         upload = Upload()
-        additions = add_additions(upload, rows)
+        additions, allowed = add_additions(upload, rows), add_allowed(upload, rows)
+        bans = self._bad_words.add(upload, rows)
         penalties = add_penalties(upload, rows, penalized, contexts)
         draws = add_draws(upload, rows, drawn, vocab_size)
         asked = _rows_by_logprobs(rows)
@@ -106,9 +110,16 @@ class Sampler:
         sent = upload.send(self._device)
         penalizing = penalties(sent)
         adjusted_RV = adjust_logits(
-            logits_RV, additions(sent), penalizing, self._counts, waits=self._waits
+            logits_RV,
+            additions(sent),
+            penalizing,
+            self._counts,
+            waits=self._waits,
+            allowed=allowed(sent),
         )
+        adjusted_RV = self._bad_words.ban(adjusted_RV, bans(sent))
         tokens_R = _tokens(logits_RV, adjusted_RV, draws(sent), waits=self._waits)
+        self._bad_words.remember(rows, tokens_R)
         if penalizing is not None:
             self._counts.add(penalizing.counts_P, tokens_R[penalizing.rows_P])
         logprobs = [

@@ -19,16 +19,20 @@ class Limits:
         self._max_model_len = max_model_len
 
     def max_num_tokens(self, request: Request) -> int:
-        """Prompt and longest answer together."""
+        """Prompt and longest answer together.
+
+        Where no answer is wanted one token is sampled all the same, and dropped.
+        """
         if request.params.max_tokens is None:
             return self._max_model_len
-        return len(request.prompt_token_ids) + request.params.max_tokens
+        return len(request.prompt_token_ids) + max(request.params.max_tokens, 1)
 
     def check(self, request: Request) -> None:
         """Raises `RequestTooLargeError` when the request could never be served to its end."""
         prompt = len(request.prompt_token_ids)
         output = self.max_num_tokens(request) - prompt
-        self._check_context(prompt, output)
+        least = 0 if request.params.max_tokens == 0 else 1
+        self._check_context(prompt, output if least else 0, least)
         self._check_blocks(prompt + output - 1)
 
     def describe_lack(self, num_tokens: int) -> str:
@@ -39,14 +43,14 @@ class Limits:
             f"{self._cache.num_free_blocks} blocks are free."
         )
 
-    def _check_context(self, prompt: int, output: int) -> None:
+    def _check_context(self, prompt: int, output: int, least: int) -> None:
         room = self._max_model_len - prompt
-        if room < 1 or output > room:
+        if room < max(output, least):
             raise RequestTooLargeError(
                 f"The model's context length is {self._max_model_len} tokens, but the request "
-                f"needs {prompt + max(output, 1)}: {prompt} in the prompt and {max(output, 1)} "
-                "for the answer.",
-                param="prompt" if room < 1 else "max_tokens",
+                f"needs {prompt + max(output, least)}: {prompt} in the prompt and "
+                f"{max(output, least)} for the answer.",
+                param="prompt" if room < least else "max_tokens",
                 code="context_length_exceeded",
             )
 

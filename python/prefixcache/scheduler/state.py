@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 
 from prefixcache.request import Request
 from prefixcache.step_plan import (
@@ -22,10 +21,6 @@ class RequestState:
     `num_tokens` counts the prompt and what was generated, up to `max_num_tokens`. What a planned
     step computes and samples counts from its planning on: a token is pending until the step's
     outputs are known. `turn` is the round in which its job lets the request start.
-
-    Blocks of the first `write_limit` tokens, a multiple of the block size, are published.
-    `num_written_tokens` of the prompt are in blocks that this request published first; it took its
-    blocks after `num_resets` of the cache, and a later one lets it publish no more.
     """
 
     __slots__ = (
@@ -40,15 +35,12 @@ class RequestState:
         "num_computed_tokens",
         "num_prompt_logprobs",
         "num_published_tokens",
-        "num_resets",
         "num_slots",
         "num_tokens",
-        "num_written_tokens",
         "request",
         "request_id",
         "tokens",
         "turn",
-        "write_limit",
     )
 
     def __init__(
@@ -59,7 +51,6 @@ class RequestState:
         serial: int,
         max_num_tokens: int,
         end_token_ids: tuple[int, ...] = (),
-        write_limit: int = sys.maxsize,
     ) -> None:
         self.request = request
         self.request_id = request.request_id
@@ -70,9 +61,6 @@ class RequestState:
         self.num_cached_tokens: int | None = None
         self.first_wait_step: int | None = None
         self.num_prompt_logprobs = 0
-        self.num_resets = 0
-        self.num_written_tokens = 0
-        self.write_limit = write_limit
         self.tokens = TokenBuffer(request.prompt_token_ids)
         self._sampled_row = 0
         self._serial = serial
@@ -112,7 +100,6 @@ class RequestState:
         self.tokens.forget_answer()
         self.num_prompt_logprobs = 0
         self.num_cached_tokens = None
-        self.num_written_tokens = 0
         self.restart()
 
     def restart(self) -> None:
@@ -121,17 +108,6 @@ class RequestState:
         self.num_computed_tokens = 0
         self.num_published_tokens = 0
         self.num_slots = 0
-
-    @property
-    def publishes_more(self) -> bool:
-        """Whether blocks are still to be published, as far as its tokens are known."""
-        return self.num_published_tokens < self.write_limit
-
-    def count_written(self, upto: int, twins: int, block_size: int) -> None:
-        """Counts the prompt's full blocks below `upto` tokens, but `twins` of them, as written."""
-        prompt = self.tokens.num_prompt_tokens
-        new = min(upto, prompt) // block_size - self.num_published_tokens // block_size - twins
-        self.num_written_tokens += max(0, new) * block_size
 
     @property
     def next_token(self) -> int:

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from prefixcache.engine.modes import InFlightMode
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.server.body import Fields, parse_fields, parse_object, read_body
+from prefixcache.server.context import tell_unknown
 from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.protocol import RequestFields, invalid_field
 
@@ -132,7 +133,9 @@ async def read_options(request: Request, model: type[Fields]) -> Fields:
     given = _query(request, model)
     if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
         given.update(await asyncio.to_thread(parse_object, await read_body(request)))
-    return parse_fields(given, model)
+    fields = parse_fields(given, model)
+    tell_unknown(request, fields)
+    return fields
 
 
 def _query(request: Request, model: type[Fields]) -> dict[str, Any]:

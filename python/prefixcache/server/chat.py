@@ -15,15 +15,8 @@ from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.answers import Choice, answer
 from prefixcache.server.body import parse_fields, parse_object, read_body
-from prefixcache.server.caching import Place, changed_behind, marked_parts
-from prefixcache.server.context import Call, new_call
-from prefixcache.server.job_maker import (
-    Job,
-    JobMaker,
-    caching_controls,
-    fields_named,
-    sampling_params,
-)
+from prefixcache.server.context import Call, new_call, tell_unknown
+from prefixcache.server.job_maker import Job, JobMaker, fields_named, sampling_params
 from prefixcache.server.logprobs import chat_logprobs, prompt_logprobs
 from prefixcache.server.protocol import ChatFields, ChatRequest
 from prefixcache.structured_output import StructuredOutput
@@ -40,6 +33,7 @@ def chat_router(maker: JobMaker) -> APIRouter:
         fields = await maker.workers.run(
             len(body), lambda: parse_fields(parse_object(body), ChatRequest)
         )
+        tell_unknown(request, fields)
         with fields_named(chat_names(fields)):
             job = await chat_job(maker, fields, len(body), new_call(request, "chatcmpl"))
             form = ChatForm(maker.served.tokenizer, fields)
@@ -65,19 +59,12 @@ async def chat_plan(
 
 
 def _planned(
-    chat: ChatFormat,
-    fields: ChatFields,
-    structured_output: StructuredOutput | None,
-    changed: Place | None = None,
+    chat: ChatFormat, fields: ChatFields, structured_output: StructuredOutput | None
 ) -> ChatPlan:
-    """The plan, with other text behind a `changed` block."""
-    messages = fields.plain_messages()
-    if changed is not None:
-        messages, _ = changed_behind(changed, messages)
     continued = bool(fields.continue_final_message)
     prompted = fields.add_generation_prompt
     return chat.plan(
-        messages,
+        fields.plain_messages(),
         tool_use=fields.tool_use(),
         structured_output=structured_output,
         add_generation_prompt=not continued if prompted is None else prompted,
@@ -100,35 +87,19 @@ async def chat_job(maker: JobMaker, fields: ChatRequest, size: int, call: Call) 
     `size` is that of the body.
     """
     maker.check_model(fields.model)
-    params = _params(maker, fields)
+    params, kept = _params(maker, fields), maker.num_kept(fields)
     plan = await chat_plan(maker, fields, size, params.structured_output)
     special = fields.add_special_tokens is True
-    controls = caching_controls(
-        fields, marked_parts(fields.plain_messages(), "prompt_cache_breakpoint")
+    prompt = await maker.encode(
+        plan.prompt, param="messages", add_special_tokens=special, last=kept
     )
-
-    def rendered_with(changed: Place) -> str:
-        return _planned(maker.served.chat, fields, params.structured_output, changed).prompt
-
-    prompt, caching = await maker.encode_marked(
-        plan.prompt, controls, rendered_with, param="messages", add_special_tokens=special
-    )
-    given = fields.max_completion_tokens is not None or fields.max_tokens is not None
     return await maker.job(
-        fields,
-        [prompt],
-        plan.applied_to(params),
-        call=call,
-        fit_max_tokens=not given,
-        new_parser=plan.new_parser,
-        caching=caching,
+        fields, [prompt], plan.applied_to(params), call=call, new_parser=plan.new_parser
     )
 
 
 def _params(maker: JobMaker, fields: ChatRequest) -> SamplingParams:
-    max_tokens = fields.max_completion_tokens
-    if max_tokens is None:
-        max_tokens = fields.max_tokens
+    max_tokens = fields.given_max_tokens
     if max_tokens is None:
         max_tokens = maker.served.generation.max_new_tokens
     logprobs = _num_logprobs(fields)
@@ -150,10 +121,11 @@ class ChatForm:
         self._tokenizer = tokenizer
         self._num_logprobs = _num_logprobs(fields)
         self._num_prompt_logprobs = fields.prompt_logprobs
+        self._tells_ids = bool(fields.return_token_ids)
 
     def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
         """The whole answer, without `usage`."""
-        body = {
+        body: dict[str, Any] = {
             **_head(job, "chat.completion"),
             "choices": [self._whole(choice) for choice in choices],
         }
@@ -162,29 +134,40 @@ class ChatForm:
             body["prompt_logprobs"] = prompt_logprobs(
                 scored, self._num_prompt_logprobs, self._tokenizer
             )
+        if self._tells_ids:
+            body["prompt_token_ids"] = job.prompts[0].tolist()
         return body
 
     def chunks(self, job: Job, choice: Choice, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """The role once, then text; nothing while text is held back."""
         if not choice.started:
             choice.started = True
-            yield self._chunk(job, choice, {"role": "assistant", "content": ""}, None)
+            first = self._chunk(job, choice, {"role": "assistant", "content": ""}, None)
+            if self._tells_ids:
+                first["prompt_token_ids"] = job.prompts[0].tolist()
+            yield first
         logprobs = self._logprobs(output.logprobs)
-        if choice.delta or logprobs or output.finished:
-            yield self._chunk(job, choice, _delta(choice.delta), logprobs)
+        if choice.delta or logprobs or output.finished or self._tells_ids:
+            chunk = self._chunk(job, choice, _delta(choice.delta), logprobs)
+            if self._tells_ids:
+                chunk["choices"][0]["token_ids"] = [*output.token_ids]
+            yield chunk
 
     def last_chunk(self, job: Job) -> dict[str, Any]:
         """The chunk without choices that carries the usage."""
         return {**_head(job, "chat.completion.chunk"), "choices": []}
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
-        return {
+        shown: dict[str, Any] = {
             "index": choice.index,
             "message": _message(choice.message),
             "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
+        if self._tells_ids:
+            shown["token_ids"] = [*choice.token_ids]
+        return shown
 
     def _chunk(
         self, job: Job, choice: Choice, delta: dict[str, Any], logprobs: dict[str, Any] | None

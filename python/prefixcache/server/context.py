@@ -15,14 +15,18 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from prefixcache.exceptions import InvalidRequestError
 from prefixcache.server.access import Caller
 from prefixcache.server.errors import error_body, error_response, server_stopping
+from prefixcache.server.protocol import RequestFields, shortened
 from prefixcache.server.sse import DONE, event
 
 logger = logging.getLogger(__name__)
 
 _QUIET_PATHS = frozenset({"/health", "/metrics"})
 _CLIENT_LEFT = 499
+# Unknown fields that a warning names.
+_MOST_NAMED = 10
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -35,13 +39,17 @@ class Lifecycle:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What the log tells of an answer. `failed_status` is set when a stream ended with an error."""
+    """What the log tells of an answer, and its head of a `warning`.
+
+    `failed_status` is set when a stream ended with an error.
+    """
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
     finish_reasons: Collection[str] = ()
     failed_status: int | None = None
+    warning: str = ""
 
     def __str__(self) -> str:
         if not self.num_prompt_tokens:
@@ -68,12 +76,35 @@ def new_call(request: Request, prefix: str) -> Call:
     return Call(id=f"{prefix}-{state.request_id}", caller=state.caller, outcome=state.outcome)
 
 
+def tell_unknown(request: Request, fields: RequestFields) -> None:
+    """Lets the answer's head name the fields that nobody reads.
+
+    Raises `InvalidRequestError` where the server is strict.
+    """
+    unknown = fields.unknown_fields()
+    if not unknown:
+        return
+    if request.state.strict:
+        raise InvalidRequestError(
+            f"{shortened(unknown[0])} is no field of this endpoint, and --strict refuses such.",
+            param=unknown[0],
+            code="unknown_parameter",
+        )
+    names = ", ".join(map(shortened, unknown[:_MOST_NAMED]))
+    more = f" and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
+    # A header holds no line breaks, and of characters those of ASCII for certain.
+    request.state.outcome.warning = f"unknown fields: {names}{more}".encode(
+        "unicode_escape"
+    ).decode()
+
+
 class RequestContext:
     """ASGI middleware. The id is the client's `X-Request-Id` where that is usable."""
 
-    def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
+    def __init__(self, app: ASGIApp, lifecycle: Lifecycle, *, strict: bool = False) -> None:
         self._app = app
         self._lifecycle = lifecycle
+        self._strict = strict
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
@@ -82,8 +113,9 @@ class RequestContext:
             return
         request_id = _request_id(Headers(scope=scope))
         outcome = Outcome()
-        scope.setdefault("state", {}).update(request_id=request_id, outcome=outcome)
-        answer = _Answer(scope, receive, send, request_id)
+        state = {"request_id": request_id, "outcome": outcome, "strict": self._strict}
+        scope.setdefault("state", {}).update(state)
+        answer = _Answer(scope, receive, send, request_id, outcome)
         begun = time.perf_counter()
         try:
             await self._answer(scope, receive, answer)
@@ -107,11 +139,14 @@ class RequestContext:
 class _Answer:
     """Adds the id to the answer's head, and remembers its status and whether all of it was sent."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, request_id: str, outcome: Outcome
+    ) -> None:
         self._scope = scope
         self._receive = receive
         self._send = send
         self._request_id = request_id
+        self._outcome = outcome
         self._status: int | None = None
         self._streams_events = False
         self._complete = False
@@ -125,6 +160,8 @@ class _Answer:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             headers["X-Request-Id"] = self._request_id
+            if self._outcome.warning:
+                headers["X-Prefixcache-Warning"] = self._outcome.warning
             self._status = message["status"]
             self._streams_events = headers.get("content-type", "").startswith("text/event-stream")
         await self._send(message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -15,25 +15,16 @@ from typing import TYPE_CHECKING, cast
 from prefixcache.chat.message import MessageParser
 from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError
 from prefixcache.request import CacheOptions, Request
-from prefixcache.retention_range import RetentionRange
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.access import Caller
-from prefixcache.server.caching import (
-    CachingControls,
-    Marked,
-    Place,
-    PromptCaching,
-    breakpoint_ends,
-    openai_controls,
-    prompt_caching,
-)
 from prefixcache.server.context import Call
 from prefixcache.server.errors import ApiError
 from prefixcache.server.limits import MAX_SEQUENCES
-from prefixcache.server.protocol import RetentionFields, SamplingFields
+from prefixcache.server.protocol import SamplingFields
 from prefixcache.server.served_model import ServedModel
 from prefixcache.server.workers import Workers
 from prefixcache.token_ids import TokenIds, as_token_ids
+from prefixcache.tokenization.bad_words import with_bad_words
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -43,12 +34,14 @@ if TYPE_CHECKING:
 _SLICE = 2**18
 # What a text or a request costs beside its length, in characters.
 _OVERHEAD = 256
+# Tokens before those that are kept of a prompt's end, which may be other ones for the cut.
+_CUT_TOKENS = 64
 MAX_PRIORITY = 2**31 - 1
 
 # Fields of a body that are sampling options as they are.
 _PASSED_ON = (
     SamplingFields.model_fields.keys() & {one.name for one in dataclasses.fields(SamplingParams)}
-) - {"max_tokens", "stop", "stop_token_ids", "logit_bias"}
+) - {"max_tokens", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +71,7 @@ class JobMaker:
     def check_model(self, name: str | None) -> str:
         """The name to answer under. Raises `ApiError` (404) when the model is another one."""
         first = self.served.names[0]
-        if name is not None and name not in self.served.names:
+        if not (name is None or name in self.served.names or self.served.any_name):
             raise ApiError(
                 HTTPStatus.NOT_FOUND,
                 f"The model {name!r} does not exist. Served here: {first!r}.",
@@ -87,19 +80,31 @@ class JobMaker:
             )
         return name or first
 
-    async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> TokenIds:
+    async def encode(
+        self, text: str, *, param: str, add_special_tokens: bool = True, last: int | None = None
+    ) -> TokenIds:
         """Token ids of `text`; see `encode_all`."""
-        encoded = await self.encode_all([text], param=param, add_special_tokens=add_special_tokens)
+        encoded = await self.encode_all(
+            [text], param=param, add_special_tokens=add_special_tokens, last=last
+        )
         return encoded[0]
 
     async def encode_all(
-        self, texts: Sequence[str], *, param: str, add_special_tokens: bool = True
+        self,
+        texts: Sequence[str],
+        *,
+        param: str,
+        add_special_tokens: bool = True,
+        last: int | None = None,
     ) -> list[TokenIds]:
         """Token ids of `texts`, in turns with other clients when they are long.
 
-        Raises `RequestTooLargeError`, without encoding any, for a text that can never fit.
+        With `last` so many tokens of each text's end. Raises `RequestTooLargeError`, without
+        encoding any, for a text that can never fit.
         """
-        for text in texts:
+        if last is not None:
+            texts = [self._end_of(text, last) for text in texts]
+        for text in texts if last is None else ():
             self._check_can_fit(text, param)
         encode = partial(
             self.served.tokenizer.encode_batch, add_special_tokens=add_special_tokens, param=param
@@ -107,34 +112,30 @@ class JobMaker:
         encoded: list[TokenIds] = []
         for part in _slices(texts):
             encoded += await self.workers.run(sum(map(_cost, part)), partial(encode, part))
-        return encoded
+        return encoded if last is None else [ids[-last:] for ids in encoded]
 
-    async def encode_marked(
-        self,
-        text: str,
-        controls: CachingControls,
-        rendered_with: Callable[[Place], str],
-        *,
-        param: str,
-        add_special_tokens: bool = True,
-    ) -> tuple[TokenIds, PromptCaching]:
-        """`encode`, and what the caching controls mean for these tokens.
+    def _end_of(self, text: str, last: int) -> str:
+        """Text that its last tokens are made of, and more, so that the cut changes none of them."""
+        return text[-2 * (last + _CUT_TOKENS) * self.served.tokenizer.longest_token :]
 
-        `rendered_with` is as in `breakpoint_ends`.
+    def num_kept(self, fields: SamplingFields) -> int | None:
+        """How many tokens of a prompt's end are taken; None takes all.
+
+        Raises `InvalidRequestError` for a number that none can have.
         """
-        places = [one.place for one in controls.breakpoints]
-        if not places:
-            encoded = await self.encode(text, param=param, add_special_tokens=add_special_tokens)
-            return encoded, prompt_caching(controls, ())
-        self._check_can_fit(text, param)
-        encode = partial(
-            self.served.tokenizer.encode_marked, add_special_tokens=add_special_tokens, param=param
-        )
-        encoded, positions = await self.workers.run(
-            _cost(text) * (1 + len(places)),
-            lambda: encode(text, breakpoint_ends(text, places, rendered_with)),
-        )
-        return encoded, prompt_caching(controls, positions)
+        kept, limit = fields.truncate_prompt_tokens, self.engine.max_model_len
+        if kept is None:
+            return None
+        if kept == -1:
+            answer = fields.given_max_tokens
+            return max(limit - (1 if answer is None else answer), 1)
+        if not 1 <= kept <= limit:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens must be from 1 to {limit}, or -1 for what has room, "
+                f"got {kept}.",
+                param="truncate_prompt_tokens",
+            )
+        return kept
 
     def _check_can_fit(self, text: str, param: str) -> None:
         limit = self.engine.max_model_len
@@ -154,19 +155,15 @@ class JobMaker:
         params: SamplingParams,
         *,
         call: Call,
-        fit_max_tokens: bool,
         new_parser: Callable[[], MessageParser] | None = None,
-        caching: PromptCaching | None = None,
     ) -> Job:
         """All requests of one HTTP request, whose number `check_num_sequences` has allowed.
 
-        `fit_max_tokens` shortens `params.max_tokens`, when it is a default, to what fits.
-        Answers are read by parsers of `new_parser` where it is given. `caching` is what the API's
-        caching controls mean for each of the prompts.
+        Where `params.max_tokens` is a default, it is shortened to what fits. Answers are read by
+        parsers of `new_parser` where it is given.
         """
         self._check_priority(fields.priority or 0)
-        cache_options = _cache_options(fields, call.caller, caching or PromptCaching())
-        make = partial(self._requests, fields, prompts, params, call, fit_max_tokens, cache_options)
+        make = partial(self._requests, fields, prompts, params, call)
         return Job(
             call=call,
             model=self.check_model(fields.model),
@@ -195,11 +192,10 @@ class JobMaker:
         prompts: Sequence[TokenIds],
         params: SamplingParams,
         call: Call,
-        fit_max_tokens: bool,
-        cache_options: CacheOptions,
     ) -> Iterator[Request]:
-        limit = self.engine.max_model_len if fit_max_tokens else None
-        now = time.monotonic()
+        fits = fields.given_max_tokens is None or self.served.clamps_max_tokens
+        limit = self.engine.max_model_len if fits else None
+        cache_options, now = _cache_options(fields, call.caller), time.monotonic()
         job = f"{call.id}-{uuid.uuid4().hex[:8]}"  # clients may send one request id twice
         choices = cache(partial(_choices, params))
         for prompt_index, prompt in enumerate(prompts):
@@ -233,9 +229,11 @@ def sampling_params(
         stop=_stop_strings(fields.stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         logit_bias=_logit_bias(fields.logit_bias or {}),
+        allowed_token_ids=_tuple_or_none(fields.allowed_token_ids),
+        bad_words=tuple(fields.bad_words or ()),
     )
     check_ids(params.stop_token_ids, served.tokenizer, "stop_token_ids")
-    return params
+    return with_bad_words(params, served.tokenizer)
 
 
 def _check_stream_fields(fields: SamplingFields) -> None:
@@ -312,44 +310,20 @@ def _bad_prompt(what: str) -> InvalidRequestError:
     return InvalidRequestError(f"prompt must be {what}.", param="prompt")
 
 
-def _cache_options(fields: SamplingFields, caller: Caller, caching: PromptCaching) -> CacheOptions:
-    if fields.retention and caching.retention:
-        raise InvalidRequestError(
-            "retention stands beside TTLs of another caching control: give one, not both.",
-            param="retention",
-        )
+def _cache_options(fields: SamplingFields, caller: Caller) -> CacheOptions:
     return CacheOptions(
         salt=caller.own_salt(fields.cache_salt),
         read=fields.cache_read is not False,
         write=fields.cache_write is not False,
         hit_threshold=fields.cache_hit_threshold,
-        retention=caching.retention or tuple(map(_range, fields.retention or ())),
-        owner=caller.owner(fields.cache_salt),
-        write_upto=caching.write_upto,
     )
-
-
-def caching_controls(fields: SamplingFields, marked: Iterable[Marked] = ()) -> CachingControls:
-    """What OpenAI's caching fields of a body ask; `marked` are the breakpoints of its content."""
-    options = fields.prompt_cache_options
-    return openai_controls(
-        marked,
-        mode=None if options is None else options.mode,
-        ttl=None if options is None else options.ttl,
-        has_options=options is not None,
-        retention=fields.prompt_cache_retention,
-    )
-
-
-def _range(fields: RetentionFields) -> RetentionRange:
-    return RetentionRange(fields.start or 0, fields.end, fields.priority, fields.ttl_s)
 
 
 def _max_tokens(params: SamplingParams, prompt: TokenIds, limit: int | None) -> int | None:
     """`params.max_tokens`, or what fits behind the prompt where that is less."""
     if limit is None or params.max_tokens is None:
         return params.max_tokens
-    return min(params.max_tokens, max(limit - len(prompt), 1))
+    return min(params.max_tokens, max(limit - len(prompt), min(params.max_tokens, 1)))
 
 
 def _choices(params: SamplingParams, max_tokens: int | None) -> tuple[SamplingParams, ...]:
@@ -377,6 +351,10 @@ def _slices(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def _tuple_or_none(values: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:

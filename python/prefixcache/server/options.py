@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Le
+from annotated_types import Le, MinLen
 
 from prefixcache.checked import Checked, Count, PositiveFloat, PositiveInt
 from prefixcache.flags import flag
@@ -22,10 +22,28 @@ class ServeOptions(Checked):
 
     host: str = flag("127.0.0.1", "Address to listen on.", "Server")
     port: Annotated[Count, Le(65535)] = flag(8000, "Port; 0 takes a free one.", "Server")
-    served_model_name: tuple[str, ...] = flag(
-        (), "Name for clients; may be given several times.", "Server"
+    served_model_name: tuple[Annotated[str, MinLen(1)], ...] = flag(
+        (),
+        "Names for clients; * answers to any other, too.",
+        "Server",
+        shown="--model",
+        greedy=True,
     )
-    drain_seconds: Count = flag(10, "Time for open answers to end when the server stops.", "Server")
+    quantization: Literal["auto", "none", "gguf"] = flag(
+        "auto", "What the model's file is; weights are served as they are.", "Model", metavar="gguf"
+    )
+    strict: bool = flag(
+        False, "Refuse fields of requests that nobody reads, instead of a warning.", "Server"
+    )
+    clamp_max_tokens: bool = flag(
+        False, "Shorten max_tokens to what the context has room for.", "Server"
+    )
+    drain_seconds: Count = flag(
+        10,
+        "Time for open answers to end when the server stops.",
+        "Server",
+        aliases=("shutdown_timeout",),
+    )
     limit_concurrency: PositiveInt = flag(2048, "Most connections at once; more get 503.", "Server")
     timeout_keep_alive: PositiveInt = flag(
         5, "Seconds that a connection stays open without a request.", "Server"
@@ -51,9 +69,6 @@ class ServeOptions(Checked):
         shown="addresses, localhost, --host and the machine's name",
     )
     public_metrics: bool = flag(False, "Let everybody read /metrics.", "Access")
-    client_warming: bool = flag(
-        False, "Let clients, and not only administrators, call /prefix_cache/warm.", "Access"
-    )
     allowed_model_dirs: tuple[Path, ...] = flag(
         (),
         "Folder that new weights may come from; may be given several times.",

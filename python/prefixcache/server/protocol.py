@@ -6,26 +6,26 @@ that it is left out. Values are checked where they are used, once for all endpoi
 
 from __future__ import annotations
 
-import logging
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from prefixcache.chat.tools import ToolUse, read_tool_use
 from prefixcache.exceptions import InvalidRequestError
-from prefixcache.retention_range import MAX_RANGES
 from prefixcache.server.limits import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
     MAX_MESSAGES,
+    MAX_MODEL_NAME_CHARACTERS,
     MAX_SALT_CHARACTERS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-
-logger = logging.getLogger(__name__)
 
 _TYPE_TAGS = ("str", "int", "float", "bool", "none", "list[", "dict[", "function-")
 
@@ -33,30 +33,10 @@ _TYPE_TAGS = ("str", "int", "float", "bool", "none", "list[", "dict[", "function
 class StreamOptions(BaseModel):
     """What a stream tells besides text."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-
-class RetentionFields(BaseModel):
-    """One retention hint, as `RetentionRange`; an unknown field is refused, as it does nothing."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    start: int | None = None
-    end: int | None = None
-    priority: int | None = None
-    ttl_s: float | None = None
-
-
-class PromptCacheOptions(BaseModel):
-    """OpenAI's options of the prompt cache; `server/caching.py` says what they mean here."""
-
-    model_config = ConfigDict(strict=True)
-
-    mode: Literal["implicit", "explicit"] | None = None
-    ttl: Literal["30m"] | None = None
 
 
 class RequestFields(BaseModel):
@@ -83,8 +63,15 @@ class RequestFields(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if name in self.refused:
                 _refuse(name, value, self.refused[name])
-            elif name not in self.no_effect:
-                logger.debug("Ignored the unknown field %r.", name)
+
+    def unknown_fields(self) -> list[str]:
+        """Names of fields that nobody reads, in the caller's spelling."""
+        known = self.no_effect | self.refused.keys()
+        names = [name for name in self.model_extra or {} if name not in known]
+        for name, part in self:
+            if isinstance(part, BaseModel):
+                names += [f"{name}.{other}" for other in part.model_extra or {}]
+        return names
 
 
 def _check_length(name: str, value: object, most: int) -> None:
@@ -106,15 +93,14 @@ def _refuse(name: str, value: object, harmless: tuple[object, ...]) -> None:
 
 
 class SamplingFields(RequestFields):
-    """What both completion endpoints take.
-
-    `prompt_cache_key` groups requests for routers in front of servers; it is no salt.
-    """
+    """What both completion endpoints take."""
 
     no_effect = frozenset(
         {
             "metadata",
             "parallel_tool_calls",
+            "prompt_cache_key",
+            "prompt_cache_retention",
             "safety_identifier",
             "service_tier",
             "spaces_between_special_tokens",
@@ -123,8 +109,6 @@ class SamplingFields(RequestFields):
         }
     )
     refused: ClassVar[dict[str, tuple[object, ...]]] = {
-        "allowed_token_ids": ([],),
-        "bad_words": ([],),
         "best_of": (1,),
         "guided_choice": (),
         "guided_grammar": (),
@@ -133,17 +117,15 @@ class SamplingFields(RequestFields):
         "length_penalty": (1.0,),
         "logits_processors": ([],),
         "prompt_embeds": ([],),
-        "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),
         "structured_outputs": (),
-        "truncate_prompt_tokens": (),
         "use_beam_search": (False,),
     }
     max_lengths: ClassVar[dict[str, int]] = {
+        "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
         "cache_salt": MAX_SALT_CHARACTERS,
         "logit_bias": MAX_LOGIT_BIASES,
-        "prompt_cache_key": MAX_SALT_CHARACTERS,
-        "retention": MAX_RANGES,
+        "model": MAX_MODEL_NAME_CHARACTERS,
         "stop_token_ids": MAX_STOP_TOKEN_IDS,
     }
 
@@ -162,6 +144,8 @@ class SamplingFields(RequestFields):
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -173,27 +157,32 @@ class SamplingFields(RequestFields):
     cache_read: bool | None = None
     cache_write: bool | None = None
     cache_hit_threshold: float | None = None
-    retention: list[RetentionFields] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: PromptCacheOptions | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def given_max_tokens(self) -> int | None:
+        """Most tokens of the answer, where the client says so."""
+        return self.max_tokens
 
     @classmethod
     def check_lengths(cls, values: Mapping[str, Any]) -> None:
-        """As for all requests; stop strings have a limit together."""
+        """As for all requests; stop strings have a limit together, and so have bad words."""
         super().check_lengths(values)
-        _check_stops(values.get("stop"))
+        check_texts("stop", values.get("stop"), MAX_STOP_STRINGS, MAX_STOP_CHARACTERS)
+        check_texts("bad_words", values.get("bad_words"), MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
 
 
-def _check_stops(stop: object) -> None:
-    stops = cast("list[object]", stop) if isinstance(stop, list) else [stop]
-    _check_length("stop", stops, MAX_STOP_STRINGS)
-    characters = sum(len(text) for text in stops if isinstance(text, str))
-    if characters > MAX_STOP_CHARACTERS:
+def check_texts(name: str, value: object, most: int, most_characters: int) -> None:
+    """Raises `InvalidRequestError` for too many texts, or too many characters in all of them."""
+    texts = cast("list[object]", value) if isinstance(value, list) else [value]
+    _check_length(name, texts, most)
+    characters = sum(len(text) for text in texts if isinstance(text, str))
+    if characters > most_characters:
         raise InvalidRequestError(
-            f"stop may have at most {MAX_STOP_CHARACTERS} characters in all, got {characters}.",
-            param="stop",
+            f"{name} may have at most {most_characters} characters in all, got {characters}.",
+            param=name,
             code="too_long",
         )
 
@@ -202,12 +191,15 @@ class CompletionRequest(SamplingFields):
     """Body of `POST /v1/completions`. `prompt`: text, token ids, or a list of either."""
 
     refused: ClassVar[dict[str, tuple[object, ...]]] = {
-        **SamplingFields.refused,
+        **{
+            name: harmless for name, harmless in SamplingFields.refused.items() if name != "best_of"
+        },
         "response_format": ({"type": "text"},),
         "suffix": ("",),
     }
 
     prompt: Any = None
+    best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -275,6 +267,12 @@ class ChatRequest(SamplingFields, ChatFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+    @property
+    def given_max_tokens(self) -> int | None:
+        """`max_completion_tokens` before its older name."""
+        given = self.max_completion_tokens
+        return self.max_tokens if given is None else given
 
 
 class TokenizeRequest(RequestFields):

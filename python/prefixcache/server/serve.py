@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import uvicorn
@@ -49,6 +50,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     whatever `engine.build` raises.
     """
     begun = time.perf_counter()
+    _check_quantization(options, Path(config.model))
     rules, model_dirs = _access_rules(options), ModelDirs(options.allowed_model_dirs)
     _allow_open_files(options.limit_concurrency)
     with _bound_socket(options.host, options.port) as listener:
@@ -75,13 +77,20 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
             engine.close()
 
 
+def _check_quantization(options: ServeOptions, model: Path) -> None:
+    if options.quantization == "gguf" and model.suffix != ".gguf":
+        raise ConfigError(
+            "--quantization gguf: the model is no GGUF file. Weights are served as they are, so "
+            "leave the option out."
+        )
+
+
 def _access_rules(options: ServeOptions) -> AccessRules:
     return AccessRules(
         api_keys=options.api_key,
         admin_api_keys=options.admin_api_key,
         allowed_hosts=_known_hosts(options),
         public_metrics=options.public_metrics,
-        client_warming=options.client_warming,
     )
 
 
@@ -147,7 +156,10 @@ def _warn_if_open(options: ServeOptions, listener: socket.socket) -> None:
 
 def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOptions) -> ServedModel:
     return ServedModel(
-        names=options.served_model_name or (config.model,),
+        names=tuple(name for name in options.served_model_name if name != "*") or (config.model,),
+        any_name="*" in options.served_model_name,
+        strict=options.strict,
+        clamps_max_tokens=options.clamp_max_tokens,
         tokenizer=built.tokenizer,
         root=config.model,
         generation=built.model.generation,

@@ -15,6 +15,10 @@ class ServedModel:
 
     `batch_invariant` says whether an answer's bits are the same in every batch; None where that
     is not known. `priorities` lets clients choose who is served first.
+
+    With `any_name` clients may ask for any other name too. `clamps_max_tokens` shortens answers to
+    what the context has room for, where requests that ask for more are refused otherwise. With
+    `strict` a field that nobody reads is an error instead of a warning.
     """
 
     names: tuple[str, ...]
@@ -24,6 +28,9 @@ class ServedModel:
     created: int = 0
     batch_invariant: bool | None = None
     priorities: bool = False
+    any_name: bool = False
+    clamps_max_tokens: bool = False
+    strict: bool = False
     chat: ChatFormat = field(init=False)
 
     def __post_init__(self) -> None:

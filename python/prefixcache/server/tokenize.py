@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from prefixcache.server.body import parse_fields, parse_object, read_body
 from prefixcache.server.chat import chat_plan
+from prefixcache.server.context import tell_unknown
 from prefixcache.server.job_maker import JobMaker, check_ids
 from prefixcache.server.json_text import json_response, list_json, text_json
 from prefixcache.server.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
@@ -24,6 +25,7 @@ def tokenize_router(maker: JobMaker) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         body = await read_body(request)
         fields = await workers.run(len(body), partial(_parse, body))
+        tell_unknown(request, fields)
         maker.check_model(fields.model)
         ids = await _token_ids(maker, fields, len(body))
         told = partial(_told, maker, ids, bool(fields.return_token_strs))
@@ -32,7 +34,10 @@ def tokenize_router(maker: JobMaker) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = await read_body(request)
-        return json_response(await workers.run(len(body), partial(_text, maker, body)))
+        fields = await workers.run(len(body), partial(_parse_tokens, body))
+        tell_unknown(request, fields)
+        maker.check_model(fields.model)
+        return json_response(await workers.run(len(body), partial(_text, maker, fields)))
 
     return router
 
@@ -66,9 +71,11 @@ def _told(maker: JobMaker, ids: TokenIds, with_names: bool) -> bytes:
     )
 
 
-def _text(maker: JobMaker, body: bytes) -> bytes:
-    fields = parse_fields(parse_object(body), DetokenizeRequest)
-    maker.check_model(fields.model)
+def _parse_tokens(body: bytes) -> DetokenizeRequest:
+    return parse_fields(parse_object(body), DetokenizeRequest)
+
+
+def _text(maker: JobMaker, fields: DetokenizeRequest) -> bytes:
     tokenizer = maker.served.tokenizer
     check_ids(fields.tokens, tokenizer, "tokens")
     text = tokenizer.decode_long(fields.tokens, skip_special_tokens=False)

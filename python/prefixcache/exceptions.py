@@ -3,6 +3,7 @@
 PrefixCacheError
 ├── InvalidRequestError      the caller's input is wrong; names the field
 │   └── RequestTooLargeError the request can never fit; says the numbers
+├── GrammarError             an answer cannot follow its grammar
 ├── ConfigError              a flag or a model's configuration is wrong
 │   ├── FieldError           names the flag or field
 │   └── UnsupportedModelError
@@ -34,6 +35,10 @@ class InvalidRequestError(PrefixCacheError, ValueError):
 
 class RequestTooLargeError(InvalidRequestError):
     """The request needs more tokens or blocks than the engine will ever have."""
+
+
+class GrammarError(PrefixCacheError):
+    """A grammar is wrong, or an answer cannot follow it any further."""
 
 
 class ConfigError(PrefixCacheError, ValueError):

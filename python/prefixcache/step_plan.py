@@ -7,10 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from prefixcache.request import TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.token_ids import TokenBuffer, TokenIds
+
+
+class TokenMask(Protocol):
+    """Which tokens a grammar lets follow, worked out while the model computes."""
+
+    def words(self, seconds: float) -> npt.NDArray[np.int32] | None:
+        """One bit a token, bit i of word w being token 32 * w + i; valid until the next token.
+
+        Waits at most so many seconds: None when it is not known then. Raises `GrammarError` when
+        the answer cannot follow its grammar any further.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,13 +34,15 @@ class SamplingInput:
     """What the sampler needs of a sequence whose next token is due.
 
     The randomness depends on `seed` and on the position of the new token alone, never on the batch.
-    `tokens` are those that are known before it; `banned_token_ids` may not be chosen in this step.
+    `tokens` are those that are known before it; `banned_token_ids` may not be chosen in this step,
+    and those that `mask` leaves out neither.
     """
 
     params: SamplingParams
     seed: int
     tokens: TokenBuffer
     banned_token_ids: Sequence[int] = ()
+    mask: TokenMask | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +95,13 @@ class SequenceOutput:
     """What the runner computed for one `ScheduledSequence`, in the plan's order.
 
     `token_id` is None where nothing was to be sampled. `error` is set instead of a token when the
-    sequence's logits were unusable (NaN), so that one request fails and not the step.
+    sequence's logits were unusable (NaN), so that one request fails and not the step. `is_late`
+    says that nothing was sampled since the mask was not known in time: the sequence's last token is
+    to be computed once more.
     """
 
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
+    is_late: bool = False

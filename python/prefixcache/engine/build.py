@@ -24,6 +24,8 @@ from prefixcache.engine.device import (
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.exceptions import ConfigError
+from prefixcache.grammar.grammars import Grammars
+from prefixcache.grammar.vocabulary import Vocabulary
 from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.sizing import choose_num_blocks
@@ -100,6 +102,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         merge_twins=config.cache.merge_duplicate_blocks and batch_invariant,
     )
     max_step_ms = config.scheduler.step_limit(device.type)
+    eos_token_ids = tuple(model_config.eos_token_ids or tokenizer.eos_token_ids)
     parts = EngineParts(
         scheduler=Scheduler(
             config.scheduler,
@@ -113,10 +116,11 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         runner=runner,
         make_detokenizer=Detokenizers(tokenizer),
         vocab_size=model_config.vocab_size,
-        eos_token_ids=model_config.eos_token_ids or tokenizer.eos_token_ids,
+        eos_token_ids=eos_token_ids,
         max_model_len=max_model_len,
         seed=config.seed,
         memory=memory,
+        grammars=Grammars(partial(_vocabulary, tokenizer, model_config.vocab_size, eos_token_ids)),
     )
     _log_choices(config, parts, kv, cpu)
     _log_retention(config.cache, retention, cache, kv.layout)
@@ -131,6 +135,19 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         batch_invariant=batch_invariant,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
+    )
+
+
+def _vocabulary(
+    tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]
+) -> Vocabulary:
+    """What grammars are compiled for: the bytes are those that answers are made of."""
+    size = max(vocab_size, tokenizer.vocab_size)
+    return Vocabulary(
+        tokens=tuple(map(tokenizer.token_bytes, range(size))),
+        special_token_ids=tuple(sorted(tokenizer.special_token_ids)),
+        eos_token_ids=eos_token_ids,
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False).tolist(),
     )
 
 

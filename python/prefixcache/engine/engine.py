@@ -17,6 +17,8 @@ from prefixcache.engine.control import Control
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.engine.output import Answer
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
+from prefixcache.grammar.grammars import Grammars
+from prefixcache.grammar.guide import Grammar, Guide
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.metrics import Gauges, Metrics
 from prefixcache.request import FinishReason, Request, RequestOutput
@@ -25,10 +27,14 @@ from prefixcache.runner.pending import PendingStep
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
+from prefixcache.structured_output import StructuredOutput
 from prefixcache.token_ids import TokenIds
 from prefixcache.tokenization.detokenizer import IncrementalDetokenizer
 
 logger = logging.getLogger(__name__)
+
+# While nothing can be computed before a mask is known: commands wait no longer for it.
+_LONGEST_IDLE = 5e-3
 
 
 class _StepUnderWay(NamedTuple):
@@ -53,6 +59,7 @@ class EngineParts:
     max_model_len: int
     seed: int = 0
     memory: ModelMemory | None = None
+    grammars: Grammars | None = None
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -74,6 +81,7 @@ class Engine:
         self._runner = parts.runner
         self._make_detokenizer = parts.make_detokenizer
         self._vocab_size = parts.vocab_size
+        self._grammars = parts.grammars
         self._eos_token_ids = frozenset(parts.eos_token_ids)
         self.max_model_len = parts.max_model_len
         self._seeds = random.Random(parts.seed)
@@ -112,7 +120,21 @@ class Engine:
         self.control.raise_if_sleeping()
         _check_token_ids(request.prompt_token_ids, self._vocab_size)
         self._check_chosen_ids(request.params)
+        if request.params.structured_output is not None:
+            self.compile(request.params.structured_output)
         self._scheduler.check(request)
+
+    def compile(self, output: StructuredOutput) -> Grammar:
+        """The grammar of such answers, which takes a while when it is new. From any thread.
+
+        As long as it is held, `check` need not wait for it. Raises `InvalidRequestError` for what
+        is no grammar, and where the model's tokenizer does not allow for any.
+        """
+        if self._grammars is None:
+            raise InvalidRequestError(
+                "This engine cannot keep answers to grammars.", param="structured_output"
+            )
+        return self._grammars.compile(output)
 
     def probe(self, request: Request) -> int:
         """Tokens of the prompt in leading full blocks that are cached now. From any thread.
@@ -146,6 +168,7 @@ class Engine:
             request,
             seed=self._seeds.getrandbits(64) if seed is None else seed,
             end_token_ids=self._end_token_ids(request.params),
+            guide=self._guide(request.params),
         )
         self._answers[request.request_id] = answer
 
@@ -188,6 +211,8 @@ class Engine:
         outputs = [self._end(r.request_id, r.finish_reason, error=r.error) for r in refused]
         if plan.sequences:
             self._submit(plan)
+        elif not self._under_way:
+            self._scheduler.wait_for_guides(_LONGEST_IDLE)
         while self._under_way and not (plan.sequences and self._is_ahead()):
             outputs += self._read_oldest()
         self._cache_usage = self._cache.usage
@@ -258,7 +283,7 @@ class Engine:
         try:
             if result.prompt_logprobs:
                 answer.add_prompt_logprobs(scheduled.start, result.prompt_logprobs)
-            if scheduled.sampling is None and result.error is None:
+            if result.token_id is None and result.error is None:
                 return None
             cached = self._scheduler.num_cached_tokens(scheduled.request_id)
             return answer.push(result, cached)
@@ -341,6 +366,11 @@ class Engine:
                 f"{name} holds the token id {wrong}; ids are from 0 to {self._vocab_size - 1}.",
                 param=name,
             )
+
+    def _guide(self, params: SamplingParams) -> Guide | None:
+        if params.structured_output is None:
+            return None
+        return self.compile(params.structured_output).guide(ignore_eos=params.ignore_eos)
 
     def _end_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         ids = self._eos_token_ids.union(params.stop_token_ids)

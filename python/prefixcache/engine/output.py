@@ -13,8 +13,8 @@ from prefixcache.tokenization.detokenizer import IncrementalDetokenizer
 class Answer:
     """The growing answer to one request.
 
-    `eos_token_ids` end it unless the request ignores them, and so do its stop ids, its stop
-    strings, and `max_tokens`.
+    `eos_token_ids` end it, unless the request ignores them and has no grammar, and so do its stop
+    ids, its stop strings, and `max_tokens`.
     """
 
     def __init__(
@@ -27,7 +27,9 @@ class Answer:
     ) -> None:
         self.request = request
         self._detokenizer = detokenizer
-        self._eos_token_ids = () if request.params.ignore_eos else eos_token_ids
+        # Under a grammar they are sampled only where the answer may end; see `Guide`.
+        ignores_eos = request.params.ignore_eos and request.params.structured_output is None
+        self._eos_token_ids = () if ignores_eos else eos_token_ids
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._num_cached_tokens = 0

@@ -9,7 +9,7 @@ Letters of shapes: R rows, V vocabulary.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from prefixcache.request import TokenLogprobs
 from prefixcache.sampling.bad_words import BadWords
 from prefixcache.sampling.cuts import floors
 from prefixcache.sampling.logprobs import PackedLogprobs, compute_logprobs
+from prefixcache.sampling.masks import Masks
 from prefixcache.sampling.penalties import TokenCounts, adjust_logits
 from prefixcache.sampling.race import race, race_of_all
 from prefixcache.sampling.row_options import (
@@ -42,14 +43,19 @@ _UNUSABLE = "The model's logits are not finite numbers."
 class Sampled:
     """Tokens of some rows, on the device: -1 in rows without a finite maximum.
 
-    `logprobs` are those that were asked for, each of some rows.
+    `logprobs` are those that were asked for, each of some rows. `unsampled` are outputs of rows
+    whose tokens mean nothing.
     """
 
     def __init__(
-        self, token_ids_R: Tensor, logprobs: Sequence[tuple[Sequence[int], PackedLogprobs]] = ()
+        self,
+        token_ids_R: Tensor,
+        logprobs: Sequence[tuple[Sequence[int], PackedLogprobs]] = (),
+        unsampled: Mapping[int, SequenceOutput] | None = None,
     ) -> None:
         self.token_ids_R = token_ids_R
         self._logprobs = logprobs
+        self._unsampled = unsampled or {}
 
     @property
     def parts(self) -> list[Tensor]:
@@ -62,12 +68,15 @@ class Sampled:
         logprobs: dict[int, TokenLogprobs] = {}
         for rows, packed in self._logprobs:
             logprobs.update(zip(rows, packed.unpack(next(parts)), strict=True))
-        return [
+        outputs = [
             SequenceOutput(error=_UNUSABLE)
             if token < 0
             else SequenceOutput(token_id=token, logprobs=logprobs.get(r))
             for r, token in enumerate(tokens)
         ]
+        for r, output in self._unsampled.items():
+            outputs[r] = output
+        return outputs
 
 
 class Sampler:
@@ -95,6 +104,7 @@ class Sampler:
         """
         if _all_plain_greedy(rows):
             return Sampled(greedy_token_ids(logits_RV) if likeliest_R is None else likeliest_R)
+        masks = Masks.of(rows)
         logits_RV = logits_RV.float()
         vocab_size = logits_RV.shape[1]
         drawn = [r for r, row in enumerate(rows) if not row.params.greedy]
@@ -105,6 +115,7 @@ class Sampler:
         bans = self._bad_words.add(upload, rows)
         penalties = add_penalties(upload, rows, penalized, contexts)
         draws = add_draws(upload, rows, drawn, vocab_size)
+        masking = masks.add_to(upload)
         asked = _rows_by_logprobs(rows)
         asked_at = {count: upload.integers(asking) for count, asking in asked.items()}
         sent = upload.send(self._device)
@@ -118,6 +129,7 @@ class Sampler:
             allowed=allowed(sent),
         )
         adjusted_RV = self._bad_words.ban(adjusted_RV, bans(sent))
+        adjusted_RV = masking(sent, adjusted_RV)
         tokens_R = _tokens(logits_RV, adjusted_RV, draws(sent), waits=self._waits)
         self._bad_words.remember(rows, tokens_R)
         if penalizing is not None:
@@ -126,7 +138,7 @@ class Sampler:
             (asking, _logprobs(logits_RV, tokens_R, asked_at[count](sent), count))
             for count, asking in asked.items()
         ]
-        return Sampled(tokens_R, logprobs)
+        return Sampled(tokens_R, logprobs, masks.unsampled)
 
 
 def _all_plain_greedy(rows: Sequence[SampledRow]) -> bool:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefixcache.config import SchedulerConfig
+from prefixcache.grammar.guide import Guide
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.request import FinishReason, Request
 from prefixcache.scheduler.admission import Admission, Verdict
@@ -154,8 +155,15 @@ class Scheduler:
         """Raises `RequestTooLargeError` when the request could never be served to its end."""
         self._limits.check(request)
 
-    def add(self, request: Request, *, seed: int, end_token_ids: tuple[int, ...] = ()) -> None:
-        """Lets the request wait for its start.
+    def add(
+        self,
+        request: Request,
+        *,
+        seed: int,
+        end_token_ids: tuple[int, ...] = (),
+        guide: Guide | None = None,
+    ) -> None:
+        """Lets the request wait for its start. `guide` keeps its answer to a grammar.
 
         Raises `RequestTooLargeError` when it can never fit, `ValueError` when its id is in use.
         """
@@ -168,6 +176,7 @@ class Scheduler:
             serial=next(self._serials),
             max_num_tokens=self._limits.max_num_tokens(request),
             end_token_ids=end_token_ids,
+            guide=guide,
         )
         self._start_sequence(request)
         state.turn = self._jobs.add(request)
@@ -177,8 +186,8 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step.
 
-        It is empty only when nothing waits or runs, when all was refused, or when nothing can be
-        planned until the step under way is completed.
+        It is empty only when nothing waits or runs, when all was refused, when nothing can be
+        planned until the step under way is completed, or until `wait_for_guides` has waited.
         """
         if self._in_flight is not None:
             self._wake(self._in_flight.next_step())
@@ -212,7 +221,7 @@ class Scheduler:
             if output.error is not None:
                 continue
             state.take(scheduled, output)
-            computed = scheduled.start + scheduled.num_tokens
+            computed = scheduled.start + scheduled.num_tokens - output.is_late
             if computed // size > scheduled.start // size:
                 filled.append((state, computed))
             if output.token_id is not None:
@@ -268,6 +277,12 @@ class Scheduler:
             self._start_sequence(state.request)
         return [state.request_id for state in begun]
 
+    def wait_for_guides(self, seconds: float) -> None:
+        """Waits for one of the answers that their grammars keep out of steps, at most so long."""
+        held = (state.guide for state in self._running if state.guide and state.is_held)
+        if (guide := next(held, None)) is not None:
+            guide.wait(seconds)
+
     def observe_time(self, plan: StepPlan, seconds: float) -> None:
         """Learns how long a completed step took."""
         if self._step_times is not None:
@@ -292,7 +307,7 @@ class Scheduler:
         decodes: list[RequestState] = []
         prefills: list[RequestState] = []
         for state in self._running:
-            if not state.is_full:
+            if not (state.is_full or state.is_held):
                 (decodes if state.decodes else prefills).append(state)
         chunks = [
             _Chunk(state, 1, is_decode=True) for state in decodes[: self._max_num_batched_tokens]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from prefixcache.grammar.guide import Guide
 from prefixcache.request import Request
 from prefixcache.step_plan import (
     PromptLogprobsInput,
@@ -20,7 +21,8 @@ class RequestState:
     `end_token_ids` are the ids that end the answer; they may not be sampled before `min_tokens`.
     `num_tokens` counts the prompt and what was generated, up to `max_num_tokens`. What a planned
     step computes and samples counts from its planning on: a token is pending until the step's
-    outputs are known. `turn` is the round in which its job lets the request start.
+    outputs are known. `turn` is the round in which its job lets the request start. `guide`
+    keeps the answer to its grammar.
     """
 
     __slots__ = (
@@ -29,6 +31,7 @@ class RequestState:
         "_serial",
         "end_token_ids",
         "first_wait_step",
+        "guide",
         "has_ended",
         "max_num_tokens",
         "num_cached_tokens",
@@ -51,6 +54,7 @@ class RequestState:
         serial: int,
         max_num_tokens: int,
         end_token_ids: tuple[int, ...] = (),
+        guide: Guide | None = None,
     ) -> None:
         self.request = request
         self.request_id = request.request_id
@@ -58,6 +62,7 @@ class RequestState:
         self.has_ended = False
         self.turn = 0
         self.end_token_ids = end_token_ids
+        self.guide = guide
         self.num_cached_tokens: int | None = None
         self.first_wait_step: int | None = None
         self.num_prompt_logprobs = 0
@@ -90,6 +95,16 @@ class RequestState:
         return self.num_tokens >= self.max_num_tokens
 
     @property
+    def is_held(self) -> bool:
+        """Whether a grammar keeps the answer out of the next step.
+
+        What may follow is found out once the last token is known, beside the step that computes it.
+        """
+        if self.guide is None:
+            return False
+        return self.num_tokens > len(self.tokens) or self.guide.is_held
+
+    @property
     def prompt_logprobs_due(self) -> bool:
         """Whether log probabilities of the prompt are wanted and not all there."""
         wanted = self.request.params.prompt_logprobs is not None
@@ -98,6 +113,8 @@ class RequestState:
     def begin_anew(self) -> None:
         """Nothing is computed, and nothing was generated."""
         self.tokens.forget_answer()
+        if self.guide is not None:
+            self.guide.reset()
         self.num_prompt_logprobs = 0
         self.num_cached_tokens = None
         self.restart()
@@ -144,6 +161,11 @@ class RequestState:
             self.num_prompt_logprobs = scheduled.start + len(output.prompt_logprobs)
         if output.token_id is not None:
             self.tokens.append(output.token_id)
+            if self.guide is not None:
+                self.guide.push(output.token_id)
+        if output.is_late:
+            self.num_tokens -= 1
+            self.num_computed_tokens -= 1
 
     def _prompt_logprobs_input(self, start: int, stop: int) -> PromptLogprobsInput | None:
         count = self.request.params.prompt_logprobs
@@ -153,6 +175,11 @@ class RequestState:
         return PromptLogprobsInput(followers, count) if len(followers) else None
 
     def _sampling_input(self) -> SamplingInput:
-        if self.num_tokens - self.tokens.num_prompt_tokens >= self.request.params.min_tokens:
+        may_end = self.num_tokens - self.tokens.num_prompt_tokens >= self.request.params.min_tokens
+        banned = () if may_end else self.end_token_ids
+        if self.guide is not None:
+            # Where the grammar is complete nothing but the end may follow, however short it is.
+            return dataclasses.replace(self._sampling, mask=self.guide.mask(banned))
+        if not banned:
             return self._sampling
-        return dataclasses.replace(self._sampling, banned_token_ids=self.end_token_ids)
+        return dataclasses.replace(self._sampling, banned_token_ids=banned)

@@ -1,0 +1,1 @@
+"""Keeps answers to grammars: which tokens may follow, worked out beside the model."""

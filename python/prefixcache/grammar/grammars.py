@@ -1,0 +1,109 @@
+"""Compiled grammars by their content, each compiled once."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from weakref import WeakValueDictionary
+
+from prefixcache.exceptions import GrammarError, InvalidRequestError
+from prefixcache.grammar.compiler import compile_grammar
+from prefixcache.grammar.guide import Grammar
+from prefixcache.grammar.lanes import Lanes
+from prefixcache.grammar.marker import Marker
+from prefixcache.grammar.vocabulary import Vocabulary
+from prefixcache.structured_output import StructuredOutput
+
+_MOST_KEPT = 64
+_MOST_MARKERS = 8
+
+
+class Grammars:
+    """The grammars of one vocabulary. Safe to share between threads.
+
+    Those used last are kept, and every one that an answer follows. `make_vocabulary` is called
+    with the first grammar.
+    """
+
+    def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
+        self._make_vocabulary = make_vocabulary
+        self._vocabulary: Vocabulary | None = None
+        self._making = threading.Lock()
+        self._lanes = Lanes()
+        self._lock = threading.Lock()
+        self._compiling: dict[StructuredOutput, threading.Lock] = {}
+        self._known: WeakValueDictionary[StructuredOutput, Grammar] = WeakValueDictionary()
+        self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+        self._markers: OrderedDict[str, Marker] = OrderedDict()
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What the grammars are compiled for."""
+        with self._making:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+            return self._vocabulary
+
+    def find(self, output: StructuredOutput) -> Grammar | None:
+        """The grammar if it is compiled already."""
+        with self._lock:
+            grammar = self._known.get(output)
+            if grammar is not None:
+                self._keep(output, grammar)
+            return grammar
+
+    def compile(self, output: StructuredOutput) -> Grammar:
+        """The grammar, which takes a while when it is new.
+
+        Raises `InvalidRequestError` that says what is wrong.
+        """
+        grammar = self.find(output)
+        if grammar is not None:
+            return grammar
+        with self._lock:
+            compiling = self._compiling.setdefault(output, threading.Lock())
+        try:
+            with compiling:  # others that want the same one wait for it
+                return self.find(output) or self._compile(output)
+        finally:
+            with self._lock:
+                self._compiling.pop(output, None)
+
+    def _compile(self, output: StructuredOutput) -> Grammar:
+        if not self.vocabulary.eos_token_ids:
+            raise _invalid("this model names no token that ends an answer")
+        try:
+            matcher, words = compile_grammar(output, self.vocabulary)
+        except GrammarError as error:
+            raise _invalid(str(error)) from None
+        marker = None if output.begin_after is None else self._marker(output.begin_after)
+        grammar = Grammar(matcher, words, self.vocabulary, marker, self._lanes)
+        with self._lock:
+            self._known[output] = grammar
+            self._keep(output, grammar)
+        return grammar
+
+    def _marker(self, text: str) -> Marker:
+        """Markers are few, and what they allow takes longer to find than a grammar to compile."""
+        vocabulary = self.vocabulary
+        with self._lock:
+            marker = self._markers.pop(text, None)
+        marker = marker or Marker(text, vocabulary)
+        with self._lock:
+            self._markers[text] = marker
+            if len(self._markers) > _MOST_MARKERS:
+                self._markers.popitem(last=False)
+        return marker
+
+    def _keep(self, output: StructuredOutput, grammar: Grammar) -> None:
+        self._kept[output] = grammar
+        self._kept.move_to_end(output)
+        if len(self._kept) > _MOST_KEPT:
+            self._kept.popitem(last=False)
+
+
+def _invalid(problem: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"structured_output cannot be compiled: {problem}", param="structured_output"
+    )

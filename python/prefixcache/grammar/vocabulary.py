@@ -1,0 +1,63 @@
+"""A model's tokens as llguidance reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLTokenizer, TokenizerWrapper
+
+Words = npt.NDArray[np.int32]
+"""One bit a token: bit i of word w is token 32 * w + i."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The bytes that each token adds to a text, and which tokens end one.
+
+    `special_token_ids` stand for no text: a grammar names them or excludes them. `encode` gives the
+    tokens that the model's tokenizer makes of a text: where a grammar leaves one text alone, its
+    tokens are these.
+    """
+
+    tokens: tuple[bytes, ...]
+    special_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
+    encode: Callable[[str], Sequence[int]]
+
+    @property
+    def num_words(self) -> int:
+        """Words of a mask."""
+        return -(-len(self.tokens) // 32)
+
+    @cached_property
+    def backend(self) -> LLTokenizer:
+        """Llguidance's own form, which takes some tenths of a second to make."""
+        return LLTokenizer(
+            TokenizerWrapper(_Source(self)),
+            n_vocab=len(self.tokens),
+            eos_token=list(self.eos_token_ids),
+        )
+
+    def words_of(self, token_ids: Sequence[int]) -> Words:
+        """A mask of these tokens alone."""
+        bits = np.zeros(self.num_words * 32, dtype=np.uint8)
+        bits[list(token_ids)] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class _Source:
+    """What `TokenizerWrapper` asks a tokenizer for."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = vocabulary.tokens
+        self.special_token_ids = vocabulary.special_token_ids
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+        self.bos_token_id = None
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(self._encode(text.decode("utf-8", "replace")))

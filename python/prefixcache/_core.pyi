@@ -106,6 +106,26 @@ class Sequence:
         """
     def add_anchor(self, position: int) -> None:
         """Make `position` (tokens) an anchor: its last full block is where requests can stand."""
+    def set_hints(
+        self, owner: str, hints: _Sequence[tuple[int, int | None, int, float | None]]
+    ) -> None:
+        """Say how dear ranges of the tokens are, in the place of what was said before.
+
+        Each is (start, end, priority, ttl): tokens from `start` to `end`, None: to the end of the
+        sequence, what is generated included; a priority from 0 to 100, of which bands from 35 to 49,
+        the default, from 50, 60, 70, 80 and 90 are evicted one after the other, and those below 15
+        and below 35 first of all; seconds from the last use on, after which the priority is the
+        default again, None: for ever. At most 32 ranges, which do not overlap.
+
+        They act at each release, on what was published then, and a hit by whomever makes the TTL
+        begin anew. A block is at least as dear as what follows it: what lies before a range above
+        the default is raised with it, and what follows a lowered one is lowered. What lies before
+        the end of a range above the default is not forgotten behind a window.
+
+        Of the cache's blocks `owner` may raise `retention_budget`; beyond it loses what was used
+        longest ago, and of one sequence the end. No allocation is ever refused for a hint. Lowered
+        content is made default by the first hit. RuntimeError for a cache with threads="shared".
+        """
     def block_table(self, group: int = 0) -> list[int]:
         """The blocks of a group by position, 0 where it needs none; empty while nothing is held."""
     def block_hashes(self, start: int = 0, stop: int | None = None) -> list[bytes]:
@@ -130,6 +150,7 @@ class PrefixCache:
         eviction_policy: _EvictionPolicy = "lru",
         threads: _Threads = "single_writer",
         max_blocks: int | None = None,
+        retention_budget: float = 0.2,
     ) -> PrefixCache:
         """A cache of `num_blocks` blocks of `block_size` tokens (a power of two from 1 to 256).
 
@@ -139,6 +160,8 @@ class PrefixCache:
         names the kind of each group of layers, one of full attention by default, as `num_groups`
         counts them where all are. A window is at least 1 token. `eviction_policy` says which free
         block goes first: the one unused for longest, or the one that promises the fewest hits.
+        `retention_budget`, from 0 to 1, is the share of the present blocks that each owner of hints
+        may raise (`Sequence.set_hints`).
         """
     def root_hash(self, *, cache_salt: str | None = None, lora: str | None = None) -> bytes:
         """The 32 bytes before the first block's hash under the current weights. Any thread.
@@ -258,7 +281,20 @@ class PrefixCache:
     def unpin(self, sequence: Sequence) -> int:
         """Take the pins off the sequence's cached blocks. Returns how many were pinned."""
     def demote(self, count: int) -> int:
-        """Move the oldest `count` free pinned blocks to the regular tier; how many there were."""
+        """Take the pins off the oldest `count` free pinned blocks; how many there were.
+
+        Each moves to the end of the line of its priority, which is the default one without a hint.
+        """
+    def demote_expired(self, max_blocks: int = 256) -> int:
+        """Give content whose TTL has ended the priority that it has without, `max_blocks` at most.
+
+        Those that ended first, in bounded time: call it once a step. Returns how many blocks moved.
+        """
+    def set_time(self, seconds: float) -> None:
+        """Set the time that TTLs and the eviction policy go by, and end the use of the clock.
+
+        With times that are given, the same calls have the same outcome.
+        """
     def resize(self, num_blocks: int) -> int:
         """Set the number of blocks, the null block counted; how many above it are still held.
 
@@ -306,7 +342,9 @@ class PrefixCache:
         pinned_evictions, which are the touches and evictions of pinned blocks. Now: cached_blocks,
         blocks_in_use, free_blocks, pinned_blocks (all that carry a pin, held or free) and
         pinned_free_blocks. A pin from before the index was cleared counts until its block is handed
-        out or loses its content, and is no eviction.
+        out or loses its content, and is no eviction. Of hints: hinted_blocks, those raised or lowered
+        now (blocks lost since may be counted for a while); hints_demoted, those that lost their
+        priority over a budget, and hints_expired, those whose TTL ended.
         """
     def validate(self) -> None:
         """Check every invariant of the cache, at rest; RuntimeError names the broken one."""

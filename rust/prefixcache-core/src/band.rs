@@ -26,6 +26,9 @@ impl Band {
     /// Of content that was given no priority.
     pub const DEFAULT: Self = Self(2);
 
+    /// The first to be evicted.
+    pub const LOWEST: Self = Self(0);
+
     /// The highest priority.
     pub const MOST: u8 = 100;
 

@@ -15,6 +15,7 @@ use crate::error::{
 use crate::groups::GroupSpec;
 use crate::hash::{Extras, HashConfig, PrefixHashes, Scope};
 use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
+use crate::ledger::Ledger;
 use crate::policy::{Queue, ReuseQueue, Turn};
 use crate::retention::Fate;
 use crate::sequence::{self, BlockHashes, Holding, Sequence, Table};
@@ -705,6 +706,19 @@ impl<S: BlockStore> PrefixCache<S> {
             }
         }
         Ok(())
+    }
+
+    /// [`Self::release`] of sequences that may have hints, which act before it.
+    pub fn release_with_hints(
+        &self,
+        ledger: &mut Ledger,
+        sequences: &mut [&mut Sequence],
+    ) -> Result<(), CacheError> {
+        self.check_committed(sequences)?;
+        for sequence in &*sequences {
+            ledger.keep(&self.store, sequence);
+        }
+        self.release(sequences)
     }
 
     fn release_all(&self, holding: Holding) -> Result<(), Misuse> {

@@ -404,6 +404,10 @@ impl<M: Mode> BlockStore for BlockPool<M> {
         self.band_of(key)
     }
 
+    fn held_band(&self, block: BlockId) -> Band {
+        self.block(block).state().own_class().band()
+    }
+
     fn set_band(&self, key: &BlockKey, held: BlockId, band: Band) -> bool {
         self.set_band_of(key, held, band)
     }

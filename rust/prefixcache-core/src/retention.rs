@@ -37,6 +37,8 @@ pub(crate) struct Anchors {
     pub(crate) retention: Retention,
     /// Tokens, ascending.
     positions: Vec<usize>,
+    /// Others at which a later request can stand, which are no anchors to pin. Tokens, ascending.
+    kept: Vec<usize>,
 }
 
 /// What becomes of a block that is dropped.
@@ -52,6 +54,12 @@ impl Anchors {
         if let Err(place) = self.positions.binary_search(&position) {
             self.positions.insert(place, position);
         }
+    }
+
+    /// Keeps what a request needs that stands at one of these positions, in the place of those before.
+    pub(crate) fn keep(&mut self, positions: impl Iterator<Item = usize>) {
+        self.kept = positions.collect();
+        self.kept.sort_unstable();
     }
 
     /// The first block that is not to be dropped when the tokens before `position` are computed: where
@@ -77,7 +85,17 @@ impl Anchors {
             }
             anchor = self.next(length, size);
         }
+        if self.is_kept(spec, index, size) {
+            fate = Fate::Kept;
+        }
         fate
+    }
+
+    fn is_kept(&self, spec: GroupSpec, index: usize, size: usize) -> bool {
+        let from = (index + 1) * size;
+        let next = self.kept.partition_point(|&position| position < from);
+        let length = self.kept.get(next).map(|position| position / size);
+        length.is_some_and(|length| spec.first_kept(length, size) <= index)
     }
 
     /// The anchors whose blocks are pinned, in blocks, for a sequence that ends after `end` blocks; the end

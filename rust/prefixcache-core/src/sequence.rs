@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
+use crate::hints::Hints;
 use crate::id::{BlockHash, BlockId, Epoch, GroupId};
 use crate::policy::Turn;
 use crate::retention::{Anchors, Retention};
@@ -38,6 +39,7 @@ pub struct Sequence {
     pub(crate) hashes: PrefixHashes,
     pub(crate) holding: Option<Holding>,
     pub(crate) anchors: Anchors,
+    pub(crate) hints: Option<Hints>,
 }
 
 /// What a committed sequence holds.
@@ -100,6 +102,7 @@ impl Sequence {
             hashes,
             holding: None,
             anchors: Anchors::default(),
+            hints: None,
         }
     }
 
@@ -144,6 +147,12 @@ impl Sequence {
     /// Makes `position` (tokens) an anchor: a later request can stand at the last full block before it.
     pub fn add_anchor(&mut self, position: usize) {
         self.anchors.add(position);
+    }
+
+    /// Says how dear its tokens are, in the place of what was said before. It counts from the next release on.
+    pub fn set_hints(&mut self, hints: Hints) {
+        self.anchors.keep(hints.raised_ends());
+        self.hints = Some(hints);
     }
 
     /// Tokens whose KV is there; 0 while the sequence holds nothing.

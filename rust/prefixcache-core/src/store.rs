@@ -216,6 +216,9 @@ pub trait BlockStore {
     /// The band of the copy that hits for `key`, whether it is pinned or not.
     fn band(&self, key: &BlockKey) -> Option<Band>;
 
+    /// The band of a held block, whether it is pinned or not.
+    fn held_band(&self, block: BlockId) -> Band;
+
     /// Gives the copy that hits for `key` this band; a free one moves to the end of its line, also where it
     /// was of that band before. Returns whether there is one. A band lasts through hits and releases until
     /// the loss of the hash.

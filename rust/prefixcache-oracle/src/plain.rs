@@ -206,6 +206,10 @@ impl BlockStore for PlainPool {
         state.lookup(key).map(|id| state.blocks[id.index()].band)
     }
 
+    fn held_band(&self, block: BlockId) -> Band {
+        self.state.borrow().blocks[block.index()].band
+    }
+
     fn set_band(&self, key: &BlockKey, held: BlockId, band: Band) -> bool {
         self.state.borrow_mut().set_band(key, held, band)
     }

@@ -6,6 +6,7 @@
 //! lent to a call, an array's memory or a sequence, is borrowed after that.
 
 use std::marker::PhantomData;
+use std::time::Duration;
 
 use numpy::{AsSliceError, Element, PyArray1, PyArrayMethods, PyReadonlyArray1, PyReadwriteArray1};
 use prefixcache_core::error::Argument;
@@ -90,9 +91,9 @@ fn shown(value: &Bound<'_, PyAny>) -> String {
     text.unwrap_or_else(|_| "a number of thousands of digits".to_owned())
 }
 
-impl Value for f32 {
+impl Value for f64 {
     fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let real = value.extract::<f64>().map_err(|error| {
+        value.extract::<Self>().map_err(|error| {
             match error.is_instance_of::<PyOverflowError>(value.py()) {
                 true => out_of_range(argument, "must be a number that a float can hold"),
                 false if error.is_instance_of::<PyTypeError>(value.py()) => {
@@ -100,8 +101,24 @@ impl Value for f32 {
                 }
                 false => error,
             }
-        });
-        Ok(real? as f32)
+        })
+    }
+}
+
+impl Value for f32 {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        f64::read(argument, value).map(|real| real as Self)
+    }
+}
+
+/// Seconds.
+impl Value for Duration {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let seconds = f64::read(argument, value)?;
+        Self::try_from_secs_f64(seconds).map_err(|_| {
+            let reason = format!("must be a number of seconds from 0, not {seconds}");
+            out_of_range(argument, reason)
+        })
     }
 }
 

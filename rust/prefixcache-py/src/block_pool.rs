@@ -82,7 +82,7 @@ max_blocks=None)"
         let config = pool_config(num_blocks, max_blocks, free_order.0);
         Ok(Self {
             pool: Pool::new(config, threads.0)?,
-            writer: Writer::new(threads.0),
+            writer: Writer::new(threads.0, ()),
         })
     }
 

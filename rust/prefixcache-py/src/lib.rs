@@ -17,6 +17,7 @@ mod decoder;
 mod detach;
 mod errors;
 mod exclusive;
+mod hints;
 mod json;
 mod linear;
 mod names;

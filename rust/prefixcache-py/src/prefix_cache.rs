@@ -1,13 +1,16 @@
 //! The Python class `PrefixCache`.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use prefixcache_core::cache;
 use prefixcache_core::error::{Argument, CacheError};
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{Extras, HashConfig, Scope};
 use prefixcache_core::id::BlockId;
+use prefixcache_core::ledger::Ledger;
 use prefixcache_core::policy::EvictionPolicy;
+use prefixcache_core::pool::{BlockPool, Mode};
 use prefixcache_core::sequence as core;
 use prefixcache_core::store::{BlockStore, FreeOrder, PoolConfig};
 use prefixcache_core::tables::TableBuffers;
@@ -94,6 +97,12 @@ impl Value for Vec<u8> {
     }
 }
 
+/// The share of the pool that each owner of hints may raise, unless another is given.
+const RETENTION_BUDGET: f64 = 0.2;
+
+/// Blocks whose TTL has ended that one call looks at, unless another number is given.
+const EXPIRED_AT_ONCE: usize = 256;
+
 /// The argument `extras`.
 type BlockExtras = List<names::Extras, Vec<u8>>;
 
@@ -106,9 +115,11 @@ impl PrefixCache {
             num_blocks, block_size=None, *, model="", revision="", kv_dtype="", arithmetic="",
             num_groups=None, groups=None, free_order=OneOf(FreeOrder::UnhashedFirst),
             eviction_policy=OneOf(EvictionPolicy::Lru), threads=OneOf(Threads::SingleWriter), max_blocks=None,
+            retention_budget=None,
         ),
         text_signature = "(num_blocks, block_size=16, *, model='', revision='', kv_dtype='', \
-arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', eviction_policy='lru', threads='single_writer', max_blocks=None)"
+arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', eviction_policy='lru', threads='single_writer', max_blocks=None, \
+retention_budget=0.2)"
     )]
     fn new(
         num_blocks: Number<names::NumBlocks>,
@@ -123,7 +134,10 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', evicti
         eviction_policy: OneOf<EvictionPolicy>,
         threads: OneOf<Threads>,
         max_blocks: Option<Number<names::MaxBlocks>>,
+        retention_budget: Option<One<names::RetentionBudget, f64>>,
     ) -> PyResult<Self> {
+        let share = retention_budget.map_or(RETENTION_BUDGET, |share| share.0);
+        let ledger = Ledger::new(share).map_err(IntoPyErr::into_py_err)?;
         let pool = PoolConfig {
             eviction_policy: eviction_policy.0,
             ..pool_config(num_blocks, max_blocks, free_order.0)
@@ -144,7 +158,9 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', evicti
             block_size: block_size.map_or(16, |size| size.0),
             groups: groups.map_err(IntoPyErr::into_py_err)?,
         };
-        Ok(Self(Arc::new(Cache::new(hashing, pool, threads.0)?)))
+        Ok(Self(Arc::new(Cache::new(
+            hashing, pool, threads.0, ledger,
+        )?)))
     }
 
     /// `h_0`, the hash before the first block, under the current weights. Any thread.
@@ -269,13 +285,14 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', evicti
         let (hit_tokens, num_tokens) = (hit_tokens.0, num_tokens.0);
         let chunk = chunk.map_or(num_tokens, |chunk| chunk.0);
         let sequence = &mut *sequence.use_as("sequence")?;
-        let (core, _writing) = self.0.core_to_write()?;
         let work = hit_tokens.saturating_add(num_tokens);
-        run_on_tokens(py, work, || {
-            on!(core, |cache| cache
-                .commit_in_chunks(sequence, hit_tokens, num_tokens, chunk))
-        })
-        .map_err(IntoPyErr::into_py_err)
+        let taken = self.0.write_with_ledger(|core, ledger| {
+            run_on_tokens(py, work, || {
+                let plan = (hit_tokens, num_tokens, chunk);
+                on!(core, |cache| commit(cache, ledger, sequence, plan))
+            })
+        })?;
+        taken.map_err(IntoPyErr::into_py_err)
     }
 
     /// Give each sequence `counts[i]` more slots, in order.
@@ -405,9 +422,44 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', evicti
     ///
     /// The sequence can be committed again.
     fn release(&self, py: Python<'_>, sequences: Batch) -> PyResult<()> {
-        self.on_batch(&sequences, |core, batch| {
-            let work = batch.iter().map(|sequence| sequence.num_slots()).sum();
-            run_on_tokens(py, work, || on!(core, |cache| cache.release(batch)))
+        let mut batch = sequences.use_all()?;
+        let mut batch: Vec<&mut core::Sequence> =
+            batch.iter_mut().map(|sequence| &mut **sequence).collect();
+        let work = batch.iter().map(|sequence| sequence.num_slots()).sum();
+        let released = self.0.write_with_ledger(|core, ledger| {
+            run_on_tokens(py, work, || {
+                on!(core, |cache| match ledger {
+                    Some(ledger) => cache.release_with_hints(ledger, &mut batch),
+                    None => cache.release(&mut batch),
+                })
+            })
+        })?;
+        released.map_err(IntoPyErr::into_py_err)
+    }
+
+    /// Give content whose TTL has ended the priority that it has without; how many blocks.
+    ///
+    /// Of `max_blocks` at most, those that ended first.
+    #[pyo3(signature = (max_blocks=None), text_signature = "($self, max_blocks=256)")]
+    fn demote_expired(&self, max_blocks: Option<Number<names::MaxBlocks>>) -> PyResult<usize> {
+        let most = max_blocks.map_or(EXPIRED_AT_ONCE, |most| most.0);
+        self.0.write_with_ledger(|core, ledger| {
+            ledger.map_or(0, |ledger| {
+                on!(core, |cache| ledger.demote_expired(cache.store(), most))
+            })
+        })
+    }
+
+    /// Set the time that TTLs and the eviction policy go by, in seconds, and end the use of the clock.
+    fn set_time(&self, seconds: One<names::Seconds, Duration>) -> PyResult<()> {
+        let now = seconds.0;
+        self.0.write_with_ledger(|core, ledger| {
+            if let Some(reuse) = on!(core, |cache| cache.store().reuse_queue()) {
+                reuse.set_time(now);
+            }
+            if let Some(ledger) = ledger {
+                ledger.set_time(now);
+            }
         })
     }
 
@@ -561,6 +613,10 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', evicti
         let stats = on!(core, |cache| cache.stats());
         dict.set_item("queries", stats.queries)?;
         dict.set_item("hits", stats.hits)?;
+        let [hinted, demoted, expired] = self.0.hint_counts();
+        dict.set_item("hinted_blocks", hinted)?;
+        dict.set_item("hints_demoted", demoted)?;
+        dict.set_item("hints_expired", expired)?;
         Ok(dict)
     }
 
@@ -597,6 +653,20 @@ impl PrefixCache {
         let (core, _writing) = self.0.core_to_write()?;
         work(core, &mut batch).map_err(IntoPyErr::into_py_err)
     }
+}
+
+/// Commits a sequence, and lets the TTLs of what it hits begin anew.
+fn commit<M: Mode>(
+    cache: &cache::PrefixCache<BlockPool<M>>,
+    ledger: Option<&mut Ledger>,
+    sequence: &mut core::Sequence,
+    (hit_tokens, num_tokens, chunk): (usize, usize, usize),
+) -> Result<Option<usize>, CacheError> {
+    let taken = cache.commit_in_chunks(sequence, hit_tokens, num_tokens, chunk)?;
+    if let Some(ledger) = ledger {
+        ledger.note_hits(cache.store(), sequence);
+    }
+    Ok(taken)
 }
 
 /// About how many blocks a count of a sequence's hits looks at or hashes.

@@ -3,14 +3,16 @@
 use std::sync::{Arc, Weak};
 
 use prefixcache_core::error::Argument;
+use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::retention::{Pins, Retention};
 use prefixcache_core::sequence as core;
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::arguments::{List, Number, ids_of};
 use crate::detach;
-use crate::errors::{in_use, out_of_range};
+use crate::errors::{IntoPyErr, in_use, out_of_range};
 use crate::exclusive::{Exclusive, Using};
 use crate::names;
 use crate::shared_cache::{Cache, SharedSequence};
@@ -104,6 +106,19 @@ impl Sequence {
     /// Make `position` (tokens) an anchor: a later request can stand at the last full block before it.
     fn add_anchor(&self, position: Number<names::Position>) -> PyResult<()> {
         self.use_as("sequence")?.add_anchor(position.0);
+        Ok(())
+    }
+
+    /// Say how dear ranges of the tokens are: (start, end or None, priority, TTL in seconds or None).
+    ///
+    /// They act at the release, on what was published. `owner` is whose share of the pool it counts against.
+    fn set_hints(&self, owner: &str, hints: List<names::Hints, Hint>) -> PyResult<()> {
+        let hints = Hints::new(Owner::named(owner), hints.0).map_err(IntoPyErr::into_py_err)?;
+        if self.cache.upgrade().is_some_and(|cache| cache.is_shared()) {
+            let reason = "hints need a cache that one thread writes to: threads=\"single_writer\"";
+            return Err(PyRuntimeError::new_err(reason));
+        }
+        self.use_as("sequence")?.set_hints(hints);
         Ok(())
     }
 

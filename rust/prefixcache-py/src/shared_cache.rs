@@ -1,10 +1,11 @@
 //! A cache in either form of its pool, shared between the Python object and the sequences it made.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use prefixcache_core::cache;
 use prefixcache_core::hash::HashConfig;
+use prefixcache_core::ledger::{Ledger, LedgerStats};
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockStore, PoolConfig};
@@ -42,9 +43,28 @@ pub(crate) use on;
 /// What a sequence knows of its cache, which may be collected before it.
 pub struct Cache {
     core: Core,
-    writer: Writer,
+    writer: Writer<Ledger>,
+    hints: HintCounts,
     closed: AtomicBool,
     abandoned: Abandoned,
+}
+
+/// What the writer's ledger says of itself, for all threads. Relaxed, all of it: the counts are for people.
+#[derive(Default)]
+pub struct HintCounts([AtomicU64; 3]);
+
+impl HintCounts {
+    fn publish(&self, stats: LedgerStats) {
+        let counts = [stats.hinted as u64, stats.demoted, stats.expired];
+        for (count, now) in self.0.iter().zip(counts) {
+            count.store(now, Ordering::Relaxed);
+        }
+    }
+
+    /// Blocks hinted now, and those that were demoted over a budget and by their TTLs.
+    pub fn get(&self) -> [u64; 3] {
+        self.0.each_ref().map(|count| count.load(Ordering::Relaxed))
+    }
 }
 
 /// Sequences that were collected with their blocks while their thread could not write.
@@ -81,10 +101,16 @@ impl Abandoned {
 }
 
 impl Cache {
-    pub fn new(hashing: HashConfig, pool: PoolConfig, threads: Threads) -> PyResult<Self> {
+    pub fn new(
+        hashing: HashConfig,
+        pool: PoolConfig,
+        threads: Threads,
+        ledger: Ledger,
+    ) -> PyResult<Self> {
         Ok(Self {
             core: Core::new(hashing, pool, threads)?,
-            writer: Writer::new(threads),
+            writer: Writer::new(threads, ledger),
+            hints: HintCounts::default(),
             closed: AtomicBool::new(false),
             abandoned: Abandoned::default(),
         })
@@ -100,7 +126,7 @@ impl Cache {
     }
 
     /// The cache, to change while the second value lives.
-    pub fn core_to_write(&self) -> PyResult<(&Core, Writing<'_>)> {
+    pub fn core_to_write(&self) -> PyResult<(&Core, Writing<'_, Ledger>)> {
         let (core, writing) = (self.core()?, self.writer.write()?);
         for sequence in self.abandoned.take_all() {
             core.release_collected(&sequence);
@@ -109,8 +135,31 @@ impl Cache {
     }
 
     /// The cache, which no single writer changes while the second value lives.
-    pub fn core_at_rest(&self) -> PyResult<(&Core, Writing<'_>)> {
+    pub fn core_at_rest(&self) -> PyResult<(&Core, Writing<'_, Ledger>)> {
         Ok((self.core()?, self.writer.pause()?))
+    }
+
+    /// Calls `work`, which changes the cache, with the ledger of a single writer.
+    pub fn write_with_ledger<T>(
+        &self,
+        work: impl FnOnce(&Core, Option<&mut Ledger>) -> T,
+    ) -> PyResult<T> {
+        let (core, mut writing) = self.core_to_write()?;
+        let outcome = work(core, writing.as_mut().map(|seat| &mut seat.own));
+        if let Some(seat) = &writing {
+            self.hints.publish(seat.own.stats());
+        }
+        Ok(outcome)
+    }
+
+    /// Counts about hints. Any thread.
+    pub fn hint_counts(&self) -> [u64; 3] {
+        self.hints.get()
+    }
+
+    /// Whether any thread may write, so that there is no ledger.
+    pub fn is_shared(&self) -> bool {
+        self.writer.is_shared()
     }
 
     /// Makes the calling thread the writer.

@@ -8,11 +8,18 @@ use pyo3::prelude::*;
 use crate::arguments::Word;
 use crate::exclusive::{Exclusive, Using};
 
-/// The right to change a cache until it is dropped.
-pub type Writing<'a> = Option<Using<'a, Option<ThreadId>>>;
+/// The right to change a cache until it is dropped, and what belongs to its single writer.
+pub type Writing<'a, T = ()> = Option<Using<'a, Seat<T>>>;
 
 /// The writing thread of a single-writer cache, once there is one; nothing for a shared cache.
-pub struct Writer(Option<Exclusive<Option<ThreadId>>>);
+pub struct Writer<T = ()>(Option<Exclusive<Seat<T>>>);
+
+/// The place of a single writer.
+pub struct Seat<T> {
+    thread: Option<ThreadId>,
+    /// What the writer alone uses.
+    pub own: T,
+}
 
 /// Which threads may change a cache: one at a time, or any.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -29,18 +36,23 @@ impl Word for Threads {
     ];
 }
 
-impl Writer {
-    pub fn new(threads: Threads) -> Self {
+impl<T> Writer<T> {
+    pub fn new(threads: Threads, own: T) -> Self {
         let single = threads == Threads::SingleWriter;
-        Self(single.then(|| Exclusive::new(None)))
+        Self(single.then(|| Exclusive::new(Seat { thread: None, own })))
+    }
+
+    /// Whether any thread may write at any time.
+    pub fn is_shared(&self) -> bool {
+        self.0.is_none()
     }
 
     /// The right to write; the first thread to ask becomes the writer.
-    pub fn write(&self) -> PyResult<Writing<'_>> {
+    pub fn write(&self) -> PyResult<Writing<'_, T>> {
         let mut writing = self.pause()?;
-        if let Some(writer) = &mut writing {
+        if let Some(seat) = &mut writing {
             let this = thread::current().id();
-            if *writer.get_or_insert(this) != this {
+            if *seat.thread.get_or_insert(this) != this {
                 return Err(second_writer());
             }
         }
@@ -48,7 +60,7 @@ impl Writer {
     }
 
     /// Keeps a single writer from writing, for a look at the whole structure.
-    pub fn pause(&self) -> PyResult<Writing<'_>> {
+    pub fn pause(&self) -> PyResult<Writing<'_, T>> {
         let Some(writer) = &self.0 else {
             return Ok(None);
         };
@@ -57,8 +69,8 @@ impl Writer {
 
     /// Makes the calling thread the writer.
     pub fn adopt(&self) -> PyResult<()> {
-        if let Some(writer) = &mut self.pause()? {
-            **writer = Some(thread::current().id());
+        if let Some(seat) = &mut self.pause()? {
+            seat.thread = Some(thread::current().id());
         }
         Ok(())
     }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fake_blocks import make_pool
 from fake_runner import VOCAB_SIZE, FakeRunner
 from late_runner import LateRunner
 from prefixcache.config import SchedulerConfig
@@ -65,18 +66,27 @@ def make_engine(
     groups: Sequence[GroupKind] = ("full",),
     retention: Retention | None = None,
     enable_prefix_caching: bool = True,
+    max_blocks: int | None = None,
+    pool_options: Mapping[str, Any] | None = None,
+    runner: FakeRunner | None = None,
     **parts: Any,
 ) -> tuple[Engine, FakeRunner, CacheManager]:
+    """With `max_blocks` the pool can be resized up to there; `pool_options` are of `make_pool`."""
     cache = CacheManager(
-        num_blocks, block_size, groups=groups, retention=retention, merge_twins=merge_twins
+        num_blocks,
+        block_size,
+        groups=groups,
+        retention=retention,
+        merge_twins=merge_twins,
+        max_blocks=max_blocks,
     )
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         share_in_flight=share_in_flight,
     )
-    runner = (LateRunner if ahead else FakeRunner)(
-        num_blocks,
+    runner = runner or (LateRunner if ahead else FakeRunner)(
+        max_blocks or num_blocks,
         block_size,
         max_tokens=max_num_batched_tokens,
         max_seqs=max_num_seqs,
@@ -97,7 +107,7 @@ def make_engine(
         "make_detokenizer": IdText,
         "vocab_size": VOCAB_SIZE,
         "eos_token_ids": eos_token_ids,
-        "max_model_len": max_model_len,
+        "pool": None if max_blocks is None else make_pool(cache, runner, **(pool_options or {})),
     }
     return Engine(EngineParts(**(all_parts | parts))), runner, cache
 

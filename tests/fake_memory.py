@@ -49,6 +49,7 @@ class VersionedRunner(FakeRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._writers = np.full(self._kv.shape, -1, dtype=np.int64)
+        self.arrays.append(self._writers)
         self.weights: int | None = 0
         self.has_kv = True
 
@@ -160,11 +161,12 @@ def make_versioned_engine(
     max_model_len: int = 128,
     ahead: bool = False,
     groups: Sequence[GroupKind] = ("full",),
+    max_blocks: int | None = None,
     **options: Any,
 ) -> tuple[Engine, VersionedRunner, CacheManager]:
     """An engine whose weights can be replaced and given up."""
     runner = (LateVersionedRunner if ahead else VersionedRunner)(
-        num_blocks,
+        max_blocks or num_blocks,
         block_size,
         max_tokens=max_num_batched_tokens,
         max_seqs=max_num_seqs,
@@ -178,6 +180,7 @@ def make_versioned_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         groups=groups,
+        max_blocks=max_blocks,
         runner=runner,
         memory=FakeMemory(runner),
         **options,

@@ -84,6 +84,7 @@ class FakeRunner:
         groups: Sequence[GroupKind] = ("full",),
     ) -> None:
         self._kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
+        self.arrays = [self._kv]
         self.block_tables = tuple(
             BlockTableBuffers.of_size(max_tokens=max_tokens, max_seqs=max_seqs, max_pages=max_pages)
             for _ in groups

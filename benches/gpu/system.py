@@ -131,7 +131,6 @@ class System:
                 make_detokenizer=lambda _params: NoText(),
                 vocab_size=model.config.vocab_size,
                 eos_token_ids=(),
-                max_model_len=setup.max_model_len,
                 memory=memory,
             )
         )

@@ -275,7 +275,6 @@ def simulated(row: str) -> Engine:
         "make_detokenizer": IdText,
         "vocab_size": VOCAB,
         "eos_token_ids": (),
-        "max_model_len": 4096,
     }
     return Engine(EngineParts(**parts))
 

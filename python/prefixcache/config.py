@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MinLen
@@ -82,6 +83,17 @@ def _read_size(text: str) -> int | float | None:
     return int(float(number) * (1000 if decimal else 1024) ** power)
 
 
+def parse_bytes(value: object) -> int:
+    """`parse_memory` without shares. Raises `ValueError`."""
+    try:
+        number = parse_memory(value)
+    except ValueError:
+        number = 0.0
+    if isinstance(number, float):
+        raise ValueError("must be bytes, or a size as 2GiB or 500MB")
+    return number
+
+
 def parse_interval(value: object) -> int | Literal["none"]:
     """Tokens between two positions, of 64 or "64", or "none". Raises `ValueError`."""
     if value == "none":
@@ -94,6 +106,7 @@ def parse_interval(value: object) -> int | Literal["none"]:
 
 # Bytes as an integer, or a share of the free memory as a float.
 MemorySize = Annotated[int | float, _ReadBy(parse_memory)]
+ByteSize = Annotated[int, _ReadBy(parse_bytes)]
 RetentionInterval = Annotated[int | Literal["none"], _ReadBy(parse_interval)]
 
 
@@ -132,6 +145,28 @@ class CacheConfig(Checked):
         aliases=("kv_cache_memory_bytes",),
         shown="0.5 and at most 4GiB on a CPU, by --gpu-memory-utilization on CUDA",
         metavar="<bytes, size or share>",
+    )
+    kv_cache_max_memory: MemorySize | None = flag(
+        None,
+        "Most memory of the cache: it can grow up to here while it serves. A size or share as "
+        "with --kv-cache-memory.",
+        "Cache",
+        shown="the size at the start",
+        metavar="<bytes, size or share>",
+    )
+    kv_cache_min_memory: MemorySize | None = flag(
+        None,
+        "Least memory of the cache: it is never shrunk below. A size or share as with "
+        "--kv-cache-memory.",
+        "Cache",
+        shown="one block",
+        metavar="<bytes, size or share>",
+    )
+    prefix_cache_max_blocks: Count | None = flag(
+        None,
+        "Most blocks that are cached and held by no request; 0 keeps none.",
+        "Cache",
+        shown="all of the cache",
     )
     gpu_memory_utilization: Annotated[PositiveFloat, Le(1)] = flag(
         0.9, "Share of a GPU's memory to use.", "Model"
@@ -176,12 +211,61 @@ class CacheConfig(Checked):
             )
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise FieldError("kv_cache_memory", "stands beside num_blocks: give one, not both.")
+        self._check_range()
         if self.pin_swa_tokens and self.prefix_cache_retention_interval == "none":
             raise FieldError(
                 "prefix_cache_retention_interval",
                 "must be a number of tokens where pin_swa_tokens is on: pins protect chosen "
                 "windows, and none keeps all, which would push the pinned ones out.",
             )
+
+    def _check_range(self) -> None:
+        """The floor, the start and the ceiling ascend, as far as they can be compared yet."""
+        names = ("kv_cache_min_memory", "kv_cache_memory", "kv_cache_max_memory")
+        given = [(name, getattr(self, name)) for name in names if getattr(self, name) is not None]
+        for index, (low, least) in enumerate(given):
+            for high, most in given[index + 1 :]:
+                if type(least) is type(most) and least > most:
+                    raise FieldError(low, f"must be at most {high} ({most}), got {least}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticConfig(Checked):
+    """When the cache gives memory back and takes it again without being asked."""
+
+    kv_cache_idle_release: PositiveFloat | None = flag(
+        None,
+        "Seconds without work after which the cache shrinks step by step to its least memory; it "
+        "grows again with demand.",
+        "Cache",
+        shown="never",
+        metavar="<seconds>",
+    )
+    min_free_memory: ByteSize | None = flag(
+        None,
+        "Memory that the cache leaves free for others: where less is available it gives cached "
+        "blocks back, and takes them again when there is room.",
+        "Cache",
+        shown="off",
+        metavar="<bytes or size>",
+    )
+    available_memory_file: Path | None = flag(
+        None,
+        "File to read the available bytes from for --min-free-memory, instead of asking the "
+        "system.",
+        "Cache",
+        shown="the system and the container's limit",
+    )
+
+    def check_together(self) -> None:
+        """Raises `FieldError`."""
+        if self.available_memory_file is not None and self.min_free_memory is None:
+            raise FieldError("available_memory_file", "needs min_free_memory.")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the cache changes its size by itself."""
+        return self.kv_cache_idle_release is not None or self.min_free_memory is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +354,7 @@ class EngineConfig(Checked):
     )
     enforce_eager: bool = flag(False, "Run without CUDA graphs.", "Model")
     cache: CacheConfig = field(default_factory=CacheConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     @classmethod

@@ -27,6 +27,22 @@ _TOKENS = tuple(2**power for power in range(15))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolGauges:
+    """The memory of the KV cache and its resizes; `seconds` is the time that steps waited."""
+
+    num_blocks: int
+    reserved_bytes: int
+    mapped_bytes: int
+    held_bytes: int
+    resizes: int
+    blocks_moved: int
+    blocks_lost: int
+    blocks_released: int
+    bytes_given_back: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gauges:
     """Values that are read at the moment somebody asks; the cache's are a share from 0 to 1."""
 
@@ -44,6 +60,7 @@ class Gauges:
     num_pinned_evictions: int = 0
     num_pinned_hits: int = 0
     num_below_threshold: Mapping[str, int] = field(default_factory=dict[str, int])
+    pool: PoolGauges | None = None
 
 
 class Histogram:
@@ -99,6 +116,9 @@ class Metrics(Collector):
         self.step_overhead = self._histogram(
             "step_overhead_seconds", "Time of a step outside the runner.", _OVERHEAD_SECONDS
         )
+        self.resize_slice = self._histogram(
+            "kv_cache_resize_slice_seconds", "What a step waits for a resize.", _SECONDS
+        )
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -106,6 +126,8 @@ class Metrics(Collector):
         """All metric families, for prometheus-client."""
         gauges = self.gauges()
         yield from _gauge_families(gauges)
+        if gauges.pool is not None:
+            yield from _pool_families(gauges.pool)
         yield from self._counter_families(gauges)
         yield from (histogram.family() for histogram in self._histograms)
 
@@ -186,3 +208,24 @@ def _gauge_families(gauges: Gauges) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         PREFIX + "pinned_blocks", "Blocks that are evicted last.", value=gauges.num_pinned_blocks
     )
+
+
+def _pool_families(pool: PoolGauges) -> Iterator[Metric]:
+    gauges = (
+        ("kv_cache_blocks", "Blocks of the cache now.", pool.num_blocks),
+        ("kv_cache_reserved_bytes", "Address space of the KV cache.", pool.reserved_bytes),
+        ("kv_cache_mapped_bytes", "Memory that the system has given for it.", pool.mapped_bytes),
+        ("kv_cache_held_bytes", "Memory of blocks that requests hold.", pool.held_bytes),
+    )
+    counters = (
+        ("kv_cache_resizes", "Changes of the cache's size.", pool.resizes),
+        ("kv_cache_blocks_moved", "Cached blocks moved by a shrink.", pool.blocks_moved),
+        ("kv_cache_blocks_lost", "Cached blocks lost to a shrink.", pool.blocks_lost),
+        ("kv_cache_blocks_released", "Blocks taken out of the cache.", pool.blocks_released),
+        ("kv_cache_released_bytes", "Memory given back to the system.", pool.bytes_given_back),
+        ("kv_cache_resize_seconds", "Time that steps waited for resizes.", pool.seconds),
+    )
+    for name, documentation, value in gauges:
+        yield GaugeMetricFamily(PREFIX + name, documentation, value=value)
+    for name, documentation, value in counters:
+        yield CounterMetricFamily(PREFIX + name, documentation, value=value)

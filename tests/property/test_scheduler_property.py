@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fake_blocks import slow_clock
 from fake_engine import RandomChunks, make_engine
 from fake_runner import FakeRunner, answer_alone
 from late_runner import LateRunner, LateStep
@@ -51,6 +52,13 @@ class Setup:
     new_weights_at: tuple[int, ...] = ()
     in_flight: str = "recompute"
     retention: Retention | None = None
+    resizes: tuple[tuple[int, int], ...] = ()
+    """At which steps, and to how many blocks a group; from the second one on in many slices."""
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks that the pool ever has."""
+        return max(self.num_blocks, *(1 + size * len(self.groups) for _, size in self.resizes), 0)
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,11 @@ retentions = st.just(Retention(interval=None)) | st.builds(
 )
 
 
+resizes = st.just(()) | st.lists(
+    st.tuples(st.integers(0, 20), st.integers(1, 30)), min_size=1, max_size=5
+).map(tuple)
+
+
 @st.composite
 def setups(draw: st.DrawFn) -> Setup:
     seqs = draw(st.integers(1, 6))
@@ -104,6 +117,7 @@ def setups(draw: st.DrawFn) -> Setup:
         new_weights_at=draw(st.sampled_from([(), (), (4,), (7, 8)])),
         in_flight=draw(st.sampled_from(["recompute", "keep"])),
         retention=draw(retentions),
+        resizes=draw(resizes),
     )
 
 
@@ -153,7 +167,10 @@ class Run:
             groups=setup.groups,
             retention=setup.retention,
             enable_prefix_caching=setup.enable_prefix_caching,
+            max_blocks=setup.max_blocks if setup.resizes else None,
+            pool_options={"clock": slow_clock()},
         )
+        self.least_blocks = setup.num_blocks
         self.reference = ReferenceCache(setup.num_blocks, BLOCK, setup.groups)
         self.runner.on_row = self.check_held
         self.wrong: list[AssertionError] = []
@@ -186,6 +203,9 @@ class Run:
                     self.add(str(number), arrival)
                 if arrival.abort_at == step:
                     self.take(self.engine.abort([str(number)]))
+            for at, size in self.setup.resizes:
+                if at == step:
+                    self.resize(1 + size * len(self.setup.groups))
             if step in self.setup.clears_at:
                 self.engine.control.reset_prefix_cache()
             if step in self.setup.new_weights_at:
@@ -195,6 +215,30 @@ class Run:
             self.step()
             step += 1
             assert step < 2000, "the loop hangs"
+
+    def resize(self, num_blocks: int) -> None:
+        """All at once, or slice by slice between the steps that follow."""
+        pool = self.engine._pool
+        assert pool is not None
+        self.least_blocks = min(self.least_blocks, num_blocks)
+        if pool.counts.resizes % 2:
+            pool.resize(num_blocks)
+        else:
+            status = self.engine.control.resize(num_blocks=num_blocks)
+            assert status.num_blocks == status.target_blocks == num_blocks
+            assert status.is_done == (not status.blocks_held_above)
+            self.take(self.engine.take_outputs())
+
+    def check_pool(self) -> None:
+        """Memory is there for what is in the pool or held, and for nothing else once it is done."""
+        pool = self.engine._pool
+        if pool is None:
+            return
+        held = self.cache.held_blocks(self.cache.num_blocks)
+        assert {*range(self.cache.num_blocks), *held} <= pool.memory.usable
+        assert pool.status.blocks_held_above in (0, len(set(held)))
+        if pool.status.is_done:
+            assert pool.memory.usable == set(range(self.cache.num_blocks))
 
     def add(self, name: str, arrival: Arrival) -> None:
         request = Request(
@@ -220,7 +264,13 @@ class Run:
     def fits(self, arrival: Arrival) -> bool:
         total = len(arrival.prompt) + arrival.max_tokens
         most = self.reference.most_blocks(total - 1, self.setup.max_num_batched_tokens)
-        return total <= self.setup.max_model_len and most < self.setup.num_blocks
+        return total <= self.setup.max_model_len and most < self.cache.attainable_blocks
+
+    def fits_the_least(self, arrival: Arrival) -> bool:
+        """Whether the request fits the smallest pool that there was."""
+        total = len(arrival.prompt) + arrival.max_tokens
+        most = self.reference.most_blocks(total - 1, self.setup.max_num_batched_tokens)
+        return most < self.least_blocks
 
     def change_weights(self) -> None:
         """Tokens do not depend on them, but nothing that was computed may be found."""
@@ -241,6 +291,7 @@ class Run:
         for error in self.wrong:
             raise error
         self.cache.validate()
+        self.check_pool()
         gone = set(ran) - set(self.running()) - set(self.ends)
         assert gone == set(ran[len(ran) - len(gone) :]), "the last in order are preempted"
         num_new = self.check_new_plans()
@@ -311,6 +362,10 @@ class Run:
 
     def check_end(self) -> None:
         assert set(self.ends) == set(self.accepted)
+        while self.engine.has_work():  # the last slices
+            self.take(self.engine.step())
+        self.check_pool()
+        assert self.engine._pool is None or self.engine._pool.status.is_done
         assert self.cache.num_free_blocks == self.cache.num_blocks - 1
         retention = self.setup.retention or Retention()
         most = int(retention.pin_max_share * self.cache.num_usable_blocks) if retention.pin else 0
@@ -318,7 +373,8 @@ class Run:
         for name, arrival in self.accepted.items():
             ends = [EOS, *arrival.stop_token_ids]
             alone = answer_alone(arrival.prompt, arrival.max_tokens, ends, groups=self.setup.groups)
-            if self.ends[name] == "abort" or (self.ends[name] == "error" and self.setup.fails_at):
+            fails = self.setup.fails_at or not self.fits_the_least(arrival)
+            if self.ends[name] == "abort" or (self.ends[name] == "error" and fails):
                 assert self.tokens[name] == alone[: len(self.tokens[name])]
             else:
                 assert self.tokens[name] == alone

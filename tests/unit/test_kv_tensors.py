@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +17,7 @@ from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.registry import make_attention
 from prefixcache.config import CacheConfig
 from prefixcache.exceptions import OutOfMemoryError
+from prefixcache.kv.memory import HostMemory
 from prefixcache.kv.sizing import available_memory, choose_num_blocks
 from prefixcache.kv.specs import KVGroup, KVLayout, kv_layout
 from prefixcache.kv.tensors import KVTensors, attention_groups
@@ -24,7 +29,10 @@ SPEC = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=16, scale=1.0)
 BLOCK_BYTES = 3 * 2 * 16 * 2 * 16 * 4
 
 
-def allocate(num_blocks: int) -> list[torch.Tensor]:
+PAGE = mmap.PAGESIZE
+
+
+def kv_of(num_blocks: int, *, page_bytes: int = PAGE, max_blocks: int = 0) -> KVTensors:
     return KVTensors(
         layout=LAYOUT,
         attention=make_attention("torch", attention_groups(LAYOUT, SPEC)),
@@ -32,7 +40,13 @@ def allocate(num_blocks: int) -> list[torch.Tensor]:
         block_size=16,
         dtype=torch.float32,
         device=CPU,
-    ).make(num_blocks)
+        max_blocks=max_blocks,
+        reserve=partial(HostMemory, page_bytes=page_bytes),
+    )
+
+
+def allocate(num_blocks: int) -> list[torch.Tensor]:
+    return kv_of(num_blocks).make(num_blocks)
 
 
 def choose(cache: CacheConfig) -> int:
@@ -136,24 +150,105 @@ def test_a_model_of_full_attention_is_one_group() -> None:
 
 
 def test_given_up_memory_goes_back_to_the_system() -> None:
-    attention = make_attention("torch", attention_groups(LAYOUT, SPEC))
-    (backend,) = attention.backends
-    memory = KVTensors(
-        layout=LAYOUT,
-        attention=attention,
-        num_blocks=6000,
-        block_size=16,
-        dtype=torch.float32,
-        device=CPU,
-    )
+    memory = kv_of(6000)
     before = _resident_bytes()
     for _ in range(2):
         memory.allocate()
-        for kv in backend._kv_layers:
+        tensors = bound_to(memory)
+        for kv in tensors:
             kv.fill_(1.0)
-        del kv
         assert _resident_bytes() - before > 60 << 20
         memory.give_up()
         assert _resident_bytes() - before < 10 << 20
     memory.allocate()
-    assert not backend._kv_layers[0].any()
+    assert bound_to(memory)[0] is tensors[0], "nothing is bound anew"
+    assert not tensors[0].any()
+
+
+def bound_to(memory: KVTensors) -> list[torch.Tensor]:
+    (backend,) = memory.attention.backends
+    return backend._kv_layers
+
+
+def used_by_programs() -> int:
+    """Bytes of all the system's programs; a shared mapping counts as long as it has content."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    sizes = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
+    return (sizes["AnonPages"] + sizes["Shmem"]) << 10
+
+
+def test_what_is_given_back_is_free_for_others_and_reads_as_zeros() -> None:
+    """RSS alone would fall for a shared mapping too, which keeps its content and its memory."""
+    blocks = 40_000
+    memory = kv_of(blocks)
+    memory.allocate()
+    for kv in bound_to(memory):
+        kv.fill_(1.0)
+    assert memory.num_mapped_bytes() >= memory.num_bytes
+    used = used_by_programs()
+    given = memory.give_back(100, blocks)
+    assert used - used_by_programs() > given // 2
+    assert given == pytest.approx(memory.num_bytes, rel=0.02)
+    assert memory.num_mapped_bytes() <= memory.num_bytes - given + 3 * PAGE
+    for kv in bound_to(memory):
+        assert kv[:100].all()
+        assert not kv[100:blocks:97].any()
+
+
+@pytest.mark.parametrize("page_bytes", [PAGE, 16 * PAGE])
+def test_memory_goes_back_in_granules_without_held_blocks_and_never_the_first(
+    page_bytes: int,
+) -> None:
+    """A block has 4 KiB in each tensor: one page, or a sixteenth of one."""
+    memory = kv_of(200, page_bytes=page_bytes)
+    memory.allocate()
+    granule = memory.granule_blocks
+    assert granule == page_bytes // PAGE
+    (kv, *_) = bound_to(memory)
+    kv.fill_(1.0)
+    memory.give_back(1, 200, held=[70, 71, 190])
+    kept = {0, 70 // granule, 71 // granule, 190 // granule}
+    for block in range(200):
+        assert bool(kv[block].any()) == (block // granule in kept)
+
+
+def test_a_block_that_fills_no_page_alone_goes_back_with_its_neighbours() -> None:
+    layout = KVLayout((KVGroup((0,)),), num_kv_heads=1, head_dim=12)  # 1,536 bytes a block
+    memory = replace(kv_of(64), layout=layout)
+    memory.attention = make_attention("torch", attention_groups(layout, SPEC))
+    memory.allocate()
+    assert memory.granule_blocks == 8
+    (kv,) = bound_to(memory)
+    kv.fill_(1.0)
+    memory.give_back(9, 64)
+    assert kv[:16].all()
+    assert not kv[16:].any()
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_blocks_are_copied_in_every_tensor(scattered: bool) -> None:
+    memory = kv_of(100)
+    memory.allocate()
+    for number, kv in enumerate(bound_to(memory)):
+        kv.copy_(torch.arange(kv.numel()).view(kv.shape) + number)
+    before = [kv.clone() for kv in bound_to(memory)]
+    sources = np.arange(60, 96, dtype=np.int32)
+    targets = np.arange(3, 39, dtype=np.int32)
+    if scattered:
+        targets = np.random.default_rng(1).permutation(targets)
+    memory.copy_blocks(sources, targets)
+    for was, kv in zip(before, bound_to(memory), strict=True):
+        was[torch.from_numpy(targets).long()] = was[torch.from_numpy(sources).long()]
+        assert torch.equal(kv, was)
+
+
+def test_growing_beyond_the_free_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = kv_of(10, max_blocks=1000)
+    memory.allocate()
+    monkeypatch.setattr("prefixcache.kv.tensors.available_memory", lambda device: 1 << 20)
+    with pytest.raises(OutOfMemoryError, match=r"1000 blocks"):
+        memory.grow(1000)
+    assert memory.num_blocks == 10
+    memory.grow(50)
+    assert memory.num_blocks == 50
+    assert memory.num_reserved_bytes == 1000 * BLOCK_BYTES

@@ -27,8 +27,9 @@ from prefixcache.exceptions import ConfigError
 from prefixcache.grammar.grammars import Grammars
 from prefixcache.grammar.vocabulary import Vocabulary
 from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
+from prefixcache.kv.elastic import ElasticPool
 from prefixcache.kv.retention import Retention
-from prefixcache.kv.sizing import choose_num_blocks
+from prefixcache.kv.sizing import PoolSizes, choose_num_blocks, pool_sizes
 from prefixcache.kv.specs import KVLayout, kv_layout
 from prefixcache.kv.tensors import KVTensors, attention_groups
 from prefixcache.model_config import ModelConfig
@@ -75,12 +76,12 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     dtype = choose_dtype(config.dtype, model_config.checkpoint_dtype, device)
     tokenizer = Tokenizer.from_folder(folder)
     cpu = _kernel_threads(config, device)
-    model, attention, num_blocks, max_model_len = _model_and_pool(
+    model, attention, sizes, max_model_len = _model_and_pool(
         config, model_config, folder, dtype, device, cpu
     )
     make = partial(make_model, model_config, dtype=dtype, device=device, cpu=cpu)
     weights = ReplaceableModel(model, partial(make, max_positions=max_model_len), folder)
-    kv = kv_tensors(config, model, attention, num_blocks)
+    kv = kv_tensors(config, model, attention, sizes.start, sizes=sizes)
     runner = _runner(config, weights, attention, kv.layout, max_model_len, device)
     memory = ModelMemory(
         weights, kv, runner, lambda: make_graphs(config, weights.loaded, attention, max_model_len)
@@ -90,7 +91,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     batch_invariant = attention.batch_invariant and config.keeps_batch_invariant(device.type)
     retention = Retention.of(config, kv.layout.kinds)
     cache = CacheManager(
-        num_blocks,
+        sizes.start,
         config.cache.block_size,
         model=config.model,
         revision=config.revision or "",
@@ -100,6 +101,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         retention=retention,
         publish_answers=shares_answers(attention),
         merge_twins=config.cache.merge_duplicate_blocks and batch_invariant,
+        max_blocks=sizes.ceiling,
     )
     max_step_ms = config.scheduler.step_limit(device.type)
     eos_token_ids = tuple(model_config.eos_token_ids or tokenizer.eos_token_ids)
@@ -117,9 +119,9 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         make_detokenizer=Detokenizers(tokenizer),
         vocab_size=model_config.vocab_size,
         eos_token_ids=eos_token_ids,
-        max_model_len=max_model_len,
         seed=config.seed,
         memory=memory,
+        pool=ElasticPool(cache, kv, sizes, grows_by_itself=config.elastic.is_on),
         grammars=Grammars(partial(_vocabulary, tokenizer, model_config.vocab_size, eos_token_ids)),
     )
     _log_choices(config, parts, kv, cpu)
@@ -133,7 +135,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         device=str(device),
         attention=attention.name,
         batch_invariant=batch_invariant,
-        num_blocks=num_blocks,
+        num_blocks=sizes.start,
         max_model_len=max_model_len,
     )
 
@@ -168,7 +170,7 @@ def _log_choices(config: EngineConfig, parts: EngineParts, kv: KVTensors, cpu: C
         kv.num_bytes / 2**30,
         _describe_groups(kv.layout),
         "on" if parts.scheduler.caches_prefixes else "off",
-        parts.max_model_len,
+        parts.scheduler.max_num_tokens,
         config.scheduler.max_num_seqs,
         config.scheduler.max_num_batched_tokens,
     )
@@ -241,24 +243,31 @@ def _model_and_pool(
     dtype: torch.dtype,
     device: torch.device,
     cpu: Cpu | None,
-) -> tuple[DecoderModel, GroupedAttention, int, int]:
-    """The loaded model, its attention without a pool, the pool's blocks and the context length.
+) -> tuple[DecoderModel, GroupedAttention, PoolSizes, int]:
+    """The loaded model, its attention without a pool, the pool's sizes and the context length.
 
     Where a trial step sizes the pool, the model must be there first.
     """
+    layout = kv_layout(model_config)
     load = partial(load_model, model_config, folder, dtype=dtype, device=device, cpu=cpu)
+    sized = partial(
+        pool_sizes,
+        config.cache,
+        block_bytes=layout.bytes_per_block(config.cache.block_size, dtype.itemsize),
+        device=device,
+    )
     if is_sized_by_trial(config, device):
         longest = config.scheduler.context_length(model_config)
         model = load(max_positions=longest)
         attention = _attention(config, model, cpu)
-        num_blocks = trial_blocks(config, model, attention, longest)
-        max_model_len = _max_model_len(config, model_config, num_blocks)
+        sizes = sized(trial_blocks(config, model, attention, longest))
+        max_model_len = _max_model_len(config, model_config, sizes.ceiling)
     else:
-        num_blocks = choose_num_blocks(config.cache, kv_layout(model_config), dtype, device)
-        max_model_len = _max_model_len(config, model_config, num_blocks)
+        sizes = sized(choose_num_blocks(config.cache, layout, dtype, device))
+        max_model_len = _max_model_len(config, model_config, sizes.ceiling)
         model = load(max_positions=max_model_len)
         attention = _attention(config, model, cpu)
-    return model, attention, num_blocks, max_model_len
+    return model, attention, sizes, max_model_len
 
 
 def _kernel_threads(config: EngineConfig, device: torch.device) -> Cpu | None:

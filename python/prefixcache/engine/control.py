@@ -21,15 +21,24 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, get_args
+from threading import Lock
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, get_args
 
 from torch import Tensor
 
+from prefixcache.checked import shown
+from prefixcache.config import parse_memory
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.engine.modes import InFlightMode, MemoryTag, SleepMode
 from prefixcache.engine.stats import PrefixCacheStats, PrefixHashInfo
-from prefixcache.exceptions import EngineHaltedError, InvalidRequestError, ModelLoadError
+from prefixcache.exceptions import (
+    EngineHaltedError,
+    InvalidRequestError,
+    ModelLoadError,
+    OutOfMemoryError,
+)
 from prefixcache.kv.cache_manager import HASH_FORMAT, CacheManager
+from prefixcache.kv.elastic import ElasticPool, ResizeStatus
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.weights import listed
 from prefixcache.scheduler.scheduler import Scheduler
@@ -103,12 +112,15 @@ class Control:
         scheduler: Scheduler,
         cache: CacheManager,
         memory: ModelMemory | None,
+        pool: ElasticPool | None = None,
     ) -> None:
         self.run_between_steps: Callable[[Callable[[], Any]], Any] = _call
         self._requests = requests
         self._scheduler = scheduler
         self._cache = cache
         self._memory = memory
+        self._pool = pool
+        self._resizing = Lock()
         self._paused = False
         self._updated: set[str] | None = None
 
@@ -210,6 +222,63 @@ class Control:
         """
         self._cache.reset()
 
+    # Its size.
+
+    @property
+    def resize_status(self) -> ResizeStatus:
+        """How far the last resize is."""
+        return self._require_pool().status
+
+    def resize(
+        self, memory: str | float | None = None, num_blocks: int | None = None
+    ) -> ResizeStatus:
+        """Gives the KV cache another size, while requests are served; how far that is.
+
+        `memory` is bytes, a size as "2GiB", or a share of what was free at the start; `num_blocks`
+        counts the null block. A shrink keeps the blocks that are worth most and takes several
+        slices between steps. Blocks above the end that requests hold go as these end; while the
+        engine sleeps all of it waits for `wake_up`. Raises `InvalidRequestError` for a size out of
+        range, while another resize or an update of the weights is under way, and where there is not
+        as much memory.
+        """
+        pool = self._require_pool()
+        wanted, param = _asked_blocks(pool, memory, num_blocks)
+        if not self._resizing.acquire(blocking=False):
+            raise InvalidRequestError(
+                f"A resize to {pool.status.target_blocks} blocks is under way; GET "
+                "/prefix_cache/resize tells how far it is. Allowed then are "
+                f"{pool.sizes.describe()}.",
+                param=param,
+            )
+        try:
+            self.run_between_steps(partial(self._begin_resize, pool, wanted, param))
+            while self.run_between_steps(partial(self._advance, pool)):
+                pass
+        finally:
+            self._resizing.release()
+        return pool.status
+
+    def tend_pool(self, choose: Callable[[ElasticPool], None]) -> None:
+        """Lets `choose` change what the pool may hold, and does what follows from it."""
+        pool = self._require_pool()
+        self.run_between_steps(partial(choose, pool))
+        while self.run_between_steps(partial(self._advance, pool)):
+            pass
+
+    def _begin_resize(self, pool: ElasticPool, num_blocks: int, param: str) -> None:
+        self._raise_if_updating()
+        self._requests.drain()
+        try:
+            pool.resize(num_blocks)
+        except OutOfMemoryError as error:
+            raise InvalidRequestError(str(error), param=param) from error
+
+    def _advance(self, pool: ElasticPool) -> bool:
+        if not pool.has_slices:
+            return False
+        self._requests.drain()
+        return pool.advance()
+
     # Pausing.
 
     @endpoint("/pause")
@@ -249,6 +318,8 @@ class Control:
             self._interrupt(mode)
             self._cache.reset()
         memory.give_up_kv()
+        if self._pool is not None:
+            self._pool.fall_asleep()
         memory.settle()
 
     @endpoint("/wake_up")
@@ -270,6 +341,8 @@ class Control:
             if "weights" in wanted and not memory.weights.complete:
                 _reload(memory)
             if "kv_cache" in wanted and not memory.has_kv:
+                if self._pool is not None:
+                    self._pool.wake()
                 memory.make_kv()
         finally:
             memory.settle()
@@ -401,6 +474,11 @@ class Control:
             raise InvalidRequestError("This engine's model cannot be changed or given up.")
         return self._memory
 
+    def _require_pool(self) -> ElasticPool:
+        if self._pool is None:
+            raise InvalidRequestError("This engine's KV cache cannot be resized.")
+        return self._pool
+
     def _require_update(self) -> set[str]:
         if self._updated is None:
             raise InvalidRequestError("There is no weight update: begin_weight_update starts one.")
@@ -413,6 +491,35 @@ class Control:
 
 def _call(command: Callable[[], T]) -> T:
     return command()
+
+
+def _asked_blocks(
+    pool: ElasticPool, memory: str | float | None, num_blocks: int | None
+) -> tuple[int, str]:
+    """The size that was asked for, in blocks, and by which argument.
+
+    Raises `InvalidRequestError`.
+    """
+    if (memory is None) == (num_blocks is None):
+        raise InvalidRequestError("Give either memory or num_blocks.", param="memory")
+    if memory is None:
+        _check_count("num_blocks", num_blocks)
+        asked, param = cast("int", num_blocks), "num_blocks"
+    else:
+        try:
+            asked, param = pool.sizes.blocks_of(parse_memory(memory)), "memory"
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"memory {error}, got {shown(memory)}; allowed are {pool.sizes.describe()}.",
+                param="memory",
+            ) from None
+    pool.check(asked, param)
+    return asked, param
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{name} must be an integer, got {shown(value)}.", param=name)
 
 
 def _reload(memory: ModelMemory) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.config import EngineConfig
 from prefixcache.exceptions import ConfigError
-from prefixcache.kv.sizing import DeviceMemory, fitting_blocks, measure_peak
-from prefixcache.kv.specs import kv_layout
-from prefixcache.kv.tensors import KVTensors
+from prefixcache.kv.memory import CudaMemory, HostMemory, cuda_driver, host_page_bytes
+from prefixcache.kv.sizing import DeviceMemory, PoolSizes, fitting_blocks, measure_peak
+from prefixcache.kv.specs import KVLayout, kv_layout
+from prefixcache.kv.tensors import KVTensors, Reserve
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.ops.cuda import pin_matmul
 from prefixcache.runner.cuda_graph import (
@@ -54,17 +56,49 @@ def is_sized_by_trial(config: EngineConfig, device: torch.device) -> bool:
 
 
 def kv_tensors(
-    config: EngineConfig, model: DecoderModel, attention: GroupedAttention, num_blocks: int
+    config: EngineConfig,
+    model: DecoderModel,
+    attention: GroupedAttention,
+    num_blocks: int,
+    *,
+    sizes: PoolSizes | None = None,
 ) -> KVTensors:
-    """The pool of all groups of the model; `allocate` makes its memory."""
+    """The pool of all groups of the model; `allocate` makes its memory.
+
+    With `sizes` it can be resized, where the device allows it. Raises `ConfigError` where that is
+    asked for and cannot be.
+    """
+    layout = kv_layout(model.config)
+    max_blocks = num_blocks if sizes is None else sizes.ceiling
     return KVTensors(
-        layout=kv_layout(model.config),
+        layout=layout,
         attention=attention,
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
         dtype=model.dtype,
         device=model.device,
+        max_blocks=max_blocks,
+        reserve=None if sizes is None else _reserve(config, layout, sizes, model.device),
     )
+
+
+def _reserve(
+    config: EngineConfig, layout: KVLayout, sizes: PoolSizes, device: torch.device
+) -> Reserve | None:
+    """What reserves the address space of a KV tensor; None where torch allocates it as a whole."""
+    if device.type == "cpu":
+        tensor_bytes = sizes.block_bytes // layout.num_tensors
+        page_bytes = host_page_bytes(tensor_bytes, layout.num_tensors, sizes.ceiling)
+        return partial(HostMemory, page_bytes=page_bytes)
+    if not (config.elastic.is_on or config.cache.kv_cache_max_memory is not None):
+        return None
+    driver = cuda_driver(device)
+    if driver is None:
+        raise ConfigError(
+            "kv_cache_max_memory, kv_cache_idle_release and min_free_memory need on CUDA a device "
+            "that can map memory, and cuda-python: pip install cuda-python."
+        )
+    return partial(CudaMemory, device=device.index or 0, driver=driver)
 
 
 def trial_blocks(

@@ -20,6 +20,7 @@ from prefixcache.exceptions import EngineDeadError, InvalidRequestError
 from prefixcache.grammar.grammars import Grammars
 from prefixcache.grammar.guide import Grammar, Guide
 from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.elastic import ElasticPool
 from prefixcache.metrics import Gauges, Metrics
 from prefixcache.request import FinishReason, Request, RequestOutput
 from prefixcache.runner.model_runner import ModelRunner
@@ -47,6 +48,7 @@ class _StepUnderWay(NamedTuple):
 class EngineParts:
     """What an engine is put together from; `engine.build` makes it from an `EngineConfig`.
 
+    Without `pool` the cache keeps its size.
     `clock` tells seconds, by which the scheduler learns how long steps take.
     """
 
@@ -56,9 +58,9 @@ class EngineParts:
     make_detokenizer: Callable[[SamplingParams], IncrementalDetokenizer]
     vocab_size: int
     eos_token_ids: Collection[int]
-    max_model_len: int
     seed: int = 0
     memory: ModelMemory | None = None
+    pool: ElasticPool | None = None
     grammars: Grammars | None = None
     clock: Callable[[], float] = time.perf_counter
 
@@ -83,7 +85,6 @@ class Engine:
         self._vocab_size = parts.vocab_size
         self._grammars = parts.grammars
         self._eos_token_ids = frozenset(parts.eos_token_ids)
-        self.max_model_len = parts.max_model_len
         self._seeds = random.Random(parts.seed)
         self._answers: dict[str, Answer] = {}
         self._under_way: deque[_StepUnderWay] = deque()
@@ -92,8 +93,11 @@ class Engine:
         self._host_time = _HostTime()
         self._cache_usage = 0.0
         self._outbox: list[RequestOutput] = []
-        self.control = Control(self, parts.scheduler, parts.cache, parts.memory)
+        self._pool = parts.pool
+        self.control = Control(self, parts.scheduler, parts.cache, parts.memory, parts.pool)
         self.metrics = Metrics(self._gauges)
+        if self._pool is not None:
+            self._pool.observe = self.metrics.resize_slice.observe
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
@@ -101,7 +105,18 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` has something to do, and may do it."""
-        return self._scheduler.has_unfinished() and not self.control.is_halted
+        has_slices = self._pool is not None and self._pool.has_slices
+        return (self._scheduler.has_unfinished() or has_slices) and not self.control.is_halted
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long there has been no request; 0 while there is one. From any thread."""
+        return 0.0 if self.has_unfinished() else self._clock() - self._last_read
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence, prompt and answer, with the cache's size of now."""
+        return self._scheduler.max_num_tokens
 
     @property
     def queue_length(self) -> int:
@@ -175,7 +190,7 @@ class Engine:
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Ends requests and frees their blocks; unknown ids are passed over."""
         known = self._scheduler.finish(request_ids)
-        self._cache_usage = self._cache.usage
+        self._note_usage()
         return [self._end(request_id, "abort") for request_id in known]
 
     def abort_all(self) -> None:
@@ -185,14 +200,14 @@ class Engine:
     def requeue_all(self) -> None:
         """Takes the blocks of all requests back; what they generated stays."""
         self._scheduler.requeue_running()
-        self._cache_usage = self._cache.usage
+        self._note_usage()
 
     def restart_all(self) -> None:
         """Takes the blocks of all requests back and lets their answers begin anew."""
         begun = self._scheduler.restart_all()
         outputs = map(self._restart, begun)
         self._outbox += [output for output in outputs if output is not None]
-        self._cache_usage = self._cache.usage
+        self._note_usage()
 
     def take_outputs(self) -> list[RequestOutput]:
         """What happened to requests between steps since the last call."""
@@ -206,16 +221,17 @@ class Engine:
         when nothing can be served any more.
         """
         self._host_time.begin()
+        outputs = [] if self._pool is None else self._tend(self._pool)
         plan = self._scheduler.schedule()
         refused = self._scheduler.take_refused()
-        outputs = [self._end(r.request_id, r.finish_reason, error=r.error) for r in refused]
+        outputs += [self._end(r.request_id, r.finish_reason, error=r.error) for r in refused]
         if plan.sequences:
             self._submit(plan)
         elif not self._under_way:
             self._scheduler.wait_for_guides(_LONGEST_IDLE)
         while self._under_way and not (plan.sequences and self._is_ahead()):
             outputs += self._read_oldest()
-        self._cache_usage = self._cache.usage
+        self._note_usage()
         return outputs
 
     def drain(self) -> None:
@@ -223,7 +239,25 @@ class Engine:
         self._host_time.begin()
         while self._under_way:
             self._outbox += self._read_oldest()
+        self._note_usage()
+
+    def _tend(self, pool: ElasticPool) -> list[RequestOutput]:
+        """Does a slice of a resize, or takes memory for requests; what steps under way gave."""
+        if pool.can_grow and self._scheduler.has_unfinished():
+            pool.grow()
+        if not pool.has_slices:
+            return []
+        outputs: list[RequestOutput] = []
+        while self._under_way:
+            outputs += self._read_oldest()
+        pool.advance()
+        return outputs
+
+    def _note_usage(self) -> None:
+        """After requests may have taken blocks or given them back."""
         self._cache_usage = self._cache.usage
+        if self._pool is not None:
+            self._pool.note_release()
 
     def _is_ahead(self) -> bool:
         """Whether the step under way may stay so until the next one is submitted."""
@@ -379,6 +413,7 @@ class Engine:
     def _gauges(self) -> Gauges:
         scheduler, core = self._scheduler, self._cache.stats()
         return Gauges(
+            pool=None if self._pool is None else self._pool.gauges(core["blocks_in_use"]),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             cache_usage=self._cache_usage,

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from prefixcache.core import PrefixCache
 from prefixcache.core import Sequence as CoreSequence
@@ -16,6 +19,8 @@ from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import GroupKind
 from prefixcache.request import Request
 from prefixcache.step_plan import StepPlan
+
+Blocks = npt.NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +36,9 @@ class CacheManager:
 
     One thread makes all calls but `probe`, `most_blocks` and `stats`, the first to change something
     or the last to `adopt_writer`; attributes may be read from any. `num_blocks` counts the null
-    block, which no request can hold; `num_usable_blocks` does not. Errors of the core pass through:
+    block, which no request can hold; `num_usable_blocks` does not. `attainable_blocks` is what the
+    pool has or can return to by itself, and `make_room` asks for so many usable blocks of them. Of
+    at most `max_blocks` blocks the pool can be resized. Errors of the core pass through:
     `ValueError` names an argument, `RuntimeError` tells of misuse. Without `publish_answers` only
     blocks of prompts are shared, for attention whose decodes write other bits than its prefills.
     """
@@ -49,6 +56,7 @@ class CacheManager:
         retention: Retention | None = None,
         merge_twins: bool = False,
         publish_answers: bool = True,
+        max_blocks: int | None = None,
     ) -> None:
         self._cache = PrefixCache(
             num_blocks,
@@ -58,20 +66,28 @@ class CacheManager:
             kv_dtype=kv_dtype,
             arithmetic=arithmetic,
             groups=groups,
+            max_blocks=max_blocks,
         )
         self.block_size = block_size
-        self.num_blocks = self._cache.num_blocks
-        self.num_usable_blocks = self.num_blocks - 1
+        self.max_blocks = num_blocks if max_blocks is None else max_blocks
+        self.attainable_blocks = num_blocks
+        self.make_room: Callable[[int], bool] = lambda _: False
+        self._num_groups = len(groups)
         self._windows = [kind[1] for kind in groups if kind != "full"]
         self._retention = retention or Retention()
         self._pins = self._retention.pin and self.has_windows
-        self._max_pinned = int(self._retention.pin_max_share * self.num_usable_blocks)
         self._merge_twins = merge_twins
         self.num_merged_blocks = 0
         self._sequences: dict[str, CoreSequence] = {}
         self._unhashed: set[str] = set()
         self._publish_answers = publish_answers
         self._prompt_lengths: dict[str, int] = {}
+        self._set_size(num_blocks)
+
+    def _set_size(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_usable_blocks = num_blocks - 1
+        self._max_pinned = int(self._retention.pin_max_share * self.num_usable_blocks)
 
     @property
     def has_windows(self) -> bool:
@@ -91,6 +107,36 @@ class CacheManager:
     def stats(self) -> dict[str, int]:
         """Lifetime counters of the core, and blocks by state. From any thread."""
         return self._cache.stats()
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that can be hit, held ones included. From any thread."""
+        return self._cache.stats()["cached_blocks"]
+
+    def resize(self, num_blocks: int) -> int:
+        """Sets the number of blocks; how many above it are held by requests still.
+
+        What is cached above is lost: `move_cached` comes before.
+        """
+        held = self._cache.resize(num_blocks)
+        self._set_size(num_blocks)
+        if self._pins:
+            self._demote_beyond_share()
+        return held
+
+    @property
+    def num_held_above(self) -> int:
+        """Blocks above the pool's end that requests hold still."""
+        return self._cache.resize(self.num_blocks)
+
+    def held_blocks(self, first: int) -> list[int]:
+        """The blocks from `first` on that requests hold, in no order."""
+        tables = (
+            sequence.block_table(group)
+            for sequence in self._sequences.values()
+            for group in range(self._num_groups)
+        )
+        return [block for table in tables for block in table if block >= first]
 
     def validate(self) -> None:
         """Checks the whole structure; raises `RuntimeError` naming a broken invariant."""
@@ -220,6 +266,10 @@ class CacheManager:
         """
         return self._cache.most_blocks(num_tokens, chunk)
 
+    def fitting_tokens(self, chunk: int, most: int) -> int:
+        """The tokens, up to `most`, of the longest request for the attainable blocks."""
+        return _fitting_tokens(self._cache, self.attainable_blocks, chunk, most)
+
     def append_tokens(self, sampled: Mapping[str, int]) -> None:
         """Adds one sampled token to each request."""
         if self._unhashed:
@@ -333,6 +383,10 @@ def fitting_tokens(
     `num_blocks` counts the null block; at most `chunk` tokens at a time are computed.
     """
     cache = PrefixCache(2, block_size, groups=groups)  # Made to count, it holds nothing.
+    return _fitting_tokens(cache, num_blocks, chunk, most)
+
+
+def _fitting_tokens(cache: PrefixCache, num_blocks: int, chunk: int, most: int) -> int:
     return bisect.bisect_right(
         range(1, most + 1), num_blocks - 1, key=lambda tokens: cache.most_blocks(tokens, chunk)
     )

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import torch
 
 from prefixcache.config import CacheConfig
-from prefixcache.exceptions import OutOfMemoryError
+from prefixcache.exceptions import ConfigError, OutOfMemoryError
 from prefixcache.kv.specs import KVLayout
 
 _MIB = 1 << 20
 _DEFAULT_SHARE = 0.5
+_LEAST_BLOCKS = 2
 _DEFAULT_CPU_BYTES = 4 << 30
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -25,10 +26,35 @@ _CGROUP_FILES = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSizes:
+    """How large the pool is and may become, in blocks, the null block included.
+
+    It has `start` blocks at first, `ceiling` at most and `floor` at least; each is of
+    `block_bytes`. Shares are of `free_bytes`, what was free at the start.
+    """
+
+    start: int
+    ceiling: int
+    floor: int
+    block_bytes: int
+    free_bytes: int
+
+    def blocks_of(self, memory: int | float) -> int:
+        """Blocks that so many bytes hold, or a share of what was free at the start."""
+        asked = int(memory * self.free_bytes) if isinstance(memory, float) else memory
+        return asked // self.block_bytes
+
+    def describe(self) -> str:
+        """The range of sizes, for errors."""
+        low, high = (size * self.block_bytes / _MIB for size in (self.floor, self.ceiling))
+        return f"{self.floor} to {self.ceiling} blocks ({low:,.1f} to {high:,.1f} MiB)"
+
+
 def choose_num_blocks(
     cache: CacheConfig, layout: KVLayout, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Blocks of the pool, the null block included.
+    """Blocks of the pool at the start, the null block included.
 
     `num_blocks` and `kv_cache_memory` are taken at their word; a share is one of the memory that is
     free now. With neither, half of that is used, on a CPU at most 4 GiB. Raises `OutOfMemoryError`
@@ -38,9 +64,9 @@ def choose_num_blocks(
         return cache.num_blocks
     block_bytes = layout.bytes_per_block(cache.block_size, dtype.itemsize)
     budget = _budget(cache.kv_cache_memory, device)
-    if budget < 2 * block_bytes:
+    if budget < _LEAST_BLOCKS * block_bytes:
         raise OutOfMemoryError(
-            f"The KV cache needs at least 2 blocks of {block_bytes} bytes, "
+            f"The KV cache needs at least {_LEAST_BLOCKS} blocks of {block_bytes} bytes, "
             f"but only {budget} bytes are allowed (kv_cache_memory)."
         )
     return budget // block_bytes
@@ -54,11 +80,54 @@ def _budget(asked: int | float | None, device: torch.device) -> int:
     return share if asked or device.type == "cuda" else min(share, _DEFAULT_CPU_BYTES)
 
 
+def pool_sizes(cache: CacheConfig, start: int, block_bytes: int, device: torch.device) -> PoolSizes:
+    """The range of a pool that starts with so many blocks.
+
+    Raises `ConfigError` for a ceiling beyond the machine, and for sizes that are out of order.
+    """
+    free = available_memory(device)
+    unbounded = PoolSizes(
+        start=start, ceiling=start, floor=_LEAST_BLOCKS, block_bytes=block_bytes, free_bytes=free
+    )
+    most, least = cache.kv_cache_max_memory, cache.kv_cache_min_memory
+    ceiling = start if most is None else unbounded.blocks_of(most)
+    floor = _LEAST_BLOCKS if least is None else max(unbounded.blocks_of(least), _LEAST_BLOCKS)
+    _check_ceiling(start, ceiling, block_bytes, device)
+    if floor > start:
+        raise ConfigError(
+            f"kv_cache_min_memory must be at most the size at the start, {start} blocks of "
+            f"{block_bytes} bytes; it asks for {floor}."
+        )
+    return replace(unbounded, ceiling=ceiling, floor=floor)
+
+
+def _check_ceiling(start: int, ceiling: int, block_bytes: int, device: torch.device) -> None:
+    if ceiling < start:
+        raise ConfigError(
+            f"kv_cache_max_memory must be at least the size at the start, {start} blocks of "
+            f"{block_bytes} bytes; it allows {ceiling}."
+        )
+    machine = total_memory(device)
+    if ceiling > start and ceiling * block_bytes > machine:
+        raise ConfigError(
+            f"kv_cache_max_memory must be at most the {machine / _MIB:,.0f} MiB of memory that "
+            f"there are, got {ceiling * block_bytes / _MIB:,.0f} MiB."
+        )
+
+
 def available_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on the device, container limits included."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(psutil.virtual_memory().available, *_cgroup_available())
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes that the device has, container limits included."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    limits = [_read_number(Path(limit)) for limit, _ in _CGROUP_FILES]
+    return min(psutil.virtual_memory().total, *(one for one in limits if one), 1 << 62)
 
 
 def _cgroup_available() -> list[int]:
@@ -67,8 +136,13 @@ def _cgroup_available() -> list[int]:
 
 
 def _limit_minus_usage(limit: Path, usage: Path) -> int | None:
+    most, used = _read_number(limit), _read_number(usage)
+    return None if most is None or used is None else max(most - used, 0)
+
+
+def _read_number(file: Path) -> int | None:
     try:
-        return max(int(limit.read_text()) - int(usage.read_text()), 0)
+        return int(file.read_text())
     except (OSError, ValueError):
         return None  # No such controller, or "max": no limit.
 

@@ -10,22 +10,33 @@ from prefixcache.request import Request
 class Limits:
     """The model's context length, and what the pool holds of one request in all groups.
 
-    At most `max_chunk` tokens of a request are computed in a step.
+    At most `max_chunk` tokens of a request are computed in a step. The pool counts with the size
+    that it has now, or can return to by itself.
     """
 
     def __init__(self, cache: CacheManager, max_chunk: int, *, max_model_len: int) -> None:
         self._cache = cache
         self._max_chunk = max_chunk
         self._max_model_len = max_model_len
+        self._measured = (cache.max_blocks, max_model_len)
+
+    @property
+    def max_num_tokens_now(self) -> int:
+        """Tokens of the longest sequence that the model and the pool take. From any thread."""
+        size = self._cache.attainable_blocks
+        if size != self._measured[0]:
+            self._measured = size, self._cache.fitting_tokens(self._max_chunk, self._max_model_len)
+        return self._measured[1]
 
     def max_num_tokens(self, request: Request) -> int:
         """Prompt and longest answer together.
 
         Where no answer is wanted one token is sampled all the same, and dropped.
         """
+        prompt = len(request.prompt_token_ids)
         if request.params.max_tokens is None:
-            return self._max_model_len
-        return len(request.prompt_token_ids) + max(request.params.max_tokens, 1)
+            return max(self.max_num_tokens_now, min(prompt + 1, self._max_model_len))
+        return prompt + max(request.params.max_tokens, 1)
 
     def check(self, request: Request) -> None:
         """Raises `RequestTooLargeError` when the request could never be served to its end."""
@@ -40,8 +51,13 @@ class Limits:
         return (
             f"The request needs {self._most_blocks(num_tokens)} KV cache blocks of "
             f"{self._cache.block_size} tokens for its {num_tokens} tokens, but only "
-            f"{self._cache.num_free_blocks} blocks are free."
+            f"{self._cache.num_free_blocks} blocks of the cache's {self._cache.num_usable_blocks} "
+            "are free."
         )
+
+    def make_room(self, num_tokens: int) -> bool:
+        """Whether the pool has grown for a request of so many tokens that alone has no room."""
+        return self._cache.make_room(self._most_blocks(num_tokens))
 
     def _check_context(self, prompt: int, output: int, least: int) -> None:
         room = self._max_model_len - prompt
@@ -55,7 +71,7 @@ class Limits:
             )
 
     def _check_blocks(self, num_tokens: int) -> None:
-        have, need = self._cache.num_usable_blocks, self._most_blocks(num_tokens)
+        have, need = self._cache.attainable_blocks - 1, self._most_blocks(num_tokens)
         if need > have:
             # A group with a window holds the window and the tokens that a step computes.
             smaller = ", or a smaller --max-num-batched-tokens" if self._cache.has_windows else ""

@@ -183,6 +183,11 @@ class Scheduler:
         self._states[request.request_id] = state
         self._waiting.push(state)
 
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens of the longest sequence that can be served now. From any thread."""
+        return self._limits.max_num_tokens_now
+
     def schedule(self) -> StepPlan:
         """The next step.
 
@@ -384,6 +389,8 @@ class Scheduler:
             verdict = self._admission.start(state)
             if verdict is Verdict.NO_ROOM and self._running:
                 return
+            if verdict is Verdict.NO_ROOM and self._limits.make_room(state.num_tokens):
+                continue
             self._waiting.pop()
             if verdict is not Verdict.STARTED:
                 self._put_aside(state, verdict)

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 
 from fastapi import APIRouter, Request
@@ -63,6 +64,13 @@ class UpdateWeightsRequest(RequestFields):
         return "abort"
 
 
+class ResizeRequest(RequestFields):
+    """Options of `POST /prefix_cache/resize`: one of the two."""
+
+    memory: int | float | str | None = None
+    num_blocks: int | None = None
+
+
 def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
     """The endpoints, for one engine."""
     router = APIRouter()
@@ -81,6 +89,18 @@ def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
     @router.get("/prefix_cache/stats")
     async def prefix_cache_stats() -> dict[str, Any]:
         return dataclasses.asdict(engine.control.prefix_cache_stats())
+
+    @router.get("/prefix_cache/resize")
+    async def resize_status() -> dict[str, Any]:
+        return dataclasses.asdict(engine.control.resize_status)
+
+    @router.post("/prefix_cache/resize")
+    async def resize(request: Request) -> Response:
+        """Another size of the KV cache: 202 while requests hold blocks above its new end."""
+        fields = await read_options(request, ResizeRequest)
+        status = await engine.run(lambda control: control.resize(fields.memory, fields.num_blocks))
+        code = HTTPStatus.OK if status.is_done else HTTPStatus.ACCEPTED
+        return JSONResponse(dataclasses.asdict(status), status_code=code)
 
     @router.post("/update_weights_from_disk")
     async def update_weights_from_disk(request: Request) -> dict[str, Any]:

@@ -1,0 +1,358 @@
+"""The pool's size while it serves: growing at once, shrinking in slices between steps.
+
+A shrink first moves the cached blocks that are worth keeping below the new end, then cuts the pool
+off there, and then gives the memory above back. Each slice of it is short, and between two of them
+the cache is whole. Blocks above the end that requests hold stay as they are; their memory goes back
+when the requests end.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from prefixcache.exceptions import InvalidRequestError, OutOfMemoryError
+from prefixcache.kv.cache_manager import Blocks, CacheManager
+from prefixcache.kv.sizing import PoolSizes
+from prefixcache.metrics import PoolGauges
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+_SLICE_SECONDS = 0.015
+_FIRST_SLICE_BYTES = 16 * _MIB
+_LEAST_SLICE_BLOCKS = 1
+# Growing costs the time of its new blocks; a step waits for no more of them.
+_MOST_GROWN_BLOCKS = 1 << 17
+_MOST_GROWN_BYTES = 16 << 30
+
+
+class BlockMemory(Protocol):
+    """The KV tensors, as far as a resize goes; see `KVTensors`."""
+
+    num_blocks: int
+
+    @property
+    def is_resizable(self) -> bool:
+        """Whether blocks can be added and taken away."""
+        ...
+
+    @property
+    def num_reserved_bytes(self) -> int:
+        """Bytes of address space."""
+        ...
+
+    def num_mapped_bytes(self) -> int:
+        """Bytes that the system has given. From any thread."""
+        ...
+
+    def grow(self, num_blocks: int) -> None:
+        """Makes blocks usable up to `num_blocks` of them. Raises `OutOfMemoryError`."""
+        ...
+
+    def give_back(self, first: int, end: int, held: Sequence[int] = ()) -> int:
+        """Gives back the memory of these blocks but for those held; the bytes."""
+        ...
+
+    def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
+        """Copies the content of blocks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeStatus:
+    """How far the last resize is. Sizes are in blocks, the null block included.
+
+    It is done when the pool has its target and no request holds a block above. `blocks_lost` were
+    cached and are not any more; `bytes_given_back` is what the system had given and got back;
+    `seconds` is the time that steps could not run.
+    """
+
+    is_done: bool
+    num_blocks: int
+    target_blocks: int
+    min_blocks: int
+    max_blocks: int
+    block_bytes: int
+    blocks_moved: int
+    blocks_lost: int
+    blocks_held_above: int
+    bytes_given_back: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeCounts:
+    """What resizes did over the engine's lifetime; `seconds` is the time that steps could not run.
+
+    Blocks that went back are counted in `blocks_released`, whether they were cached or not.
+    """
+
+    resizes: int = 0
+    blocks_moved: int = 0
+    blocks_lost: int = 0
+    blocks_released: int = 0
+    bytes_given_back: int = 0
+    seconds: float = 0.0
+
+
+class _Pace:
+    """How many blocks a slice takes, so that it lasts as long as a step may wait."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = max(num_blocks, _LEAST_SLICE_BLOCKS)
+
+    def adapt(self, seconds: float) -> None:
+        """After a slice that took so long."""
+        factor = min(2.0, max(0.25, _SLICE_SECONDS / max(seconds, 1e-6)))
+        self.num_blocks = max(int(self.num_blocks * factor), _LEAST_SLICE_BLOCKS)
+
+
+class ElasticPool:
+    """Resizes one pool: its blocks in the cache and their memory, which must agree.
+
+    `wanted` is the size that was asked for; `limit` is what `allow` permits of it. With
+    `grows_by_itself` the pool returns up to there when requests come; else it keeps the size it
+    has. One thread makes all calls but those that only read.
+    """
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        memory: BlockMemory,
+        sizes: PoolSizes,
+        *,
+        grows_by_itself: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.sizes = sizes
+        self.memory = memory
+        self.wanted = self.limit = self._target = sizes.start
+        self.counts = ResizeCounts()
+        self.has_slices = False
+        self._cache = cache
+        self._grows_by_itself = grows_by_itself
+        self.observe: Callable[[float], None] = lambda _: None
+        self._clock = clock
+        self._is_asleep = False
+        self._mapped_end = sizes.start  # no block from here on has memory
+        self._trimmed_to = sizes.start  # those before have been given back, unless they are held
+        self._held_above = 0
+        self._trims_again = False  # requests gave back blocks above the end meanwhile
+        self._moves = _Pace(_FIRST_SLICE_BYTES // sizes.block_bytes)
+        self._trims = _Pace(2 * _FIRST_SLICE_BYTES // sizes.block_bytes)
+        self._before = self.counts
+        cache.make_room = self.make_room
+
+    # What is asked, from any thread.
+
+    @property
+    def status(self) -> ResizeStatus:
+        """How far the last resize is."""
+        counts, before = self.counts, self._before
+        return ResizeStatus(
+            is_done=not (self.has_slices or self._held_above),
+            num_blocks=self._cache.num_blocks,
+            target_blocks=self._target,
+            min_blocks=self.sizes.floor,
+            max_blocks=self.sizes.ceiling,
+            block_bytes=self.sizes.block_bytes,
+            blocks_moved=counts.blocks_moved - before.blocks_moved,
+            blocks_lost=counts.blocks_lost - before.blocks_lost,
+            blocks_held_above=self._held_above,
+            bytes_given_back=counts.bytes_given_back - before.bytes_given_back,
+            seconds=round(counts.seconds - before.seconds, 6),
+        )
+
+    def gauges(self, blocks_in_use: int) -> PoolGauges:
+        """The pool's memory and what resizes did so far."""
+        counts, held = self.counts, blocks_in_use + self._held_above
+        return PoolGauges(
+            num_blocks=self._cache.num_blocks,
+            reserved_bytes=self.memory.num_reserved_bytes,
+            mapped_bytes=self.memory.num_mapped_bytes(),
+            held_bytes=held * self.sizes.block_bytes,
+            resizes=counts.resizes,
+            blocks_moved=counts.blocks_moved,
+            blocks_lost=counts.blocks_lost,
+            blocks_released=counts.blocks_released,
+            bytes_given_back=counts.bytes_given_back,
+            seconds=counts.seconds,
+        )
+
+    def check(self, num_blocks: int, param: str) -> None:
+        """Raises `InvalidRequestError` with the range for a size that the pool cannot have."""
+        if not self.memory.is_resizable:
+            raise InvalidRequestError(
+                "This engine's KV cache on CUDA has a fixed size: start with --kv-cache-max-memory "
+                "to make it elastic.",
+                param=param,
+            )
+        if not self.sizes.floor <= num_blocks <= self.sizes.ceiling:
+            raise InvalidRequestError(
+                f"{param} asks for {num_blocks} blocks of {self.sizes.block_bytes} bytes; allowed "
+                f"are {self.sizes.describe()}: from --kv-cache-min-memory to "
+                "--kv-cache-max-memory.",
+                param=param,
+            )
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether the pool is smaller than it may become by itself."""
+        return self._grows_by_itself and self._cache.num_blocks < min(self.wanted, self.limit)
+
+    # What is done, between two steps.
+
+    def resize(self, num_blocks: int) -> None:
+        """Begins a resize to a size that `check` allows. Raises `OutOfMemoryError`.
+
+        Growing is done at once. Slices of a shrink follow, by `advance`, while `has_slices`.
+        """
+        self.wanted = num_blocks
+        self._begin(num_blocks)
+
+    def allow(self, num_blocks: int) -> None:
+        """Bounds the size for now, whatever is wanted: down to the floor, and shrinks to there."""
+        self.limit = max(num_blocks, self.sizes.floor)
+        if self._target > self.limit:
+            self._begin(self.limit)
+
+    def advance(self) -> bool:
+        """Does one slice; whether another one can follow at once."""
+        if not self.has_slices or self._is_asleep:
+            return False
+        begun = self._clock()
+        cached = self._cache.num_cached_blocks
+        pace = self._slice()
+        seconds = self._clock() - begun
+        lost = max(0, cached - self._cache.num_cached_blocks)
+        self._count(blocks_lost=lost, seconds=seconds)
+        self.observe(seconds)
+        pace.adapt(seconds)
+        if not self.has_slices:
+            self._log()
+        return self.has_slices
+
+    def note_release(self) -> None:
+        """Looks at blocks above the end once requests gave blocks back."""
+        if self._held_above:
+            held, self._held_above = self._held_above, self._cache.num_held_above
+            if self._held_above < held:
+                self._trims_again = self.has_slices = True
+
+    def grow(self) -> None:
+        """Takes a part of what may be taken back by itself, or all of it where it is little."""
+        size = self._cache.num_blocks
+        most = max(1, min(_MOST_GROWN_BLOCKS, _MOST_GROWN_BYTES // self.sizes.block_bytes))
+        self._try_to_grow(min(self.wanted, self.limit, size + most))
+
+    def make_room(self, num_blocks: int) -> bool:
+        """Grows for a request that nothing but this can let start; whether there is room then.
+
+        It may take what `limit` keeps free for others, as long as the memory is there.
+        """
+        size = num_blocks + 1  # with the null block
+        if not (self._grows_by_itself and self._cache.num_blocks < size <= self.wanted):
+            return False
+        self._try_to_grow(size)
+        return self._cache.num_blocks >= size
+
+    def fall_asleep(self) -> None:
+        """The memory is given up; nothing is held or cached."""
+        self._is_asleep = True
+        self._held_above = 0
+
+    def wake(self) -> None:
+        """Before the memory is made again: what was begun takes effect."""
+        if not self._is_asleep:
+            return
+        self._is_asleep = False
+        self._cache.resize(self._target)
+        self.memory.num_blocks = self._mapped_end = self._trimmed_to = self._target
+        self._cache.attainable_blocks = self.wanted if self._grows_by_itself else self._target
+        if self.has_slices:
+            self.has_slices = False
+            self._log()
+
+    def _begin(self, target: int) -> None:
+        if self._target != target or self.status.is_done:
+            self._before = self.counts
+            self._count(resizes=1)
+        if self._is_asleep:
+            self._target, self.has_slices = target, True
+            return
+        if target > self._cache.num_blocks:
+            self._grow_to(target)
+            self._log()
+        self._target = target
+        self.has_slices = self._cache.num_blocks > target or self._trimmed_to < self._mapped_end
+        self._cache.attainable_blocks = self.wanted if self._grows_by_itself else target
+
+    def _try_to_grow(self, target: int) -> None:
+        """Where memory is short the pool keeps its size."""
+        try:
+            self._grow_to(target)
+        except OutOfMemoryError as error:
+            logger.warning("The KV cache keeps its %d blocks: %s", self._cache.num_blocks, error)
+        else:
+            self._target = target
+            logger.debug("The KV cache takes %d blocks.", target)
+
+    def _grow_to(self, num_blocks: int) -> None:
+        begun = self._clock()
+        self.memory.grow(num_blocks)
+        self._held_above = self._cache.resize(num_blocks)
+        self._mapped_end = max(self._mapped_end, num_blocks)
+        self._trimmed_to = max(self._trimmed_to, num_blocks)
+        self._count(seconds=self._clock() - begun)
+
+    def _slice(self) -> _Pace:
+        """Moves or trims; the pace by which it was measured."""
+        if self._cache.num_blocks <= self._target:
+            self._trim()
+            return self._trims
+        self._cut()
+        return self._moves
+
+    def _cut(self) -> None:
+        """Takes the blocks above the target out of the pool."""
+        before = self._cache.num_blocks
+        self._held_above = self._cache.resize(self._target)
+        self.memory.num_blocks = self._trimmed_to = self._target
+        self._mapped_end = max(self._mapped_end, before)
+        self._count(blocks_released=before - self._target)
+
+    def _trim(self) -> None:
+        """Gives back the memory of some blocks above the end, and ends the resize with the last."""
+        if self._trims_again and self._trimmed_to >= self._mapped_end:
+            self._trimmed_to, self._trims_again = self._cache.num_blocks, False
+        begin = max(self._trimmed_to, self._cache.num_blocks)
+        self._trimmed_to = min(self._mapped_end, begin + self._trims.num_blocks)
+        held = self._cache.held_blocks(begin) if self._held_above else []
+        given = self.memory.give_back(begin, self._trimmed_to, held)
+        self._count(bytes_given_back=given)
+        if self._trimmed_to >= self._mapped_end and not self._trims_again:
+            self.has_slices = False
+            if not self._held_above:
+                self._mapped_end = self._trimmed_to = self._cache.num_blocks
+
+    def _count(self, **added: float) -> None:
+        sums = {name: getattr(self.counts, name) + more for name, more in added.items()}
+        self.counts = replace(self.counts, **sums)
+
+    def _log(self) -> None:
+        done = self.status
+        logger.info(
+            "The KV cache has %d blocks (%.1f MiB). %d blocks were moved, %d lost; %.1f MiB went "
+            "back in %.1f ms. Requests hold %d blocks above.",
+            done.num_blocks,
+            done.num_blocks * done.block_bytes / _MIB,
+            done.blocks_moved,
+            done.blocks_lost,
+            done.bytes_given_back / _MIB,
+            done.seconds * 1000,
+            done.blocks_held_above,
+        )

@@ -346,6 +346,32 @@ class PrefixCache:
         now (blocks lost since may be counted for a while); hints_demoted, those that lost their
         priority over a budget, and hints_expired, those whose TTL ended.
         """
+    def listen(self, capacity: int, gap_bounds: _Sequence[float] = ()) -> None:
+        """Keep a log of content that is lost from now on, of up to `capacity` blocks.
+
+        `capacity` is rounded up to a power of two. The gaps between uses of content are counted by
+        `gap_bounds`, in seconds that rise. Once in a cache's life, RuntimeError after that. From
+        any thread, as `take_losses`, `missed_losses` and `reuse_gaps`.
+        """
+    def take_losses(self, max_losses: int) -> dict[str, npt.NDArray[Any]]:
+        """Take up to `max_losses` losses out of the log, the oldest first.
+
+        A loss is one row in each of the arrays, all of length n: hash (n x 32 uint8), group
+        (uint16), cause (uint8: 0 the index was cleared, one row for everything; 1 evicted;
+        2 discarded by its last holder; 3 dropped at its release for want of a place in line;
+        4 the pool shrank), band (uint8, of its priority: the lowest goes first, 2 without one), hits
+        (uint32), age since the content was registered and idle time since its last holder gave it
+        up (float64, seconds; nothing before `listen` counts), is_last (bool, whether no other block
+        has the content any more). Blocks that a clear left behind are told of by its row alone.
+        """
+    @property
+    def missed_losses(self) -> int:
+        """Losses for which the log had no room."""
+    def reuse_gaps(self) -> tuple[list[int], float]:
+        """How many gaps between uses lie up to each bound, above the last, and their sum (s).
+
+        Each hit of content ends a gap, which began when a holder hit it or gave it up.
+        """
     def validate(self) -> None:
         """Check every invariant of the cache, at rest; RuntimeError names the broken one."""
     def adopt_writer(self) -> None:

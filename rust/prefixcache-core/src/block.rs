@@ -480,12 +480,7 @@ impl Block {
 
     /// What the block is found by; whole as [`Self::content`] is.
     pub(crate) fn key(&self) -> BlockKey {
-        let Content { hash, group } = self.content();
-        let mut bytes = [0; 32];
-        for (place, word) in bytes.chunks_exact_mut(8).zip(hash) {
-            place.copy_from_slice(&word.to_le_bytes());
-        }
-        BlockKey::new(BlockHash::from_bytes(bytes), GroupId::new(group))
+        self.content().key()
     }
 
     /// Whether the block's words are those of `content`, compared in registers: an iterator over both
@@ -531,6 +526,16 @@ impl Block {
 pub(crate) struct Content {
     pub(crate) hash: [u64; 4],
     pub(crate) group: u16,
+}
+
+impl Content {
+    pub(crate) fn key(self) -> BlockKey {
+        let mut bytes = [0; 32];
+        for (place, word) in bytes.chunks_exact_mut(8).zip(self.hash) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+        BlockKey::new(BlockHash::from_bytes(bytes), GroupId::new(self.group))
+    }
 }
 
 impl From<&BlockKey> for Content {

@@ -578,6 +578,7 @@ impl<S: BlockStore> PrefixCache<S> {
             }
         }
         let mut twins = Vec::new();
+        self.store.begin_registrations();
         for (index, (sequence, &upto)) in sequences.iter_mut().zip(upto).enumerate() {
             self.publish(sequence, index, upto, &mut twins)?;
         }

@@ -105,6 +105,23 @@ pub enum PoolError {
     },
 }
 
+/// Why a pool keeps no log of losses, or not another one.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum ListenError {
+    /// An argument outside its range.
+    #[error(transparent)]
+    Invalid(#[from] InvalidArgument),
+    /// The system has no memory for the log.
+    #[error("capacity asks for more memory than there is: {capacity}")]
+    OutOfMemory {
+        /// The losses that the log was to hold.
+        capacity: usize,
+    },
+    /// Somebody listens already.
+    #[error("somebody listens to this pool already")]
+    Twice,
+}
+
 /// Why a pool kept its size.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ResizeError {

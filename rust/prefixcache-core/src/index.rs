@@ -321,10 +321,10 @@ impl Index {
     }
 
     /// Removes a block's entry, unless an insertion has taken its place.
-    pub(crate) fn remove<M: Mode>(&self, spot: Spot, block: BlockId) {
+    pub(crate) fn remove<M: Mode>(&self, spot: Spot, block: BlockId) -> bool {
         let entry = spot.entry(block);
         let Some((passed, place)) = self.find_entry(spot, entry) else {
-            return;
+            return false;
         };
         let removed = if planted(Fault::BlindRemoval) {
             place.store(0, Release);
@@ -335,6 +335,7 @@ impl Index {
         if removed {
             self.uncount::<M>(spot, passed);
         }
+        removed
     }
 
     /// Puts a block in the place of another one of the same spot; whether that one still stood there.

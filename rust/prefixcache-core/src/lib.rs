@@ -4,6 +4,7 @@
 pub mod band;
 mod block;
 pub mod cache;
+mod clock;
 mod credits;
 pub mod error;
 mod free_stack;
@@ -13,6 +14,7 @@ pub mod hints;
 pub mod id;
 mod index;
 pub mod ledger;
+pub mod losses;
 pub mod policy;
 pub mod pool;
 pub mod retention;

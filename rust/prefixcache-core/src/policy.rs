@@ -16,18 +16,19 @@
 //! All of it is bounded, and O(1) in the number of cached blocks. Its words are atomics that order nothing: from
 //! several threads a count or a mark may be lost, and the order of eviction is then another, as good one.
 
-mod clock;
 mod reuse;
 mod scores;
+mod tick;
 mod turns;
 
 use std::time::Duration;
 
+use crate::clock::Clock;
 use crate::id::{BlockHash, BlockId};
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::zeroed::Zeroed;
 
-pub use clock::Tick;
+pub use tick::Tick;
 pub use turns::Turn;
 
 use Ordering::Relaxed;
@@ -110,7 +111,7 @@ const SEVERAL: u32 = u32::MAX;
 
 /// What [`EvictionPolicy::ReuseQueue`] knows.
 pub struct ReuseQueue {
-    clock: clock::Clock,
+    clock: Clock,
     /// When each block joined its line.
     stamps: Zeroed<AtomicU32>,
     /// `name:32 | child:32`: what was seen to follow a block, or [`SEVERAL`]. A table in which a newer block takes
@@ -136,7 +137,7 @@ impl ReuseQueue {
     #[must_use]
     pub fn new(max_blocks: usize) -> Option<Self> {
         Some(Self {
-            clock: clock::Clock::new(),
+            clock: Clock::new(),
             stamps: Zeroed::new(max_blocks)?,
             children: Zeroed::new((CHILDREN * max_blocks).next_power_of_two())?,
             turns: turns::Turns::new()?,
@@ -155,7 +156,7 @@ impl ReuseQueue {
     /// The time now.
     #[must_use]
     pub fn now(&self) -> Tick {
-        self.clock.now()
+        Tick::of(&self.clock)
     }
 
     /// A request asks for these blocks, all that its tokens fill: which turn of its conversation it is.

@@ -40,12 +40,13 @@
 //! # Memory
 //!
 //! 112 bytes a block: 64 for the record, 16 for the index at a load of 4/7, 32 for a ring of four slots;
-//! 32 more for each further class that is in use. With queues ([`EvictionPolicy::ReuseQueue`]) that is six more
+//! 32 more for each further class that is in use, 24 more once somebody listens to losses. With queues ([`EvictionPolicy::ReuseQueue`]) that is six more
 //! classes, and up to 70 bytes a block for what the policy remembers. All of it starts as untouched zero pages (huge ones,
 //! where the system gives them), so a pool is built in microseconds and grows into its memory as it is
 //! used.
 
 mod content;
+mod evictions;
 mod give;
 #[cfg(all(test, loom))]
 mod models;
@@ -56,13 +57,17 @@ mod size;
 mod take;
 mod validate;
 
+use std::sync::OnceLock;
+
 use crate::band::Band;
 use crate::block::{Block, ByClass, Class, ClassSet, Content, Place};
+use crate::clock::Clock;
 use crate::credits::Credits;
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, PoolError, ResizeError};
 use crate::free_stack::{FreeStack, FreshRun};
 use crate::id::{BlockId, Epoch};
 use crate::index::Index;
+use crate::losses::Losses;
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
 use crate::ring::{Ring, VacatedSlots};
 use crate::stats::StoreStats;
@@ -99,6 +104,9 @@ pub struct BlockPool<M: Mode> {
     pins: pins::PinCounts,
     /// What chooses among the default class's queues; without it there is one.
     reuse: Option<ReuseQueue>,
+    clock: Clock,
+    /// What a listener is told of lost content.
+    losses: OnceLock<Losses>,
 }
 
 /// The slots that a call's blocks have vacated. Neighbours mostly are of one class.
@@ -260,6 +268,8 @@ impl<M: Mode> BlockPool<M> {
             counters: Counters::default(),
             pins: pins::PinCounts::default(),
             reuse,
+            clock: Clock::new(),
+            losses: OnceLock::new(),
         };
         pool.credits.give::<M>(config.num_blocks - 1);
         Some(pool)
@@ -357,6 +367,10 @@ impl<M: Mode> BlockStore for BlockPool<M> {
         self.index.prefetch(spot);
     }
 
+    fn begin_registrations(&self) {
+        self.tell_time_of_batch();
+    }
+
     fn register(
         &self,
         block: BlockId,
@@ -389,6 +403,7 @@ impl<M: Mode> BlockStore for BlockPool<M> {
 
     fn clear_index(&self) {
         self.contents.clear::<M>();
+        self.note_cleared();
         self.classes.mark_stale::<M>();
     }
 

@@ -166,6 +166,9 @@ pub trait BlockStore {
         self.commit(iter::empty(), count, out).map(|_| ())
     }
 
+    /// Says that a batch of registrations begins. Changes nothing but the time that they are remembered by.
+    fn begin_registrations(&self) {}
+
     /// Says that `key` will be registered soon, so that its place may be fetched. Changes nothing.
     fn expect(&self, _key: &BlockKey) {}
 

@@ -233,6 +233,12 @@ pub(crate) enum Fault {
     BlindClass,
     /// A thread takes fresh blocks without looking whether another has.
     BlindRunStore,
+    /// The turn of a slot of losses ends before the record stands in it.
+    TellEarly,
+    /// A record of a loss takes the place of one that nobody has read.
+    OverwriteLoss,
+    /// Who loses a copy looks for others though its own may not be erased for them yet.
+    LookBeforeErased,
 }
 
 /// Whether `fault` is planted: never but in a model check that asks for it.

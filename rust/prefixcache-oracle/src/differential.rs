@@ -15,6 +15,9 @@ use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, PoolConfig};
 /// Keys that a script can name.
 const KEYS: u8 = 48;
 
+/// Losses that a listener's log holds: more than any step has.
+const LOG: usize = 256;
+
 /// One step: what to do, and two numbers that say to what.
 pub type Step = [u8; 3];
 
@@ -105,6 +108,7 @@ impl Script {
             4..8 => match self.block(a, b) {
                 None => "nothing held".into(),
                 Some((block, epoch)) => {
+                    pool.begin_registrations();
                     format!(
                         "{:?}",
                         pool.register(block, key(a ^ b.rotate_left(3)), epoch)
@@ -142,9 +146,12 @@ impl Script {
         (outcome, taken)
     }
 
+    fn now(&self) -> Duration {
+        Duration::from_millis(self.time)
+    }
+
     /// Tells the eviction policy what a cache would.
     fn inform(&self, reuse: &ReuseQueue, [what, a, b]: Step) {
-        reuse.set_time(Duration::from_millis(self.time));
         // Names that differ in all bytes.
         let hashes: Vec<BlockHash> = (a..=a.saturating_add(b % 9))
             .map(|number| BlockHash::from_bytes([(number % KEYS).wrapping_mul(37); 32]))
@@ -214,11 +221,26 @@ impl Script {
 pub fn assert_same_as_plain<M: Mode>(config: PoolConfig, pool: &BlockPool<M>, steps: &[Step]) {
     let plain = PlainPool::new(config).expect("the configuration was accepted before");
     let mut script = Script::default();
+    // Half of the scripts run without a listener.
+    let listens = steps.len() % 2 == 1;
+    if listens {
+        pool.listen(LOG, &[]).expect("nobody listens yet");
+    }
     for &step in steps {
+        plain.set_time(script.now());
+        pool.set_time(script.now());
         let (expected, taken) = script.apply(&plain, step);
         let (outcome, _) = script.apply(pool, step);
         assert_eq!(outcome, expected, "{step:?} came to something else");
         assert_same_state(&plain, pool);
+        let mut losses = Vec::new();
+        pool.take_losses(LOG, &mut losses);
+        let expected = plain.take_losses();
+        assert_eq!(
+            losses,
+            if listens { expected } else { vec![] },
+            "the losses"
+        );
         script.settle(step, taken);
     }
 }
@@ -245,6 +267,7 @@ pub fn assert_conserves<M: Mode>(pool: &BlockPool<M>, steps: &[Step]) {
     let mut script = Script::default();
     let mut contents: HashMap<BlockId, BlockKey> = HashMap::new();
     for &step in steps {
+        pool.set_time(script.now());
         let (outcome, taken) = script.apply(pool, step);
         if let Some(request) = &taken {
             check_taken(&script, &contents, step, request);

@@ -5,10 +5,12 @@
 
 use std::cell::RefCell;
 use std::sync::Arc;
+use std::time::Duration;
 
 use prefixcache_core::band::Band;
 use prefixcache_core::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
 use prefixcache_core::id::{BlockId, Epoch};
+use prefixcache_core::losses::{Cause, Loss, LostBlock};
 use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue};
 use prefixcache_core::stats::StoreStats;
 use prefixcache_core::store::{
@@ -49,6 +51,15 @@ struct Block {
     after: BlockId,
     /// The next block in the same bucket of the index (null at the end).
     next_in_bucket: BlockId,
+    life: Life,
+}
+
+/// When a block's content came, when a holder had it last, and how often it was hit.
+#[derive(Clone, Copy, Debug)]
+struct Life {
+    born: Duration,
+    used: Duration,
+    hits: u32,
 }
 
 impl Block {
@@ -62,6 +73,11 @@ impl Block {
         before: BlockId::NULL,
         after: BlockId::NULL,
         next_in_bucket: BlockId::NULL,
+        life: Life {
+            born: Duration::ZERO,
+            used: Duration::ZERO,
+            hits: 0,
+        },
     };
 
     /// The tier that the block stands in, or joins at its release, while it has content.
@@ -110,6 +126,9 @@ struct State {
     stats: StoreStats,
     /// For [`EvictionPolicy::ReuseQueue`]; shared, as a caller may ask for it at any time.
     reuse: Option<Arc<ReuseQueue>>,
+    now: Duration,
+    /// What was lost since it was last asked for.
+    losses: Vec<Loss>,
 }
 
 impl PlainPool {
@@ -132,12 +151,27 @@ impl PlainPool {
             epoch: Epoch::default(),
             stats: StoreStats::default(),
             reuse: reuse.clone(),
+            now: Duration::ZERO,
+            losses: Vec::new(),
         };
         state.grow(config.num_blocks);
         Ok(Self {
             state: RefCell::new(state),
             reuse,
         })
+    }
+
+    /// Sets the time of losses and policy.
+    pub fn set_time(&self, now: Duration) {
+        self.state.borrow_mut().now = now;
+        if let Some(reuse) = &self.reuse {
+            reuse.set_time(now);
+        }
+    }
+
+    /// What was lost since the last call, in this order.
+    pub fn take_losses(&self) -> Vec<Loss> {
+        std::mem::take(&mut self.state.borrow_mut().losses)
     }
 }
 
@@ -187,6 +221,7 @@ impl BlockStore for PlainPool {
     fn clear_index(&self) {
         let mut state = self.state.borrow_mut();
         state.epoch = state.epoch.next();
+        state.losses.push(Loss::Everything);
     }
 
     fn pin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
@@ -313,7 +348,10 @@ impl State {
         if self.is_free(id) {
             self.unlink(id);
         }
-        self.blocks[id.index()].holders += 1;
+        let block = &mut self.blocks[id.index()];
+        block.holders += 1;
+        block.life.hits += 1;
+        block.life.used = self.now;
         self.stats.touches += 1;
         self.stats.pinned_hits += u64::from(self.blocks[id.index()].pinned);
     }
@@ -375,7 +413,7 @@ impl State {
         self.stats.evictions += u64::from(evicts);
         self.stats.pinned_evictions += u64::from(evicts && self.blocks[id.index()].pinned);
         self.stats.allocations += 1;
-        self.forget(id);
+        self.lose(id, Cause::Evicted);
         self.blocks[id.index()].holders = 1;
         id
     }
@@ -385,7 +423,7 @@ impl State {
         for &id in &freed {
             let block = &self.blocks[id.index()];
             if !block.pinned && block.band <= Band::DEFAULT {
-                self.forget(id);
+                self.lose(id, Cause::Discarded);
             }
         }
         self.join_line(&freed);
@@ -417,6 +455,7 @@ impl State {
             self.check_held(id)?;
             let block = &mut self.blocks[id.index()];
             block.holders -= 1;
+            block.life.used = self.now;
             if block.holders == 0 {
                 freed.push(id);
             }
@@ -565,12 +604,15 @@ impl State {
     }
 
     fn shrink(&mut self, num_blocks: usize) {
-        for index in num_blocks..self.num_blocks {
-            let id = BlockId::new(index as u32);
-            if self.is_free(id) {
-                self.unlink(id);
-            }
-            self.forget(id);
+        let gone = (num_blocks..self.num_blocks).map(|index| BlockId::new(index as u32));
+        let (free, held): (Vec<BlockId>, Vec<BlockId>) = gone.partition(|&id| self.is_free(id));
+        for id in free {
+            self.unlink(id);
+            self.lose(id, Cause::Resized);
+        }
+        for id in held {
+            self.blocks[id.index()].life.used = self.now;
+            self.lose(id, Cause::Resized);
         }
         self.num_blocks = num_blocks;
     }
@@ -647,7 +689,42 @@ impl State {
             None => self.buckets[bucket] = id,
             Some(last) => self.blocks[last.index()].next_in_bucket = id,
         }
-        self.blocks[id.index()].content = Some((key, self.epoch));
+        let (born, used) = (self.now, self.now);
+        let block = &mut self.blocks[id.index()];
+        block.content = Some((key, self.epoch));
+        block.life = Life {
+            born,
+            used,
+            hits: 0,
+        };
+    }
+
+    /// Takes content and pin from a block, and tells of content of this epoch.
+    fn lose(&mut self, id: BlockId, cause: Cause) {
+        let Block {
+            content,
+            pinned,
+            band,
+            life,
+            ..
+        } = self.blocks[id.index()];
+        let found = |key: &BlockKey| self.walk_bucket(self.bucket(key)).any(|other| other == id);
+        let was_found = content.is_some_and(|(key, _)| found(&key));
+        self.forget(id);
+        if let Some((key, epoch)) = content
+            && epoch == self.epoch
+        {
+            self.losses.push(Loss::Block(LostBlock {
+                hash: key.hash,
+                group: key.group,
+                cause,
+                band: if pinned { band.max(Band::of(80)) } else { band },
+                hits: life.hits,
+                age: self.now - life.born,
+                idle: self.now - life.used,
+                is_last: was_found && self.lookup(&key).is_none(),
+            }));
+        }
     }
 
     /// Takes content and pin from a block.

@@ -2,7 +2,7 @@
 //! for misuse, a broken invariant and what another thread prevents, MemoryError where there is not enough.
 
 use prefixcache_core::error::{
-    Argument, Broken, CacheError, InvalidArgument, Misuse, PoolError, ResizeError,
+    Argument, Broken, CacheError, InvalidArgument, ListenError, Misuse, PoolError, ResizeError,
 };
 use prefixcache_cpu::OutOfMemory;
 use pyo3::PyErr;
@@ -33,6 +33,16 @@ impl IntoPyErr for PoolError {
         match self {
             Self::Invalid(error) => error.into_py_err(),
             Self::OutOfMemory { .. } => PyMemoryError::new_err(self.to_string()),
+        }
+    }
+}
+
+impl IntoPyErr for ListenError {
+    fn into_py_err(self) -> PyErr {
+        match self {
+            Self::Invalid(error) => error.into_py_err(),
+            Self::OutOfMemory { .. } => PyMemoryError::new_err(self.to_string()),
+            Self::Twice => PyRuntimeError::new_err(self.to_string()),
         }
     }
 }

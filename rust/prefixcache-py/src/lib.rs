@@ -20,6 +20,7 @@ mod exclusive;
 mod hints;
 mod json;
 mod linear;
+mod losses;
 mod names;
 mod prefix_cache;
 mod rowwise;

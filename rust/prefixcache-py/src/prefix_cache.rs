@@ -24,6 +24,7 @@ use crate::arguments::{
 use crate::block_hashes::BlockHashes;
 use crate::detach::{run, run_on_tokens};
 use crate::errors::{IntoPyErr, out_of_range};
+use crate::losses;
 use crate::names::{self, Name};
 use crate::sequence::{Batch, Sequence};
 use crate::shared_cache::{Cache, Core, on};
@@ -450,13 +451,11 @@ retention_budget=0.2)"
         })
     }
 
-    /// Set the time that TTLs and the eviction policy go by, in seconds, and end the use of the clock.
+    /// Set the time that TTLs, losses and the eviction policy go by, in seconds, and end the use of the clock.
     fn set_time(&self, seconds: One<names::Seconds, Duration>) -> PyResult<()> {
         let now = seconds.0;
         self.0.write_with_ledger(|core, ledger| {
-            if let Some(reuse) = on!(core, |cache| cache.store().reuse_queue()) {
-                reuse.set_time(now);
-            }
+            on!(core, |cache| cache.store().set_time(now));
             if let Some(ledger) = ledger {
                 ledger.set_time(now);
             }
@@ -618,6 +617,49 @@ retention_budget=0.2)"
         dict.set_item("hints_demoted", demoted)?;
         dict.set_item("hints_expired", expired)?;
         Ok(dict)
+    }
+
+    /// Keep a log of content that is lost from now on, of up to `capacity` blocks (rounded up to a power of two).
+    ///
+    /// Gaps between uses of content are counted by `gap_bounds`, in seconds that rise. Once; any thread.
+    #[pyo3(signature = (capacity, gap_bounds=None), text_signature = "($self, capacity, gap_bounds=())")]
+    fn listen(
+        &self,
+        capacity: Number<names::Capacity>,
+        gap_bounds: Option<List<names::GapBounds, Duration>>,
+    ) -> PyResult<()> {
+        let bounds = gap_bounds.map_or_else(Vec::new, |bounds| bounds.0);
+        let core = self.0.core()?;
+        let listening = on!(core, |cache| cache.store().listen(capacity.0, &bounds));
+        listening.map_err(IntoPyErr::into_py_err)
+    }
+
+    /// Take up to `max_losses` losses out of the log, the oldest first, as arrays. Any thread.
+    fn take_losses<'py>(
+        &self,
+        py: Python<'py>,
+        max_losses: Number<names::MaxLosses>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let (core, most) = (self.0.core()?, max_losses.0);
+        let losses = py.detach(|| {
+            let mut losses = Vec::new();
+            on!(core, |cache| cache.store().take_losses(most, &mut losses));
+            losses
+        });
+        losses::arrays(py, &losses)
+    }
+
+    /// Losses for which the log had no room. Any thread.
+    #[getter]
+    fn missed_losses(&self) -> PyResult<u64> {
+        Ok(on!(self.0.core()?, |cache| cache.store().missed_losses()))
+    }
+
+    /// How many gaps between uses lie up to each bound and above the one before, and the sum of all in
+    /// seconds. Any thread.
+    fn reuse_gaps(&self) -> PyResult<(Vec<u64>, f64)> {
+        let gaps = on!(self.0.core()?, |cache| cache.store().reuse_gaps());
+        Ok((gaps.counts, gaps.sum.as_secs_f64()))
     }
 
     /// Check every invariant of the cache; raises RuntimeError that names the broken one.

@@ -1,5 +1,5 @@
-//! Token hit rates of public traces, of each order of eviction and of the optimum, and the tokens that the
-//! slowest tenth of the requests computes at least: `cargo bench --package prefixcache-replay -- [trace].. [percent]..`.
+//! Token hit rates of public traces, of each order of eviction and of the optimum, and the tokens that requests
+//! compute at p50, p90 and p99: `cargo bench --package prefixcache-replay -- [trace].. [percent]..`.
 //!
 //! With `--as-json` each row is one line of JSON as well, on standard output.
 
@@ -18,6 +18,9 @@ const TRACES: [&str; 3] = ["mooncake_conv", "taubench", "weka64_A"];
 /// Sizes of the pool, in percent of the blocks that a trace's prompts have.
 const PERCENTS: [usize; 6] = [1, 2, 5, 10, 20, 50];
 
+/// Percentiles of the tokens that requests compute.
+const PERCENTILES: [usize; 3] = [50, 90, 99];
+
 /// One order of eviction over one trace, at all sizes.
 #[derive(Serialize)]
 struct Row<'a> {
@@ -25,7 +28,8 @@ struct Row<'a> {
     order: &'a str,
     blocks: Vec<usize>,
     hit_percent: Vec<f64>,
-    computed_p90: Vec<usize>,
+    /// For each of [`PERCENTILES`], by size.
+    computed: [Vec<usize>; PERCENTILES.len()],
 }
 
 type Replayed = Result<Outcome, Box<dyn Error>>;
@@ -53,18 +57,21 @@ fn measure<'a>(
             .iter()
             .map(|outcome| 100.0 * outcome.hit_rate())
             .collect(),
-        computed_p90: outcomes
-            .iter()
-            .map(|outcome| outcome.computed_at(90))
-            .collect(),
+        computed: PERCENTILES.map(|percentile| {
+            let computed = outcomes.iter().map(|one| one.computed_at(percentile));
+            computed.collect()
+        }),
     })
 }
 
 fn print_row(row: &Row) {
-    let rates = row.hit_percent.iter().map(|rate| format!("{rate:7.2}"));
-    let computed = row.computed_p90.iter().map(|tokens| format!("{tokens:8}"));
-    let cells: String = rates.chain(["   |".into()]).chain(computed).collect();
-    println!("{:14} {:12}{cells}", row.trace, row.order);
+    let mut line = format!("{:14} {:12}", row.trace, row.order);
+    line.extend(row.hit_percent.iter().map(|rate| format!("{rate:7.2}")));
+    for computed in &row.computed {
+        line.push_str("   |");
+        line.extend(computed.iter().map(|tokens| format!("{tokens:8}")));
+    }
+    println!("{line}");
 }
 
 fn print_header(percents: &[usize]) {
@@ -72,8 +79,9 @@ fn print_header(percents: &[usize]) {
         let column = |percent| format!("{:>width$}", format!("{percent}%"));
         percents.iter().map(column).collect()
     };
-    println!("token hit rate in percent | tokens computed at p90, by size of the pool");
-    println!("{:27}{}   |{}", "", columns(7), columns(8));
+    println!("token hit rate in percent | tokens computed at p50 | p90 | p99, by size of the pool");
+    let computed = format!("   |{}", columns(8)).repeat(PERCENTILES.len());
+    println!("{:27}{}{computed}", "", columns(7));
 }
 
 fn run_trace(name: &str, percents: &[usize], as_json: bool) -> Result<(), Box<dyn Error>> {

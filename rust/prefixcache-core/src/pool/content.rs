@@ -331,6 +331,7 @@ impl<M: Mode> BlockPool<M> {
         let early = planted(Fault::LookEarly).then(look);
         let open = M::SHARED && !planted(Fault::NumberEarly);
         let seq = self.contents.next_seq::<M>() | if open { OPEN } else { 0 };
+        self.note_registered(id);
         block.write_content(&content, epoch, seq);
         let entered = self.enter_index(id, spot, &content, epoch);
         if entered && open {
@@ -601,12 +602,24 @@ impl<M: Mode> BlockPool<M> {
     /// Removes blocks, each of which is the caller's alone, from the index; how many held content of
     /// this epoch.
     pub(super) fn forget_all(&self, ids: &[BlockId]) -> u64 {
-        ids.chunks(FORGET_BATCH)
-            .map(|batch| self.forget_batch(batch))
+        self.forget_each(ids, |_, _| {})
+    }
+
+    /// [`Self::forget_all`], which calls `lost` for each block that held content of this epoch, with its place
+    /// in `ids` and whether it was in the index.
+    #[inline]
+    pub(super) fn forget_each(&self, ids: &[BlockId], lost: impl Fn(usize, bool)) -> u64 {
+        let batches = ids.chunks(FORGET_BATCH).enumerate();
+        batches
+            .map(|(number, batch)| {
+                let first = number * FORGET_BATCH;
+                self.forget_batch(batch, |at, removed| lost(first + at, removed))
+            })
             .sum()
     }
 
-    fn forget_batch(&self, batch: &[BlockId]) -> u64 {
+    #[inline]
+    fn forget_batch(&self, batch: &[BlockId], lost: impl Fn(usize, bool)) -> u64 {
         let mut spots = [Spot::default(); FORGET_BATCH];
         for (spot, block) in spots.iter_mut().zip(batch.iter().map(|&id| self.block(id))) {
             if block.seq() != 0 {
@@ -616,11 +629,14 @@ impl<M: Mode> BlockPool<M> {
         }
         let now = self.contents.epoch();
         let mut current = 0;
-        for (&id, &spot) in batch.iter().zip(&spots) {
+        for (at, (&id, &spot)) in batch.iter().zip(&spots).enumerate() {
             match self.forget(id, spot) {
-                Some(epoch) if epoch == now => current += 1,
+                Some((epoch, removed)) if epoch == now => {
+                    current += 1;
+                    lost(at, removed);
+                }
                 // Of another epoch: over, unless it began just now.
-                Some(epoch) => self.contents.count::<M>(epoch, -1),
+                Some((epoch, _)) => self.contents.count::<M>(epoch, -1),
                 None => {}
             }
         }
@@ -628,16 +644,26 @@ impl<M: Mode> BlockPool<M> {
         current as u64
     }
 
-    /// Removes one block from the index; the epoch of the content that it held.
+    /// Removes one block from the index; the epoch of the content that it held, and whether it was there.
     #[inline]
-    fn forget(&self, id: BlockId, spot: Spot) -> Option<Epoch> {
+    fn forget(&self, id: BlockId, spot: Spot) -> Option<(Epoch, bool)> {
         let block = self.block(id);
         if block.seq() == 0 {
             return None;
         }
         block.erase_content();
         // The entry is gone already where a registration took its place.
-        self.index.remove::<M>(spot, id);
-        Some(block.epoch())
+        let removed = self.index.remove::<M>(spot, id);
+        Some((block.epoch(), removed))
+    }
+
+    /// Whether some block has the content in this epoch, be it about to leave the pool.
+    pub(super) fn has_copy(&self, content: &Content) -> bool {
+        let now = Now {
+            epoch: self.contents.epoch(),
+            blocks: &self.blocks,
+        };
+        let spot = self.index.spot(content, now.epoch);
+        self.find_at(now, spot, content, None).is_some()
     }
 }

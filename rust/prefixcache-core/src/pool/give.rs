@@ -6,6 +6,7 @@ use crate::credits::Inside;
 use crate::error::Misuse;
 use crate::free_stack::Chain;
 use crate::id::BlockId;
+use crate::losses::Cause;
 use crate::policy::{Queue, Tick};
 use crate::ring::Reservation;
 use crate::store::FreeOrder;
@@ -70,6 +71,7 @@ impl<M: Mode> BlockPool<M> {
     /// With `discard` those whose last hold it is lose their content, unless they are of a class above the
     /// default.
     pub(super) fn give_back(&self, ids: &[BlockId], discard: bool) -> Result<(), Misuse> {
+        self.note_released(ids);
         self.give_back_as(ids, Return::new(self.appends(), discard))
     }
 
@@ -77,6 +79,7 @@ impl<M: Mode> BlockPool<M> {
     pub(super) fn give_back_to(&self, ids: &[BlockId], queue: Queue) -> Result<(), Misuse> {
         let mut batch = Return::new(self.appends(), false);
         batch.queue = self.reuse.as_ref().map(|_| queue);
+        self.note_released(ids);
         self.give_back_as(ids, batch)
     }
 
@@ -90,10 +93,10 @@ impl<M: Mode> BlockPool<M> {
         outcome
     }
 
-    /// Gives up the holds of blocks that this call itself took.
+    /// Gives up the holds of blocks that this call itself took, which were no uses.
     #[cold]
     pub(super) fn give_back_all(&self, ids: &[BlockId]) {
-        let outcome = self.give_back(ids, false);
+        let outcome = self.give_back_as(ids, Return::new(self.appends(), false));
         debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");
     }
 
@@ -181,7 +184,12 @@ impl<M: Mode> BlockPool<M> {
         let retired = self.is_retired(id);
         let discarded = batch.discard && !last.class().is_above_default();
         if last.is_hashed() && (retired || discarded || !self.is_current(block)) {
-            return self.blank(id, last);
+            let cause = if retired {
+                Cause::Resized
+            } else {
+                Cause::Discarded
+            };
+            return self.blank(id, last, cause);
         }
         if retired {
             return self.retire(id);
@@ -193,7 +201,7 @@ impl<M: Mode> BlockPool<M> {
         }
         if last.is_hashed() {
             M::add(&self.counters.drops, 1);
-            return self.blank(id, last);
+            return self.blank(id, last, Cause::Dropped);
         }
         let step = block.transition_to_idle::<M>();
         if step == Transition::Done {
@@ -206,30 +214,31 @@ impl<M: Mode> BlockPool<M> {
     /// the last hold: together, as each one's index entry lies anywhere in memory.
     fn blank_all(&self, chunk: &[BlockId]) {
         let held = chunk.iter().take_while(|&&id| self.check_held(id).is_ok());
-        let blanked = held.copied().filter(|&id| {
+        let blanked = held.filter_map(|&id| {
             let block = self.block(id);
             let last = block.state();
             let goes = last.holders() == 1
                 && last.is_hashed()
                 && !last.is_claimed()
                 && !last.class().is_above_default();
-            goes && block.transition_to_blank::<M>(last) == Transition::Done
+            let done = goes && block.transition_to_blank::<M>(last) == Transition::Done;
+            done.then_some((id, last.class()))
         });
-        let blanked: Vec<BlockId> = blanked.collect();
+        let (blanked, classes): (Vec<BlockId>, Vec<Class>) = blanked.unzip();
         if !planted(Fault::KeepDiscarded) {
-            self.forget_all(&blanked);
+            self.lose_all(&blanked, Cause::Discarded, |at| classes[at]);
         }
     }
 
     /// Takes the content from a block of which the caller has the last hold; the hold stays, and the
     /// state is another in any case.
-    fn blank(&self, id: BlockId, last: State) -> Transition {
+    fn blank(&self, id: BlockId, last: State, cause: Cause) -> Transition {
         if self.block(id).transition_to_blank::<M>(last) == Transition::Done {
             if last.is_pinned() {
                 self.pins.count_ended::<M>(1);
             }
             if !planted(Fault::KeepDiscarded) {
-                self.forget_all(&[id]);
+                self.lose_all(&[id], cause, |_| last.class());
             }
         }
         Transition::Raced

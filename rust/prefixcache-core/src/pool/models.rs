@@ -6,6 +6,7 @@ use loom::thread;
 use super::{BlockPool, Shared};
 use crate::block::{Class, Content};
 use crate::id::{BlockHash, BlockId, Epoch, GroupId};
+use crate::losses::Loss;
 use crate::policy::{EvictionPolicy, Queue};
 use crate::store::{BlockKey, BlockStore, FreeOrder, PoolConfig, Registration};
 use crate::sync::{Fault, check, faults};
@@ -665,4 +666,42 @@ fn evict_beside_move_between_queues() {
 #[test]
 fn evict_vs_move_between_queues() {
     check(evict_beside_move_between_queues);
+}
+
+/// Two copies of one content are evicted at the same time: whoever listens is told by at least one of them that
+/// the content is gone, or it would believe for ever that it is there.
+fn two_evictions_of_twins() {
+    let pool = pool(2);
+    pool.listen(2, &[]).unwrap();
+    let copies: Vec<BlockId> = (0..2)
+        .map(|_| {
+            let block = allocate(&pool).unwrap();
+            let outcome = pool.register(block, key(1), Epoch::default());
+            assert!(outcome.is_ok());
+            block
+        })
+        .collect();
+    pool.release(&copies).unwrap();
+    let evicting = beside(&pool, allocate);
+    let held: Vec<BlockId> = allocate(&pool)
+        .into_iter()
+        .chain(evicting.join().unwrap())
+        .collect();
+    let mut losses = Vec::new();
+    pool.take_losses(8, &mut losses);
+    let says_last = |loss: &Loss| matches!(loss, Loss::Block(block) if block.is_last);
+    assert_eq!(losses.len(), 2, "a loss was told twice or not at all");
+    assert!(losses.iter().any(says_last), "nobody tells of the end");
+    check_rest(&pool, &held);
+}
+
+#[test]
+fn evict_vs_evict_of_twins() {
+    check(two_evictions_of_twins);
+}
+
+#[test]
+#[should_panic(expected = "nobody tells of the end")]
+fn evict_vs_evict_of_twins_fails_without_a_fence() {
+    faults::check_with(Fault::LookBeforeErased, two_evictions_of_twins);
 }

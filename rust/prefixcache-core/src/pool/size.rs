@@ -4,10 +4,11 @@
 //! any (see [`Credits`](crate::credits::Credits)). Lookups, registrations and pins go on beside it.
 
 use super::BlockPool;
-use crate::block::Claim;
+use crate::block::{Claim, Class};
 use crate::error::ResizeError;
 use crate::free_stack::Chain;
 use crate::id::BlockId;
+use crate::losses::Cause;
 use crate::sync::{AtomicU64, AtomicUsize, Fault, Mode, Ordering, OwnLine, planted, yield_now};
 
 use Ordering::{Acquire, Release};
@@ -66,6 +67,7 @@ impl<M: Mode> BlockPool<M> {
         let Some(_resizing) = self.credits.begin_resize::<M>() else {
             return Err(ResizeError::Busy);
         };
+        self.tell_time_of_batch();
         let before = self.size.num_blocks();
         if num_blocks < before {
             self.shrink(before, num_blocks);
@@ -117,19 +119,16 @@ impl<M: Mode> BlockPool<M> {
     fn unqueue_all(&self, ids: impl Iterator<Item = BlockId>) -> usize {
         let mut vacated = self.vacated_slots();
         let mut pinned = 0;
-        let unqueued: Vec<BlockId> = ids
-            .filter(|&id| {
-                let left = self.block(id).transition_to_unqueued::<M>();
-                left.is_some_and(|(place, was_pinned)| {
-                    vacated.add(place);
-                    pinned += usize::from(was_pinned);
-                    true
-                })
-            })
-            .collect();
+        let unqueued = ids.filter_map(|id| {
+            let (place, was_pinned) = self.block(id).transition_to_unqueued::<M>()?;
+            vacated.add(place);
+            pinned += usize::from(was_pinned);
+            Some((id, place.class))
+        });
+        let (unqueued, classes): (Vec<BlockId>, Vec<Class>) = unqueued.unzip();
         self.pins.count_ended::<M>(pinned);
         if !planted(Fault::KeepRetired) {
-            self.forget_all(&unqueued);
+            self.lose_all(&unqueued, Cause::Resized, |at| classes[at]);
         }
         unqueued.len()
     }
@@ -143,7 +142,8 @@ impl<M: Mode> BlockPool<M> {
             } else if !state.is_hashed() {
                 return;
             } else if let Claim::Claimed { .. } = self.claim(id, state) {
-                self.forget_all(&[id]);
+                self.note_released(&[id]);
+                self.lose_all(&[id], Cause::Resized, |_| state.class());
                 return self.end_claim(id, false);
             }
         }

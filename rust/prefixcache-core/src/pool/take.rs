@@ -7,6 +7,7 @@ use crate::block::{Class, Hold, Place, Transition};
 use crate::credits::Inside;
 use crate::error::Exhausted;
 use crate::id::BlockId;
+use crate::losses::Cause;
 use crate::policy::{Queue, Rank, ReuseQueue, Tick};
 use crate::store::BlockKey;
 use crate::sync::{Fault, Mode, pause, planted};
@@ -37,6 +38,7 @@ impl<M: Mode> BlockPool<M> {
         num_new: usize,
         out: &mut Vec<BlockId>,
     ) -> Result<usize, Exhausted> {
+        self.tell_time_of_batch();
         let first = out.len();
         let num_keys = keys.len();
         let free_hits = if num_keys == 0 {
@@ -118,6 +120,7 @@ impl<M: Mode> BlockPool<M> {
         }
         inside.give_at_end(credits);
         M::add(&self.counters.touches, hits as u64);
+        self.note_hits(&found[..hits]);
         if self.pins.now() > 0 {
             self.count_pinned(&found[..hits]);
         }
@@ -279,7 +282,7 @@ impl<M: Mode> BlockPool<M> {
             };
             self.ring(class)
                 .take_oldest(&self.blocks, end - first, take, out);
-            let evicted = self.forget_all(&out[first..]);
+            let evicted = self.lose_all(&out[first..], Cause::Evicted, |_| class);
             M::add(&self.counters.evictions, evicted);
             if pinned.all.get() > 0 {
                 self.pins

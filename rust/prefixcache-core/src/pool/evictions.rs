@@ -1,0 +1,134 @@
+//! What the pool tells of content that is lost: see [`losses`](crate::losses).
+
+use std::time::Duration;
+
+use super::BlockPool;
+use crate::block::{Class, Content};
+use crate::error::{InvalidArgument, ListenError};
+use crate::id::BlockId;
+use crate::losses::{Cause, Loss, Losses, ReuseGaps};
+use crate::store::BlockStore;
+use crate::sync::{Fault, Mode, planted};
+
+/// The most losses that a log may hold: 4 GiB of them.
+const MAX_CAPACITY: usize = 1 << 26;
+
+impl<M: Mode> BlockPool<M> {
+    /// Keeps a log of content that is lost from now on, of up to `capacity` blocks rounded up to a power of two,
+    /// and counts of the gaps between uses, by bounds that rise. Once in a pool's life; costs 64 bytes of memory a
+    /// loss and 24 a block, once they are touched.
+    pub fn listen(&self, capacity: usize, gap_bounds: &[Duration]) -> Result<(), ListenError> {
+        if !(1..=MAX_CAPACITY).contains(&capacity) {
+            let reason = format!("must be from 1 to {MAX_CAPACITY}, not {capacity}");
+            return Err(InvalidArgument::new("capacity", reason).into());
+        }
+        if !gap_bounds.is_sorted_by(|one, next| one < next) {
+            let reason = "must rise from each to the next";
+            return Err(InvalidArgument::new("gap_bounds", reason).into());
+        }
+        let capacity = capacity.next_power_of_two();
+        let losses = Losses::new(capacity, gap_bounds, self.config.max_blocks, &self.clock);
+        let losses = losses.ok_or(ListenError::OutOfMemory { capacity })?;
+        self.losses.set(losses).map_err(|_| ListenError::Twice)
+    }
+
+    /// Takes up to `most` losses out of the log, the oldest first. From any thread, beside those that change the
+    /// pool; nothing where nobody listens.
+    pub fn take_losses(&self, most: usize, out: &mut Vec<Loss>) {
+        if let Some(losses) = self.losses.get() {
+            losses.take(most, out);
+        }
+    }
+
+    /// Losses for which the log had no room.
+    #[must_use]
+    pub fn missed_losses(&self) -> u64 {
+        self.losses.get().map_or(0, Losses::missed)
+    }
+
+    /// How long content waited between its uses; empty where nobody listens.
+    #[must_use]
+    pub fn reuse_gaps(&self) -> ReuseGaps {
+        self.losses.get().map(Losses::gaps).unwrap_or_default()
+    }
+
+    /// Sets the time of losses and policy, and ends the use of the system's clock: with times that are given, the
+    /// same calls have the same outcome.
+    pub fn set_time(&self, now: Duration) {
+        self.clock.set(now);
+        if let Some(reuse) = self.reuse_queue() {
+            reuse.set_time(now);
+        }
+    }
+
+    /// A call begins that registers, hits, gives back or loses content.
+    #[inline]
+    pub(super) fn tell_time_of_batch(&self) {
+        if let Some(losses) = self.losses.get() {
+            losses.tell_time(&self.clock);
+        }
+    }
+
+    /// Content is about to be written to a block that the caller has claimed.
+    #[inline]
+    pub(super) fn note_registered(&self, id: BlockId) {
+        if let Some(losses) = self.losses.get() {
+            losses.registered(id);
+        }
+    }
+
+    /// The caller has hit these blocks and holds them.
+    #[inline]
+    pub(super) fn note_hits(&self, ids: &[BlockId]) {
+        if let Some(losses) = self.losses.get() {
+            losses.hit::<M>(ids);
+        }
+    }
+
+    /// The caller is about to give up its holds of these blocks, up to the first that nobody holds.
+    #[inline]
+    pub(super) fn note_released(&self, ids: &[BlockId]) {
+        if let Some(losses) = self.losses.get() {
+            losses.tell_time(&self.clock);
+            let held = ids.iter().take_while(|&&id| self.check_held(id).is_ok());
+            held.for_each(|&id| losses.released(id));
+        }
+    }
+
+    pub(super) fn note_cleared(&self) {
+        if let Some(losses) = self.losses.get() {
+            losses.lost_everything::<M>();
+        }
+    }
+
+    /// [`Self::forget_all`], and tells of it. `class_of` says of which class each block was, by its place in `ids`.
+    #[inline]
+    pub(super) fn lose_all(
+        &self,
+        ids: &[BlockId],
+        cause: Cause,
+        class_of: impl Fn(usize) -> Class,
+    ) -> u64 {
+        let Some(losses) = self.losses.get() else {
+            return self.forget_all(ids);
+        };
+        self.forget_each(ids, |at, removed| {
+            let id = ids[at];
+            let content = self.block(id).content();
+            let band = class_of(at).band();
+            // A copy that was taken out of the index as one too many was none that others could find.
+            let is_last = removed && self.is_gone(&content);
+            losses.lost::<M>(id, content, cause, band, is_last);
+        })
+    }
+
+    /// Whether no block has the content in this epoch. Of threads that remove copies of it at the same time, at
+    /// least one finds it gone.
+    fn is_gone(&self, content: &Content) -> bool {
+        // Each has erased its copy before it looks for others.
+        if !planted(Fault::LookBeforeErased) {
+            M::fence();
+        }
+        !self.has_copy(content)
+    }
+}

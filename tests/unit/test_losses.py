@@ -1,0 +1,82 @@
+"""What a listener is told of content that was lost."""
+
+import numpy as np
+import pytest
+
+from prefixcache.core import PrefixCache
+
+BLOCK = 4
+CLEARED, EVICTED, RESIZED = 0, 1, 4
+
+
+def serve(cache: PrefixCache, first: int, num_blocks: int) -> list[bytes]:
+    """A request's whole life; the names of its blocks."""
+    tokens = np.arange(first, first + num_blocks * BLOCK, dtype=np.int32)
+    sequence = cache.new_sequence(tokens)
+    hits = cache.count_prefix_hits(sequence, len(tokens) - 1)
+    assert cache.commit_prefix_plan(sequence, hits, len(tokens) - hits) == hits
+    cache.mark_blocks_filled([sequence], [len(tokens)])
+    cache.release([sequence])
+    hashes = cache.compute_block_hashes(tokens)
+    return [hashes.to_bytes(index) for index in range(num_blocks)]
+
+
+@pytest.mark.parametrize("threads", ["single_writer", "shared"])
+def test_each_lost_block_is_told_once_with_its_life(threads: str) -> None:
+    cache = PrefixCache(5, BLOCK, threads=threads, max_blocks=9)  # type: ignore[arg-type]
+    cache.set_time(10)
+    serve(cache, 0, 2)
+    cache.set_time(20)
+    cache.listen(4, [1, 5, 60])
+    cache.set_time(22)
+    names = serve(cache, 0, 3)
+    cache.set_time(23.5)
+    others = serve(cache, 500, 4)
+    lost = cache.take_losses(100)
+    assert lost["cause"].tolist() == [EVICTED] * 3
+    assert [bytes(row) for row in lost["hash"]] == names[::-1]
+    # The first two are from before the listening, which is as far back as ages go.
+    assert lost["age"].tolist() == [1.5, 3.5, 3.5]
+    assert lost["idle"].tolist() == [1.5] * 3
+    assert lost["hits"].tolist() == [0, 1, 1]
+    assert lost["is_last"].all()
+    assert set(lost["band"]) == {2}
+    assert set(lost["group"]) == {0}
+    assert cache.reuse_gaps() == ([0, 2, 0, 0], 4.0)
+    assert len(cache.take_losses(100)["hash"]) == 0
+
+    cache.resize(3)
+    cache.clear_cache_index()
+    lost = cache.take_losses(100)
+    assert lost["cause"].tolist() == [RESIZED] * 2 + [CLEARED]
+    assert {bytes(row) for row in lost["hash"][:2]} < set(others)
+    cache.resize(5)
+    serve(cache, 900, 4)
+    assert len(cache.take_losses(100)["hash"]) == 0, "cleared content was told of again"
+
+
+def test_a_full_log_counts_what_it_does_not_hold() -> None:
+    cache = PrefixCache(17, BLOCK)
+    assert cache.missed_losses == 0
+    assert len(cache.take_losses(9)["hash"]) == 0
+    cache.listen(3)  # Rounded up to 4.
+    for first in range(0, 3000, 1000):
+        serve(cache, first, 16)
+    assert len(cache.take_losses(3)["hash"]) == 3
+    assert len(cache.take_losses(100)["hash"]) == 1
+    assert cache.missed_losses == 32 - 4
+
+
+def test_bad_listeners_are_told_what_is_wrong() -> None:
+    cache = PrefixCache(17, BLOCK)
+    for capacity in (0, -1, 2**40):
+        with pytest.raises(ValueError, match="capacity"):
+            cache.listen(capacity)
+    for bounds in ([2, 1], [1, 1], [float("nan")], [-1.0]):
+        with pytest.raises(ValueError, match="gap_bounds"):
+            cache.listen(4, bounds)
+    with pytest.raises(TypeError, match=r"gap_bounds\[0\]"):
+        cache.listen(4, ["x"])  # type: ignore[list-item]
+    cache.listen(4)
+    with pytest.raises(RuntimeError, match="already"):
+        cache.listen(4)

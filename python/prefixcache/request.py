@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from prefixcache.exceptions import InvalidRequestError
+from prefixcache.retention_range import RetentionRange, check_ranges, check_within
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.token_ids import TokenIds, as_token_ids
 
@@ -31,6 +32,13 @@ def _check_salt(value: str) -> None:
         ) from None
 
 
+def _check_write_upto(value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise InvalidRequestError(
+            f"write_upto must be a number of tokens, 0 or more, got {value!r}.", param="write_upto"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
     """How one request uses the prefix cache.
@@ -39,16 +47,35 @@ class CacheOptions:
     publishes nothing. A request whose share of cached tokens is below `hit_threshold` ends at once
     with `finish_reason` "cache_threshold"; None takes the engine's own threshold.
 
-    Raises `InvalidRequestError` for a salt that is not text, and for a threshold that is not a
-    number from 0 to 1.
+    `retention` says which tokens are worth keeping (`retention_range.py`), within the budget of
+    `owner`: without one that of the salt, or of all who have none. Only full blocks of the first
+    `write_upto` tokens are published; None sets no limit.
+
+    Raises `InvalidRequestError` for a salt that is not text, for a threshold that is not a number
+    from 0 to 1, for ranges that `check_ranges` refuses, and for a negative `write_upto`.
     """
 
     salt: str | None = None
     read: bool = True
     write: bool = True
     hit_threshold: float | None = None
+    retention: tuple[RetentionRange, ...] = ()
+    owner: str | None = None
+    write_upto: int | None = None
+
+    @property
+    def retention_owner(self) -> str:
+        """Whose budget the retention hints count against."""
+        if self.owner is not None:
+            return self.owner
+        return "" if self.salt is None else f"salt:{self.salt}"
 
     def __post_init__(self) -> None:
+        if self.retention:
+            object.__setattr__(self, "retention", tuple(self.retention))
+            check_ranges(self.retention)
+        if self.write_upto is not None:
+            _check_write_upto(self.write_upto)
         if self.salt is not None:
             _check_salt(self.salt)
         if self.hit_threshold is not None:
@@ -64,7 +91,8 @@ class Request:
     A lower `priority` value is served earlier, as in vLLM. `arrival_time` is in seconds of
     `time.monotonic`. Requests of one `job_id` came together: jobs take turns, and without an id a
     request is a job of its own. Raises `InvalidRequestError` for token ids that `as_token_ids`
-    refuses, and for a priority or a time that has no place in an order.
+    refuses, for a retention hint that leaves the prompt, and for a priority or a time that has no
+    place in an order.
     """
 
     request_id: str
@@ -77,6 +105,8 @@ class Request:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", as_token_ids(self.prompt_token_ids))
+        if self.cache.retention:
+            check_within(self.cache.retention, len(self.prompt_token_ids))
         for name in ("priority", "arrival_time"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or value != value:
@@ -108,8 +138,10 @@ class RequestOutput:
 
     `text` is the new text alone and never holds half of a character. `stop_reason` is the stop
     string or token id that ended the request. `prompt_logprobs` comes with the first token; its
-    first entry is None, since nothing precedes the first token. `restarted` says that the weights
-    were replaced: all that came before is void, the answer begins anew.
+    first entry is None, since nothing precedes the first token. `num_cached_tokens` of the prompt
+    came from the cache, `num_written_tokens` of it are in blocks that this request was the first to
+    publish. `restarted` says that the weights were replaced: all that came before is void, the
+    answer begins anew.
     """
 
     request_id: str
@@ -119,6 +151,7 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_written_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None

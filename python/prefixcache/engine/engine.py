@@ -320,7 +320,8 @@ class Engine:
             if result.token_id is None and result.error is None:
                 return None
             cached = self._scheduler.num_cached_tokens(scheduled.request_id)
-            return answer.push(result, cached)
+            written = self._scheduler.num_written_tokens(scheduled.request_id)
+            return answer.push(result, cached, written)
         except Exception as error:
             logger.exception("Request %s failed.", scheduled.request_id)
             return answer.end("error", error=repr(error))

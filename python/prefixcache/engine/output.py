@@ -32,7 +32,7 @@ class Answer:
         self._eos_token_ids = () if ignores_eos else eos_token_ids
         self._max_tokens = max_tokens
         self._num_tokens = 0
-        self._num_cached_tokens = 0
+        self._num_cached_tokens = self._num_written_tokens = 0
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._last_token_time: float | None = None
 
@@ -40,7 +40,7 @@ class Answer:
         """Begins anew, with an unused detokenizer; says so where tokens were handed out."""
         begun = self._num_tokens > 0
         self._detokenizer = detokenizer
-        self._num_tokens = self._num_cached_tokens = 0
+        self._num_tokens = self._num_cached_tokens = self._num_written_tokens = 0
         self._prompt_logprobs = [None]
         if not begun:
             return None
@@ -54,11 +54,16 @@ class Answer:
         known = len(self._prompt_logprobs) - 1 - start
         self._prompt_logprobs.extend(logprobs[known:])
 
-    def push(self, output: SequenceOutput, num_cached_tokens: int) -> RequestOutput:
-        """Adds the sampled token and tells what the caller gets for it."""
+    def push(
+        self, output: SequenceOutput, num_cached_tokens: int, num_written_tokens: int = 0
+    ) -> RequestOutput:
+        """Adds the sampled token and tells what the caller gets for it.
+
+        The counts are those of the prompt's tokens that were hits, and that were published.
+        """
         if output.token_id is None:
             return self.end("error", error=output.error)
-        self._num_cached_tokens = num_cached_tokens
+        self._num_cached_tokens, self._num_written_tokens = num_cached_tokens, num_written_tokens
         token_id, first = output.token_id, not self._num_tokens
         self._num_tokens += 1
         stop_id = token_id in self.request.params.stop_token_ids
@@ -77,6 +82,7 @@ class Answer:
             prompt_logprobs=self._take_prompt_logprobs() if first else None,
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_cached_tokens=num_cached_tokens,
+            num_written_tokens=num_written_tokens,
             finish_reason=finish_reason,
             stop_reason=self._detokenizer.stopped_by or (token_id if stop_id else None),
         )
@@ -89,6 +95,7 @@ class Answer:
             prompt_logprobs=None if self._max_tokens else self._take_prompt_logprobs(),
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_cached_tokens=self._num_cached_tokens,
+            num_written_tokens=self._num_written_tokens,
             finish_reason=reason,
             error=error,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -41,6 +42,8 @@ class CacheManager:
     at most `max_blocks` blocks the pool can be resized. Errors of the core pass through:
     `ValueError` names an argument, `RuntimeError` tells of misuse. Without `publish_answers` only
     blocks of prompts are shared, for attention whose decodes write other bits than its prefills.
+
+    `num_resets` counts what made all that was published before unfindable.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class CacheManager:
         self._pins = self._retention.pin and self.has_windows
         self._merge_twins = merge_twins
         self.num_merged_blocks = 0
+        self.num_resets = 0
         self._sequences: dict[str, CoreSequence] = {}
         self._unhashed: set[str] = set()
         self._publish_answers = publish_answers
@@ -276,10 +280,11 @@ class CacheManager:
             sampled = {name: sampled[name] for name in sampled if name not in self._unhashed}
         self._cache.append_tokens(self._of(sampled), list(sampled.values()))
 
-    def mark_filled(self, request_ids: Sequence[str], upto: Sequence[int]) -> None:
+    def mark_filled(self, request_ids: Sequence[str], upto: Sequence[int]) -> Mapping[int, int]:
         """Publishes each request's full blocks below `upto` tokens, whose KV is there now.
 
         A block whose content another one holds already is given up for that one, if twins merge.
+        Returns how many blocks of which of the requests others held in every group already.
         """
         sequences = self._of(request_ids)
         if not self._publish_answers:
@@ -292,6 +297,10 @@ class CacheManager:
             self.num_merged_blocks += len(twins)
             if twins:
                 logger.debug("%d blocks with the same content were merged.", len(twins))
+        if not twins:
+            return {}
+        held = Counter((sequence, index) for sequence, _, index, _ in twins)
+        return Counter(place for (place, _), n in held.items() if n == self._num_groups)
 
     def drop_unneeded(self, computed: Sequence[tuple[str, int]]) -> None:
         """Gives back the blocks that no token from the given one on needs, request by request.
@@ -353,6 +362,7 @@ class CacheManager:
 
     def reset(self) -> None:
         """Forgets all cached prefixes; running requests keep their blocks."""
+        self.num_resets += 1
         self._cache.clear_cache_index()
         logger.debug("All cached prefixes are forgotten.")
 
@@ -368,6 +378,7 @@ class CacheManager:
 
     def new_weight_version(self) -> int:
         """`reset`, and nothing computed so far can be found or published from now on."""
+        self.num_resets += 1
         return self._cache.new_weight_version()
 
     def _of(self, request_ids: Iterable[str]) -> list[CoreSequence]:

@@ -70,6 +70,7 @@ class Admission:
             return Verdict.NO_ROOM
         state.num_slots = self._cache.num_slots(state.request_id)
         state.num_computed_tokens = state.num_published_tokens = taken
+        state.num_resets = self._cache.num_resets
         if state.num_cached_tokens is None:
             state.num_cached_tokens = taken
             if self.enabled:

@@ -61,7 +61,7 @@ class InFlight:
     def advance(self, state: RequestState) -> list[RequestState]:
         """A running request started or published: what it computes next. Returns who may go on."""
         woken = self.withdraw(state.request_id)
-        if state.num_tokens - state.num_published_tokens > 1:
+        if state.publishes_more and state.num_tokens - state.num_published_tokens > 1:
             index = state.num_published_tokens // self._block_size
             block_hash = self._cache.block_hash(state.request_id, index)
             if block_hash is not None:

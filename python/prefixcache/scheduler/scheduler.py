@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ import numpy as np
 from prefixcache.config import SchedulerConfig
 from prefixcache.grammar.guide import Guide
 from prefixcache.kv.cache_manager import CacheManager
-from prefixcache.request import FinishReason, Request
+from prefixcache.request import CacheOptions, FinishReason, Request
 from prefixcache.scheduler.admission import Admission, Verdict
 from prefixcache.scheduler.budget import StepBudget
 from prefixcache.scheduler.hit_counter import HitCounter
@@ -177,6 +178,7 @@ class Scheduler:
             max_num_tokens=self._limits.max_num_tokens(request),
             end_token_ids=end_token_ids,
             guide=guide,
+            write_limit=self._write_limit(request.cache),
         )
         self._start_sequence(request)
         state.turn = self._jobs.add(request)
@@ -301,6 +303,21 @@ class Scheduler:
     def num_cached_tokens(self, request_id: str) -> int:
         """Prompt tokens that came from the cache when the request first started."""
         return self._states[request_id].num_cached_tokens or 0
+
+    def num_written_tokens(self, request_id: str) -> int:
+        """Prompt tokens in blocks that the request was the first to publish, since it started."""
+        state = self._states[request_id]
+        # Blocks that were lost to a preemption are written twice, and count once.
+        most = state.tokens.num_prompt_tokens - (state.num_cached_tokens or 0)
+        return min(state.num_written_tokens, most)
+
+    def _write_limit(self, cache: CacheOptions) -> int:
+        """Tokens, in full blocks, up to which a request may publish."""
+        if not cache.write:
+            return 0
+        if cache.write_upto is None:
+            return sys.maxsize
+        return cache.write_upto // self._cache.block_size * self._cache.block_size
 
     def _start_sequence(self, request: Request) -> None:
         """Hashes are needed only to find blocks and to be found."""
@@ -432,7 +449,7 @@ class Scheduler:
 
     def _announce(self, state: RequestState) -> None:
         """Lets others wait for what the request computes next."""
-        if self._in_flight is not None and state.request.cache.write:
+        if self._in_flight is not None and state.write_limit:
             self._wake(self._in_flight.advance(state))
 
     def _withdraw(self, state: RequestState) -> None:
@@ -447,13 +464,19 @@ class Scheduler:
         """Registers full blocks of requests whose KV is there now, up to so many tokens."""
         if not self._publishes:
             return
-        written = [(state, upto) for state, upto in filled if state.request.cache.write]
-        if written:
-            ids = [state.request_id for state, _ in written]
-            self._cache.mark_filled(ids, [upto for _, upto in written])
-            for state, upto in written:
-                state.num_published_tokens = upto
-                self._announce(state)
+        written = [
+            (state, min(upto, state.write_limit)) for state, upto in filled if state.publishes_more
+        ]
+        if not written:
+            return
+        twins = self._cache.mark_filled(
+            [state.request_id for state, _ in written], [upto for _, upto in written]
+        )
+        for place, (state, upto) in enumerate(written):
+            if state.num_resets == self._cache.num_resets:
+                state.count_written(upto, twins.get(place, 0), self._cache.block_size)
+            state.num_published_tokens = upto
+            self._announce(state)
 
     def _drop_unneeded(self, computed: Iterable[tuple[RequestState, int]]) -> None:
         """Gives back what is behind the windows of requests that are computed up to there."""

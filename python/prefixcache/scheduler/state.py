@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 from prefixcache.grammar.guide import Guide
 from prefixcache.request import Request
@@ -23,6 +24,10 @@ class RequestState:
     step computes and samples counts from its planning on: a token is pending until the step's
     outputs are known. `turn` is the round in which its job lets the request start. `guide`
     keeps the answer to its grammar.
+
+    Blocks of the first `write_limit` tokens, a multiple of the block size, are published.
+    `num_written_tokens` of the prompt are in blocks that this request published first; it took its
+    blocks after `num_resets` of the cache, and a later one lets it publish no more.
     """
 
     __slots__ = (
@@ -38,12 +43,15 @@ class RequestState:
         "num_computed_tokens",
         "num_prompt_logprobs",
         "num_published_tokens",
+        "num_resets",
         "num_slots",
         "num_tokens",
+        "num_written_tokens",
         "request",
         "request_id",
         "tokens",
         "turn",
+        "write_limit",
     )
 
     def __init__(
@@ -55,6 +63,7 @@ class RequestState:
         max_num_tokens: int,
         end_token_ids: tuple[int, ...] = (),
         guide: Guide | None = None,
+        write_limit: int = sys.maxsize,
     ) -> None:
         self.request = request
         self.request_id = request.request_id
@@ -66,6 +75,9 @@ class RequestState:
         self.num_cached_tokens: int | None = None
         self.first_wait_step: int | None = None
         self.num_prompt_logprobs = 0
+        self.num_resets = 0
+        self.num_written_tokens = 0
+        self.write_limit = write_limit
         self.tokens = TokenBuffer(request.prompt_token_ids)
         self._sampled_row = 0
         self._serial = serial
@@ -117,6 +129,7 @@ class RequestState:
             self.guide.reset()
         self.num_prompt_logprobs = 0
         self.num_cached_tokens = None
+        self.num_written_tokens = 0
         self.restart()
 
     def restart(self) -> None:
@@ -125,6 +138,17 @@ class RequestState:
         self.num_computed_tokens = 0
         self.num_published_tokens = 0
         self.num_slots = 0
+
+    @property
+    def publishes_more(self) -> bool:
+        """Whether blocks are still to be published, as far as its tokens are known."""
+        return self.num_published_tokens < self.write_limit
+
+    def count_written(self, upto: int, twins: int, block_size: int) -> None:
+        """Counts the prompt's full blocks below `upto` tokens, but `twins` of them, as written."""
+        prompt = self.tokens.num_prompt_tokens
+        new = min(upto, prompt) // block_size - self.num_published_tokens // block_size - twins
+        self.num_written_tokens += max(0, new) * block_size
 
     @property
     def next_token(self) -> int:

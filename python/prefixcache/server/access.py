@@ -41,6 +41,7 @@ _CLIENT_PATHS = frozenset(
     }
 )
 _CLIENT_PREFIXES = ("/v1/models/",)
+_WARM_PATH = "/prefix_cache/warm"
 
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 _HOST_PATTERN = re.compile(r"[\w*.-]+")
@@ -65,14 +66,15 @@ class AccessRules:
 
     With `api_keys` clients must send one of them, with `admin_api_keys` administrators. A request's
     `Host` must be an address, localhost, or match one of `allowed_hosts` ("*.example.com").
-    `public_metrics` lets everybody read `/metrics`. Raises `FieldError` for a key or host that
-    could never match or would match too much.
+    `public_metrics` lets everybody read `/metrics`, `client_warming` clients warm the cache.
+    Raises `FieldError` for a key or host that could never match or would match too much.
     """
 
     api_keys: tuple[str, ...] = ()
     admin_api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     public_metrics: bool = False
+    client_warming: bool = False
 
     def __post_init__(self) -> None:
         for key in (*self.api_keys, *self.admin_api_keys):
@@ -102,6 +104,10 @@ class Caller:
         """The salt as the cache knows it: with API keys, the same text is another one for each."""
         return salt if salt is None or self.namespace is None else f"{self.namespace}:{salt}"
 
+    def owner(self, salt: str | None) -> str | None:
+        """Whose budget a request's retention hints count against; None leaves it to the salt."""
+        return None if salt is not None or self.namespace is None else f"key:{self.namespace}"
+
 
 def is_host_name(host: str) -> bool:
     """Whether the text is a host name or a pattern of names, with neither scheme nor port."""
@@ -118,6 +124,7 @@ class AccessCheck:
         self._app = app
         self._hosts = (*_LOCAL_HOSTS, *map(str.lower, rules.allowed_hosts))
         self._public = _PUBLIC_PATHS | ({"/metrics"} if rules.public_metrics else set[str]())
+        self._client_paths = _CLIENT_PATHS | ({_WARM_PATH} if rules.client_warming else set[str]())
         self._api_keys = [_digest(key.encode()) for key in rules.api_keys]
         self._admin_keys = [_digest(key.encode()) for key in rules.admin_api_keys]
 
@@ -145,9 +152,12 @@ class AccessCheck:
         caller = self._caller(scope, headers, digest)
         if self._api_keys and not (caller.is_admin or _holds(self._api_keys, digest)):
             raise _key_needed("the server's API key")
-        if not (caller.is_admin or _is_for_clients(path)) and _exists(scope):
+        if not (caller.is_admin or self._is_for_clients(path)) and _exists(scope):
             raise self._admin_needed(scope)
         return caller
+
+    def _is_for_clients(self, path: str) -> bool:
+        return path in self._client_paths or path.startswith(_CLIENT_PREFIXES)
 
     def _refuse_pages(self, headers: Headers) -> None:
         """Raises `ApiError` for what a browser sends on behalf of a page that is not ours."""
@@ -190,10 +200,6 @@ def _bearer(headers: Headers) -> bytes:
     """The key as it came, since header values are bytes; empty without one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-
-
-def _is_for_clients(path: str) -> bool:
-    return path in _CLIENT_PATHS or path.startswith(_CLIENT_PREFIXES)
 
 
 def _exists(scope: Scope) -> bool:

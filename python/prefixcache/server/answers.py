@@ -49,6 +49,7 @@ class Choice:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     token_ids: list[int] = field(default_factory=list[int])
     num_cached_tokens: int = 0
+    num_written_tokens: int = 0
     text_offset: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -67,6 +68,7 @@ class Choice:
             raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message)
         if not self.num_tokens:
             self.num_cached_tokens = output.num_cached_tokens
+            self.num_written_tokens = output.num_written_tokens
             self.prompt_logprobs = output.prompt_logprobs
         self.token_ids.extend(output.token_ids)
         self.text.append(output.text)
@@ -127,13 +129,18 @@ async def answer(
     return EventStream(_to_the_end(chunks, job))
 
 
-async def _whole_body(maker: JobMaker, job: Job, form: AnswerForm) -> bytes:
+async def gathered(maker: JobMaker, job: Job) -> list[Choice]:
+    """All answers, when they have ended. Raises `ApiError` when the engine failed on one."""
     choices = _new_choices(job)
     with _told_to_the_log(job, choices):
         async with aclosing(await maker.engine.generate_all(job.requests)) as outputs:
             async for index, output in outputs:
                 choices[index].add(output)
+    return choices
 
+
+async def _whole_body(maker: JobMaker, job: Job, form: AnswerForm) -> bytes:
+    choices = await gathered(maker, job)
     size = _size(job, choices)
 
     def body() -> bytes:
@@ -144,16 +151,17 @@ async def _whole_body(maker: JobMaker, job: Job, form: AnswerForm) -> bytes:
 
 
 def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Token counts. The prompt of several choices counts once, with the hits of the first."""
+    """Token counts. The prompt of several choices counts once, as the first used the cache."""
     first_choices = choices[:: job.params.n]
     prompt = sum(choice.num_prompt_tokens for choice in first_choices)
     completion = sum(choice.num_tokens for choice in choices)
     cached = sum(choice.num_cached_tokens for choice in first_choices)
+    written = sum(choice.num_written_tokens for choice in first_choices)
     shown: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
     }
     reasoning = sum(choice.num_reasoning_tokens for choice in choices)
     if reasoning:

@@ -21,6 +21,7 @@ from prefixcache.server.not_served import not_served_router
 from prefixcache.server.probe import probe_router
 from prefixcache.server.served_model import ServedModel
 from prefixcache.server.tokenize import tokenize_router
+from prefixcache.server.warm import warm_router
 
 if TYPE_CHECKING:
     from prefixcache.engine.async_engine import AsyncEngine
@@ -52,6 +53,7 @@ def create_app(
     app.include_router(chat_router(maker))
     app.include_router(tokenize_router(maker))
     app.include_router(probe_router(maker))
+    app.include_router(warm_router(maker))
     app.include_router(info_router(maker, release))
     app.include_router(not_served_router())
     app.include_router(admin_router(engine, model_dirs or ModelDirs()))

@@ -15,8 +15,15 @@ from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.answers import Choice, answer
 from prefixcache.server.body import parse_fields, parse_object, read_body
+from prefixcache.server.caching import Place, changed_behind, marked_parts
 from prefixcache.server.context import Call, new_call, tell_unknown
-from prefixcache.server.job_maker import Job, JobMaker, fields_named, sampling_params
+from prefixcache.server.job_maker import (
+    Job,
+    JobMaker,
+    caching_controls,
+    fields_named,
+    sampling_params,
+)
 from prefixcache.server.logprobs import chat_logprobs, prompt_logprobs
 from prefixcache.server.protocol import ChatFields, ChatRequest
 from prefixcache.structured_output import StructuredOutput
@@ -59,12 +66,19 @@ async def chat_plan(
 
 
 def _planned(
-    chat: ChatFormat, fields: ChatFields, structured_output: StructuredOutput | None
+    chat: ChatFormat,
+    fields: ChatFields,
+    structured_output: StructuredOutput | None,
+    changed: Place | None = None,
 ) -> ChatPlan:
+    """The plan, with other text behind a `changed` block."""
+    messages = fields.plain_messages()
+    if changed is not None:
+        messages, _ = changed_behind(changed, messages)
     continued = bool(fields.continue_final_message)
     prompted = fields.add_generation_prompt
     return chat.plan(
-        fields.plain_messages(),
+        messages,
         tool_use=fields.tool_use(),
         structured_output=structured_output,
         add_generation_prompt=not continued if prompted is None else prompted,
@@ -90,11 +104,28 @@ async def chat_job(maker: JobMaker, fields: ChatRequest, size: int, call: Call) 
     params, kept = _params(maker, fields), maker.num_kept(fields)
     plan = await chat_plan(maker, fields, size, params.structured_output)
     special = fields.add_special_tokens is True
-    prompt = await maker.encode(
-        plan.prompt, param="messages", add_special_tokens=special, last=kept
+    controls = caching_controls(
+        fields, marked_parts(fields.plain_messages(), "prompt_cache_breakpoint")
+    )
+
+    def rendered_with(changed: Place) -> str:
+        return _planned(maker.served.chat, fields, params.structured_output, changed).prompt
+
+    prompt, caching = await maker.encode_marked(
+        plan.prompt,
+        controls,
+        rendered_with,
+        param="messages",
+        add_special_tokens=special,
+        last=kept,
     )
     return await maker.job(
-        fields, [prompt], plan.applied_to(params), call=call, new_parser=plan.new_parser
+        fields,
+        [prompt],
+        plan.applied_to(params),
+        call=call,
+        new_parser=plan.new_parser,
+        caching=caching,
     )
 
 

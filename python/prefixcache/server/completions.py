@@ -16,10 +16,12 @@ from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.answers import Choice, answer
 from prefixcache.server.body import parse_fields, parse_object, read_body
+from prefixcache.server.caching import prompt_caching
 from prefixcache.server.context import Call, new_call, tell_unknown
 from prefixcache.server.job_maker import (
     Job,
     JobMaker,
+    caching_controls,
     check_num_sequences,
     fields_named,
     parse_prompts,
@@ -62,8 +64,9 @@ async def completion_job(
     maker.check_model(fields.model)
     params, kept = _params(maker, fields), maker.num_kept(fields)
     check_num_sequences(len(prompts), params.n)
+    caching = prompt_caching(caching_controls(fields), ())
     encoded = await _encoded(maker, prompts, fields.add_special_tokens is not False, kept)
-    return await maker.job(fields, encoded, params, call=call)
+    return await maker.job(fields, encoded, params, call=call, caching=caching)
 
 
 async def _encoded(

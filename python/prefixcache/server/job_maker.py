@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -15,12 +15,22 @@ from typing import TYPE_CHECKING, cast
 from prefixcache.chat.message import MessageParser
 from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError
 from prefixcache.request import CacheOptions, Request
+from prefixcache.retention_range import RetentionRange
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.access import Caller
+from prefixcache.server.caching import (
+    CachingControls,
+    Marked,
+    Place,
+    PromptCaching,
+    breakpoint_ends,
+    openai_controls,
+    prompt_caching,
+)
 from prefixcache.server.context import Call
 from prefixcache.server.errors import ApiError
 from prefixcache.server.limits import MAX_SEQUENCES
-from prefixcache.server.protocol import SamplingFields
+from prefixcache.server.protocol import RetentionFields, SamplingFields
 from prefixcache.server.served_model import ServedModel
 from prefixcache.server.workers import Workers
 from prefixcache.token_ids import TokenIds, as_token_ids
@@ -137,6 +147,42 @@ class JobMaker:
             )
         return kept
 
+    async def encode_marked(
+        self,
+        text: str,
+        controls: CachingControls,
+        rendered_with: Callable[[Place], str],
+        *,
+        param: str,
+        add_special_tokens: bool = True,
+        last: int | None = None,
+    ) -> tuple[TokenIds, PromptCaching]:
+        """`encode`, and what the caching controls mean for these tokens.
+
+        `rendered_with` is as in `breakpoint_ends`.
+        """
+        places = [one.place for one in controls.breakpoints]
+        if not places:
+            encoded = await self.encode(
+                text, param=param, add_special_tokens=add_special_tokens, last=last
+            )
+            return encoded, prompt_caching(controls, ())
+        if last is None:
+            self._check_can_fit(text, param)
+        tail = text if last is None else self._end_of(text, last)
+        cut = len(text) - len(tail)
+
+        def encode() -> tuple[TokenIds, list[int]]:
+            ends = [max(0, end - cut) for end in breakpoint_ends(text, places, rendered_with)]
+            return self.served.tokenizer.encode_marked(
+                tail, ends, add_special_tokens=add_special_tokens, param=param
+            )
+
+        encoded, positions = await self.workers.run(_cost(text) * (1 + len(places)), encode)
+        dropped = 0 if last is None else max(0, len(encoded) - last)
+        positions = [max(0, position - dropped) for position in positions]
+        return encoded[dropped:], prompt_caching(controls, positions)
+
     def _check_can_fit(self, text: str, param: str) -> None:
         limit = self.engine.max_model_len
         least = len(text) // self.served.tokenizer.longest_token
@@ -156,14 +202,17 @@ class JobMaker:
         *,
         call: Call,
         new_parser: Callable[[], MessageParser] | None = None,
+        caching: PromptCaching | None = None,
     ) -> Job:
         """All requests of one HTTP request, whose number `check_num_sequences` has allowed.
 
         Where `params.max_tokens` is a default, it is shortened to what fits. Answers are read by
-        parsers of `new_parser` where it is given.
+        parsers of `new_parser` where it is given. `caching` is what the API's caching controls mean
+        for each of the prompts.
         """
         self._check_priority(fields.priority or 0)
-        make = partial(self._requests, fields, prompts, params, call)
+        cache_options = _cache_options(fields, call.caller, caching or PromptCaching())
+        make = partial(self._requests, fields, prompts, params, call, cache_options)
         return Job(
             call=call,
             model=self.check_model(fields.model),
@@ -192,10 +241,11 @@ class JobMaker:
         prompts: Sequence[TokenIds],
         params: SamplingParams,
         call: Call,
+        cache_options: CacheOptions,
     ) -> Iterator[Request]:
         fits = fields.given_max_tokens is None or self.served.clamps_max_tokens
         limit = self.engine.max_model_len if fits else None
-        cache_options, now = _cache_options(fields, call.caller), time.monotonic()
+        now = time.monotonic()
         job = f"{call.id}-{uuid.uuid4().hex[:8]}"  # clients may send one request id twice
         choices = cache(partial(_choices, params))
         for prompt_index, prompt in enumerate(prompts):
@@ -310,13 +360,37 @@ def _bad_prompt(what: str) -> InvalidRequestError:
     return InvalidRequestError(f"prompt must be {what}.", param="prompt")
 
 
-def _cache_options(fields: SamplingFields, caller: Caller) -> CacheOptions:
+def _cache_options(fields: SamplingFields, caller: Caller, caching: PromptCaching) -> CacheOptions:
+    if fields.retention and caching.retention:
+        raise InvalidRequestError(
+            "retention stands beside TTLs of another caching control: give one, not both.",
+            param="retention",
+        )
     return CacheOptions(
         salt=caller.own_salt(fields.cache_salt),
         read=fields.cache_read is not False,
         write=fields.cache_write is not False,
         hit_threshold=fields.cache_hit_threshold,
+        retention=caching.retention or tuple(map(_range, fields.retention or ())),
+        owner=caller.owner(fields.cache_salt),
+        write_upto=caching.write_upto,
     )
+
+
+def caching_controls(fields: SamplingFields, marked: Iterable[Marked] = ()) -> CachingControls:
+    """What OpenAI's caching fields of a body ask; `marked` are the breakpoints of its content."""
+    options = fields.prompt_cache_options
+    return openai_controls(
+        marked,
+        mode=None if options is None else options.mode,
+        ttl=None if options is None else options.ttl,
+        has_options=options is not None,
+        retention=fields.prompt_cache_retention,
+    )
+
+
+def _range(fields: RetentionFields) -> RetentionRange:
+    return RetentionRange(fields.start or 0, fields.end, fields.priority, fields.ttl_s)
 
 
 def _max_tokens(params: SamplingParams, prompt: TokenIds, limit: int | None) -> int | None:

@@ -69,6 +69,9 @@ class ServeOptions(Checked):
         shown="addresses, localhost, --host and the machine's name",
     )
     public_metrics: bool = flag(False, "Let everybody read /metrics.", "Access")
+    client_warming: bool = flag(
+        False, "Let clients, and not only administrators, call /prefix_cache/warm.", "Access"
+    )
     allowed_model_dirs: tuple[Path, ...] = flag(
         (),
         "Folder that new weights may come from; may be given several times.",

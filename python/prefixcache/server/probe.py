@@ -16,18 +16,14 @@ from fastapi import APIRouter, Request
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import Request as EngineRequest
 from prefixcache.server.access import Caller
-from prefixcache.server.body import parse_fields, parse_object, read_body
-from prefixcache.server.chat import chat_job, chat_names
-from prefixcache.server.completions import completion_job
+from prefixcache.server.body import read_body
 from prefixcache.server.context import new_call, tell_unknown
-from prefixcache.server.job_maker import Job, JobMaker, fields_named, parse_prompts
-from prefixcache.server.protocol import ChatRequest, CompletionRequest, SamplingFields
-from prefixcache.token_ids import TokenIds
+from prefixcache.server.job_maker import Job, JobMaker
+from prefixcache.server.prompt_body import parse_prompt_body, prompt_job
+from prefixcache.server.protocol import ChatRequest, SamplingFields
 
 # Prompts looked up in one go; then it is another client's turn.
 _PROMPTS_AT_ONCE = 64
-
-_Parsed = ChatRequest | tuple[CompletionRequest, list[str | TokenIds]]
 
 
 def probe_router(maker: JobMaker) -> APIRouter:
@@ -37,25 +33,13 @@ def probe_router(maker: JobMaker) -> APIRouter:
     @router.post("/prefix_cache/probe")
     async def probe_prefix_cache(request: Request) -> dict[str, int]:
         body, call = await read_body(request), new_call(request, "probe")
-        parsed = await maker.workers.run(len(body), partial(_parse, body))
-        tell_unknown(request, parsed if isinstance(parsed, ChatRequest) else parsed[0])
-        if not isinstance(parsed, ChatRequest):
-            fields, prompts = parsed
-            _check_salt(fields, call.caller)
-            return await _counts(maker, await completion_job(maker, fields, prompts, call))
-        _check_salt(parsed, call.caller)
-        with fields_named(chat_names(parsed)):
-            return await _counts(maker, await chat_job(maker, parsed, len(body), call))
+        parsed = await maker.workers.run(len(body), partial(parse_prompt_body, body))
+        fields = parsed if isinstance(parsed, ChatRequest) else parsed[0]
+        tell_unknown(request, fields)
+        _check_salt(fields, call.caller)
+        return await _counts(maker, await prompt_job(maker, parsed, len(body), call))
 
     return router
-
-
-def _parse(body: bytes) -> _Parsed:
-    values = parse_object(body)
-    if "messages" in values:
-        return parse_fields(values, ChatRequest)
-    fields = parse_fields(values, CompletionRequest)
-    return fields, parse_prompts(fields.prompt)
 
 
 def _check_salt(fields: SamplingFields, caller: Caller) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from prefixcache.chat.tools import ToolUse, read_tool_use
 from prefixcache.exceptions import InvalidRequestError
+from prefixcache.retention_range import MAX_RANGES
 from prefixcache.server.limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARACTERS,
@@ -37,6 +38,26 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class RetentionFields(BaseModel):
+    """One retention hint, as `RetentionRange`; an unknown field is refused, as it does nothing."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    start: int | None = None
+    end: int | None = None
+    priority: int | None = None
+    ttl_s: float | None = None
+
+
+class PromptCacheOptions(BaseModel):
+    """OpenAI's options of the prompt cache; `server/caching.py` says what they mean here."""
+
+    model_config = ConfigDict(strict=True)
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m"] | None = None
 
 
 class RequestFields(BaseModel):
@@ -93,14 +114,15 @@ def _refuse(name: str, value: object, harmless: tuple[object, ...]) -> None:
 
 
 class SamplingFields(RequestFields):
-    """What both completion endpoints take."""
+    """What both completion endpoints take.
+
+    `prompt_cache_key` groups requests for routers in front of servers; it is no salt.
+    """
 
     no_effect = frozenset(
         {
             "metadata",
             "parallel_tool_calls",
-            "prompt_cache_key",
-            "prompt_cache_retention",
             "safety_identifier",
             "service_tier",
             "spaces_between_special_tokens",
@@ -126,6 +148,8 @@ class SamplingFields(RequestFields):
         "cache_salt": MAX_SALT_CHARACTERS,
         "logit_bias": MAX_LOGIT_BIASES,
         "model": MAX_MODEL_NAME_CHARACTERS,
+        "prompt_cache_key": MAX_SALT_CHARACTERS,
+        "retention": MAX_RANGES,
         "stop_token_ids": MAX_STOP_TOKEN_IDS,
     }
 
@@ -157,6 +181,10 @@ class SamplingFields(RequestFields):
     cache_read: bool | None = None
     cache_write: bool | None = None
     cache_hit_threshold: float | None = None
+    retention: list[RetentionFields] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None

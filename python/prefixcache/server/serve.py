@@ -91,6 +91,7 @@ def _access_rules(options: ServeOptions) -> AccessRules:
         admin_api_keys=options.admin_api_key,
         allowed_hosts=_known_hosts(options),
         public_metrics=options.public_metrics,
+        client_warming=options.client_warming,
     )
 
 

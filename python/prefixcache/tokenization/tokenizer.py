@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as _Backend
 
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError
@@ -93,6 +93,20 @@ class Tokenizer:
         )
         return [as_token_ids(np.array(one.ids, dtype=np.int32)) for one in encoded]
 
+    def encode_marked(
+        self,
+        text: str,
+        ends: Sequence[int],
+        *,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+    ) -> tuple[TokenIds, list[int]]:
+        """`encode`, and how many of the tokens end within the first `ends[i]` characters."""
+        check_text(text, param)
+        encoded = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        positions = [_tokens_before(encoded, end, len(text)) for end in ends]
+        return as_token_ids(np.array(encoded.ids, dtype=np.int32)), positions
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; ids outside the vocabulary add nothing."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -112,6 +126,15 @@ class Tokenizer:
         Ids outside the vocabulary add none.
         """
         return self._token_bytes[token_id]
+
+
+def _tokens_before(encoded: Encoding, end: int, length: int) -> int:
+    """The tokens before the one that holds the character at `end`, or the next that is in one."""
+    for character in range(end, length):
+        token = encoded.char_to_token(character)
+        if token is not None:
+            return token
+    return len(encoded.ids)
 
 
 def _plain_token(backend: _Backend) -> tuple[int, ...]:

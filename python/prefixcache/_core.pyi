@@ -112,7 +112,7 @@ class Sequence:
         """Say how dear ranges of the tokens are, in the place of what was said before.
 
         Each is (start, end, priority, ttl): tokens from `start` to `end`, None: to the end of the
-        sequence, what is generated included; a priority from 0 to 100, of which bands from 35 to 49,
+        sequence, what is generated included; a priority from 0 to 100, whose bands from 35 to 49,
         the default, from 50, 60, 70, 80 and 90 are evicted one after the other, and those below 15
         and below 35 first of all; seconds from the last use on, after which the priority is the
         default again, None: for ever. At most 32 ranges, which do not overlap.
@@ -342,7 +342,7 @@ class PrefixCache:
         pinned_evictions, which are the touches and evictions of pinned blocks. Now: cached_blocks,
         blocks_in_use, free_blocks, pinned_blocks (all that carry a pin, held or free) and
         pinned_free_blocks. A pin from before the index was cleared counts until its block is handed
-        out or loses its content, and is no eviction. Of hints: hinted_blocks, those raised or lowered
+        out or loses its content, and is no eviction. Of hints: hinted_blocks, raised or lowered
         now (blocks lost since may be counted for a while); hints_demoted, those that lost their
         priority over a budget, and hints_expired, those whose TTL ended.
         """

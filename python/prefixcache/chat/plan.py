@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from prefixcache.chat.answer_grammar import answer_grammar, tool_grammar
+from prefixcache.chat.formats import SMOLLM2, TOOL_FORMATS, ToolFormat, detected_format
+from prefixcache.chat.grammars import Markers
+from prefixcache.chat.history import read_messages
 from prefixcache.chat.message import MessageParser, PlainParser
+from prefixcache.chat.parser_names import ReasoningParserName, ToolCallParserName
+from prefixcache.chat.prompted_tools import prompted
+from prefixcache.chat.reasoning import (
+    CLOSING,
+    OPENING,
+    REASONING_FORMATS,
+    Begin,
+    ReasoningFormat,
+    ReasoningParser,
+    detected_reasoning,
+)
 from prefixcache.chat.tools import NO_TOOLS, ToolUse
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import InvalidRequestError, ModelLoadError
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.structured_output import StructuredOutput
-from prefixcache.tokenization.chat_template import ChatTemplate
+from prefixcache.tokenization.chat_template import ChatTemplate, plain_message
 from prefixcache.tokenization.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +60,49 @@ class ChatPlan:
 
 
 class ChatFormat:
-    """How one model's chats are written and its answers read. Safe to share between threads."""
+    """How one model's chats are written and its answers read. Safe to share between threads.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._template = tokenizer.chat_template
+    "auto" takes what the model's chat template tells; a template without tools is given them in
+    SmolLM2's form. Raises `ModelLoadError` for another form where the template knows no tools.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        tool_call_parser: ToolCallParserName = "auto",
+        reasoning_parser: ReasoningParserName = "auto",
+    ) -> None:
+        self._template = template = tokenizer.chat_template
+        self._markers = Markers(tokenizer)
+        self._shows_tools = template is not None and "tools" in template.variables
+        self._tools = self._tool_format(tool_call_parser)
+        self._reasoning = self._reasoning_format(reasoning_parser)
+
+    def _tool_format(self, name: ToolCallParserName) -> ToolFormat | None:
+        if self._template is None:
+            return None
+        if not self._shows_tools:
+            if name not in ("auto", SMOLLM2.name):
+                raise ModelLoadError(
+                    f"The model's chat template shows no tools, so answers in the form {name!r} "
+                    "are not to be expected; tool_call_parser must be auto or smollm2."
+                )
+            return SMOLLM2
+        known = detected_format(self._template.source)
+        if name != "auto" and (known is None or known.name != name):
+            return TOOL_FORMATS[name]
+        if known is None:
+            logger.warning(
+                "The model's chat template shows tools in a form that is not known here: requests "
+                "with tools are refused. --tool-call-parser names a form."
+            )
+        return known
+
+    def _reasoning_format(self, name: ReasoningParserName) -> ReasoningFormat | None:
+        if name == "auto":
+            return None if self._template is None else detected_reasoning(self._template.source)
+        return REASONING_FORMATS.get(name)
 
     def plan(
         self,
@@ -62,21 +120,69 @@ class ChatFormat:
         template. The rest is as in `ChatTemplate.render`. Takes time that grows with the messages
         and the tools. Raises `InvalidRequestError`, naming the field, for what is wrong.
         """
-        if tool_use.tools:
-            raise InvalidRequestError(
-                "tools is not supported by this server.",
-                param="tools",
-                code="unsupported_parameter",
-            )
-        prompt = self._known_template().render(
-            messages,
+        calls = self._calls(tool_use)
+        prompt = self._render(
+            read_messages(messages),
+            tool_use,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables,
         )
-        return ChatPlan(prompt=prompt, structured_output=structured_output)
+        begin = self._begin(prompt, continued=continue_final_message)
+        return ChatPlan(
+            prompt=prompt,
+            structured_output=self._grammar(tool_use, calls, structured_output, begin),
+            new_parser=partial(_parser, calls, tool_use, begin),
+            show_special_tokens=self._marked_specially(calls, begin),
+        )
+
+    def _calls(self, use: ToolUse) -> ToolFormat | None:
+        """The format in which calls are read; None where there are none."""
+        if use.mode == "none":
+            return None
+        if self._tools is None:
+            raise InvalidRequestError(
+                "tools: how this model writes calls of tools is not known; --tool-call-parser "
+                f"names one of {', '.join(TOOL_FORMATS)}.",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        return self._tools
+
+    def _render(self, messages: list[dict[str, Any]], use: ToolUse, **options: Any) -> str:
+        template = self._known_template()
+        if self._shows_tools:
+            return template.render(messages, tools=[tool.spec for tool in use.tools], **options)
+        plain = [plain_message(one, f"messages[{index}]") for index, one in enumerate(messages)]
+        return template.render(prompted(plain, use.tools), **options)
 
     def _known_template(self) -> ChatTemplate:
         if self._template is None:
             raise InvalidRequestError("This model has no chat template.", param="messages")
         return self._template
+
+    def _begin(self, prompt: str, *, continued: bool) -> Begin:
+        if self._reasoning is None:
+            return "outside"
+        return self._reasoning.begin(prompt, continued=continued)
+
+    def _marked_specially(self, calls: ToolFormat | None, begin: Begin) -> bool:
+        markers = () if calls is None else calls.markers
+        reasoning = () if begin == "outside" else (OPENING, CLOSING)
+        return any(map(self._markers.is_special, (*markers, *reasoning)))
+
+    def _grammar(
+        self,
+        use: ToolUse,
+        calls: ToolFormat | None,
+        output: StructuredOutput | None,
+        begin: Begin,
+    ) -> StructuredOutput | None:
+        if calls is not None:
+            return tool_grammar(use, calls, output, begin, self._markers)
+        return None if output is None else answer_grammar(output, begin, self._markers)
+
+
+def _parser(calls: ToolFormat | None, use: ToolUse, begin: Begin) -> MessageParser:
+    inner = PlainParser() if calls is None else calls.parser(use)
+    return inner if begin == "outside" else ReasoningParser(inner, begin)

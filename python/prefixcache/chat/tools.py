@@ -22,12 +22,14 @@ Mode = Literal["none", "auto", "required"]
 class Tool:
     """A function that a model may call. `parameters` is the JSON schema of its arguments.
 
-    `spec` is the tool as the request has it, which templates show.
+    `spec` is the tool as the request has it, which templates show. With `strict` a schema of which
+    anything cannot be kept is refused.
     """
 
     name: str
     parameters: Mapping[str, Any]
     spec: Mapping[str, Any]
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,10 @@ def _read_tool(value: object, field: str) -> Tool:
     parameters = function.get("parameters")
     if parameters is None:
         parameters = _NO_PARAMETERS
-    return Tool(name, _object(parameters, f"{field}.function.parameters"), tool)
+    schema = _object(parameters, f"{field}.function.parameters")
+    if schema.get("type", "object") != "object":
+        raise _wrong(f"{field}.function.parameters.type", "must be 'object'")
+    return Tool(name, schema, tool, strict=function.get("strict") is True)
 
 
 def _read_choice(choice: object) -> tuple[Mode, list[str] | None]:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from prefixcache.chat.message import Message, MessageDelta, ToolCallDelta
+from prefixcache.chat.message import Message, ToolCallDelta
 from prefixcache.chat.plan import ChatFormat, ChatPlan
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import RequestOutput, TokenLogprobs
@@ -92,6 +92,8 @@ def chat_names(fields: ChatRequest) -> dict[str, str]:
     names = {"prompt": "messages", "logprobs": "top_logprobs"}
     if fields.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
+    if fields.tools and fields.tool_choice != "none":
+        names["structured_output"] = "tools"
     return names
 
 
@@ -179,7 +181,7 @@ class ChatForm:
             yield first
         logprobs = self._logprobs(output.logprobs)
         if choice.delta or logprobs or output.finished or self._tells_ids:
-            chunk = self._chunk(job, choice, _delta(choice.delta), logprobs)
+            chunk = self._chunk(job, choice, _delta(choice), logprobs)
             if self._tells_ids:
                 chunk["choices"][0]["token_ids"] = [*output.token_ids]
             yield chunk
@@ -245,9 +247,10 @@ def _message(message: Message) -> dict[str, Any]:
     return shown
 
 
-def _delta(delta: MessageDelta) -> dict[str, Any]:
+def _delta(choice: Choice) -> dict[str, Any]:
+    delta = choice.delta
     shown: dict[str, Any] = _reasoning(delta.reasoning)
-    if delta.content or not (delta.reasoning or delta.tool_calls):
+    if delta.content or not (delta.reasoning or choice.message.tool_calls):
         shown["content"] = delta.content
     if delta.tool_calls:
         shown["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]

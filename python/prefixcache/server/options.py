@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Le, MinLen
 
+from prefixcache.chat.parser_names import ReasoningParserName, ToolCallParserName
 from prefixcache.checked import Checked, Count, PositiveFloat, PositiveInt
 from prefixcache.flags import flag
 
@@ -37,6 +38,18 @@ class ServeOptions(Checked):
     )
     clamp_max_tokens: bool = flag(
         False, "Shorten max_tokens to what the context has room for.", "Server"
+    )
+    tool_call_parser: ToolCallParserName = flag(
+        "auto",
+        "Form in which the model calls tools; auto goes by its chat template, and lists tools in "
+        "the prompt where that shows none.",
+        "Server",
+    )
+    reasoning_parser: ReasoningParserName = flag(
+        "auto",
+        "Form in which the model reasons before it answers; auto goes by its chat template, none "
+        "leaves reasoning in the content.",
+        "Server",
     )
     drain_seconds: Count = flag(
         10,

@@ -264,7 +264,7 @@ class ChatFields(BaseModel):
 
 def _plain(message: _Message, index: int) -> dict[str, Any]:
     field = f"messages[{index}]"
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("function_call", "audio"):
         _refuse(f"{field}.{name}", (message.model_extra or {}).get(name), ([],))
     return {**message.model_dump(exclude={"content"}), "content": message.content}
 

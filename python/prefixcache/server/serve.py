@@ -167,6 +167,8 @@ def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOption
         created=int(time.time()),
         priorities=options.scheduling_policy == "priority",
         batch_invariant=built.batch_invariant,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
     )
 
 

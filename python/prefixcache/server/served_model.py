@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from prefixcache.chat.parser_names import ReasoningParserName, ToolCallParserName
 from prefixcache.chat.plan import ChatFormat
 from prefixcache.model_config import GenerationDefaults
 from prefixcache.tokenization.tokenizer import Tokenizer
@@ -14,7 +15,8 @@ class ServedModel:
     """The model as clients see it: any of `names` asks for it, the first is shown.
 
     `batch_invariant` says whether an answer's bits are the same in every batch; None where that
-    is not known. `priorities` lets clients choose who is served first.
+    is not known. `priorities` lets clients choose who is served first. `chat` is how chats are
+    written and answers read, by the two parsers named.
 
     With `any_name` clients may ask for any other name too. `clamps_max_tokens` shortens answers to
     what the context has room for, where requests that ask for more are refused otherwise. With
@@ -31,7 +33,14 @@ class ServedModel:
     any_name: bool = False
     clamps_max_tokens: bool = False
     strict: bool = False
+    tool_call_parser: ToolCallParserName = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
     chat: ChatFormat = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "chat", ChatFormat(self.tokenizer))
+        chat = ChatFormat(
+            self.tokenizer,
+            tool_call_parser=self.tool_call_parser,
+            reasoning_parser=self.reasoning_parser,
+        )
+        object.__setattr__(self, "chat", chat)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -27,13 +27,18 @@ _CUT = "<<the final message ends here>> "
 
 
 class ChatTemplate:
-    """A compiled chat template. `special_tokens` are variables that it may name."""
+    """A compiled chat template. `special_tokens` are variables that it may name.
+
+    `variables` are the names of all that it reads, with functions and special tokens.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            self._template = environment.from_string(source)
+            self.variables = meta.find_undeclared_variables(environment.parse(source))
         except TemplateError as error:
             raise ModelLoadError(f"The model's chat template is broken: {error}") from error
 
@@ -43,16 +48,19 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt's text. `variables` reach the template and win over the special tokens.
 
+        `tools` have the form of OpenAI's API, or of functions that a template was written for.
         A message's content is text, or a list of parts of type text, joined by line breaks.
         With `continue_final_message` the text stops where the last message's content does, so
         that the model goes on with it. Raises `InvalidRequestError` for parts of other types, when
         the template refuses the messages, or when it does not show the final message as it is.
         """
-        plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        plain = [plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        variables = {"tools": tools or None, **(variables or {})}
         if not continue_final_message:
             return self._render(plain, add_generation_prompt, variables)
         if add_generation_prompt:
@@ -66,9 +74,9 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
-        variables: Mapping[str, Any] | None,
+        variables: Mapping[str, Any],
     ) -> str:
-        values = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
+        values = {"documents": None, **self._special_tokens, **variables}
         values.update(messages=messages, add_generation_prompt=add_generation_prompt)
         try:
             return self._template.render(values)
@@ -81,9 +89,7 @@ class ChatTemplate:
                 f"The chat template fails on the messages: {error}", param="messages"
             ) from error
 
-    def _render_open_end(
-        self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None
-    ) -> str:
+    def _render_open_end(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         content = messages[-1].get("content") if messages else None
         if not isinstance(content, str):
             raise InvalidRequestError(
@@ -101,8 +107,8 @@ class ChatTemplate:
         return head.rstrip() if trims else head
 
 
-def _plain(message: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """A message without its empty fields, its content one text."""
+def plain_message(message: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """A message without its empty fields, its content one text; `field` names it in errors."""
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content")
     if isinstance(content, list):

@@ -30,6 +30,7 @@ _NAMED_TOKENS = (
 class Tokenizer:
     """Encodes text as the model's folder says, and decodes token ids.
 
+    `added_token_ids` are the tokens that stand beside the vocabulary proper, by their text.
     `longest_token` is the most characters that a token spells; `eos_token_ids` holds the token
     that the tokenizer itself names, where it names one. Safe to share between threads.
     """
@@ -49,6 +50,7 @@ class Tokenizer:
         _mark_special(backend, self.special_tokens.values())
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self.added_token_ids = {token.content: i for i, token in added.items()}
         eos = backend.token_to_id(self.special_tokens.get("eos_token", ""))
         self.eos_token_ids = () if eos is None else (eos,)
         vocabulary = backend.get_vocab(with_added_tokens=True)

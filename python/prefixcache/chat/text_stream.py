@@ -1,0 +1,163 @@
+"""Text that is read while it comes: readers are generators that yield where they need more.
+
+A reader returns what it found. Texts are passed on as soon as nothing that follows can change what
+they mean, so how they were split makes no difference.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+Sink = Callable[[str], object]
+
+_STRUCTURE = re.compile(r'["\\{}\[\]]')
+_IN_STRING = re.compile(r'["\\]')
+_SCALAR_END = re.compile(r"[,}\]\s]")
+
+
+class TextStream:
+    """What has come and is not read yet. `ended` says that no more comes."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._text = ""
+        self._taken: list[str] | None = None
+
+    def push(self, text: str, *, finished: bool) -> None:
+        """Adds text at the end."""
+        self._text += text
+        self.ended = finished
+
+    def mark(self) -> None:
+        """From here on, or from an earlier mark, what is read is remembered."""
+        if self._taken is None:
+            self._taken = []
+
+    def unmark(self) -> str:
+        """All that was read since the mark, which ends; empty without one."""
+        taken, self._taken = self._taken, None
+        return "".join(taken or ())
+
+    def rewind(self) -> None:
+        """Makes what was read since the mark unread."""
+        self._text = self.unmark() + self._text
+
+    def take(self, length: int) -> str:
+        """Reads that many characters, which must be there."""
+        text, self._text = self._text[:length], self._text[length:]
+        if self._taken is not None:
+            self._taken.append(text)
+        return text
+
+    def rest(self) -> str:
+        """Reads all that has come."""
+        return self.take(len(self._text))
+
+    def more(self) -> Reading[bool]:
+        """Waits for more text; False at the end."""
+        if self.ended:
+            return False
+        yield
+        return True
+
+    def skip_space(self) -> Reading[str]:
+        """The next character that is no white space, not read yet; empty at the end."""
+        while True:
+            self.take(len(self._text) - len(self._text.lstrip()))
+            if self._text:
+                return self._text[0]
+            if not (yield from self.more()):
+                return ""
+
+    def skip(self, literal: str) -> Reading[bool]:
+        """Reads `literal`, and white space before it, if they come next."""
+        while True:
+            rest = self._text.lstrip()
+            if rest.startswith(literal):
+                self.take(len(self._text) - len(rest) + len(literal))
+                return True
+            if not literal.startswith(rest) or not (yield from self.more()):
+                return False
+
+    def until(self, marker: str, sink: Sink) -> Reading[bool]:
+        """Passes on what comes before `marker` and white space before it; False if it never comes.
+
+        Neither is read. What may become them is held back.
+        """
+        while True:
+            found = self._text.find(marker)
+            end = found if found >= 0 else len(self._text) - _overlap(self._text, marker)
+            whole = len(self._text[:end].rstrip())
+            if whole:
+                sink(self.take(whole))
+            if found >= 0:
+                return True
+            if not (yield from self.more()):
+                sink(self.take(len(self._text)))
+                return False
+
+    def value(self, sink: Sink) -> Reading[bool]:
+        """Passes on one JSON value, told by its brackets and quotes; False when it is cut off."""
+        if self._text[:1] in ("{", "[", '"'):
+            return (yield from self._enclosed(sink))
+        while (end := _SCALAR_END.search(self._text)) is None:
+            if not (yield from self.more()):
+                sink(self.take(len(self._text)))
+                return False
+        sink(self.take(end.start()))
+        return True
+
+    def _enclosed(self, sink: Sink) -> Reading[bool]:
+        nesting = _Nesting()
+        while True:
+            length = nesting.scan(self._text)
+            if length:
+                sink(self.take(length))
+            if nesting.closed:
+                return True
+            if not (yield from self.more()):
+                sink(self.take(len(self._text)))
+                return False
+
+
+class _Nesting:
+    """Where in a JSON value a text is: how deep, and whether within a string."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._depth = 0
+        self._in_string = False
+
+    def scan(self, text: str) -> int:
+        """How much of `text` belongs to the value; less an escape whose end is missing."""
+        position = 0
+        while not self.closed:
+            pattern = _IN_STRING if self._in_string else _STRUCTURE
+            found = pattern.search(text, position)
+            if found is None:
+                return len(text)
+            if found.group() == "\\":
+                if found.end() == len(text):
+                    return found.start()
+                position = found.end() + 1
+            else:
+                self._pass(found.group())
+                position = found.end()
+        return position
+
+    def _pass(self, character: str) -> None:
+        if character == '"':
+            self._in_string = not self._in_string
+        else:
+            self._depth += 1 if character in "{[" else -1
+        self.closed = not self._in_string and self._depth <= 0
+
+
+def _overlap(text: str, marker: str) -> int:
+    """The length of the longest end of `text` that `marker` begins with."""
+    longest = min(len(text), len(marker) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)

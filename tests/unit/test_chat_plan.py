@@ -1,0 +1,266 @@
+"""What is asked of the engine for a chat with tools: prompts, errors, and grammars that hold."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from chat_models import CLOCK, QUESTION, TOOLS, WEATHER, assistant, chat_format, tokenizer
+from prefixcache.chat.tools import read_tool_use
+from prefixcache.exceptions import InvalidRequestError, ModelLoadError
+from prefixcache.structured_output import StructuredOutput
+
+NAMED = {"type": "function", "function": {"name": "get_time"}}
+CALL = '{"name": "get_weather", "arguments": {"city": "Rome", "unit": "C"}}'
+OTHER = '{"name": "get_time", "arguments": {}}'
+HERMES, HERMES_OTHER = (f"<tool_call>\n{one}\n</tool_call>" for one in (CALL, OTHER))
+WRONG = HERMES.replace('"C"', '"K"')
+
+
+class _Source:
+    bos_token_id = None
+
+    def __init__(self, family: str) -> None:
+        self._tokenizer = tokenizer(family)
+        size = self._tokenizer.vocab_size
+        self.tokens = [self._tokenizer.token_bytes(i) for i in range(size)]
+        self.special_token_ids = sorted(self._tokenizer.special_token_ids)
+        self.eos_token_id = self._tokenizer.eos_token_ids[0]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode()).tolist()
+
+
+def holds(family: str, output: StructuredOutput, text: str) -> bool:
+    """Whether a whole answer follows the grammar, from the marker on where it has one."""
+    source = _Source(family)
+    if output.begin_after is not None:
+        text = text.partition(output.begin_after)[2]
+    backend = LLTokenizer(TokenizerWrapper(source), eos_token=[source.eos_token_id])
+    matcher = LLMatcher(backend, LLMatcher.grammar_from_lark(output.text))
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = source(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def grammar(family: str, choice: object = None, **options) -> StructuredOutput | None:
+    answer = options.pop("answer", None)
+    use = read_tool_use(TOOLS, choice, **options)
+    return (
+        chat_format(family).plan(QUESTION, tool_use=use, structured_output=answer).structured_output
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "choice", "parallel", "text", "expected"),
+    [
+        ("qwen2", "required", True, HERMES, True),
+        ("qwen2", "required", True, f"{HERMES}\n{HERMES_OTHER}", True),
+        ("qwen2", "required", False, f"{HERMES}\n{HERMES_OTHER}", False),
+        ("qwen2", "required", True, WRONG, False),
+        ("qwen2", "required", True, "No.", False),
+        ("qwen2", "auto", True, "No.", True),
+        ("qwen2", "auto", True, f"Let me see.\n{HERMES}", True),
+        ("qwen2", "auto", True, f"Let me see.\n{WRONG}", False),
+        ("qwen2", NAMED, True, HERMES_OTHER, True),
+        ("qwen2", NAMED, True, f"{HERMES_OTHER}\n{HERMES_OTHER}", False),
+        ("qwen2", NAMED, True, HERMES, False),
+        ("qwen3", "required", True, HERMES, True),
+        ("qwen3", "required", True, f"<think>\n{WRONG}\n</think>\n\n{HERMES}", True),
+        ("qwen3", "required", True, f"<think>\nhm\n</think>\n\n{WRONG}", False),
+        ("qwen3", "auto", True, f"<think>\n{WRONG}\n</think>\n\nNo.", True),
+        ("qwen3", "auto", True, f"<think>\nhm\n</think>\n\n{WRONG}", False),
+        ("qwen3-thinking", "required", True, f"hm\n</think>\n\n{HERMES}", True),
+        ("qwen3-thinking", "required", True, f"hm\n</think>\n\n{WRONG}", False),
+        ("smollm2", "required", True, f"<tool_call>[\n{CALL},\n{OTHER}\n]</tool_call>", True),
+        ("smollm2", "required", True, f"<tool_call>[\n{CALL},\n{CALL}", False),
+        ("smollm2", "auto", True, "a < b", True),
+        ("llama3", "required", True, CALL.replace("arguments", "parameters"), True),
+        ("llama3", "required", True, CALL, False),
+        ("mistral", "required", True, f"[TOOL_CALLS][{CALL}, {OTHER}]", True),
+        ("mistral", "auto", True, f"Well[TOOL_CALLS][{OTHER}]", True),
+        ("mistral", "auto", True, f"Well[TOOL_CALLS][{CALL}", False),
+        ("mistral-named", "required", True, "[TOOL_CALLS]get_time[ARGS]{}", True),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_grammars_hold_what_the_choice_asks_for(family, choice, parallel, text, expected):
+    output = grammar(family, choice, parallel=parallel)
+    assert output is not None
+    assert holds(family, output, text) == expected
+
+
+def test_without_a_marker_a_free_answer_is_free():
+    assert grammar("llama3", "auto") is None
+    assert grammar("qwen2", "none") is None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        StructuredOutput("json", '{"enum": ["a/b"]}'),
+        StructuredOutput("choice", '["\\"a/b\\""]'),
+        StructuredOutput("regex", '"a/[b]"'),
+    ],
+    ids=lambda answer: answer.kind,
+)
+def test_an_answer_is_a_call_or_what_was_asked_for(answer):
+    for family in ("qwen2", "qwen3"):
+        output = grammar(family, "auto", answer=answer)
+        assert holds(family, output, '"a/b"')
+        assert holds(family, output, HERMES)
+        assert not holds(family, output, "other")
+
+
+def test_what_an_answer_must_look_like_holds_behind_reasoning():
+    answer = StructuredOutput("json", '{"enum": [1]}')
+    optional = chat_format("qwen3").plan(QUESTION, structured_output=answer).structured_output
+    assert [holds("qwen3", optional, t) for t in ("1", "<think>2</think>\n\n1", "2")] == [1, 1, 0]
+    sure = chat_format("qwen3-thinking").plan(QUESTION, structured_output=answer)
+    assert sure.structured_output == StructuredOutput("json", answer.text, "</think>")
+    assert chat_format("qwen2").plan(QUESTION, structured_output=answer).structured_output is answer
+
+
+def test_strict_tools_refuse_what_a_grammar_cannot_keep():
+    schema = {"type": "object", "properties": {"a": {"not": {"type": "null"}}}}
+    for strict in (False, True):
+        tool = {
+            "type": "function",
+            "function": {"name": "f", "parameters": schema, "strict": strict},
+        }
+        plan = chat_format("qwen2").plan(QUESTION, tool_use=read_tool_use([tool], "required"))
+        text = LLMatcher.grammar_from_lark(plan.structured_output.text)
+        assert bool(LLMatcher.validate_grammar(text)) == strict
+
+
+HISTORY = [
+    *QUESTION,
+    assistant(("c1", "get_weather", {"city": "Rome", "unit": "C"}), ("c2", "get_time", "")),
+    {"role": "tool", "tool_call_id": "c1", "content": "mild"},
+    {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "noon"}]},
+]
+
+
+def test_a_template_shows_tools_calls_and_results():
+    prompt = chat_format("qwen2").plan(HISTORY, tool_use=read_tool_use(TOOLS)).prompt
+    assert json.dumps(TOOLS) in prompt
+    assert f"<|im_start|>assistant\n{HERMES}\n{HERMES_OTHER}<|im_end|>" in prompt
+    assert "<|im_start|>tool\nmild<|im_end|>\n<|im_start|>tool\nnoon<|im_end|>" in prompt
+
+
+def test_a_template_without_tools_is_given_them_as_text():
+    system = {"role": "system", "content": "Be kind."}
+    prompt = chat_format("smollm2").plan([system, *HISTORY], tool_use=read_tool_use(TOOLS)).prompt
+    begin = "<|im_start|>system\nBe kind.\n\n"
+    assert prompt.startswith(begin)
+    assert json.dumps(TOOLS) in prompt
+    assert (
+        f"<|im_start|>assistant\n<tool_call>[\n{CALL},\n{OTHER}\n]</tool_call><|im_end|>" in prompt
+    )
+    results = ("<tool_response>\nmild\n</tool_response>", "<tool_response>\nnoon\n</tool_response>")
+    assert "<|im_start|>user\n" + "\n".join(results) + "<|im_end|>" in prompt
+
+
+@pytest.mark.parametrize("family", ["smollm2", "qwen2"])
+def test_the_next_prompt_goes_on_with_the_calls_of_the_answer(family):
+    """Or their blocks would be no hits."""
+    use = read_tool_use(TOOLS)
+    first = chat_format(family).plan(QUESTION, tool_use=use).prompt
+    answer = HERMES if family == "qwen2" else f"<tool_call>[\n{CALL}\n]</tool_call>"
+    message = assistant(("c1", "get_weather", {"city": "Rome", "unit": "C"}))
+    result = {"role": "tool", "tool_call_id": "c1", "content": "mild"}
+    later = chat_format(family).plan([*QUESTION, message, result], tool_use=use).prompt
+    assert later.startswith(first + answer)
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_is_given_back_to_the_template(name):
+    said = {"role": "assistant", "content": "Mild.", name: "Rome is in Italy."}
+    prompt = chat_format("qwen3").plan([*QUESTION, said]).prompt
+    assert "<think>\nRome is in Italy.\n</think>\n\nMild." in prompt
+
+
+def _tool(**fields):
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "param"),
+    [
+        ([CLOCK] * 2, None, "tools"),
+        ([CLOCK] * 1025, None, "tools"),
+        ([1], None, "tools[0]"),
+        ([CLOCK, {"type": "custom"}], None, "tools[1].type"),
+        ([{"type": "function"}], None, "tools[0].function"),
+        ([_tool(name="a b")], None, "tools[0].function.name"),
+        ([_tool(name="")], None, "tools[0].function.name"),
+        ([_tool(description=1)], None, "tools[0].function.description"),
+        ([_tool(parameters=[])], None, "tools[0].function.parameters"),
+        ([_tool(parameters={"type": "string"})], None, "tools[0].function.parameters.type"),
+        ([], "required", "tool_choice"),
+        ([CLOCK], "any", "tool_choice"),
+        ([CLOCK], {"type": "function"}, "tool_choice.function"),
+        ([CLOCK], {"type": "function", "function": {"name": "other"}}, "tool_choice"),
+        ([CLOCK], {"type": "allowed_tools", "allowed_tools": {"tools": []}}, None),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_tools_are_named(tools, choice, param):
+    with pytest.raises(InvalidRequestError) as caught:
+        read_tool_use(tools, choice)
+    assert caught.value.param == (param or "tool_choice.allowed_tools.tools")
+
+
+def test_allowed_tools_are_the_ones_that_may_be_called():
+    allowed = {"mode": "required", "tools": [NAMED]}
+    use = read_tool_use(TOOLS, {"type": "allowed_tools", "allowed_tools": allowed})
+    assert (use.mode, use.parallel, len(use.tools)) == ("required", True, 2)
+    assert [tool.name for tool in use.callable_tools] == ["get_time"]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "tool", "content": "x"}, "tool_call_id"),
+        ({"role": "tool", "content": "x", "tool_call_id": "c9"}, "tool_call_id"),
+        ({"role": "user", "content": "x", "tool_calls": [1]}, "tool_calls"),
+        ({"role": "assistant", "tool_calls": {}}, "tool_calls"),
+        ({"role": "assistant", "tool_calls": [1]}, "tool_calls[0]"),
+        (assistant(("", "f", "")), "tool_calls[0].id"),
+        (assistant(("c", "", "")), "tool_calls[0].function.name"),
+        (assistant(("c", "f", "{")), "tool_calls[0].function.arguments"),
+        (assistant(("c", "f", "[1]")), "tool_calls[0].function.arguments"),
+        (assistant(("c", "f", '{"a": NaN}')), "tool_calls[0].function.arguments"),
+        (assistant(("c", "f", '{"a":' + "[" * 100_000)), "tool_calls[0].function.arguments"),
+        ({"role": "assistant", "reasoning": 1}, "reasoning"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_history_is_named(message, param):
+    for family in ("smollm2", "qwen2"):
+        with pytest.raises(InvalidRequestError) as caught:
+            chat_format(family).plan([*QUESTION, message])
+        assert caught.value.param == f"messages[1].{param}"
+
+
+def test_a_form_that_nobody_knows_is_refused_or_named(caplog):
+    unknown = chat_format("unknown")
+    assert "--tool-call-parser" in caplog.text
+    with pytest.raises(InvalidRequestError, match="--tool-call-parser"):
+        unknown.plan(QUESTION, tool_use=read_tool_use(TOOLS))
+    assert unknown.plan(QUESTION, tool_use=read_tool_use(TOOLS, "none")).structured_output is None
+    known = chat_format("unknown", tool_call_parser="hermes")
+    assert known.plan(QUESTION, tool_use=read_tool_use(TOOLS)).structured_output is not None
+    with pytest.raises(ModelLoadError, match="shows no tools"):
+        chat_format("smollm2", tool_call_parser="hermes")
+
+
+def test_special_tokens_are_shown_where_they_mark_calls():
+    use = read_tool_use([WEATHER])
+    shown = [
+        chat_format(f).plan(QUESTION, tool_use=use).show_special_tokens
+        for f in ("mistral", "qwen3", "smollm2")
+    ]
+    assert shown == [True, False, False]

@@ -23,7 +23,8 @@ impl Clock {
 
     /// Sets the time, and ends the use of the system's clock.
     pub(crate) fn set(&self, now: Duration) {
-        self.given.store(now.as_micros() as u64 + 1, Relaxed);
+        let micros = u64::try_from(now.as_micros()).unwrap_or(u64::MAX);
+        self.given.store(micros.saturating_add(1), Relaxed);
     }
 
     /// Microseconds since the clock was made, or what was given.

@@ -90,7 +90,6 @@ names! {
     Rotations = "rotations",
     RowCount = "rows",
     Scale = "scale",
-    Seconds = "seconds",
     Sin = "sin",
     Seconds = "seconds",
     Sequences = "sequences",

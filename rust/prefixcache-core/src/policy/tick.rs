@@ -2,8 +2,8 @@
 
 use crate::clock::Clock;
 
-/// Ticks in a second.
-const PER_SECOND: u64 = 8;
+/// Microseconds in a tick.
+const LENGTH: u64 = 125_000;
 
 /// A time, in eighths of a second since the clock was made; it wraps around after 17 years.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -11,7 +11,7 @@ pub struct Tick(u32);
 
 impl Tick {
     pub(super) fn of(clock: &Clock) -> Self {
-        Self((clock.micros() * PER_SECOND / 1_000_000) as u32)
+        Self((clock.micros() / LENGTH) as u32)
     }
 
     #[inline]

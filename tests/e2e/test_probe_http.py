@@ -99,7 +99,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
             ("stop_token_ids", [10**6]),
             ("logit_bias", {"1000000": 1}),
             ("stream_options", {}),
-            ("guided_json", {}),
+            ("guided_regex", "("),
             ("priority", "high"),
         )
     ),

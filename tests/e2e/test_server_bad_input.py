@@ -108,8 +108,14 @@ BOTH = [
     ("cache_salt", 1, "string"),
     ("cache_read", "no", "bool"),
     ("model", 3, "string"),
-    ("response_format", {"type": "json_object"}, "not supported"),
-    ("guided_json", {}, "not supported"),
+    ("response_format", {"type": "xml"}, "json_schema"),
+    ("response_format", {"type": "json_schema"}, "json_schema is missing"),
+    ("structured_outputs", {"regex": "(a"}, "unclosed group"),
+    ("structured_outputs", {"structural_tag": "{}"}, "not supported"),
+    ("guided_json", {"properties": {"a": {"type": "strin"}}}, "at /properties/a"),
+    ("guided_json", "x" * 2**19, "characters"),
+    ("guided_choice", [], "not empty"),
+    ("guided_grammar", "start: nothing", "nothing"),
     ("use_beam_search", True, "not supported"),
 ]
 OF_COMPLETIONS = [

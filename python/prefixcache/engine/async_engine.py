@@ -25,8 +25,11 @@ from typing import Any, TypeVar
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError, QueueFullError
+from prefixcache.grammar.guide import Grammar
+from prefixcache.grammar.trial import Trial
 from prefixcache.metrics import Metrics
 from prefixcache.request import Request, RequestOutput
+from prefixcache.structured_output import StructuredOutput
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +132,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine, *, max_queue: int | None = None) -> None:
         self._engine = engine
         self._queue = _QueueBound(engine, max_queue)
+        self._trial = Trial()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._places: dict[str, _Place] = {}
         self._error: EngineDeadError | None = None
@@ -203,6 +207,15 @@ class AsyncEngine:
                 self.check(request)
             self._queue.raise_if_full(requests[0].job)
         return self._open(requests)
+
+    def compile(self, output: StructuredOutput) -> Grammar:
+        """The grammar of such answers, within bounds of time and memory; not for an event loop.
+
+        While the caller holds it, `generate` and `generate_all` find it. Raises
+        `InvalidRequestError`, `QueueFullError` and `EngineDeadError`.
+        """
+        self._raise_if_dead()
+        return self._engine.compile(output, self._trial)
 
     def probe(self, request: Request) -> int:
         """Tokens of the prompt that are cached now, in full blocks; see `Engine.probe`.

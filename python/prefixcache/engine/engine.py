@@ -19,6 +19,7 @@ from prefixcache.engine.output import Answer
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
 from prefixcache.grammar.grammars import Grammars
 from prefixcache.grammar.guide import Grammar, Guide
+from prefixcache.grammar.trial import Trial
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.metrics import Gauges, Metrics
@@ -139,17 +140,16 @@ class Engine:
             self.compile(request.params.structured_output)
         self._scheduler.check(request)
 
-    def compile(self, output: StructuredOutput) -> Grammar:
+    def compile(self, output: StructuredOutput, trial: Trial | None = None) -> Grammar:
         """The grammar of such answers, which takes a while when it is new. From any thread.
 
-        As long as it is held, `check` need not wait for it. Raises `InvalidRequestError` for what
-        is no grammar, and where the model's tokenizer does not allow for any.
+        As long as it is held, `check` need not wait for it. Raises what `Grammars.compile` does.
         """
         if self._grammars is None:
             raise InvalidRequestError(
                 "This engine cannot keep answers to grammars.", param="structured_output"
             )
-        return self._grammars.compile(output)
+        return self._grammars.compile(output, trial)
 
     def probe(self, request: Request) -> int:
         """Tokens of the prompt in leading full blocks that are cached now. From any thread.

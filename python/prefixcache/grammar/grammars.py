@@ -12,10 +12,12 @@ from prefixcache.grammar.compiler import compile_grammar
 from prefixcache.grammar.guide import Grammar
 from prefixcache.grammar.lanes import Lanes
 from prefixcache.grammar.marker import Marker
+from prefixcache.grammar.trial import Trial
 from prefixcache.grammar.vocabulary import Vocabulary
 from prefixcache.structured_output import StructuredOutput
 
 _MOST_KEPT = 64
+_MOST_BYTES_KEPT = 2**28
 _MOST_MARKERS = 8
 
 
@@ -53,9 +55,10 @@ class Grammars:
                 self._keep(output, grammar)
             return grammar
 
-    def compile(self, output: StructuredOutput) -> Grammar:
+    def compile(self, output: StructuredOutput, trial: Trial | None = None) -> Grammar:
         """The grammar, which takes a while when it is new.
 
+        What others have written should go through a `trial` first, which bounds time and memory.
         Raises `InvalidRequestError` that says what is wrong.
         """
         grammar = self.find(output)
@@ -65,24 +68,29 @@ class Grammars:
             compiling = self._compiling.setdefault(output, threading.Lock())
         try:
             with compiling:  # others that want the same one wait for it
-                return self.find(output) or self._compile(output)
+                return self.find(output) or self._compile(output, trial)
         finally:
             with self._lock:
                 self._compiling.pop(output, None)
 
-    def _compile(self, output: StructuredOutput) -> Grammar:
+    def _compile(self, output: StructuredOutput, trial: Trial | None) -> Grammar:
         if not self.vocabulary.eos_token_ids:
             raise _invalid("this model names no token that ends an answer")
         try:
+            num_bytes = 0 if trial is None else trial.run(output, self.vocabulary)
             matcher, words = compile_grammar(output, self.vocabulary)
         except GrammarError as error:
             raise _invalid(str(error)) from None
         marker = None if output.begin_after is None else self._marker(output.begin_after)
-        grammar = Grammar(matcher, words, self.vocabulary, marker, self._lanes)
+        grammar = Grammar(matcher, words, self.vocabulary, marker, self._lanes, num_bytes)
         with self._lock:
             self._known[output] = grammar
             self._keep(output, grammar)
         return grammar
+
+    @property
+    def _num_bytes_kept(self) -> int:
+        return sum(grammar.num_bytes for grammar in self._kept.values())
 
     def _marker(self, text: str) -> Marker:
         """Markers are few, and what they allow takes longer to find than a grammar to compile."""
@@ -99,7 +107,7 @@ class Grammars:
     def _keep(self, output: StructuredOutput, grammar: Grammar) -> None:
         self._kept[output] = grammar
         self._kept.move_to_end(output)
-        if len(self._kept) > _MOST_KEPT:
+        while len(self._kept) > _MOST_KEPT or self._num_bytes_kept > _MOST_BYTES_KEPT:
             self._kept.popitem(last=False)
 
 

@@ -39,6 +39,7 @@ from prefixcache.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from prefixcache.engine.async_engine import AsyncEngine
+    from prefixcache.grammar.guide import Grammar
 
 # Characters that are encoded in one go; then it is another client's turn.
 _SLICE = 2**18
@@ -58,6 +59,8 @@ _PASSED_ON = (
 class Job:
     """What one HTTP request asks of the engine: `params.n` requests for each prompt, in order.
 
+    It holds their grammar, so that the engine finds it.
+
     `new_parser` makes the parser of an answer that is a message; other answers are text alone.
     """
 
@@ -67,6 +70,7 @@ class Job:
     prompts: tuple[TokenIds, ...]
     params: SamplingParams
     requests: tuple[Request, ...]
+    grammar: Grammar | None = None
     new_parser: Callable[[], MessageParser] | None = None
 
 
@@ -213,6 +217,7 @@ class JobMaker:
         self._check_priority(fields.priority or 0)
         cache_options = _cache_options(fields, call.caller, caching or PromptCaching())
         make = partial(self._requests, fields, prompts, params, call, cache_options)
+        grammar = await self._grammar(fields, params)
         return Job(
             call=call,
             model=self.check_model(fields.model),
@@ -223,7 +228,17 @@ class JobMaker:
                 len(prompts) * params.n * _OVERHEAD, lambda: tuple(make())
             ),
             new_parser=new_parser,
+            grammar=grammar,
         )
+
+    async def _grammar(self, fields: SamplingFields, params: SamplingParams) -> Grammar | None:
+        """What answers must look like, compiled. Errors name the field that says so."""
+        output = params.structured_output
+        if output is None:
+            return None
+        field = "tools" if fields.structured_output is None else fields.structured_output[0]
+        with fields_named({"structured_output": field}):
+            return await self.workers.compile(partial(self.engine.compile, output))
 
     def _check_priority(self, priority: int) -> None:
         if priority and not self.served.priorities:
@@ -279,6 +294,7 @@ def sampling_params(
         stop=_stop_strings(fields.stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         logit_bias=_logit_bias(fields.logit_bias or {}),
+        structured_output=fields.structured_output and fields.structured_output[1],
         allowed_token_ids=_tuple_or_none(fields.allowed_token_ids),
         bad_words=tuple(fields.bad_words or ()),
     )

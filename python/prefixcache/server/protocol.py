@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
@@ -26,6 +27,13 @@ from prefixcache.server.limits import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+)
+from prefixcache.server.structured_fields import (
+    GuidedFields,
+    Named,
+    ResponseFormat,
+    StructuredOutputsFields,
+    only_one,
 )
 
 _TYPE_TAGS = ("str", "int", "float", "bool", "none", "list[", "dict[", "function-")
@@ -113,7 +121,7 @@ def _refuse(name: str, value: object, harmless: tuple[object, ...]) -> None:
     )
 
 
-class SamplingFields(RequestFields):
+class SamplingFields(RequestFields, GuidedFields):
     """What both completion endpoints take.
 
     `prompt_cache_key` groups requests for routers in front of servers; it is no salt.
@@ -121,6 +129,7 @@ class SamplingFields(RequestFields):
 
     no_effect = frozenset(
         {
+            "guided_decoding_backend",
             "metadata",
             "parallel_tool_calls",
             "safety_identifier",
@@ -132,15 +141,10 @@ class SamplingFields(RequestFields):
     )
     refused: ClassVar[dict[str, tuple[object, ...]]] = {
         "best_of": (1,),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "guided_json": (),
-        "guided_regex": (),
         "length_penalty": (1.0,),
         "logits_processors": ([],),
         "prompt_embeds": ([],),
         "return_tokens_as_token_ids": (False,),
-        "structured_outputs": (),
         "use_beam_search": (False,),
     }
     max_lengths: ClassVar[dict[str, int]] = {
@@ -172,6 +176,8 @@ class SamplingFields(RequestFields):
     bad_words: list[str] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsFields | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
     stream: bool | None = None
@@ -193,6 +199,22 @@ class SamplingFields(RequestFields):
     def given_max_tokens(self) -> int | None:
         """Most tokens of the answer, where the client says so."""
         return self.max_tokens
+
+    @cached_property
+    def structured_output(self) -> Named | None:
+        """What answers must look like, and the field that says so.
+
+        Raises `InvalidRequestError` for a field that is incomplete, and for more than one.
+        """
+        found = [] if self.response_format is None else self.response_format.found()
+        if self.structured_outputs is not None:
+            found += self.structured_outputs.found()
+        return only_one([*found, *self.guided()])
+
+    def check_other_fields(self) -> None:
+        """As for all requests, and what answers must look like."""
+        super().check_other_fields()
+        _ = self.structured_output  # written as text here, where long bodies have a thread
 
     @classmethod
     def check_lengths(cls, values: Mapping[str, Any]) -> None:
@@ -222,7 +244,6 @@ class CompletionRequest(SamplingFields):
         **{
             name: harmless for name, harmless in SamplingFields.refused.items() if name != "best_of"
         },
-        "response_format": ({"type": "text"},),
         "suffix": ("",),
     }
 
@@ -283,7 +304,6 @@ class ChatRequest(SamplingFields, ChatFields):
         "functions": ([],),
         "modalities": (["text"],),
         "prediction": (),
-        "response_format": ({"type": "text"},),
         "web_search_options": (),
     }
 

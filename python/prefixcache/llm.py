@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from prefixcache.config import DEFAULT_MODEL, EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
+from prefixcache.engine.elastic import WATCH_SECONDS, PoolWatch, tend
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import CacheOptions, FinishReason, Request, RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
@@ -95,6 +97,11 @@ class LLM:
         self._generation = built.model.generation
         self._numbers = itertools.count()
         self._calls = itertools.count()
+        self._turn = threading.RLock()
+        self._next_look = 0.0
+        self._watch = None
+        if self._engine.self_sizing is not None:
+            self._watch = PoolWatch(self._engine, self._turn)
 
     @property
     def control(self) -> Control:
@@ -197,8 +204,9 @@ class LLM:
 
     def _run_here(self, command: Callable[[], T]) -> T:
         """The thread that calls a command becomes the one that steps."""
-        self._engine.adopt_loop()
-        return command()
+        with self._turn:
+            self._engine.adopt_loop()
+            return command()
 
     def _probe(self, prompt: Prompt, cache: CacheOptions) -> int:
         _, token_ids = self._encode(prompt)
@@ -261,14 +269,15 @@ class LLM:
             for job in jobs
             for choice, request in enumerate(job.requests)
         }
-        self._engine.adopt_loop()
-        try:
-            for job in jobs:
-                for request in job.requests:
-                    self._engine.add_request(request)
-            self._collect(places, show_progress)
-        finally:
-            self._engine.abort(places)
+        with self._turn:
+            self._engine.adopt_loop()
+            try:
+                for job in jobs:
+                    for request in job.requests:
+                        self._engine.add_request(request)
+                self._collect(places, show_progress)
+            finally:
+                self._engine.abort(places)
 
     def _collect(
         self, places: Mapping[str, tuple[GenerationResult, CompletionOutput]], show_progress: bool
@@ -276,10 +285,17 @@ class LLM:
         with _progress_bar(disable=not show_progress) as bar:
             task = bar.add_task("Generating", total=len(places))
             while self._engine.has_unfinished():
-                outputs = self._engine.step()
+                self._tend()
+                outputs = [*self._engine.take_outputs(), *self._engine.step()]
                 for output in outputs:
                     self._add(output, *places[output.request_id])
                 bar.advance(task, sum(output.finished for output in outputs))
+
+    def _tend(self) -> None:
+        """Does between two steps what the watch does while nothing is generated."""
+        if self._watch is not None and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + WATCH_SECONDS
+            tend(self._engine)
 
     def _add(self, new: RequestOutput, result: GenerationResult, choice: CompletionOutput) -> None:
         choice.text += new.text

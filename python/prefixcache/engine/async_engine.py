@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from prefixcache.engine.control import Control
+from prefixcache.engine.elastic import PoolWatch
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError, QueueFullError
 from prefixcache.grammar.guide import Grammar
@@ -142,6 +143,7 @@ class AsyncEngine:
         self._command_threads = ThreadPoolExecutor(_MAX_COMMANDS, "prefixcache-command")
         self._thread = threading.Thread(target=self._run, name="prefixcache-engine", daemon=True)
         self._thread.start()
+        self._watch = None if engine.self_sizing is None else PoolWatch(engine)
 
     @property
     def dead(self) -> EngineDeadError | None:
@@ -251,6 +253,8 @@ class AsyncEngine:
 
     def close(self, *, drain: bool = False) -> None:
         """`shutdown` for code without an event loop. Waits until the loop has ended."""
+        if self._watch is not None:
+            self._watch.close()
         self._inbox.put(partial(self._stop, drain))
         self._thread.join()
 

@@ -21,6 +21,7 @@ from prefixcache.engine.device import (
     shares_answers,
     trial_blocks,
 )
+from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.exceptions import ConfigError
@@ -103,6 +104,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         merge_twins=config.cache.merge_duplicate_blocks and batch_invariant,
         max_blocks=sizes.ceiling,
     )
+    pool = ElasticPool(cache, kv, sizes, grows_by_itself=config.elastic.is_on)
     max_step_ms = config.scheduler.step_limit(device.type)
     eos_token_ids = tuple(model_config.eos_token_ids or tokenizer.eos_token_ids)
     parts = EngineParts(
@@ -121,7 +123,8 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         eos_token_ids=eos_token_ids,
         seed=config.seed,
         memory=memory,
-        pool=ElasticPool(cache, kv, sizes, grows_by_itself=config.elastic.is_on),
+        pool=pool,
+        self_sizing=SelfSizing.of(config.elastic, pool, device) if config.elastic.is_on else None,
         grammars=Grammars(partial(_vocabulary, tokenizer, model_config.vocab_size, eos_token_ids)),
     )
     _log_choices(config, parts, kv, cpu)

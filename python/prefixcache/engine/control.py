@@ -203,6 +203,7 @@ class Control:
             weight_version=self.weight_version,
             is_sleeping=self.is_sleeping,
             is_paused=self.is_paused,
+            memory=None if self._pool is None else self._pool.gauges(core["blocks_in_use"]),
         )
 
     def prefix_hash_info(self) -> PrefixHashInfo:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import NamedTuple, NoReturn
 
 from prefixcache.engine.control import Control
+from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.engine.output import Answer
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
@@ -49,7 +50,7 @@ class _StepUnderWay(NamedTuple):
 class EngineParts:
     """What an engine is put together from; `engine.build` makes it from an `EngineConfig`.
 
-    Without `pool` the cache keeps its size.
+    Without `pool` the cache keeps its size, and without `self_sizing` it does unless it is asked.
     `clock` tells seconds, by which the scheduler learns how long steps take.
     """
 
@@ -62,6 +63,7 @@ class EngineParts:
     seed: int = 0
     memory: ModelMemory | None = None
     pool: ElasticPool | None = None
+    self_sizing: SelfSizing | None = None
     grammars: Grammars | None = None
     clock: Callable[[], float] = time.perf_counter
 
@@ -95,6 +97,7 @@ class Engine:
         self._cache_usage = 0.0
         self._outbox: list[RequestOutput] = []
         self._pool = parts.pool
+        self.self_sizing = parts.self_sizing
         self.control = Control(self, parts.scheduler, parts.cache, parts.memory, parts.pool)
         self.metrics = Metrics(self._gauges)
         if self._pool is not None:

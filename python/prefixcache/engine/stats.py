@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from prefixcache.metrics import PoolGauges
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixHashInfo:
@@ -29,6 +31,9 @@ class PrefixCacheStats:
     by requests or `free_blocks`; `cached_blocks` of both can be hit, and `pinned_blocks` of both
     are evicted last. `num_blocks` counts them all and the null block, which pads tables and is
     neither.
+
+    `memory` is what the blocks take of it, and what resizes did; None where the cache keeps its
+    size.
 
     Where layers have a sliding window: `window_missed_tokens` were there for full attention, and
     their windows were lost; `pins` counts blocks pinned, `demotions` pins that ended for younger
@@ -58,3 +63,4 @@ class PrefixCacheStats:
     weight_version: int
     is_sleeping: bool
     is_paused: bool
+    memory: PoolGauges | None

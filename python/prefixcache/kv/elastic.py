@@ -200,6 +200,16 @@ class ElasticPool:
             )
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool now."""
+        return self._cache.num_blocks
+
+    @property
+    def is_at_floor(self) -> bool:
+        """Whether the pool is, or is becoming, as small as it may be."""
+        return self._target <= self.sizes.floor
+
+    @property
     def can_grow(self) -> bool:
         """Whether the pool is smaller than it may become by itself."""
         return self._grows_by_itself and self._cache.num_blocks < min(self.wanted, self.limit)
@@ -219,6 +229,12 @@ class ElasticPool:
         self.limit = max(num_blocks, self.sizes.floor)
         if self._target > self.limit:
             self._begin(self.limit)
+
+    def rest(self, num_blocks: int) -> None:
+        """Shrinks down to the floor at most; the next requests take it all back."""
+        target = max(num_blocks, self.sizes.floor)
+        if target < self._target:
+            self._begin(target)
 
     def advance(self) -> bool:
         """Does one slice; whether another one can follow at once."""

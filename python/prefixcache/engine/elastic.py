@@ -1,0 +1,165 @@
+"""The cache's size as it follows from idleness and from the memory that others need.
+
+Two limits of available memory, a margin apart, keep two servers from trading the same bytes for
+ever: below the lower one each gives back what is lacking, above the upper one each takes at most
+half of what is there, and between them nothing changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from prefixcache.config import ElasticConfig
+from prefixcache.exceptions import EngineDeadError
+from prefixcache.kv.elastic import ElasticPool
+from prefixcache.kv.sizing import available_memory
+
+if TYPE_CHECKING:
+    from prefixcache.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+WATCH_SECONDS = 1.0
+"""Seconds between two looks at what is to be done."""
+
+_MIB = 1 << 20
+_IDLE_PARTS = 8
+_MARGIN_SHARE = 0.25
+
+Change = Callable[[ElasticPool], None]
+
+
+class SelfSizing:
+    """Decides once in a while what the pool may hold; `read_available` gives bytes, or None."""
+
+    def __init__(
+        self,
+        config: ElasticConfig,
+        pool: ElasticPool,
+        read_available: Callable[[], int | None],
+    ) -> None:
+        self._idle_release = config.kv_cache_idle_release
+        self._min_free = config.min_free_memory
+        self._pool = pool
+        self._read_available = read_available
+        self._idle_part = 0
+
+    @classmethod
+    def of(cls, config: ElasticConfig, pool: ElasticPool, device: torch.device) -> SelfSizing:
+        """What the flags say, with the device's memory or the file that stands for it."""
+        file = config.available_memory_file
+        read = partial(available_memory, device) if file is None else partial(_read_bytes, file)
+        return cls(config, pool, read)
+
+    def choose(self, idle_seconds: float) -> Change | None:
+        """What is to be done to the pool now, between two steps; most often nothing."""
+        return self._choose_by_memory() or self._choose_by_idleness(idle_seconds)
+
+    def _choose_by_memory(self) -> Change | None:
+        available = None if self._min_free is None else self._read_available()
+        if available is None or self._min_free is None:
+            return None
+        lacking, margin = self._min_free - available, int(self._min_free * _MARGIN_SHARE)
+        if -margin <= lacking <= 0:
+            return None
+        change = -(lacking + margin // 2) if lacking > 0 else (-lacking - margin // 2) // 2
+        mapped = self._pool.memory.num_mapped_bytes()
+        size = max(mapped + change, 0) // self._pool.sizes.block_bytes
+        if lacking > 0:
+            return self._give_back(size, lacking)
+        return self._allow_more(size)
+
+    def _give_back(self, size: int, lacking: int) -> Change | None:
+        if self._pool.is_at_floor:
+            return None
+        logger.info("%.0f MiB less than --min-free-memory are available.", lacking / _MIB)
+        return lambda pool: pool.allow(size)
+
+    def _allow_more(self, size: int) -> Change | None:
+        if size <= self._pool.limit or self._pool.limit >= self._pool.wanted:
+            return None
+        return lambda pool: pool.allow(size)
+
+    def _choose_by_idleness(self, idle_seconds: float) -> Change | None:
+        if self._idle_release is None or idle_seconds < self._idle_release:
+            self._idle_part = 0
+            return None
+        if self._pool.is_at_floor:
+            return None
+        if not self._idle_part:
+            whole = self._pool.num_blocks - self._pool.sizes.floor
+            self._idle_part = max(1, math.ceil(whole / _IDLE_PARTS))
+        part = self._idle_part
+        return lambda pool: pool.rest(pool.num_blocks - part)
+
+
+def _read_bytes(file: Path) -> int | None:
+    """The number that the file holds; None, with a warning, while it holds none."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError) as error:
+        logger.warning("--available-memory-file %s cannot be read: %s", file, error)
+        return None
+
+
+class _Turn(Protocol):
+    """A lock of either kind."""
+
+    def acquire(self, blocking: bool = True) -> bool: ...
+
+    def release(self) -> None: ...
+
+
+class PoolWatch:
+    """A thread that asks an engine's `SelfSizing` once a second and does what it says.
+
+    It looks beside the steps and waits for none unless something is to be done. While somebody else
+    has `turn`, he steps the engine and calls `tend`. The engine may be collected; that ends it, as
+    does `close` or the engine's death.
+    """
+
+    def __init__(self, engine: Engine, turn: _Turn | None = None) -> None:
+        self._engine = weakref.ref(engine)
+        self._turn = turn or threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="prefixcache-memory", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread; what it does now is done first."""
+        self._closing.set()
+
+    def _run(self) -> None:
+        while not self._closing.wait(WATCH_SECONDS):
+            engine = self._engine()
+            if engine is None:
+                return
+            if self._turn.acquire(blocking=False):
+                try:
+                    tend(engine)
+                except EngineDeadError:
+                    return
+                except Exception:
+                    logger.exception("The KV cache keeps its size for now.")
+                finally:
+                    self._turn.release()
+            del engine
+
+
+def tend(engine: Engine) -> None:
+    """Does what the engine's `SelfSizing` says now, unless the engine sleeps or is updated."""
+    sizing, control = engine.self_sizing, engine.control
+    if sizing is None or control.is_sleeping or control.is_updating:
+        return
+    change = sizing.choose(engine.idle_seconds)
+    if change is not None:
+        control.tend_pool(change)

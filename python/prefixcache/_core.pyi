@@ -151,12 +151,14 @@ class PrefixCache:
         threads: _Threads = "single_writer",
         max_blocks: int | None = None,
         retention_budget: float = 0.2,
+        max_cached_blocks: int | None = None,
     ) -> PrefixCache:
         """A cache of `num_blocks` blocks of `block_size` tokens (a power of two from 1 to 256).
 
         Block 0, the null block, counts among them and is never handed out, as in vLLM. `model`,
         `revision`, `kv_dtype` (the type of the KV's numbers) and `arithmetic` (what the model
-        computes with) enter every hash. `max_blocks` is the most that `resize` may reach. `groups`
+        computes with) enter every hash. `max_blocks` is the most that `resize` may reach, and
+        `max_cached_blocks` bounds what is cached and free (`set_max_cached_blocks`). `groups`
         names the kind of each group of layers, one of full attention by default, as `num_groups`
         counts them where all are. A window is at least 1 token. `eviction_policy` says which free
         block goes first: the one unused for longest, or the one that promises the fewest hits.
@@ -298,7 +300,38 @@ class PrefixCache:
     def resize(self, num_blocks: int) -> int:
         """Set the number of blocks, the null block counted; how many above it are still held.
 
-        Those are retired when they are released. Blocks that come back are handed out first.
+        Those are retired when they are released. Blocks that come back are handed out first. What is
+        cached above is lost, wherever it stands in the order: `begin_moves` keeps what is worth most.
+        """
+    def begin_moves(
+        self, num_blocks: int, max_moves: int
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Begin one slice of a shrink to `num_blocks` that keeps what is worth most.
+
+        Returns (from, to): up to `max_moves` cached blocks from `num_blocks` on that go after others
+        below, the last of all first, each with the block below that goes first, which is held and
+        loses its content. The caller copies the KV of each `from` to its `to` and calls
+        `finish_moves`, or `abort_moves` where it could not; until then the content is found where it
+        was. From the first slice on no block from `num_blocks` on is handed out, and none of them
+        counts as free; those with content can be hit. Other calls may come between slices.
+
+        When both arrays are empty, what remains above is held, or goes before all that stays: `resize`
+        ends the shrink. `resize` to the present size, or any other, takes it back. RuntimeError while
+        moves are under way, or another thread is inside a call.
+        """
+    def finish_moves(self) -> int:
+        """End the slice whose KV was copied: content is found in `to`, at its place in the order.
+
+        Returns how many moved: a block that was taken since, or lost its content, stays as it is.
+        """
+    def abort_moves(self) -> None:
+        """Take the slice back: content stays where it is, and what `to` had is lost."""
+    def release_cached(self, count: int) -> int:
+        """Give up the content of the `count` free blocks that would lose it first; how many."""
+    def set_max_cached_blocks(self, max_cached_blocks: int | None) -> None:
+        """Bound the free blocks that keep their content; what is above goes in the eviction order.
+
+        At once, and whenever blocks are released. 0: nothing outlives its last holder; None: no bound.
         """
     def fill_block_tables(
         self,
@@ -340,9 +373,11 @@ class PrefixCache:
         Lifetime, in tokens: queries and hits. Lifetime, in blocks: allocations, touches (blocks
         taken as hits), evictions, pins, demotions (those of `demote`), and pinned_hits and
         pinned_evictions, which are the touches and evictions of pinned blocks. Now: cached_blocks,
-        blocks_in_use, free_blocks, pinned_blocks (all that carry a pin, held or free) and
-        pinned_free_blocks. A pin from before the index was cleared counts until its block is handed
-        out or loses its content, and is no eviction. Of hints: hinted_blocks, raised or lowered
+        blocks_in_use, free_blocks, pinned_blocks (all that carry a pin, held or free),
+        pinned_free_blocks, and held_above_blocks, those in use that a shrink waits for. Lifetime, of
+        shrinks: moved_blocks, and lost_to_resize_blocks, which are evictions too. A pin from before
+        the index was cleared counts until its block is handed out or loses its content, and is no
+        eviction. Of hints: hinted_blocks, raised or lowered
         now (blocks lost since may be counted for a while); hints_demoted, those that lost their
         priority over a budget, and hints_expired, those whose TTL ended.
         """

@@ -372,6 +372,11 @@ impl Block {
         self.exchange::<M>(State::HELD_ONCE, State::IDLE)
     }
 
+    /// A block that its one holder gave content takes the place, class and pin of one in line.
+    pub(crate) fn transition_to_replacing<M: Mode>(&self, other: State) -> Transition {
+        self.exchange::<M>(State::HELD_ONCE, other)
+    }
+
     /// Takes a queued block out of its line for good; the place that it left, and whether it was pinned.
     pub(crate) fn transition_to_unqueued<M: Mode>(&self) -> Option<(Place, bool)> {
         self.update::<M, _>(|state| {

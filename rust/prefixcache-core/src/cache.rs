@@ -19,7 +19,7 @@ use crate::ledger::Ledger;
 use crate::policy::{Queue, ReuseQueue, Turn};
 use crate::retention::Fate;
 use crate::sequence::{self, BlockHashes, Holding, Sequence, Table};
-use crate::store::{BlockKey, BlockStore, Registration};
+use crate::store::{BlockKey, BlockStore, Moves, Registration};
 use crate::sync::{AtomicU64, Ordering};
 
 /// How many registrations ahead the store is told of a key, so that it fetches the key's bucket.
@@ -918,6 +918,36 @@ impl<S: BlockStore> PrefixCache<S> {
     /// Sets the number of blocks as [`BlockStore::resize`] does.
     pub fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError> {
         self.store.resize(num_blocks)
+    }
+
+    /// Begins one slice of a shrink that keeps what is worth most: see [`BlockStore::begin_moves`].
+    pub fn begin_moves(
+        &self,
+        num_blocks: usize,
+        most: usize,
+        moves: &mut Moves,
+    ) -> Result<(), ResizeError> {
+        self.store.begin_moves(num_blocks, most, moves)
+    }
+
+    /// Ends the slice, whose KV was copied. Returns how many blocks moved.
+    pub fn finish_moves(&self, moves: &mut Moves) -> Result<usize, ResizeError> {
+        self.store.finish_moves(moves)
+    }
+
+    /// Takes the slice back.
+    pub fn abort_moves(&self, moves: &mut Moves) -> Result<(), Misuse> {
+        self.store.abort_moves(moves)
+    }
+
+    /// Gives up the content of the `count` free blocks that would lose it first. Returns how many there were.
+    pub fn release_cached(&self, count: usize) -> usize {
+        self.store.release_cached(count)
+    }
+
+    /// Bounds the free blocks that keep their content, as [`BlockStore::set_max_cached`] does.
+    pub fn set_max_cached(&self, blocks: Option<usize>) {
+        self.store.set_max_cached(blocks);
     }
 
     // Looking.

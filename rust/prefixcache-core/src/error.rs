@@ -131,6 +131,9 @@ pub enum ResizeError {
     /// Another thread is inside a call that changes the pool.
     #[error("num_blocks cannot change while another thread is changing the pool: call again")]
     Busy,
+    /// Moves were begun and neither finished nor aborted.
+    #[error("moves are under way: finish or abort them first")]
+    Moving,
 }
 
 /// A broken invariant, found by `validate`.

@@ -125,6 +125,11 @@ impl Losses {
         self.lives.touch(block, self.now());
     }
 
+    /// Content moves from a block to another, both the caller's alone.
+    pub(crate) fn moved(&self, from: BlockId, to: BlockId) {
+        self.lives.carry(from, to);
+    }
+
     /// The block, which is the caller's alone, has lost its content.
     pub(crate) fn lost<M: Mode>(
         &self,

@@ -206,6 +206,18 @@ impl ReuseQueue {
         self.stamps[block.index()].store(now.get(), Relaxed);
     }
 
+    /// A block takes the place of another in its line.
+    pub fn take_place(&self, from: BlockId, to: BlockId) {
+        let stamp = self.stamps[from.index()].load(Relaxed);
+        self.stamps[to.index()].store(stamp, Relaxed);
+    }
+
+    /// How often the scores may have changed: while this and the time are the same, so are all ranks.
+    #[must_use]
+    pub fn num_updates(&self) -> u64 {
+        self.requests.load(Relaxed) / Self::INTERVAL
+    }
+
     /// The rank of a block that stands in `queue`.
     #[inline]
     pub fn rank(&self, queue: Queue, block: BlockId, now: Tick) -> Rank {

@@ -45,11 +45,13 @@
 //! where the system gives them), so a pool is built in microseconds and grows into its memory as it is
 //! used.
 
+mod bound;
 mod content;
 mod evictions;
 mod give;
 #[cfg(all(test, loom))]
 mod models;
+mod moves;
 mod pins;
 #[cfg(all(test, shuttle, not(loom)))]
 mod schedules;
@@ -71,7 +73,7 @@ use crate::losses::Losses;
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
 use crate::ring::{Ring, VacatedSlots};
 use crate::stats::StoreStats;
-use crate::store::{BlockKey, BlockStore, PoolConfig, Registration};
+use crate::store::{BlockKey, BlockStore, Moves, PoolConfig, Registration};
 use crate::sync::{AtomicU64, Ordering, OwnLine};
 use crate::zeroed::Zeroed;
 
@@ -100,6 +102,7 @@ pub struct BlockPool<M: Mode> {
     credits: Credits,
     contents: content::Contents,
     size: size::Size,
+    bound: bound::Bound,
     counters: Counters,
     pins: pins::PinCounts,
     /// What chooses among the default class's queues; without it there is one.
@@ -203,6 +206,7 @@ struct Counters {
     drops: AtomicU64,
     /// Copies that lost their index entry to one registered later.
     surplus: AtomicU64,
+    moved: AtomicU64,
 }
 
 impl<M: Mode> std::fmt::Debug for BlockPool<M> {
@@ -265,6 +269,7 @@ impl<M: Mode> BlockPool<M> {
             credits: Credits::default(),
             contents: content::Contents::default(),
             size: size::Size::new(config.num_blocks),
+            bound: bound::Bound::default(),
             counters: Counters::default(),
             pins: pins::PinCounts::default(),
             reuse,
@@ -438,6 +443,29 @@ impl<M: Mode> BlockStore for BlockPool<M> {
         self.resize_to(num_blocks)
     }
 
+    fn begin_moves(
+        &self,
+        num_blocks: usize,
+        most: usize,
+        moves: &mut Moves,
+    ) -> Result<(), ResizeError> {
+        self.config.check_num_blocks(num_blocks)?;
+        self.begin(num_blocks, most, moves)
+    }
+
+    fn finish_moves(&self, moves: &mut Moves) -> Result<usize, ResizeError> {
+        self.finish(moves)
+    }
+
+    fn release_cached(&self, count: usize) -> usize {
+        self.give_up(count)
+    }
+
+    fn set_max_cached(&self, blocks: Option<usize>) {
+        self.bound.set(blocks);
+        self.keep_bound();
+    }
+
     fn num_blocks(&self) -> usize {
         self.size.num_blocks()
     }
@@ -465,7 +493,6 @@ impl<M: Mode> BlockStore for BlockPool<M> {
 
     fn stats(&self) -> StoreStats {
         let free = self.num_free();
-        let num_blocks = self.num_blocks();
         // Relaxed: the counts are for people.
         StoreStats {
             evictions: self.counters.evictions.load(Relaxed),
@@ -476,7 +503,10 @@ impl<M: Mode> BlockStore for BlockPool<M> {
             pinned_evictions: self.pins.evictions(),
             pinned_hits: self.pins.hits(),
             cached: self.contents.cached(),
-            in_use: (num_blocks - 1).saturating_sub(free) + self.size.retired_held(),
+            in_use: (self.size.end() - 1).saturating_sub(free) + self.size.held_above(),
+            held_above: self.size.held_above(),
+            moved: self.counters.moved.load(Relaxed),
+            lost_to_resize: self.size.lost(),
             free,
             pinned: self.pins.now(),
             pinned_free: self.ring(Class::PINNED).len(),

@@ -290,6 +290,16 @@ impl<M: Mode> Ring<M> {
         }
     }
 
+    /// Lets the slot of `ticket` name `block` in the place of the one that stood there. No walk is under way.
+    pub(crate) fn replace(&self, ticket: Ticket, from: BlockId, block: BlockId) {
+        let replaced = M::exchange(
+            self.word(ticket),
+            Self::pack(ticket, from),
+            Self::pack(ticket, block),
+        );
+        debug_assert!(replaced.is_ok(), "block {from} stood elsewhere");
+    }
+
     /// Gives up the tickets that a reservation has left.
     pub(crate) fn leave_empty(&self, mut reservation: Reservation) {
         while let Some(ticket) = reservation.peek() {

@@ -31,7 +31,7 @@ use std::iter;
 use crate::band::Band;
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
 use crate::id::{BlockHash, BlockId, Epoch, GroupId, MAX_BLOCKS};
-use crate::policy::{EvictionPolicy, Queue, ReuseQueue};
+use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
 use crate::stats::StoreStats;
 
 /// Copies of a key that are found one after the other before free ones are taken out of the index.
@@ -109,6 +109,36 @@ impl PoolConfig {
         );
         Err(InvalidArgument::new("num_blocks", reason))
     }
+}
+
+/// Content on its way from one block to another: see [`BlockStore::begin_moves`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Move {
+    /// Where it is.
+    pub from: BlockId,
+    /// Where it will be; its caller holds that block.
+    pub to: BlockId,
+    /// What it is.
+    pub key: BlockKey,
+    /// When it was registered.
+    pub epoch: Epoch,
+}
+
+/// The moves of one shrink. To be begun, finished and aborted with the same pool.
+#[derive(Debug, Default)]
+pub struct Moves {
+    /// Those that were begun and neither finished nor aborted.
+    pub under_way: Vec<Move>,
+    pub(crate) plan: Plan,
+}
+
+/// What a pool knows of a shrink from the slice before.
+#[derive(Debug, Default)]
+pub(crate) struct Plan {
+    /// Cached blocks that are to leave, what goes first of them first.
+    pub(crate) leaving: Vec<BlockId>,
+    /// What the plan was made from: while it is the same, no leaving block stands further back in line.
+    pub(crate) made_from: Option<(u64, Tick, u64)>,
 }
 
 /// What became of a registration.
@@ -235,6 +265,46 @@ pub trait BlockStore {
     ///
     /// Refused while another thread is inside a call that changes the pool. Lookups run beside it.
     fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError>;
+
+    /// Begins one slice of a shrink to `num_blocks`: up to `most` cached blocks from there on that are worth
+    /// more than others below, the most worth first, each with the one below that goes first.
+    ///
+    /// From the first such call on, blocks from `num_blocks` on are handed out no more; those with content
+    /// stay in line and can be hit. The blocks that content moves to are held until
+    /// [`finish_moves`](Self::finish_moves) or [`abort_moves`](Self::abort_moves), and lose what they had.
+    /// Between the two the caller copies the KV of each `from` to its `to`. Where nothing is left to move,
+    /// what remains above is held, or goes before all that stays: [`resize`](Self::resize) ends the shrink,
+    /// or takes it back.
+    ///
+    /// Refused beside another writer, and before the moves of the call before were finished or aborted.
+    fn begin_moves(
+        &self,
+        num_blocks: usize,
+        most: usize,
+        moves: &mut Moves,
+    ) -> Result<(), ResizeError>;
+
+    /// Lets the content of each move be found where it was copied to, in the same place of the eviction
+    /// order, and takes it from where it was. Returns how many moved. One whose block was taken, or lost its
+    /// content, since is left as it is.
+    ///
+    /// Refused beside another writer; the moves stay under way then.
+    fn finish_moves(&self, moves: &mut Moves) -> Result<usize, ResizeError>;
+
+    /// Gives the moves up: content stays where it is.
+    fn abort_moves(&self, moves: &mut Moves) -> Result<(), Misuse> {
+        let to: Vec<BlockId> = moves.under_way.drain(..).map(|one| one.to).collect();
+        // What was to be moved is to be moved yet.
+        moves.plan.made_from = None;
+        self.release(&to)
+    }
+
+    /// Gives up the content of the `count` free blocks that would lose it first. Returns how many there were.
+    fn release_cached(&self, count: usize) -> usize;
+
+    /// Bounds the blocks that stand in the tiers: what is above goes at each release, and now, in the
+    /// eviction order.
+    fn set_max_cached(&self, blocks: Option<usize>);
 
     /// Blocks of the pool, the null block counted.
     fn num_blocks(&self) -> usize;

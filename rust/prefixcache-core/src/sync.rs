@@ -217,6 +217,10 @@ pub(crate) enum Fault {
     RegisterRetired,
     /// Blocks that a resize takes out of the pool keep their content.
     KeepRetired,
+    /// Content is found in the block that it moves to before it was copied there.
+    MoveEarly,
+    /// A move does not look whether its block was touched since it began.
+    BlindMove,
     /// A commit takes a credit for each key, hit or miss, for as long as it looks.
     CreditsForMisses,
     /// A commit that fails half way keeps the hits that it has taken.

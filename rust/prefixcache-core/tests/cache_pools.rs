@@ -12,7 +12,7 @@ use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
 use prefixcache_core::retention::{Pins, Retention};
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockStore, FreeOrder, PoolConfig};
+use prefixcache_core::store::{BlockStore, FreeOrder, Moves, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -417,6 +417,7 @@ fn a_head_that_loses_its_pin_is_missed_though_its_tail_stays() {
     commit(&cache, &[9; 4 * BLOCK_SIZE]);
     assert_eq!(cache.store().cached_blocks().len(), 2);
     assert_eq!(cache.count_prefix_hits(&mut whole).unwrap(), 0);
+    assert!(!bisects(&cache));
 }
 
 /// Hits are found by bisection as long as the pool says so.
@@ -438,7 +439,12 @@ fn a_pin_and_a_demotion_leave_the_bisection_on() {
 fn what_ends_the_bisection_ends_it_until_the_next_clear() {
     let ends: [fn(&SmallCache, &mut Sequence); 4] = [
         |cache, whole| assert_eq!(cache.unpin(whole).unwrap(), 3),
-        |cache, _| assert_eq!(cache.resize(6), Ok(0)),
+        // What a request holds goes before what stays in line.
+        |cache, whole| {
+            let hits = cache.commit_prefix_plan(whole, PROMPT.len(), 0);
+            assert_eq!(hits.unwrap(), Some(PROMPT.len()));
+            assert_eq!(cache.resize(3), Ok(1));
+        },
         // The twin comes after the pin.
         |cache, _| drop(commit_and_fill(cache)),
         // The pin comes after the twin.
@@ -463,6 +469,22 @@ fn what_ends_the_bisection_ends_it_until_the_next_clear() {
 }
 
 #[test]
+fn a_shrink_that_moves_leaves_the_bisection_on() {
+    let cache = small_cache();
+    let mut blank = commit(&cache, &PROMPT);
+    cache.release(&mut [&mut blank]).unwrap();
+    let mut whole = cached(&cache);
+    let mut moves = Moves::default();
+    // The head stands in the last of three blocks, and the shrunk pool has two.
+    cache.begin_moves(3, 8, &mut moves).unwrap();
+    assert_eq!(moves.under_way.len(), 1);
+    assert_eq!(cache.finish_moves(&mut moves), Ok(1));
+    assert_eq!(cache.resize(3), Ok(0));
+    assert!(bisects(&cache));
+    assert_eq!(cache.count_prefix_hits(&mut whole).unwrap(), 2 * BLOCK_SIZE);
+}
+
+#[test]
 fn a_head_that_is_retired_is_missed_though_its_tail_stays() {
     let cache = small_cache();
     // Blank blocks come back tail first, so that the head gets the highest id.
@@ -472,4 +494,5 @@ fn a_head_that_is_retired_is_missed_though_its_tail_stays() {
     assert_eq!(cache.resize(3), Ok(0));
     assert_eq!(cache.store().cached_blocks().len(), 2);
     assert_eq!(cache.count_prefix_hits(&mut whole).unwrap(), 0);
+    assert!(!bisects(&cache));
 }

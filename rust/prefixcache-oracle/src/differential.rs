@@ -10,7 +10,7 @@ use prefixcache_core::band::Band;
 use prefixcache_core::id::{BlockHash, BlockId, Epoch, GroupId};
 use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue, Turn};
 use prefixcache_core::pool::{BlockPool, Mode};
-use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, PoolConfig};
+use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Moves, PoolConfig};
 
 /// Keys that a script can name.
 const KEYS: u8 = 48;
@@ -64,6 +64,8 @@ struct Request {
 #[derive(Debug, Default)]
 struct Script {
     requests: Vec<Request>,
+    /// Blocks that content is being moved to.
+    moving: Vec<BlockId>,
     /// Milliseconds since the script began.
     time: u64,
 }
@@ -88,7 +90,12 @@ impl Script {
     }
 
     /// Does one step to `pool`; what came back, and the holds that were taken.
-    fn apply(&self, pool: &impl BlockStore, [what, a, b]: Step) -> (String, Option<Request>) {
+    fn apply(
+        &self,
+        pool: &impl BlockStore,
+        mover: &mut Mover,
+        [what, a, b]: Step,
+    ) -> (String, Option<Request>) {
         if let Some(reuse) = pool.reuse_queue() {
             self.inform(reuse, [what, a, b]);
         }
@@ -138,8 +145,14 @@ impl Script {
                     .unwrap_or_default();
                 format!("{:?} {}", pool.band(&key), pool.set_band(&key, held, band))
             }
+            13 if a >= 128 => mover.shrink(pool, a, usize::from(b) % 44),
             13 => format!("{:?}", pool.demote(usize::from(a % 8))),
             14 if a < 64 => format!("{:?}", pool.clear_index()),
+            14 if a < 96 => format!("{:?}", pool.release_cached(usize::from(b % 8))),
+            14 if a < 128 => {
+                let bound = (b < 128).then_some(usize::from(b) % 24);
+                format!("{:?}", pool.set_max_cached(bound))
+            }
             14 => format!("{:?}", pool.resize(usize::from(b) % 44)),
             _ => format!("{:?}", pool.release(&self.bad_blocks(a, b))),
         };
@@ -177,6 +190,11 @@ impl Script {
             0 => BlockId::NULL,
             1 => BlockId::new(u32::MAX),
             _ => BlockId::new(u32::from(b)),
+        };
+        let wrong = if self.moving.contains(&wrong) {
+            BlockId::NULL
+        } else {
+            wrong
         };
         let repeats = if held(wrong) > 0 { held(wrong) + 1 } else { 1 };
         self.blocks(a)
@@ -216,11 +234,56 @@ impl Script {
     }
 }
 
+/// What a caller does whose pool shrinks.
+#[derive(Debug, Default)]
+struct Mover {
+    moves: Moves,
+    /// What it has copied, from block to block.
+    copied: Vec<(BlockId, BlockId)>,
+}
+
+impl Mover {
+    /// A part of a slice of a shrink, or all slices that it takes.
+    fn shrink(&mut self, pool: &impl BlockStore, a: u8, num_blocks: usize) -> String {
+        let most = usize::from(a % 5);
+        match a / 8 % 4 {
+            0 => format!("{:?}", pool.finish_moves(&mut self.moves)),
+            1 => format!("{:?}", pool.abort_moves(&mut self.moves)),
+            2 => self.begin(pool, num_blocks, most),
+            _ => {
+                let mut story = format!("{:?}", pool.finish_moves(&mut self.moves));
+                loop {
+                    story += &self.begin(pool, num_blocks, most + 1);
+                    if self.moves.under_way.is_empty() {
+                        return format!("{story} {:?}", pool.resize(num_blocks));
+                    }
+                    story += &format!(" {:?} ", pool.finish_moves(&mut self.moves));
+                }
+            }
+        }
+    }
+
+    fn begin(&mut self, pool: &impl BlockStore, num_blocks: usize, most: usize) -> String {
+        let outcome = pool.begin_moves(num_blocks, most, &mut self.moves);
+        if outcome.is_ok() {
+            let copies = self.moves.under_way.iter().map(|one| (one.from, one.to));
+            self.copied.extend(copies);
+        }
+        format!("{outcome:?} {:?}", self.moves.under_way)
+    }
+
+    /// The blocks that content is being moved to.
+    fn held(&self) -> Vec<BlockId> {
+        self.moves.under_way.iter().map(|one| one.to).collect()
+    }
+}
+
 /// Runs a script on a plain pool and on `pool`, which has the same configuration and has not been
 /// used. Panics where they differ or where one of them is broken.
 pub fn assert_same_as_plain<M: Mode>(config: PoolConfig, pool: &BlockPool<M>, steps: &[Step]) {
     let plain = PlainPool::new(config).expect("the configuration was accepted before");
     let mut script = Script::default();
+    let (mut mover, mut plain_mover) = (Mover::default(), Mover::default());
     // Half of the scripts run without a listener.
     let listens = steps.len() % 2 == 1;
     if listens {
@@ -229,8 +292,8 @@ pub fn assert_same_as_plain<M: Mode>(config: PoolConfig, pool: &BlockPool<M>, st
     for &step in steps {
         plain.set_time(script.now());
         pool.set_time(script.now());
-        let (expected, taken) = script.apply(&plain, step);
-        let (outcome, _) = script.apply(pool, step);
+        let (expected, taken) = script.apply(&plain, &mut plain_mover, step);
+        let (outcome, _) = script.apply(pool, &mut mover, step);
         assert_eq!(outcome, expected, "{step:?} came to something else");
         assert_same_state(&plain, pool);
         let mut losses = Vec::new();
@@ -242,6 +305,7 @@ pub fn assert_same_as_plain<M: Mode>(config: PoolConfig, pool: &BlockPool<M>, st
             "the losses"
         );
         script.settle(step, taken);
+        script.moving = mover.held();
     }
 }
 
@@ -266,9 +330,10 @@ fn assert_same_state<M: Mode>(plain: &PlainPool, pool: &BlockPool<M>) {
 pub fn assert_conserves<M: Mode>(pool: &BlockPool<M>, steps: &[Step]) {
     let mut script = Script::default();
     let mut contents: HashMap<BlockId, BlockKey> = HashMap::new();
+    let mut mover = Mover::default();
     for &step in steps {
         pool.set_time(script.now());
-        let (outcome, taken) = script.apply(pool, step);
+        let (outcome, taken) = script.apply(pool, &mut mover, step);
         if let Some(request) = &taken {
             check_taken(&script, &contents, step, request);
         }
@@ -277,7 +342,13 @@ pub fn assert_conserves<M: Mode>(pool: &BlockPool<M>, steps: &[Step]) {
             let (block, _) = script.block(a, b).expect("it was registered");
             contents.insert(block, key(a ^ b.rotate_left(3)));
         }
+        for (from, to) in mover.copied.drain(..) {
+            if let Some(&key) = contents.get(&from) {
+                contents.insert(to, key);
+            }
+        }
         script.settle(step, taken);
+        script.moving = mover.held();
         pool.validate().expect("the lock-free pool is whole");
         check_books(&script, pool);
     }
@@ -314,6 +385,7 @@ fn check_books<M: Mode>(script: &Script, pool: &BlockPool<M>) {
         .requests
         .iter()
         .flat_map(|r| r.blocks.clone())
+        .chain(script.moving.iter().copied())
         .collect();
     held.sort_unstable();
     held.dedup();

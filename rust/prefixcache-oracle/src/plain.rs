@@ -11,10 +11,10 @@ use prefixcache_core::band::Band;
 use prefixcache_core::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
 use prefixcache_core::id::{BlockId, Epoch};
 use prefixcache_core::losses::{Cause, Loss, LostBlock};
-use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue};
+use prefixcache_core::policy::{EvictionPolicy, Queue, Rank, ReuseQueue};
 use prefixcache_core::stats::StoreStats;
 use prefixcache_core::store::{
-    BlockKey, BlockStore, FreeOrder, MAX_COPIES, PoolConfig, Registration,
+    BlockKey, BlockStore, FreeOrder, MAX_COPIES, Move, Moves, PoolConfig, Registration,
 };
 
 /// A pool for one owner; its methods take `&self` as [`BlockStore`] asks, and it is not `Sync`.
@@ -113,6 +113,12 @@ impl Line {
 struct State {
     config: PoolConfig,
     num_blocks: usize,
+    /// The first block that is not handed out: below `num_blocks` while the pool shrinks.
+    end: usize,
+    /// Blocks from the end on that stand in line.
+    leaving_in_line: usize,
+    /// The most blocks that may stand in the tiers of those with content.
+    max_cached: usize,
     /// One entry for every block that the pool may ever have.
     blocks: Vec<Block>,
     /// First block of each bucket; within a bucket the one registered first stands first.
@@ -141,7 +147,10 @@ impl PlainPool {
         };
         let mut state = State {
             config,
-            num_blocks: 1,
+            num_blocks: config.num_blocks,
+            end: 1,
+            leaving_in_line: 0,
+            max_cached: usize::MAX,
             blocks: vec![Block::NEW; config.max_blocks],
             buckets: vec![BlockId::NULL; (2 * config.max_blocks).next_power_of_two()],
             blank: Line::EMPTY,
@@ -154,7 +163,7 @@ impl PlainPool {
             now: Duration::ZERO,
             losses: Vec::new(),
         };
-        state.grow(config.num_blocks);
+        state.move_end(config.num_blocks);
         Ok(Self {
             state: RefCell::new(state),
             reuse,
@@ -253,6 +262,29 @@ impl BlockStore for PlainPool {
         self.state.borrow_mut().resize(num_blocks)
     }
 
+    fn begin_moves(
+        &self,
+        num_blocks: usize,
+        most: usize,
+        moves: &mut Moves,
+    ) -> Result<(), ResizeError> {
+        self.state.borrow_mut().begin_moves(num_blocks, most, moves)
+    }
+
+    fn finish_moves(&self, moves: &mut Moves) -> Result<usize, ResizeError> {
+        Ok(self.state.borrow_mut().finish_moves(moves))
+    }
+
+    fn release_cached(&self, count: usize) -> usize {
+        self.state.borrow_mut().release_cached(count)
+    }
+
+    fn set_max_cached(&self, blocks: Option<usize>) {
+        let mut state = self.state.borrow_mut();
+        state.max_cached = blocks.unwrap_or(usize::MAX);
+        state.keep_bound();
+    }
+
     fn num_blocks(&self) -> usize {
         self.state.borrow().num_blocks
     }
@@ -286,9 +318,14 @@ impl BlockStore for PlainPool {
 
 impl State {
     fn num_free(&self) -> usize {
+        self.blank.len + self.num_in_tiers() - self.leaving_in_line
+    }
+
+    /// How many blocks stand in the tiers of those with content.
+    fn num_in_tiers(&self) -> usize {
         let lines = self.regular.iter().chain(&self.banded);
         let queued: usize = lines.map(|line| line.len).sum();
-        self.blank.len + queued + self.pinned.len
+        queued + self.pinned.len
     }
 
     /// Every block that the pool may ever have, but the null block.
@@ -304,10 +341,16 @@ impl State {
         id.index() >= self.num_blocks
     }
 
+    /// Whether the block is not to be handed out any more.
+    fn is_above(&self, id: BlockId) -> bool {
+        id.index() >= self.end
+    }
+
     fn stats(&self) -> StoreStats {
         StoreStats {
             cached: self.ids().filter(|&id| self.is_cached(id)).count(),
             in_use: self.blocks.iter().filter(|block| block.holders > 0).count(),
+            held_above: self.num_held_above(),
             free: self.num_free(),
             pinned: self.blocks.iter().filter(|block| block.pinned).count(),
             pinned_free: self.pinned.len,
@@ -326,7 +369,8 @@ impl State {
         let first = out.len();
         out.extend(keys.map_while(|key| self.lookup(&key)));
         let hits = out.len() - first;
-        let free_hits = out[first..].iter().filter(|&&id| self.is_free(id)).count();
+        let is_counted = |id: &&BlockId| self.is_free(**id) && !self.is_above(**id);
+        let free_hits = out[first..].iter().filter(is_counted).count();
         let needed = num_new.saturating_add(free_hits);
         let free = self.num_free();
         if needed > free {
@@ -336,7 +380,8 @@ impl State {
         for &hit in &out[first..] {
             self.touch(hit);
         }
-        out.extend((0..num_new).map(|_| self.hand_out_next()));
+        out.extend((0..num_new).map(|_| self.hand_out_next(Cause::Evicted)));
+        self.stats.allocations += num_new as u64;
         Ok(hits)
     }
 
@@ -400,22 +445,59 @@ impl State {
         ranked.min_by_key(|&(rank, _)| rank).map(|(_, id)| id)
     }
 
-    /// Takes the block at the front of the free line, which must not be empty.
-    fn hand_out_next(&mut self) -> BlockId {
+    /// The block at the front of the tiers.
+    fn next_in_tiers(&self) -> Option<BlockId> {
+        let ended = self.ended().first().copied();
+        ended.or_else(|| Band::all().find_map(|band| self.next_of(band)))
+    }
+
+    /// The block at the front of the free line.
+    fn next_free(&self) -> Option<BlockId> {
         let ended = self.ended().first().copied();
         let blank = || self.walk(self.blank).next();
-        let id = ended
-            .or_else(blank)
-            .or_else(|| Band::all().find_map(|band| self.next_of(band)))
-            .expect("a block is free");
+        ended.or_else(blank).or_else(|| self.next_in_tiers())
+    }
+
+    /// Takes the block at the front of the free line, which must not be empty. Leaving ones are dropped.
+    fn hand_out_next(&mut self, cause: Cause) -> BlockId {
+        loop {
+            let id = self.next_free().expect("a block is free");
+            self.evict(id, cause);
+            if !self.is_above(id) {
+                self.blocks[id.index()].holders = 1;
+                return id;
+            }
+        }
+    }
+
+    /// Takes a free block out of its line, and its content from it.
+    fn evict(&mut self, id: BlockId, cause: Cause) {
         self.unlink(id);
         let evicts = self.is_cached(id);
         self.stats.evictions += u64::from(evicts);
         self.stats.pinned_evictions += u64::from(evicts && self.blocks[id.index()].pinned);
-        self.stats.allocations += 1;
-        self.lose(id, Cause::Evicted);
-        self.blocks[id.index()].holders = 1;
-        id
+        self.lose(id, cause);
+    }
+
+    /// Gives up the content of the first `count` blocks of the tiers.
+    fn release_cached(&mut self, count: usize) -> usize {
+        let mut given_up = 0;
+        while given_up < count
+            && self.num_free() > 0
+            && let Some(id) = self.next_in_tiers()
+        {
+            self.evict(id, Cause::Evicted);
+            given_up += 1;
+            if !self.is_above(id) {
+                self.push_front(id);
+            }
+        }
+        given_up
+    }
+
+    fn keep_bound(&mut self) {
+        let excess = self.num_in_tiers().saturating_sub(self.max_cached);
+        self.release_cached(excess);
     }
 
     fn discard(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
@@ -468,27 +550,26 @@ impl State {
     fn join_line(&mut self, freed: &[BlockId]) {
         let (cached, rest): (Vec<BlockId>, Vec<BlockId>) =
             freed.iter().partition(|&&id| self.is_cached(id));
-        let (retired, blank): (Vec<BlockId>, Vec<BlockId>) =
-            rest.into_iter().partition(|&id| self.is_retired(id));
-        for &id in retired.iter().chain(&blank) {
+        for &id in &rest {
             self.forget(id);
         }
+        // Leaving blocks without content stand nowhere.
         match self.config.free_order {
             FreeOrder::UnhashedFirst => {
-                for &id in blank.iter().rev() {
-                    self.push_front(id);
+                for &id in rest.iter().rev() {
+                    if !self.is_above(id) {
+                        self.push_front(id);
+                    }
                 }
                 self.push_back_all(&cached);
             }
             FreeOrder::Append => {
-                let kept: Vec<BlockId> = freed
-                    .iter()
-                    .copied()
-                    .filter(|&id| !self.is_retired(id))
-                    .collect();
+                let stays = |id: &&BlockId| self.is_cached(**id) || !self.is_above(**id);
+                let kept: Vec<BlockId> = freed.iter().filter(stays).copied().collect();
                 self.push_back_all(&kept);
             }
         }
+        self.keep_bound();
     }
 
     fn push_back_all(&mut self, blocks: &[BlockId]) {
@@ -547,7 +628,8 @@ impl State {
     }
 
     fn demote(&mut self, count: usize) -> usize {
-        let moved = count.min(self.pinned.len);
+        let possible = if self.num_free() > 0 { count } else { 0 };
+        let moved = possible.min(self.pinned.len);
         self.stats.demotions += moved as u64;
         for _ in 0..moved {
             let id = self.pinned.front;
@@ -556,7 +638,9 @@ impl State {
             if !self.is_cached(id) {
                 self.forget(id);
             }
-            self.push_back_all(&[id]);
+            if self.is_cached(id) || !self.is_above(id) {
+                self.push_back_all(&[id]);
+            }
         }
         moved
     }
@@ -584,37 +668,180 @@ impl State {
 
     fn resize(&mut self, num_blocks: usize) -> Result<usize, ResizeError> {
         self.config.check_num_blocks(num_blocks)?;
-        if num_blocks > self.num_blocks {
-            self.grow(num_blocks);
-        } else {
-            self.shrink(num_blocks);
-        }
-        let above = &self.blocks[num_blocks..];
-        Ok(above.iter().filter(|block| block.holders > 0).count())
+        self.num_blocks = self.num_blocks.max(num_blocks);
+        self.move_end(num_blocks);
+        self.retire_from(num_blocks);
+        Ok(self.num_held_above())
     }
 
-    fn grow(&mut self, num_blocks: usize) {
-        for index in (self.num_blocks..num_blocks).rev() {
-            let id = BlockId::new(index as u32);
-            if self.is_free(id) {
+    fn num_held_above(&self) -> usize {
+        let above = self.blocks[self.end..].iter();
+        above.filter(|block| block.holders > 0).count()
+    }
+
+    /// Blocks from `end` on are handed out no more, those below are.
+    fn move_end(&mut self, end: usize) {
+        for id in self.ids().filter(|id| id.index() >= end) {
+            if self.blocks[id.index()].tier == Some(Tier::Blank) {
+                self.unlink(id);
+            }
+        }
+        let comes_back = (self.end..end)
+            .rev()
+            .map(|index| BlockId::new(index as u32));
+        self.end = end;
+        for id in comes_back {
+            if self.is_free(id) && self.blocks[id.index()].tier.is_none() {
                 self.push_front(id);
             }
         }
-        self.num_blocks = num_blocks;
+        let leaving = self.blocks[end..]
+            .iter()
+            .filter(|block| block.tier.is_some());
+        self.leaving_in_line = leaving.count();
     }
 
-    fn shrink(&mut self, num_blocks: usize) {
+    fn retire_from(&mut self, num_blocks: usize) {
         let gone = (num_blocks..self.num_blocks).map(|index| BlockId::new(index as u32));
         let (free, held): (Vec<BlockId>, Vec<BlockId>) = gone.partition(|&id| self.is_free(id));
+        let before = self.stats.evictions;
         for id in free {
-            self.unlink(id);
-            self.lose(id, Cause::Resized);
+            if self.blocks[id.index()].tier.is_some() {
+                self.evict(id, Cause::Resized);
+            }
         }
         for id in held {
+            self.stats.evictions += u64::from(self.is_cached(id));
             self.blocks[id.index()].life.used = self.now;
             self.lose(id, Cause::Resized);
         }
+        self.stats.lost_to_resize += self.stats.evictions - before;
         self.num_blocks = num_blocks;
+    }
+
+    // Moves.
+
+    /// The blocks of the tiers, what goes first of all first.
+    fn tiers_in_order(&self) -> Vec<BlockId> {
+        let mut order = self.ended();
+        for band in Band::all() {
+            let tiers = self.tiers_of(band);
+            let mut blocks: Vec<(Option<Rank>, BlockId)> = vec![];
+            for tier in tiers {
+                let rank = |id| match (&self.reuse, tier) {
+                    (Some(reuse), Tier::Regular(queue)) => Some(reuse.rank(queue, id, reuse.now())),
+                    _ => None,
+                };
+                blocks.extend(self.walk(*self.line(tier)).map(|id| (rank(id), id)));
+            }
+            blocks.sort_by_key(|&(rank, _)| rank);
+            blocks.retain(|(_, id)| !order.contains(id));
+            order.extend(blocks.into_iter().map(|(_, id)| id));
+        }
+        order
+    }
+
+    fn begin_moves(
+        &mut self,
+        num_blocks: usize,
+        most: usize,
+        moves: &mut Moves,
+    ) -> Result<(), ResizeError> {
+        self.config.check_num_blocks(num_blocks)?;
+        if !moves.under_way.is_empty() {
+            return Err(ResizeError::Moving);
+        }
+        if num_blocks > self.num_blocks {
+            let reason = format!(
+                "must be at most {}, the blocks that there are, not {num_blocks}",
+                self.num_blocks
+            );
+            return Err(InvalidArgument::new("num_blocks", reason).into());
+        }
+        self.move_end(num_blocks);
+        let before = self.stats.evictions;
+        while moves.under_way.len() < most
+            && let Some(one) = self.next_move(&moves.under_way)
+        {
+            moves.under_way.push(one);
+        }
+        self.stats.lost_to_resize += self.stats.evictions - before;
+        Ok(())
+    }
+
+    /// Of the leaving blocks with content the last in the order, and the first block below, if that goes
+    /// first of the two.
+    fn next_move(&mut self, under_way: &[Move]) -> Option<Move> {
+        let order = self.tiers_in_order();
+        let is_from = |id: BlockId| under_way.iter().any(|one| one.from == id);
+        let can_move = |id: BlockId| self.is_above(id) && self.is_cached(id) && !is_from(id);
+        let last = order.iter().rposition(|&id| can_move(id))?;
+        let from = order[last];
+        let below = order.iter().position(|&id| !self.is_above(id));
+        let is_worse = self.blank.len > 0 || below.is_some_and(|first| first < last);
+        if !is_worse {
+            // What stands before it is leaving too, and goes before all that stays.
+            if self.num_free() > 0 {
+                order[..last]
+                    .iter()
+                    .for_each(|&id| self.evict(id, Cause::Resized));
+            }
+            return None;
+        }
+        let to = self.hand_out_next(Cause::Resized);
+        let (key, epoch) = self.blocks[from.index()].content?;
+        Some(Move {
+            from,
+            to,
+            key,
+            epoch,
+        })
+    }
+
+    fn finish_moves(&mut self, moves: &mut Moves) -> usize {
+        let can_finish = |state: &Self, one: &Move| {
+            let block = &state.blocks[one.from.index()];
+            let same = block.content == Some((one.key, one.epoch)) && state.is_cached(one.from);
+            same && block.tier.is_some() && state.is_above(one.from) && !state.is_above(one.to)
+        };
+        let mut failed = vec![];
+        let mut moved = 0;
+        for one in moves.under_way.drain(..) {
+            if can_finish(self, &one) {
+                self.carry(one.from, one.to);
+                moved += 1;
+            } else {
+                failed.push(one.to);
+            }
+        }
+        self.stats.moved += moved as u64;
+        let outcome = self.release(&failed);
+        assert_eq!(outcome, Ok(()), "moves hold their blocks");
+        moved
+    }
+
+    /// Puts a block in the place of another: in line, in its bucket, and with its content.
+    fn carry(&mut self, from: BlockId, to: BlockId) {
+        let old = self.blocks[from.index()];
+        let (key, _) = old.content.expect("it was looked at");
+        let tier = old.tier.expect("it was looked at");
+        let bucket = self.bucket(&key);
+        let before = self
+            .walk_bucket(bucket)
+            .find(|&other| self.blocks[other.index()].next_in_bucket == from);
+        match before {
+            Some(before) => self.blocks[before.index()].next_in_bucket = to,
+            None if self.buckets[bucket] == from => self.buckets[bucket] = to,
+            // A copy that was one too many.
+            None => {}
+        }
+        self.unlink(from);
+        self.blocks[from.index()] = Block::NEW;
+        self.blocks[to.index()] = Block { tier: None, ..old };
+        if let Some(reuse) = &self.reuse {
+            reuse.take_place(from, to);
+        }
+        self.place(to, tier, old.before, old.after);
     }
 
     // The index.
@@ -802,6 +1029,7 @@ impl State {
         self.join(tier, before, id);
         self.join(tier, id, after);
         self.line_mut(tier).len += 1;
+        self.leaving_in_line += usize::from(self.is_above(id));
     }
 
     fn unlink(&mut self, id: BlockId) {
@@ -810,6 +1038,7 @@ impl State {
         let tier = block.tier.take().expect("a free block stands in a tier");
         self.join(tier, before, after);
         self.line_mut(tier).len -= 1;
+        self.leaving_in_line -= usize::from(self.is_above(id));
     }
 
     /// Makes two blocks neighbours; a null block stands for the end of the line.
@@ -839,11 +1068,9 @@ impl State {
             .iter()
             .filter(|block| block.tier.is_some())
             .count();
-        ensure(in_tiers == self.num_free(), || {
-            format!(
-                "{in_tiers} blocks say that they are free, {} stand in line",
-                self.num_free()
-            )
+        let in_line = self.num_free() + self.leaving_in_line;
+        ensure(in_tiers == in_line, || {
+            format!("{in_tiers} blocks say that they are free, {in_line} stand in line")
         })
     }
 
@@ -891,7 +1118,8 @@ impl State {
     fn validate_block(&self, id: BlockId) -> Result<(), Broken> {
         let block = &self.blocks[id.index()];
         let in_line = block.tier.is_some();
-        let should_be = block.holders == 0 && !self.is_retired(id);
+        let stays = !self.is_above(id) || in_line && !self.is_retired(id);
+        let should_be = block.holders == 0 && stays;
         ensure(in_line == should_be, || {
             format!(
                 "block {id} has {} holders; in line: {in_line}",

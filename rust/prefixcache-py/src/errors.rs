@@ -51,7 +51,7 @@ impl IntoPyErr for ResizeError {
     fn into_py_err(self) -> PyErr {
         match self {
             Self::Invalid(error) => error.into_py_err(),
-            Self::Busy => PyRuntimeError::new_err(self.to_string()),
+            Self::Busy | Self::Moving => PyRuntimeError::new_err(self.to_string()),
         }
     }
 }

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use numpy::PyArray1;
 use prefixcache_core::cache;
-use prefixcache_core::error::{Argument, CacheError};
+use prefixcache_core::error::{Argument, CacheError, ResizeError};
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{Extras, HashConfig, Scope};
 use prefixcache_core::id::BlockId;
@@ -12,7 +13,7 @@ use prefixcache_core::ledger::Ledger;
 use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::{BlockPool, Mode};
 use prefixcache_core::sequence as core;
-use prefixcache_core::store::{BlockStore, FreeOrder, PoolConfig};
+use prefixcache_core::store::{BlockStore, FreeOrder, Move, Moves, PoolConfig};
 use prefixcache_core::tables::TableBuffers;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -24,6 +25,7 @@ use crate::arguments::{
 use crate::block_hashes::BlockHashes;
 use crate::detach::{run, run_on_tokens};
 use crate::errors::{IntoPyErr, out_of_range};
+use crate::exclusive::Using;
 use crate::losses;
 use crate::names::{self, Name};
 use crate::sequence::{Batch, Sequence};
@@ -116,11 +118,11 @@ impl PrefixCache {
             num_blocks, block_size=None, *, model="", revision="", kv_dtype="", arithmetic="",
             num_groups=None, groups=None, free_order=OneOf(FreeOrder::UnhashedFirst),
             eviction_policy=OneOf(EvictionPolicy::Lru), threads=OneOf(Threads::SingleWriter), max_blocks=None,
-            retention_budget=None,
+            retention_budget=None, max_cached_blocks=None,
         ),
         text_signature = "(num_blocks, block_size=16, *, model='', revision='', kv_dtype='', \
 arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', eviction_policy='lru', threads='single_writer', max_blocks=None, \
-retention_budget=0.2)"
+retention_budget=0.2, max_cached_blocks=None)"
     )]
     fn new(
         num_blocks: Number<names::NumBlocks>,
@@ -136,6 +138,7 @@ retention_budget=0.2)"
         threads: OneOf<Threads>,
         max_blocks: Option<Number<names::MaxBlocks>>,
         retention_budget: Option<One<names::RetentionBudget, f64>>,
+        max_cached_blocks: Option<Number<names::MaxCachedBlocks>>,
     ) -> PyResult<Self> {
         let share = retention_budget.map_or(RETENTION_BUDGET, |share| share.0);
         let ledger = Ledger::new(share).map_err(IntoPyErr::into_py_err)?;
@@ -159,9 +162,10 @@ retention_budget=0.2)"
             block_size: block_size.map_or(16, |size| size.0),
             groups: groups.map_err(IntoPyErr::into_py_err)?,
         };
-        Ok(Self(Arc::new(Cache::new(
-            hashing, pool, threads.0, ledger,
-        )?)))
+        let cache = Cache::new(hashing, pool, threads.0, ledger)?;
+        let bound = max_cached_blocks.map(|most| most.0);
+        on!(cache.core()?, |core| core.set_max_cached(bound));
+        Ok(Self(Arc::new(cache)))
     }
 
     /// `h_0`, the hash before the first block, under the current weights. Any thread.
@@ -525,6 +529,78 @@ retention_budget=0.2)"
         busy.map_err(IntoPyErr::into_py_err)
     }
 
+    /// Begin one slice of a shrink to `num_blocks` that keeps what is worth most.
+    ///
+    /// Returns (from, to), int32 arrays of up to `max_moves` blocks: the caller copies the KV of each
+    /// `from` to its `to`, then calls `finish_moves`, or `abort_moves` where it could not. From the first
+    /// slice on no block from `num_blocks` on is handed out. When there is nothing to move any more,
+    /// `resize` ends the shrink; `resize` to another size takes it back.
+    fn begin_moves<'py>(
+        &self,
+        py: Python<'py>,
+        num_blocks: Number<names::NumBlocks>,
+        max_moves: Number<names::MaxMoves>,
+    ) -> PyResult<(Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<i32>>)> {
+        let (num_blocks, most) = (num_blocks.0, max_moves.0);
+        let (core, _writing) = self.0.core_to_write()?;
+        let moves = &mut *self.moves()?;
+        let work = core.num_blocks();
+        let begun = run(py, work, || {
+            on!(core, |cache| cache.begin_moves(num_blocks, most, moves))
+        });
+        begun.map_err(IntoPyErr::into_py_err)?;
+        let array = |side: fn(&Move) -> BlockId| {
+            let ids = moves.under_way.iter().map(|one| side(one).get() as i32);
+            PyArray1::from_iter(py, ids)
+        };
+        Ok((array(|one| one.from), array(|one| one.to)))
+    }
+
+    /// End the slice whose KV was copied: its content is found where it was copied to. How many moved.
+    fn finish_moves(&self, py: Python<'_>) -> PyResult<usize> {
+        let (core, _writing) = self.0.core_to_write()?;
+        let moves = &mut *self.moves()?;
+        let finished = run(py, moves.under_way.len(), || {
+            on!(core, |cache| cache.finish_moves(moves))
+        });
+        finished.map_err(IntoPyErr::into_py_err)
+    }
+
+    /// Take the slice back: content stays where it is.
+    fn abort_moves(&self, py: Python<'_>) -> PyResult<()> {
+        let (core, _writing) = self.0.core_to_write()?;
+        let moves = &mut *self.moves()?;
+        let aborted = run(py, moves.under_way.len(), || {
+            on!(core, |cache| cache.abort_moves(moves))
+        });
+        aborted.map_err(|misuse| CacheError::from(misuse).into_py_err())
+    }
+
+    /// Give up the content of the `count` free blocks that would lose it first. How many there were.
+    fn release_cached(&self, py: Python<'_>, count: Number<names::Count>) -> PyResult<usize> {
+        let count = count.0;
+        let (core, _writing) = self.0.core_to_write()?;
+        let work = count.min(core.num_blocks());
+        Ok(run(py, work, || {
+            on!(core, |cache| cache.release_cached(count))
+        }))
+    }
+
+    /// Bound the free blocks that keep their content; what is above goes now and at each release.
+    #[pyo3(signature = (max_cached_blocks))]
+    fn set_max_cached_blocks(
+        &self,
+        py: Python<'_>,
+        max_cached_blocks: Option<Number<names::MaxCachedBlocks>>,
+    ) -> PyResult<()> {
+        let bound = max_cached_blocks.map(|most| most.0);
+        let (core, _writing) = self.0.core_to_write()?;
+        run(py, core.num_blocks(), || {
+            on!(core, |cache| cache.set_max_cached(bound));
+        });
+        Ok(())
+    }
+
     /// Write the block tables of a batch into the caller's arrays.
     ///
     /// For each sequence: the pages up to position `starts[i] + counts[i]` (`indptr` and `indices`, and
@@ -683,6 +759,12 @@ retention_budget=0.2)"
 }
 
 impl PrefixCache {
+    /// The slice of a shrink that is under way.
+    fn moves(&self) -> PyResult<Using<'_, Moves>> {
+        let moves = self.0.moves.try_use();
+        moves.ok_or_else(|| ResizeError::Busy.into_py_err())
+    }
+
     /// Calls `work`, which changes the cache, with all sequences of the argument `sequences`.
     fn on_batch<T>(
         &self,
@@ -736,6 +818,9 @@ pub fn store_stats<'py>(py: Python<'py>, store: &impl BlockStore) -> PyResult<Bo
     dict.set_item("pinned_hits", stats.pinned_hits)?;
     dict.set_item("cached_blocks", stats.cached)?;
     dict.set_item("blocks_in_use", stats.in_use)?;
+    dict.set_item("held_above_blocks", stats.held_above)?;
+    dict.set_item("moved_blocks", stats.moved)?;
+    dict.set_item("lost_to_resize_blocks", stats.lost_to_resize)?;
     dict.set_item("free_blocks", stats.free)?;
     dict.set_item("pinned_blocks", stats.pinned)?;
     dict.set_item("pinned_free_blocks", stats.pinned_free)?;

@@ -8,7 +8,7 @@ use prefixcache_core::hash::HashConfig;
 use prefixcache_core::ledger::{Ledger, LedgerStats};
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockStore, PoolConfig};
+use prefixcache_core::store::{BlockStore, Moves, PoolConfig};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
@@ -47,6 +47,8 @@ pub struct Cache {
     hints: HintCounts,
     closed: AtomicBool,
     abandoned: Abandoned,
+    /// The slice of a shrink that is under way.
+    pub moves: Exclusive<Moves>,
 }
 
 /// What the writer's ledger says of itself, for all threads. Relaxed, all of it: the counts are for people.
@@ -113,6 +115,7 @@ impl Cache {
             hints: HintCounts::default(),
             closed: AtomicBool::new(false),
             abandoned: Abandoned::default(),
+            moves: Exclusive::new(Moves::default()),
         })
     }
 

@@ -60,6 +60,14 @@ impl Lives {
         self.blocks[block.index()].used.store(now, Relaxed);
     }
 
+    /// The content goes on in another block.
+    pub(super) fn carry(&self, from: BlockId, to: BlockId) {
+        let (from, to) = (&self.blocks[from.index()], &self.blocks[to.index()]);
+        to.born.store(from.born.load(Relaxed), Relaxed);
+        to.used.store(from.used.load(Relaxed), Relaxed);
+        to.hits.store(from.hits.load(Relaxed), Relaxed);
+    }
+
     pub(super) fn of(&self, block: BlockId, now: u64) -> Summary {
         let life = &self.blocks[block.index()];
         Summary {

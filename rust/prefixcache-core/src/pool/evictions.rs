@@ -95,6 +95,14 @@ impl<M: Mode> BlockPool<M> {
         }
     }
 
+    /// Content moves from a block to another.
+    #[inline]
+    pub(super) fn note_moved(&self, from: BlockId, to: BlockId) {
+        if let Some(losses) = self.losses.get() {
+            losses.moved(from, to);
+        }
+    }
+
     pub(super) fn note_cleared(&self) {
         if let Some(losses) = self.losses.get() {
             losses.lost_everything::<M>();

@@ -90,6 +90,8 @@ impl<M: Mode> BlockPool<M> {
             .chunks(CHUNK)
             .try_for_each(|chunk| self.give_back_chunk(chunk, &mut batch));
         self.push_front(batch, &mut inside);
+        drop(inside);
+        self.keep_bound();
         outcome
     }
 
@@ -181,7 +183,8 @@ impl<M: Mode> BlockPool<M> {
     /// more: its state is another then, and the caller looks again.
     fn let_go(&self, id: BlockId, last: State, batch: &mut Return) -> Transition {
         let block = self.block(id);
-        let retired = self.is_retired(id);
+        let above = self.is_above(id);
+        let retired = above && self.is_retired(id);
         let discarded = batch.discard && !last.class().is_above_default();
         if last.is_hashed() && (retired || discarded || !self.is_current(block)) {
             let cause = if retired {
@@ -191,7 +194,7 @@ impl<M: Mode> BlockPool<M> {
             };
             return self.blank(id, last, cause);
         }
-        if retired {
+        if above && !last.is_hashed() {
             return self.retire(id);
         }
         if (last.is_hashed() || batch.append)
@@ -244,12 +247,12 @@ impl<M: Mode> BlockPool<M> {
         Transition::Raced
     }
 
-    /// Gives up the last hold of a block that the pool has shrunk below; it had lost its content then.
+    /// Gives up the last hold of a block without content that the pool has shrunk below, or is about to.
     #[cold]
     fn retire(&self, id: BlockId) -> Transition {
         let outcome = self.block(id).transition_to_idle::<M>();
         if outcome == Transition::Done {
-            self.size.count_retired_release::<M>();
+            self.size.count_release_above::<M>();
         }
         outcome
     }
@@ -287,7 +290,11 @@ impl<M: Mode> BlockPool<M> {
                 ring.fill(ticket, id);
             }
             batch.tickets[class.index()].advance();
-            batch.queued += 1;
+            if self.is_above(id) {
+                self.size.count_rejoined::<M>();
+            } else {
+                batch.queued += 1;
+            }
         }
         step
     }
@@ -323,7 +330,10 @@ impl<M: Mode> BlockPool<M> {
         let moved = self
             .ring(Class::PINNED)
             .take_oldest(&self.blocks, credits, take, &mut ids);
-        inside.give_at_end(credits - moved);
+        // No credit stands for a leaving block.
+        let above = ids.iter().filter(|&&id| self.is_above(id)).count();
+        self.size.count_holds_above::<M>(above);
+        inside.give_at_end(credits - (moved - above));
         let mut batch = Return::new(true, false);
         batch.now = self.tick();
         for chunk in ids.chunks(CHUNK) {

@@ -2,9 +2,14 @@
 //!
 //! A resize has the free blocks to itself: no other thread is inside a call that takes or gives back
 //! any (see [`Credits`](crate::credits::Credits)). Lookups, registrations and pins go on beside it.
+//!
+//! A pool has two bounds. Blocks from `num_blocks` on are *retired*: they hold no content, and the held ones
+//! leave at their release. Blocks from the *end* on are not handed out any more, and no credit stands for
+//! them. Both are the same but while a shrink is under way (`moves.rs`): blocks between them are *leaving*.
+//! Those with content keep it and their place in line until it is moved or lost; the others stand nowhere.
 
 use super::BlockPool;
-use crate::block::{Claim, Class};
+use crate::block::{Claim, Class, Transition};
 use crate::error::ResizeError;
 use crate::free_stack::Chain;
 use crate::id::BlockId;
@@ -16,42 +21,96 @@ use Ordering::{Acquire, Release};
 /// How many blocks the pool has.
 #[derive(Debug)]
 pub(super) struct Size {
-    num_blocks: OwnLine<AtomicUsize>,
-    /// Retired blocks that somebody holds still.
-    retired_held: AtomicU64,
+    bounds: OwnLine<Bounds>,
+    /// Blocks from the end on that somebody holds.
+    held_above: AtomicU64,
+    /// How often the end was moved, or a block from there on joined the line.
+    changes: AtomicU64,
+    /// Blocks that lost content of their epoch because the pool shrank.
+    lost: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Bounds {
+    num_blocks: AtomicUsize,
+    /// Never above `num_blocks`. Changes while no call takes or gives back blocks.
+    end: AtomicUsize,
 }
 
 impl Size {
     pub(super) fn new(num_blocks: usize) -> Self {
         Self {
-            num_blocks: OwnLine(AtomicUsize::new(num_blocks)),
-            retired_held: AtomicU64::new(0),
+            bounds: OwnLine(Bounds {
+                num_blocks: AtomicUsize::new(num_blocks),
+                end: AtomicUsize::new(num_blocks),
+            }),
+            held_above: AtomicU64::new(0),
+            changes: AtomicU64::new(0),
+            lost: AtomicU64::new(0),
         }
     }
 
     #[inline]
     pub(super) fn num_blocks(&self) -> usize {
         // Acquire: pairs with `set`.
-        self.num_blocks.0.load(Acquire)
+        self.bounds.0.num_blocks.load(Acquire)
     }
 
-    /// How many blocks that the pool has shrunk below are held still.
-    pub(super) fn retired_held(&self) -> usize {
-        self.retired_held.load(Acquire) as usize
+    /// The first block that is not handed out.
+    #[inline]
+    pub(super) fn end(&self) -> usize {
+        // Acquire: as above.
+        self.bounds.0.end.load(Acquire)
     }
 
-    /// Says that the last holder of a retired block has given it up.
-    pub(super) fn count_retired_release<M: Mode>(&self) {
-        M::add(&self.retired_held, 1_u64.wrapping_neg());
+    /// How many blocks from the end on are held still.
+    pub(super) fn held_above(&self) -> usize {
+        self.held_above.load(Acquire) as usize
+    }
+
+    /// Blocks that lost content because the pool shrank.
+    pub(super) fn lost(&self) -> u64 {
+        self.lost.load(Acquire)
+    }
+
+    pub(super) fn count_lost<M: Mode>(&self, blocks: u64) {
+        M::add(&self.lost, blocks);
+    }
+
+    /// A number that is another once a leaving block may stand where none stood.
+    pub(super) fn changes(&self) -> u64 {
+        self.changes.load(Acquire)
+    }
+
+    /// Says that `blocks` free ones from the end on have got a holder.
+    pub(super) fn count_holds_above<M: Mode>(&self, blocks: usize) {
+        M::add(&self.held_above, blocks as u64);
+    }
+
+    /// Says that the last holder of a block from the end on has given it up.
+    pub(super) fn count_release_above<M: Mode>(&self) {
+        M::add(&self.held_above, 1_u64.wrapping_neg());
+    }
+
+    /// Says that a block from the end on, which was held, stands in line again.
+    pub(super) fn count_rejoined<M: Mode>(&self) {
+        self.count_release_above::<M>();
+        M::add(&self.changes, 1);
     }
 
     fn set(&self, num_blocks: usize) {
         // Release: a lookup that sees the size sees the blocks as they were when it was set.
-        self.num_blocks.0.store(num_blocks, Release);
+        self.bounds.0.num_blocks.store(num_blocks, Release);
+    }
+
+    fn set_end<M: Mode>(&self, end: usize) {
+        M::add(&self.changes, 1);
+        // Release: as above.
+        self.bounds.0.end.store(end, Release);
     }
 }
 
-fn ids(range: std::ops::Range<usize>) -> impl Iterator<Item = BlockId> + Clone {
+pub(super) fn ids(range: std::ops::Range<usize>) -> impl Iterator<Item = BlockId> + Clone {
     range.map(|index| BlockId::new(index as u32))
 }
 
@@ -62,6 +121,12 @@ impl<M: Mode> BlockPool<M> {
         id.index() >= self.size.num_blocks()
     }
 
+    /// Whether the block is not to be handed out any more: it is leaving or retired.
+    #[inline]
+    pub(super) fn is_above(&self, id: BlockId) -> bool {
+        id.index() >= self.size.end()
+    }
+
     /// Sets the number of blocks; how many above it are still held. Refused beside another writer.
     pub(super) fn resize_to(&self, num_blocks: usize) -> Result<usize, ResizeError> {
         let Some(_resizing) = self.credits.begin_resize::<M>() else {
@@ -69,82 +134,136 @@ impl<M: Mode> BlockPool<M> {
         };
         self.tell_time_of_batch();
         let before = self.size.num_blocks();
-        if num_blocks < before {
-            self.shrink(before, num_blocks);
+        if num_blocks >= before {
+            self.size.set(num_blocks);
+            self.move_end(num_blocks);
         } else {
-            self.grow(before, num_blocks);
+            self.move_end(num_blocks);
+            self.retire_from(num_blocks, before);
         }
-        Ok(self.size.retired_held())
+        Ok(self.size.held_above())
     }
 
-    /// Puts the blocks from `before` on that nobody holds in front of the line.
-    fn grow(&self, before: usize, num_blocks: usize) {
+    /// Ends the blocks that are handed out at `end`. No other call takes or gives back any meanwhile.
+    pub(super) fn move_end(&self, end: usize) {
+        let before = self.size.end();
+        if end == before {
+            return;
+        }
+        self.size.set_end::<M>(end);
+        if end < before {
+            self.keep_back(end, before);
+        } else {
+            self.let_back(before, end);
+        }
+    }
+
+    /// Puts the blocks from `before` on that stand nowhere in front of the line; those in line count again.
+    fn let_back(&self, before: usize, end: usize) {
         let mut chain = Chain::EMPTY;
-        let mut grown = 0;
-        for id in ids(before..num_blocks) {
-            if self.block(id).state().is_held() {
-                self.size.count_retired_release::<M>();
-            } else {
+        let mut held = 0;
+        for id in ids(before..end) {
+            let state = self.block(id).state();
+            if state.is_held() {
+                held += 1;
+            } else if state.place().is_none() {
                 chain.append(&self.blocks, id);
-                grown += 1;
             }
         }
-        self.size.set(num_blocks);
+        self.size.count_holds_above::<M>(0_usize.wrapping_sub(held));
         self.stack.push::<M>(&self.blocks, &chain);
-        self.credits.give::<M>(grown);
+        self.credits.give::<M>(end - before - held);
     }
 
-    /// Takes the blocks from `floor` on out of the pool; the held ones only lose their content.
-    fn shrink(&self, before: usize, floor: usize) {
-        self.size.set(floor);
-        // Which blocks go is decided by their ids alone.
-        self.contents.disorder();
-        // A registration that does not see the new size has its claim seen here.
-        M::fence();
-        let fresh = self.fresh.cut::<M>(floor);
+    /// Keeps the blocks from `end` on from being handed out; those without content leave the line.
+    fn keep_back(&self, end: usize, before: usize) {
+        let fresh = self.fresh.cut::<M>(end);
         // Nothing but the run knows of the fresh blocks; those around it have a state.
-        let used = ids(floor..fresh.start.min(before)).chain(ids(fresh.end.max(floor)..before));
-        let unqueued = self.unqueue_all(used.clone());
-        let free = fresh.len() + self.unstack_from(floor) + unqueued;
+        let used = ids(end..fresh.start.min(before)).chain(ids(fresh.end.max(end)..before));
+        let (mut held, mut in_line) = (0, 0);
+        for state in used.map(|id| self.block(id).state()) {
+            held += usize::from(state.is_held());
+            in_line += usize::from(state.place().is_some());
+        }
+        let free = fresh.len() + self.unstack_from(end) + in_line;
         let taken = self.credits.take::<M>(free);
         debug_assert!(taken.is_ok(), "free blocks without credits: {taken:?}");
-        let held: Vec<BlockId> = used
-            .filter(|&id| self.block(id).state().is_held())
-            .collect();
-        M::add(&self.size.retired_held, held.len() as u64);
-        held.into_iter().for_each(|id| self.forget_held(id));
+        self.size.count_holds_above::<M>(held);
     }
 
-    /// Takes the queued ones of `ids` out of their lines and removes their content; how many.
-    fn unqueue_all(&self, ids: impl Iterator<Item = BlockId>) -> usize {
+    /// Takes the leaving blocks out of the pool with what content they have; the held ones lose theirs.
+    fn retire_from(&self, num_blocks: usize, before: usize) {
+        let in_order = self.goes_first(num_blocks);
+        self.size.set(num_blocks);
+        // A registration that does not see the new size has its claim seen here.
+        M::fence();
+        let lost = self.unqueue_all(ids(num_blocks..before))
+            + ids(num_blocks..before)
+                .map(|id| self.forget_held(id))
+                .sum::<u64>();
+        self.size.count_lost::<M>(lost);
+        M::add(&self.counters.evictions, lost);
+        if !in_order {
+            self.contents.disorder();
+        }
+    }
+
+    /// Whether the content of the blocks from `end` on goes first: none of them is held, and none stands in
+    /// line behind one that stays. Asked for nothing where content goes in no order in any case.
+    fn goes_first(&self, end: usize) -> bool {
+        if M::SHARED || self.reuse.is_some() {
+            return false;
+        }
+        if ids(end..self.size.num_blocks()).any(|id| self.is_cached_and_held(id)) {
+            return false;
+        }
+        let classes = Class::all().filter(|&class| self.classes.used().contains(class));
+        let line = classes.flat_map(|class| self.ring(class).walk(&self.blocks));
+        let mut cached = line.map(|(_, id)| id).filter(|&id| self.is_cached(id));
+        // The first that stays is taken, so the rest is what stands behind it.
+        cached.by_ref().find(|id| id.index() < end);
+        !cached.any(|id| id.index() >= end)
+    }
+
+    fn is_cached_and_held(&self, id: BlockId) -> bool {
+        self.block(id).state().is_held() && self.is_cached(id)
+    }
+
+    /// Takes the queued ones of `ids` out of their lines and removes their content; how many held content of
+    /// this epoch.
+    fn unqueue_all(&self, ids: impl Iterator<Item = BlockId>) -> u64 {
         let mut vacated = self.vacated_slots();
-        let mut pinned = 0;
+        let (mut pinned, mut current) = (0, 0);
         let unqueued = ids.filter_map(|id| {
+            let is_current = self.is_current(self.block(id));
             let (place, was_pinned) = self.block(id).transition_to_unqueued::<M>()?;
             vacated.add(place);
             pinned += usize::from(was_pinned);
+            current += u64::from(was_pinned && is_current);
             Some((id, place.class))
         });
         let (unqueued, classes): (Vec<BlockId>, Vec<Class>) = unqueued.unzip();
-        self.pins.count_ended::<M>(pinned);
-        if !planted(Fault::KeepRetired) {
-            self.lose_all(&unqueued, Cause::Resized, |at| classes[at]);
+        self.pins.count_recycled::<M>(pinned, current);
+        if planted(Fault::KeepRetired) {
+            return 0;
         }
-        unqueued.len()
+        self.lose_all(&unqueued, Cause::Resized, |at| classes[at])
     }
 
-    /// Takes content and pin from a held block, once no other thread is registering it.
-    fn forget_held(&self, id: BlockId) {
+    /// Takes content and pin from a held block, once no other thread is registering it; how much of it was of
+    /// this epoch. Of a block that nobody holds there is none.
+    fn forget_held(&self, id: BlockId) -> u64 {
         loop {
             let state = self.block(id).state();
             if state.is_claimed() {
                 yield_now();
             } else if !state.is_hashed() {
-                return;
+                return 0;
             } else if let Claim::Claimed { .. } = self.claim(id, state) {
                 self.note_released(&[id]);
-                self.lose_all(&[id], Cause::Resized, |_| state.class());
-                return self.end_claim(id, false);
+                let lost = self.lose_all(&[id], Cause::Resized, |_| state.class());
+                self.end_claim(id, false);
+                return lost;
             }
         }
     }
@@ -164,5 +283,25 @@ impl<M: Mode> BlockPool<M> {
         }
         self.stack.push::<M>(&self.blocks, &rest);
         taken
+    }
+
+    /// Lets leaving blocks go that a call took from the line, where others were wanted.
+    #[cold]
+    pub(super) fn drop_leaving(&self, taken: &mut Vec<BlockId>, first: usize) {
+        let mut index = 0;
+        taken.retain(|&id| {
+            index += 1;
+            let drops = index > first && self.is_above(id);
+            if drops {
+                self.put_nowhere(id);
+            }
+            !drops
+        });
+    }
+
+    /// Gives up a leaving block that the caller took from the line and whose content is forgotten.
+    pub(super) fn put_nowhere(&self, id: BlockId) {
+        let outcome = self.block(id).transition_to_idle::<M>();
+        debug_assert_eq!(outcome, Transition::Done, "block {id} was shared");
     }
 }

@@ -63,10 +63,11 @@ impl<M: Mode> BlockPool<M> {
         out.truncate(first + hits);
         let (_, _inside) = taken?;
         self.hand_out(num_new, out);
+        M::add(&self.counters.allocations, num_new as u64);
         Ok(hits)
     }
 
-    /// Appends the blocks of the leading `keys` that hit to `out`; how many of them are free.
+    /// Appends the blocks of the leading `keys` that hit to `out`; how many of them take a credit.
     #[inline]
     fn find_hits(
         &self,
@@ -74,8 +75,10 @@ impl<M: Mode> BlockPool<M> {
         out: &mut Vec<BlockId>,
     ) -> usize {
         let mut free = 0;
+        let end = self.size.end();
         self.find_leading(keys, |found| {
-            free += usize::from(!self.block(found.id).state().is_held());
+            let is_counted = found.id.index() < end;
+            free += usize::from(is_counted && !self.block(found.id).state().is_held());
             out.push(found.id);
             true
         });
@@ -144,10 +147,16 @@ impl<M: Mode> BlockPool<M> {
         vacated: &mut Vacated<'_, M>,
     ) -> Result<bool, Exhausted> {
         loop {
-            match self.block(id).transition_to_touched::<M>(*credits > 0) {
+            // No credit stands for a leaving block.
+            let may_take = *credits > 0 || self.is_above(id);
+            match self.block(id).transition_to_touched::<M>(may_take) {
                 Hold::Shared => break,
                 Hold::TakenFromLine(place) => {
-                    *credits -= 1;
+                    if self.is_above(id) {
+                        self.size.count_holds_above::<M>(1);
+                    } else {
+                        *credits -= 1;
+                    }
                     vacated.add(place);
                     break;
                 }
@@ -181,20 +190,15 @@ impl<M: Mode> BlockPool<M> {
 
     /// Takes `count` blocks from the front of the line. The caller has a credit for each.
     fn hand_out(&self, count: usize, out: &mut Vec<BlockId>) {
-        let end = out.len() + count;
+        let first = out.len();
+        let end = first + count;
         out.reserve(count);
         while out.len() < end {
-            for class in self.classes.stale() {
-                self.take_stale(class, end, out);
-            }
+            self.take_stale(end, out);
             self.take_blank(end, out);
-            for class in self.classes.used() {
-                match &self.reuse {
-                    Some(reuse) if class.queue().is_some() => {
-                        self.take_from_queues(reuse, end, out)
-                    }
-                    _ => self.take_from_ring(class, end, out, |_| true),
-                }
+            self.take_queued(end, out, Cause::Evicted, |_| true);
+            if self.size.end() < self.size.num_blocks() {
+                self.drop_leaving(out, first);
             }
             if out.len() < end {
                 // The credits promise that enough blocks are free, but one that was released, or moved
@@ -202,7 +206,70 @@ impl<M: Mode> BlockPool<M> {
                 pause();
             }
         }
-        M::add(&self.counters.allocations, count as u64);
+    }
+
+    /// Takes up to `end` blocks from the front of the line, none of them leaving, up to the first with a place
+    /// that is not `wanted`, for a pool that shrinks. The caller has credits for them, and the free blocks to
+    /// itself.
+    pub(super) fn take_for_moves(
+        &self,
+        end: usize,
+        out: &mut Vec<BlockId>,
+        wanted: impl Fn(BlockId) -> bool,
+    ) {
+        let mut before = usize::MAX;
+        while out.len() < end && out.len() != before {
+            let first = out.len();
+            self.take_stale(end, out);
+            self.take_blank(end, out);
+            self.take_queued(end, out, Cause::Resized, &wanted);
+            before = if out.len() == first {
+                first
+            } else {
+                usize::MAX
+            };
+            self.drop_leaving(out, first);
+        }
+    }
+
+    /// Takes blocks with a place in the order in which they go, up to the first that is not `wanted`.
+    pub(super) fn take_queued(
+        &self,
+        end: usize,
+        out: &mut Vec<BlockId>,
+        cause: Cause,
+        wanted: impl Fn(BlockId) -> bool,
+    ) {
+        for class in self.classes.used() {
+            match &self.reuse {
+                Some(reuse) if class.queue().is_some() => {
+                    self.take_from_queues(reuse, end, out, cause, &wanted);
+                }
+                _ => self.take_from_ring(class, end, out, cause, &wanted),
+            }
+        }
+    }
+
+    /// Whether a block in line goes before the one that stands at `place` with this rank.
+    pub(super) fn goes_before(&self, id: BlockId, place: Place, rank: Rank) -> bool {
+        let Some(own) = self.block(id).state().place() else {
+            return false;
+        };
+        match (&self.reuse, own.class.queue()) {
+            _ if own.class == place.class => own.ticket.is_before(place.ticket),
+            (Some(reuse), Some(queue)) if place.class.queue().is_some() => {
+                reuse.rank(queue, id, reuse.now()) < rank
+            }
+            _ => own.class < place.class,
+        }
+    }
+
+    /// The rank of a block at `place`, where the policy has ranks.
+    pub(super) fn rank_at(&self, id: BlockId, place: Place) -> Rank {
+        match (&self.reuse, place.class.queue()) {
+            (Some(reuse), Some(queue)) => reuse.rank(queue, id, reuse.now()),
+            _ => Rank::LAST,
+        }
     }
 
     fn take_blank(&self, end: usize, out: &mut Vec<BlockId>) {
@@ -214,19 +281,34 @@ impl<M: Mode> BlockPool<M> {
         }
     }
 
-    /// Takes blocks of a class above the default one whose content ended with its epoch. They stand
+    /// Takes blocks of classes above the default one whose content ended with its epoch. They stand
     /// before the others of their class, as blocks with such content are never queued.
+    #[inline]
+    pub(super) fn take_stale(&self, end: usize, out: &mut Vec<BlockId>) {
+        for class in self.classes.stale() {
+            self.take_stale_of(class, end, out);
+        }
+    }
+
     #[cold]
-    fn take_stale(&self, class: Class, end: usize, out: &mut Vec<BlockId>) {
-        self.take_from_ring(class, end, out, |id| !self.is_current(self.block(id)));
+    fn take_stale_of(&self, class: Class, end: usize, out: &mut Vec<BlockId>) {
+        let is_stale = |id| !self.is_current(self.block(id));
+        self.take_from_ring(class, end, out, Cause::Evicted, is_stale);
         if out.len() < end {
             self.classes.unmark_stale::<M>(class);
         }
     }
 
-    /// Takes blocks of the lowest rank from the default class's queues, until none is left, or another thread
-    /// has been faster.
-    fn take_from_queues(&self, reuse: &ReuseQueue, end: usize, out: &mut Vec<BlockId>) {
+    /// Takes blocks of the lowest rank from the default class's queues, until none is left, the next is not
+    /// `wanted`, or another thread has been faster.
+    fn take_from_queues(
+        &self,
+        reuse: &ReuseQueue,
+        end: usize,
+        out: &mut Vec<BlockId>,
+        cause: Cause,
+        wanted: impl Fn(BlockId) -> bool,
+    ) {
         let now = reuse.now();
         let mut before = usize::MAX;
         while out.len() < end
@@ -234,8 +316,8 @@ impl<M: Mode> BlockPool<M> {
             && let Some((queue, upto)) = self.next_queue(reuse, now)
         {
             before = out.len();
-            let comes_first = |id| reuse.rank(queue, id, now) <= upto;
-            self.take_from_ring(Class::of(queue), end, out, comes_first);
+            let comes_first = |id| reuse.rank(queue, id, now) <= upto && wanted(id);
+            self.take_from_ring(Class::of(queue), end, out, cause, comes_first);
         }
     }
 
@@ -263,26 +345,30 @@ impl<M: Mode> BlockPool<M> {
         class: Class,
         end: usize,
         out: &mut Vec<BlockId>,
+        cause: Cause,
         wanted: impl Fn(BlockId) -> bool,
     ) {
         let first = out.len();
         if first < end {
             let pinned = PinsTaken::default();
             let take = |id: BlockId, place: Place| -> Option<Transition> {
-                wanted(id).then(|| {
-                    // A block keeps its pin, or goes without one, while it stands at its place.
-                    let has_pin = class >= Class::PINNED && self.block(id).state().is_pinned();
-                    let is_hit = has_pin && self.is_current(self.block(id));
-                    let step = self.block(id).transition_to_evicted::<M>(place);
-                    if has_pin && step == Transition::Done {
-                        pinned.add(is_hit);
-                    }
-                    step
-                })
+                if !wanted(id) {
+                    // A vacant slot ends nothing: its block may stand elsewhere by now.
+                    let is_vacant = self.block(id).state().place() != Some(place);
+                    return is_vacant.then_some(Transition::Raced);
+                }
+                // A block keeps its pin, or goes without one, while it stands at its place.
+                let has_pin = class >= Class::PINNED && self.block(id).state().is_pinned();
+                let is_hit = has_pin && self.is_current(self.block(id));
+                let step = self.block(id).transition_to_evicted::<M>(place);
+                if has_pin && step == Transition::Done {
+                    pinned.add(is_hit);
+                }
+                Some(step)
             };
             self.ring(class)
                 .take_oldest(&self.blocks, end - first, take, out);
-            let evicted = self.lose_all(&out[first..], Cause::Evicted, |_| class);
+            let evicted = self.lose_all(&out[first..], cause, |_| class);
             M::add(&self.counters.evictions, evicted);
             if pinned.all.get() > 0 {
                 self.pins

@@ -24,12 +24,14 @@ pub(super) fn validate<M: Mode>(pool: &BlockPool<M>) -> Check {
         })?;
         found += in_line;
     }
+    // No credit stands for the leaving blocks among them.
+    found -= free[pool.size.end()..].iter().filter(|&&free| free).count();
     let available = pool.credits.available();
     ensure(found == available, || {
         format!("{found} blocks are free, {available} credits are left")
     })?;
     (1..pool.config.max_blocks).try_for_each(|index| check_block(pool, index, free[index]))?;
-    check_retired(pool)?;
+    check_size(pool)?;
     check_pins(pool)?;
     check_contents(pool)
 }
@@ -94,15 +96,19 @@ fn check_block<M: Mode>(pool: &BlockPool<M>, index: usize, is_free: bool) -> Che
     ensure(!state.is_claimed(), || {
         format!("block {id} is claimed by nobody")
     })?;
-    let retired = pool.is_retired(id);
+    let (above, retired) = (pool.is_above(id), pool.is_retired(id));
     ensure(!(state.is_held() && is_free), || {
         format!("block {id} is held and free")
     })?;
-    ensure(state.is_held() || is_free || retired, || {
+    ensure(state.is_held() || is_free || above, || {
         format!("block {id} is lost")
     })?;
-    ensure(!retired || state.is_held() || state == State::IDLE, || {
-        format!("block {id} is retired and not idle")
+    let nowhere = above && !is_free;
+    ensure(!nowhere || state.is_held() || state == State::IDLE, || {
+        format!("block {id} stands nowhere and is not idle")
+    })?;
+    ensure(!retired || !is_free, || {
+        format!("block {id} is retired and in line")
     })?;
     check_content(pool, id, block, state)
 }
@@ -120,13 +126,17 @@ fn check_content<M: Mode>(pool: &BlockPool<M>, id: BlockId, block: &Block, state
     })
 }
 
-/// The count of blocks that are held though the pool has shrunk below them.
-fn check_retired<M: Mode>(pool: &BlockPool<M>) -> Check {
-    let above = &pool.blocks[pool.size.num_blocks()..];
+/// The bounds, and the count of blocks that are held though they are handed out no more.
+fn check_size<M: Mode>(pool: &BlockPool<M>) -> Check {
+    let (end, num_blocks) = (pool.size.end(), pool.size.num_blocks());
+    ensure(end <= num_blocks, || {
+        format!("blocks up to {end} of {num_blocks} are handed out")
+    })?;
+    let above = &pool.blocks[end..];
     let held = above.iter().filter(|block| block.state().is_held()).count();
-    let counted = pool.size.retired_held();
+    let counted = pool.size.held_above();
     ensure(held == counted, || {
-        format!("{held} retired blocks are held, {counted} are counted")
+        format!("{held} blocks above the end are held, {counted} are counted")
     })
 }
 

@@ -1,0 +1,91 @@
+//! Giving up content: on request, and above a bound on the blocks that stand in line with theirs.
+
+use super::BlockPool;
+use crate::free_stack::Chain;
+use crate::losses::Cause;
+use crate::sync::{AtomicUsize, Mode, Ordering};
+
+use Ordering::Relaxed;
+
+/// The most blocks that may stand in the rings; by default as many as there are.
+#[derive(Debug)]
+pub(super) struct Bound(AtomicUsize);
+
+impl Default for Bound {
+    fn default() -> Self {
+        Self(AtomicUsize::new(usize::MAX))
+    }
+}
+
+impl Bound {
+    pub(super) fn set(&self, blocks: Option<usize>) {
+        // Relaxed: each release compares on its own.
+        self.0.store(blocks.unwrap_or(usize::MAX), Relaxed);
+    }
+
+    #[inline]
+    fn get(&self) -> usize {
+        self.0.load(Relaxed)
+    }
+}
+
+impl<M: Mode> BlockPool<M> {
+    /// Gives up the content of blocks beyond the bound, in the order in which they go.
+    #[inline]
+    pub(super) fn keep_bound(&self) {
+        if self.bound.get() != usize::MAX {
+            self.give_up_beyond(self.bound.get());
+        }
+    }
+
+    #[cold]
+    fn give_up_beyond(&self, bound: usize) {
+        let in_line = || -> usize {
+            let used = self.classes.used();
+            used.map(|class| self.ring(class).len()).sum()
+        };
+        // Where several threads change the pool, each looks again after each block.
+        while let Some(excess) = in_line().checked_sub(bound).filter(|&excess| excess > 0) {
+            let at_once = if M::SHARED { 1 } else { excess };
+            if self.give_up(at_once) == 0 {
+                return;
+            }
+        }
+    }
+
+    /// Gives up the content of the first `count` blocks that stand in line with theirs; how many there were.
+    pub(super) fn give_up(&self, count: usize) -> usize {
+        // An allocation beside this may count on all other blocks.
+        let at_once = if M::SHARED { 1 } else { count };
+        let mut given_up = 0;
+        while given_up < count {
+            let some = self.give_up_some(at_once.min(count - given_up));
+            if some == 0 {
+                break;
+            }
+            given_up += some;
+        }
+        given_up
+    }
+
+    fn give_up_some(&self, count: usize) -> usize {
+        let mut inside = self.credits.enter::<M>();
+        self.tell_time_of_batch();
+        let credits = self.credits.take_some::<M>(count);
+        let mut ids = Vec::new();
+        self.take_stale(credits, &mut ids);
+        self.take_queued(credits, &mut ids, Cause::Evicted, |_| true);
+        let mut chain = Chain::EMPTY;
+        // The last is to stand on top, as when they go one by one.
+        for &id in ids.iter().rev() {
+            self.put_nowhere(id);
+            if !self.is_above(id) {
+                chain.append(&self.blocks, id);
+            }
+        }
+        self.stack.push::<M>(&self.blocks, &chain);
+        // All of them: those of the blocks now stand for blank ones, and none stood for a leaving block.
+        inside.give_at_end(credits);
+        ids.len()
+    }
+}

@@ -1,0 +1,210 @@
+//! Moving what is worth keeping below the end of a pool that shrinks.
+//!
+//! The blocks that survive are to be the last in the eviction order, wherever they lie. So content of
+//! leaving blocks (`size.rs`) is moved to blocks below, the last in the order first, each to the block below
+//! that goes first of all, until what is left to leave goes before all that stays. Leaving blocks that stand
+//! at the front of the line are dropped on the way. Content is lost from the front of the line only, as by
+//! evictions, so it is lost in order.
+//!
+//! A move takes two calls, between which the caller copies KV. Until the second one the content is found,
+//! hit and evicted where it was; the block that it moves to is held, has no content and cannot be found. So
+//! a caller that fails in between has lost nothing but what that block had, which went first.
+//!
+//! The second call puts the block into the very slot in line that the other leaves, and has the free blocks
+//! to itself for that, as a resize has: an eviction beside it could see the slot vacant and move the head of
+//! the line past it. Lookups go on. One that read the index just before may find the content in neither
+//! block, as if it had been evicted; never does one find a block with other content, since the record is
+//! written before the index entry names it and the entry names the other block no more before that one's
+//! record is erased.
+
+use super::BlockPool;
+use crate::block::{Class, Content, Place, Transition};
+use crate::error::{InvalidArgument, ResizeError};
+use crate::id::BlockId;
+use crate::policy::ReuseQueue;
+use crate::store::{Move, Moves, Plan};
+use crate::sync::{Fault, Mode, planted};
+
+/// Blocks that are moved together.
+const BATCH: usize = 64;
+
+impl<M: Mode> BlockPool<M> {
+    /// Begins up to `most` moves of a shrink to `num_blocks`.
+    pub(super) fn begin(
+        &self,
+        num_blocks: usize,
+        most: usize,
+        moves: &mut Moves,
+    ) -> Result<(), ResizeError> {
+        if !moves.under_way.is_empty() {
+            return Err(ResizeError::Moving);
+        }
+        let most_blocks = self.size.num_blocks();
+        if num_blocks > most_blocks {
+            let reason = format!(
+                "must be at most {most_blocks}, the blocks that there are, not {num_blocks}"
+            );
+            return Err(InvalidArgument::new("num_blocks", reason).into());
+        }
+        let Some(_resizing) = self.credits.begin_resize::<M>() else {
+            return Err(ResizeError::Busy);
+        };
+        self.tell_time_of_batch();
+        let evictions = self.evictions();
+        self.move_end(num_blocks);
+        self.plan(&mut moves.plan);
+        while moves.under_way.len() < most {
+            let wanted = BATCH.min(most - moves.under_way.len());
+            // Fewer than asked for: blocks below are left that go before some of the batch alone.
+            if self.add_moves(wanted, moves) < wanted && self.add_moves(1, moves) == 0 {
+                break;
+            }
+        }
+        self.size.count_lost::<M>(self.evictions() - evictions);
+        if planted(Fault::MoveEarly) {
+            moves.under_way.iter().for_each(|one| self.carry(one));
+        }
+        Ok(())
+    }
+
+    /// Lists the cached blocks in line that are leaving, unless the list is as it would be now.
+    fn plan(&self, plan: &mut Plan) {
+        let reuse = self.reuse.as_ref();
+        let updates = reuse.map_or(0, ReuseQueue::num_updates);
+        let now = (self.size.changes(), self.tick(), updates);
+        if plan.made_from != Some(now) {
+            plan.made_from = Some(now);
+            plan.leaving = self.leaving_in_order();
+        }
+    }
+
+    fn leaving_in_order(&self) -> Vec<BlockId> {
+        let mut all = Vec::new();
+        for class in self.classes.used() {
+            let line = self.ring(class).walk(&self.blocks);
+            let leaving = line.filter(|&(_, id)| self.is_above(id) && self.is_cached(id));
+            all.extend(leaving.map(|(ticket, id)| {
+                let place = self.ring(class).place(ticket);
+                (class, self.rank_at(id, place), id)
+            }));
+        }
+        if self.reuse.is_some() {
+            // Stable: within a line the order is that of the line.
+            all.sort_by_key(|&(class, rank, _)| match class.queue() {
+                Some(_) => (Class::DEFAULT, rank),
+                None => (class, rank),
+            });
+        }
+        all.into_iter().map(|(_, _, id)| id).collect()
+    }
+
+    /// Adds up to `wanted` moves, of the last of those that are leaving to the first below which go before all
+    /// of them; how many.
+    fn add_moves(&self, wanted: usize, moves: &mut Moves) -> usize {
+        let leaving = &mut moves.plan.leaving;
+        let from = self.last_leaving(wanted, leaving);
+        let Some((place, rank)) = from
+            .last()
+            .map(|&(id, place)| (place, self.rank_at(id, place)))
+        else {
+            return 0;
+        };
+        let credits = self.credits.take_some::<M>(from.len());
+        let mut to = Vec::with_capacity(credits);
+        self.take_for_moves(credits, &mut to, |id| self.goes_before(id, place, rank));
+        self.credits.give::<M>(credits - to.len());
+        let pairs = from.iter().zip(&to);
+        moves.under_way.extend(pairs.map(|(&(from, _), &to)| {
+            let (key, epoch) = (self.block(from).key(), self.block(from).epoch());
+            Move {
+                from,
+                to,
+                key,
+                epoch,
+            }
+        }));
+        leaving.extend(from[to.len()..].iter().rev().map(|&(id, _)| id));
+        to.len()
+    }
+
+    /// Takes up to `wanted` blocks off the list's end, those that were taken from the line since left aside.
+    fn last_leaving(&self, wanted: usize, leaving: &mut Vec<BlockId>) -> Vec<(BlockId, Place)> {
+        let mut last = Vec::with_capacity(wanted);
+        while last.len() < wanted
+            && let Some(id) = leaving.pop()
+        {
+            // One that came back is on the list that is made next.
+            let place = self.block(id).state().place();
+            last.extend(
+                place
+                    .filter(|_| self.is_leaving(id))
+                    .map(|place| (id, place)),
+            );
+        }
+        last
+    }
+
+    /// Whether the block is leaving with content of this epoch.
+    fn is_leaving(&self, id: BlockId) -> bool {
+        self.is_above(id) && self.is_cached(id)
+    }
+
+    /// Ends the moves under way; how many took place.
+    pub(super) fn finish(&self, moves: &mut Moves) -> Result<usize, ResizeError> {
+        let Some(resizing) = self.credits.begin_resize::<M>() else {
+            return Err(ResizeError::Busy);
+        };
+        let (mut moved, mut failed) = (0, Vec::new());
+        for one in moves.under_way.drain(..) {
+            if planted(Fault::MoveEarly) || self.can_finish(&one) {
+                if !planted(Fault::MoveEarly) {
+                    self.carry(&one);
+                }
+                moved += 1;
+            } else {
+                failed.push(one.to);
+                moves.plan.made_from = None;
+            }
+        }
+        self.credits.give::<M>(moved);
+        M::add(&self.counters.moved, moved as u64);
+        drop(resizing);
+        self.give_back_all(&failed);
+        Ok(moved)
+    }
+
+    /// Whether what was copied is what the block still holds, in line, and the other one is still to get it.
+    fn can_finish(&self, one: &Move) -> bool {
+        let block = self.block(one.from);
+        let in_line = block.state().place().is_some() || planted(Fault::BlindMove);
+        let same = block.epoch() == one.epoch && block.content() == Content::from(&one.key);
+        in_line && same && self.is_leaving(one.from) && !self.is_above(one.to)
+    }
+
+    /// Moves content from a block in line, and its place, to one that the caller alone holds.
+    fn carry(&self, one: &Move) {
+        let (from, to) = (self.block(one.from), self.block(one.to));
+        let (content, state) = (from.content(), from.state());
+        let Some(place) = state.place() else {
+            return;
+        };
+        to.write_content(&content, from.epoch(), from.seq());
+        if let Some(reuse) = &self.reuse {
+            reuse.take_place(one.from, one.to);
+        }
+        self.note_moved(one.from, one.to);
+        let replaced = to.transition_to_replacing::<M>(state);
+        debug_assert_eq!(replaced, Transition::Done, "block {} was shared", one.to);
+        self.ring(place.class)
+            .replace(place.ticket, one.from, one.to);
+        // A copy too many has no entry, nor has content of an ended epoch that made room.
+        let spot = self.index.spot(&content, from.epoch());
+        self.index.replace::<M>(spot, one.from, one.to);
+        from.erase_content();
+        from.transition_to_unqueued::<M>();
+    }
+
+    fn evictions(&self) -> u64 {
+        self.counters.evictions.load(crate::sync::Ordering::Relaxed)
+    }
+}

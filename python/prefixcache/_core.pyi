@@ -395,9 +395,10 @@ class PrefixCache:
         (uint16), cause (uint8: 0 the index was cleared, one row for everything; 1 evicted;
         2 discarded by its last holder; 3 dropped at its release for want of a place in line;
         4 the pool shrank), band (uint8, of its priority: the lowest goes first, 2 without one),
-        hits (uint32), age since the content was registered and idle time since its last holder gave it
-        up (float64, seconds; nothing before `listen` counts), is_last (bool, whether no other block
-        has the content any more). Blocks that a clear left behind are told of by its row alone.
+        hits (uint32), age since the content was registered and idle time since its last holder
+        gave it up (float64, seconds; nothing before `listen` counts), is_last (bool, whether no
+        other block has the content any more). Blocks that a clear left behind are told of by its
+        row alone.
         """
     @property
     def missed_losses(self) -> int:

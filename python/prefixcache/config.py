@@ -33,6 +33,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 DType = Literal["auto", "bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
+EvictionPolicy = Literal["lru", "reuse-queue"]
 Attention = Literal["auto", "torch", "cpu", "flashinfer", "flashinfer-split", "flashinfer-packed"]
 
 MAX_BLOCK_SIZE = 256
@@ -173,6 +174,18 @@ class CacheConfig(Checked):
     )
     enable_prefix_caching: bool = flag(
         True, "Reuse the keys and values of equal beginnings.", "Cache"
+    )
+    eviction_policy: EvictionPolicy = flag(
+        "lru",
+        "Which cached block goes first: lru the one that was not used for the longest time, "
+        "reuse-queue the one with the fewest hits to be expected for the time that it is kept.",
+        "Cache",
+    )
+    kv_cache_metrics: bool = flag(
+        False,
+        "Tell in /metrics how long blocks stay cached, how long they are idle before they are "
+        "evicted, and how long content waits between two uses.",
+        "Cache",
     )
     merge_duplicate_blocks: bool = flag(
         True, "Keep one of several blocks that were filled with the same.", "Cache"

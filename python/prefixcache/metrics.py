@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -82,6 +85,16 @@ class Histogram:
         self._counts[bisect.bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    def observe_all(self, values: npt.NDArray[np.float64]) -> None:
+        """Adds many observations."""
+        places = np.searchsorted(self._bounds, values, side="left")
+        counts = np.bincount(places, minlength=len(self._counts)).tolist()
+        self.replace(map(operator.add, self._counts, counts), self._sum + float(values.sum()))
+
+    def replace(self, counts: Iterable[int], total: float) -> None:
+        """Sets the counts by bound, the last those above all bounds, and the sum of the values."""
+        self._counts, self._sum = list(counts), total
+
     def family(self) -> HistogramMetricFamily:
         """The histogram as it stands now."""
         names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
@@ -96,6 +109,7 @@ class Metrics(Collector):
 
     def __init__(self, gauges: Callable[[], Gauges]) -> None:
         self.gauges = gauges
+        self.of_blocks: Callable[[], Iterable[Metric]] = tuple
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.queue_full_refusals = 0
@@ -130,6 +144,7 @@ class Metrics(Collector):
             yield from _pool_families(gauges.pool)
         yield from self._counter_families(gauges)
         yield from (histogram.family() for histogram in self._histograms)
+        yield from self.of_blocks()
 
     def _histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
         self._histograms.append(Histogram(name, documentation, bounds))

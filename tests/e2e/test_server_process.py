@@ -103,7 +103,8 @@ def test_the_example_names_the_key_and_the_log_says_what_was_chosen(folder, tmp_
         assert response.status_code == 200
         assert json.loads(words[-1])["temperature"] == 0
     log = (tmp_path / "log").read_text()
-    for told in ("float32 on cpu with", "100 blocks of 16 tokens (0.00 GiB)", "prefix cache on"):
+    told_of_cache = "100 blocks of 16 tokens (0.00 GiB), prefix cache on, eviction lru"
+    for told in ("float32 on cpu with", told_of_cache):
         assert told in log
     assert "a step 64 sequences and 2048 tokens" in log
 

@@ -24,6 +24,7 @@ from prefixcache.engine.device import (
 from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.engine.memory import ModelMemory
+from prefixcache.engine.residency import BlockResidency
 from prefixcache.exceptions import ConfigError
 from prefixcache.grammar.grammars import Grammars
 from prefixcache.grammar.vocabulary import Vocabulary
@@ -99,6 +100,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         kv_dtype=str(dtype).removeprefix("torch."),
         arithmetic=str(dtype).removeprefix("torch."),
         groups=kv.layout.kinds,
+        eviction_policy=config.cache.eviction_policy,
         retention=retention,
         publish_answers=shares_answers(attention),
         merge_twins=config.cache.merge_duplicate_blocks and batch_invariant,
@@ -125,6 +127,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         memory=memory,
         pool=pool,
         self_sizing=SelfSizing.of(config.elastic, pool, device) if config.elastic.is_on else None,
+        residency=BlockResidency(cache) if config.cache.kv_cache_metrics else None,
         grammars=Grammars(partial(_vocabulary, tokenizer, model_config.vocab_size, eos_token_ids)),
     )
     _log_choices(config, parts, kv, cpu)
@@ -162,7 +165,8 @@ def _log_choices(config: EngineConfig, parts: EngineParts, kv: KVTensors, cpu: C
     kernels = "" if cpu is None else f" ({cpu.instructions})"
     logger.info(
         "%s on %s%s%s, attention %s. KV cache: %d blocks of %d tokens (%.2f GiB)%s, "
-        "prefix cache %s. A sequence has at most %d tokens, a step %d sequences and %d tokens.",
+        "prefix cache %s, eviction %s. A sequence has at most %d tokens, a step %d sequences and "
+        "%d tokens.",
         str(kv.dtype).removeprefix("torch."),
         kv.device,
         threads,
@@ -173,6 +177,7 @@ def _log_choices(config: EngineConfig, parts: EngineParts, kv: KVTensors, cpu: C
         kv.num_bytes / 2**30,
         _describe_groups(kv.layout),
         "on" if parts.scheduler.caches_prefixes else "off",
+        config.cache.eviction_policy,
         parts.scheduler.max_num_tokens,
         config.scheduler.max_num_seqs,
         config.scheduler.max_num_batched_tokens,

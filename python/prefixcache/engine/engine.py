@@ -17,6 +17,7 @@ from prefixcache.engine.control import Control
 from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.engine.output import Answer
+from prefixcache.engine.residency import BlockResidency
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
 from prefixcache.grammar.grammars import Grammars
 from prefixcache.grammar.guide import Grammar, Guide
@@ -51,6 +52,7 @@ class EngineParts:
     """What an engine is put together from; `engine.build` makes it from an `EngineConfig`.
 
     Without `pool` the cache keeps its size, and without `self_sizing` it does unless it is asked.
+    Without `residency` no metrics tell of its blocks.
     `clock` tells seconds, by which the scheduler learns how long steps take.
     """
 
@@ -65,6 +67,7 @@ class EngineParts:
     pool: ElasticPool | None = None
     self_sizing: SelfSizing | None = None
     grammars: Grammars | None = None
+    residency: BlockResidency | None = None
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -100,6 +103,8 @@ class Engine:
         self.self_sizing = parts.self_sizing
         self.control = Control(self, parts.scheduler, parts.cache, parts.memory, parts.pool)
         self.metrics = Metrics(self._gauges)
+        if parts.residency is not None:
+            self.metrics.of_blocks = parts.residency.families
         if self._pool is not None:
             self._pool.observe = self.metrics.resize_slice.observe
 

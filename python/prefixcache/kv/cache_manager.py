@@ -9,10 +9,12 @@ import bisect
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from prefixcache.config import EvictionPolicy
 from prefixcache.core import PrefixCache
 from prefixcache.core import Sequence as CoreSequence
 from prefixcache.kv.buffers import BlockTableBuffers
@@ -24,6 +26,9 @@ from prefixcache.step_plan import StepPlan
 Blocks = npt.NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
+
+EVICTED_CAUSES = (1, 3, 4)
+"""Causes of losses that nobody chose for these blocks: eviction, a full line, a smaller pool."""
 
 HASH_FORMAT = "prefixcache v2"
 """Names what docs/hashing.md specifies; other bytes under a block's name get another format."""
@@ -56,6 +61,7 @@ class CacheManager:
         kv_dtype: str = "",
         arithmetic: str = "",
         groups: Sequence[GroupKind] = ("full",),
+        eviction_policy: EvictionPolicy = "lru",
         retention: Retention | None = None,
         merge_twins: bool = False,
         publish_answers: bool = True,
@@ -69,6 +75,7 @@ class CacheManager:
             kv_dtype=kv_dtype,
             arithmetic=arithmetic,
             groups=groups,
+            eviction_policy=eviction_policy,
             max_blocks=max_blocks,
         )
         self.block_size = block_size
@@ -141,6 +148,23 @@ class CacheManager:
             for group in range(self._num_groups)
         )
         return [block for table in tables for block in table if block >= first]
+
+    def listen(self, capacity: int, gap_bounds: Sequence[float]) -> None:
+        """Logs what is lost from now on, once: see the core's `PrefixCache.listen`."""
+        self._cache.listen(capacity, gap_bounds)
+
+    def take_losses(self, most: int) -> dict[str, npt.NDArray[Any]]:
+        """Up to `most` losses, each one row of the arrays of the core. From any thread."""
+        return self._cache.take_losses(most)
+
+    @property
+    def num_missed_losses(self) -> int:
+        """Losses for which the log had no room. From any thread."""
+        return self._cache.missed_losses
+
+    def reuse_gaps(self) -> tuple[list[int], float]:
+        """Counts of the gaps between uses by the bounds of `listen`, and their sum in seconds."""
+        return self._cache.reuse_gaps()
 
     def validate(self) -> None:
         """Checks the whole structure; raises `RuntimeError` naming a broken invariant."""

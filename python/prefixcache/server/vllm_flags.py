@@ -47,6 +47,7 @@ VLLM_FLAGS: tuple[ForeignFlag, ...] = (
         "--cudagraph-capture-sizes",
         "--h11-max-header-count",
         "--h11-max-incomplete-event-size",
+        "--kv-cache-metrics-sample",
         "--limit-mm-per-prompt",
         "--max-cudagraph-capture-size",
         "--max-log-len",

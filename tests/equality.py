@@ -12,7 +12,8 @@ import argparse
 import hashlib
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,8 @@ from fake_runner import tokens_of_plan
 from prefixcache.config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
+from prefixcache.grammar.guide import Guide
+from prefixcache.grammar.vocabulary import Words
 from prefixcache.kv.specs import kv_layout
 from prefixcache.model_config import ModelConfig
 from prefixcache.request import (
@@ -38,6 +41,7 @@ from prefixcache.request import (
 from prefixcache.runner.pending import PendingStep
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.step_plan import ScheduledSequence, StepPlan
+from prefixcache.structured_output import StructuredOutput
 from tiny_models import VOCAB_SIZE, make_checkpoint
 
 # Widths for which torch's own linears round differently with the number of rows.
@@ -62,6 +66,11 @@ def with_windows(window: int, *, num_full: int = 1) -> dict[str, Any]:
 
 BLOCK = 16
 MAX_ANSWER = 64
+GRAMMARS = (
+    StructuredOutput("json", '{"type": "array", "items": {"type": "integer"}, "maxItems": 9}'),
+    StructuredOutput("regex", "([a-e]{2,9}[.] )+"),
+    StructuredOutput("choice", '["yes", "no", "nobody knows"]', begin_after="e"),
+)
 
 Interruption = Literal["reset", "recompute", "sleep", "abort"]
 
@@ -83,6 +92,8 @@ class Counts:
     waits_in_flight: int = 0
     merged_blocks: int = 0
     interruptions: int = 0
+    guided: int = 0
+    late_masks: int = 0
 
     def add(self, other: Counts) -> None:
         for each in fields(self):
@@ -226,6 +237,7 @@ class Author:
             prompt_logprobs=choose.choice([None, None, None, None, 2]),
             stop_token_ids=tuple(self._tokens(choose.choice([0, 0, 3]))),
             ignore_eos=choose.random() < 0.7,
+            structured_output=choose.choice([None, None, None, *GRAMMARS]),
         )
 
     def _cache_options(self) -> CacheOptions:
@@ -306,7 +318,8 @@ class Bench:
         expected = self._lone_answers(schedule)
         self._chunks = 0
         engine = self._engine(schedule)
-        answers = run(engine, [request for request, _ in expected], schedule)
+        with late_masks(schedule.seed) as late:
+            answers = run(engine, [request for request, _ in expected], schedule)
         different = sum(not answers[r.request_id].agrees(right) for r, right in expected)
         gauges = engine.metrics.gauges()
         return Counts(
@@ -321,6 +334,8 @@ class Bench:
             waits_in_flight=gauges.num_in_flight_waits,
             merged_blocks=engine._cache.num_merged_blocks,
             interruptions=len(schedule.interruptions),
+            guided=sum(request.params.structured_output is not None for request, _ in expected),
+            late_masks=late.call_count,
         )
 
     def _lone_answers(self, schedule: Schedule) -> list[tuple[Request, Answer]]:
@@ -389,6 +404,22 @@ def run(engine: Engine, requests: Sequence[Request], schedule: Schedule) -> dict
             answers[output.request_id].push(output)
         step += 1
     return answers
+
+
+@contextmanager
+def late_masks(seed: int) -> Generator[mock.Mock, None, None]:
+    """Lets every sixth mask be late; the mock is called for each."""
+    choose, count, words = random.Random(seed), mock.Mock(), Guide.words
+
+    def often(guide: Guide, seconds: float, unwanted: tuple[int, ...]) -> Words | None:
+        if choose.random() < 1 / 6:
+            count()
+            guide._was_late = True
+            return None
+        return words(guide, 60, unwanted)
+
+    with mock.patch.object(Guide, "words", often):
+        yield count
 
 
 def interrupt(engine: Engine, kind: Interruption) -> None:

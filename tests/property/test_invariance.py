@@ -215,6 +215,7 @@ def test_answers_and_blocks_of_any_schedule_are_those_of_lone_cold_runs(
 
     check()
     assert min(total.outputs, total.blocks, total.hit_tokens, total.chunks) > 0
+    assert min(total.guided, total.late_masks) > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -257,6 +257,7 @@ class AsyncEngine:
             self._watch.close()
         self._inbox.put(partial(self._stop, drain))
         self._thread.join()
+        self._trial.close()
 
     def _open(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """The stream of checked requests."""

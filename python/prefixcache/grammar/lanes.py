@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 _QUICK_SECONDS = 4e-3
@@ -12,6 +13,7 @@ _TRUSTED_AFTER = 16
 _MAX_THREADS = 4
 
 _Job = tuple[Callable[[int], None], int]
+_Jobs = queue.SimpleQueue[_Job | None]
 
 
 class Pace:
@@ -35,12 +37,12 @@ class Pace:
 class Lanes:
     """Two queues with threads of their own: for grammars that are quick, and for the others.
 
-    The threads start with the first job, and end with the process.
+    The threads start with the first job, and end when nobody holds the lanes any more.
     """
 
     def __init__(self) -> None:
-        self._quick: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        self._other: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._quick: _Jobs = queue.SimpleQueue()
+        self._other: _Jobs = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._started = False
 
@@ -59,9 +61,11 @@ class Lanes:
             for jobs in [self._quick] * num_quick + [self._other]:
                 name = "prefixcache-grammar"
                 threading.Thread(target=_work, args=(jobs,), name=name, daemon=True).start()
+                weakref.finalize(self, jobs.put, None).atexit = False
 
 
-def _work(jobs: queue.SimpleQueue[_Job]) -> None:
-    while True:
-        function, token_id = jobs.get()
+def _work(jobs: _Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        function, token_id = job
         function(token_id)
+        del job, function  # they hold the lanes

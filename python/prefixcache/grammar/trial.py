@@ -66,6 +66,13 @@ class Trial:
             raise GrammarError(result.error)
         return result.num_bytes
 
+    def close(self) -> None:
+        """Ends the process; it starts again with the next grammar."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            _end(process)
+
     def _ask(self, output: StructuredOutput, vocabulary: Vocabulary) -> TrialResult:
         process = self._process or _start(vocabulary)
         self._process = None  # until it has answered
@@ -79,8 +86,7 @@ class Trial:
         except OSError:
             answer = b""
         if not answer:
-            process.kill()
-            process.wait()
+            _end(process)
             return TrialResult(0, _TOO_MUCH)
         self._process = process
         return TrialResult(*json.loads(answer))
@@ -103,6 +109,11 @@ def _start(vocabulary: Vocabulary) -> subprocess.Popen[bytes]:
     told = (vocabulary.tokens, vocabulary.special_token_ids, vocabulary.eos_token_ids)
     pickle.dump(told, process.stdin)
     return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
 
 
 # Everything below runs in that process.

@@ -59,5 +59,7 @@ class _Source:
         self.bos_token_id = None
         self._encode = vocabulary.encode
 
-    def __call__(self, text: bytes) -> list[int]:
-        return list(self._encode(text.decode("utf-8", "replace")))
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return list(self._encode(text))

@@ -18,11 +18,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from prefixcache.chat.message import Message
+from prefixcache.chat.parser_names import ReasoningParserName, ToolCallParserName
+from prefixcache.chat.plan import ChatFormat, ChatPlan
+from prefixcache.chat.tools import read_tool_use
 from prefixcache.config import DEFAULT_MODEL, EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
@@ -48,15 +52,20 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice of an answer. `logprobs` has one dict a token, by token id."""
+    """One choice of an answer. `logprobs` has one dict a token, by token id.
+
+    Of a chat, `text` is the answer as it was generated, and `message` what it says: content,
+    reasoning, and calls of tools.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason | Literal["tool_calls"] | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    message: Message | None = None
 
     @property
     def finished(self) -> bool:
@@ -86,14 +95,25 @@ class LLM:
 
     Flags are those of `vllm serve`: see `prefixcache.config.EngineConfig`, `CacheConfig` and
     `SchedulerConfig`; `num_gpu_blocks_override` is another name of `num_blocks`. Raises
-    `ConfigError` for a wrong flag and `ModelLoadError` when the model cannot be loaded.
+    `ConfigError` for a wrong flag and `ModelLoadError` when the model cannot be loaded. How the
+    model calls tools and reasons is told by its chat template unless a parser is named.
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, **flags: Any) -> None:
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        tool_call_parser: ToolCallParserName = "auto",
+        reasoning_parser: ReasoningParserName = "auto",
+        **flags: Any,
+    ) -> None:
         built = build(EngineConfig.from_flags(model=model, **flags))
         self._engine = built.engine
         self._engine.control.run_between_steps = self._run_here
         self._tokenizer = built.tokenizer
+        self._chat = ChatFormat(
+            built.tokenizer, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser
+        )
         self._generation = built.model.generation
         self._numbers = itertools.count()
         self._calls = itertools.count()
@@ -159,33 +179,54 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: Sequence[int] | None = None,
         cache_options: CacheOptions | Sequence[CacheOptions] | None = None,
     ) -> list[GenerationResult]:
         """Answers one conversation or several, rendered by the model's chat template.
 
-        The rest is as in `generate`.
+        Each choice of a result has its `message`. `tools` and what follows are as in OpenAI's API
+        and for all conversations; `chat_template_kwargs` reach the template. The rest is as in
+        `generate`.
         """
-        template = self._tokenizer.chat_template
-        if template is None:
-            raise InvalidRequestError("The model has no chat template.", param="messages")
         single = bool(messages) and isinstance(messages[0], Mapping)
         many = cast("Sequence[Sequence[Mapping[str, Any]]]", [messages] if single else messages)
-        prompts = [
-            self._tokenizer.encode(
-                template.render(one, add_generation_prompt=add_generation_prompt),
-                add_special_tokens=False,
-                param="messages",
+        use = read_tool_use(tools, tool_choice, parallel=parallel_tool_calls)
+        plans = [
+            self._chat.plan(
+                one,
+                tool_use=use,
+                structured_output=params and params.structured_output,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                variables=chat_template_kwargs,
             )
-            for one in many
+            for one, params in zip(
+                many, _for_each(sampling_params, len(many), "sampling_params"), strict=True
+            )
         ]
-        return self.generate(
+        prompts = [
+            self._tokenizer.encode(plan.prompt, add_special_tokens=False, param="messages")
+            for plan in plans
+        ]
+        given = _for_each(sampling_params, len(many), "sampling_params")
+        results = self.generate(
             prompts,
-            sampling_params,
+            [
+                plan.applied_to(self._fitting_defaults(prompt) if params is None else params)
+                for plan, prompt, params in zip(plans, prompts, given, strict=True)
+            ],
             use_tqdm=use_tqdm,
             priority=priority,
             cache_options=cache_options,
         )
+        for plan, result in zip(plans, results, strict=True):
+            _read_messages(plan, result)
+        return results
 
     def probe(
         self,
@@ -330,6 +371,14 @@ class LLM:
 class _Job:
     requests: list[Request]
     result: GenerationResult
+
+
+def _read_messages(plan: ChatPlan, result: GenerationResult) -> None:
+    for choice in result.outputs:
+        choice.message = Message()
+        choice.message.add(plan.new_parser().push(choice.text, finished=True))
+        if choice.message.tool_calls and choice.finish_reason == "stop":
+            choice.finish_reason = "tool_calls"
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -8,6 +8,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from chat_models import CLOCK, QUESTION, TOOLS, WEATHER, assistant, chat_format, tokenizer
+from prefixcache.chat.grammars import schema_problem
 from prefixcache.chat.tools import read_tool_use
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError
 from prefixcache.structured_output import StructuredOutput
@@ -130,9 +131,16 @@ def test_strict_tools_refuse_what_a_grammar_cannot_keep():
             "type": "function",
             "function": {"name": "f", "parameters": schema, "strict": strict},
         }
-        plan = chat_format("qwen2").plan(QUESTION, tool_use=read_tool_use([tool], "required"))
-        text = LLMatcher.grammar_from_lark(plan.structured_output.text)
-        assert bool(LLMatcher.validate_grammar(text)) == strict
+        plan = chat_format("qwen2").plan(
+            QUESTION, tool_use=read_tool_use([CLOCK, tool], "required")
+        )
+        text = plan.structured_output.text
+        error = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text))
+        assert bool(error) == strict
+    field, reason = schema_problem(text, error)
+    assert field == "tools[1].function.parameters"
+    assert "not" in reason
+    assert "get_time" not in reason
 
 
 HISTORY = [

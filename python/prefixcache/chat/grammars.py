@@ -17,6 +17,9 @@ from prefixcache.tokenization.tokenizer import Tokenizer
 _COMPOSED = ("$ref", "allOf", "anyOf", "oneOf", "if", "not", "patternProperties")
 SPACING = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 
+# llguidance tells line and column, and shows the lines around on lines of their own.
+_PLACE = re.compile(r"\bat (\d+)\(\d+\): ((?:.|\n)*?)(?=\n *\d+ \| |\Z)")
+_SCHEMA_RULE = re.compile(r"args_(\d+): ")
 _ENDS_REGEX = re.compile(r"\\.|/|\n", re.DOTALL)
 _ESCAPES = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
 
@@ -60,8 +63,8 @@ def call_rules(tools: Sequence[Tool], begin: Callable[[str], str], end: str = ""
     """The rule `call`: one of the tools, its arguments between what `begin` makes of its name and
     `end`. Each schema is a document of its own, so that its references find what they name.
     """
-    calls = (f"{begin(tool.name)} args_{index} {end}" for index, tool in enumerate(tools))
-    schemas = (f"args_{index}: %json {_schema(tool)}" for index, tool in enumerate(tools))
+    calls = (f"{begin(tool.name)} args_{tool.index} {end}" for tool in tools)
+    schemas = (f"args_{tool.index}: %json {_schema(tool)}" for tool in tools)
     return "\n".join((f"call: {' | '.join(calls)}", *schemas))
 
 
@@ -72,6 +75,19 @@ def _schema(tool: Tool) -> str:
         schema.setdefault("additionalProperties", False)
     schema["x-guidance"] = {**SPACING, "lenient": not tool.strict}
     return json.dumps(schema, ensure_ascii=False)
+
+
+def schema_problem(grammar: str, error: str) -> tuple[str, str] | None:
+    """Which field of the request an error of llguidance is about, and what it says of its schema.
+
+    None where it is about another part of the grammar.
+    """
+    found = _PLACE.search(error)
+    lines = grammar.splitlines()
+    if found is None or int(found[1]) > len(lines):
+        return None
+    rule = _SCHEMA_RULE.match(lines[int(found[1]) - 1])
+    return rule and (f"tools[{rule[1]}].function.parameters", found[2])
 
 
 def escaped(regex: str) -> str:

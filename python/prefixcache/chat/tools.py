@@ -23,9 +23,10 @@ class Tool:
     """A function that a model may call. `parameters` is the JSON schema of its arguments.
 
     `spec` is the tool as the request has it, which templates show. With `strict` a schema of which
-    anything cannot be kept is refused.
+    anything cannot be kept is refused. `index` is its place in the request.
     """
 
+    index: int
     name: str
     parameters: Mapping[str, Any]
     spec: Mapping[str, Any]
@@ -73,14 +74,15 @@ def _read_tools(tools: Sequence[Any]) -> tuple[Tool, ...]:
     if len(tools) > MAX_TOOLS:
         message = f"may have at most {MAX_TOOLS} entries, got {len(tools)}"
         raise _wrong("tools", message, code="too_long")
-    read = tuple(_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools))
+    read = tuple(_read_tool(tool, index) for index, tool in enumerate(tools))
     name, times = Counter(tool.name for tool in read).most_common(1)[0] if read else ("", 0)
     if times > 1:
         raise _wrong("tools", f"has {times} functions named {name!r}")
     return read
 
 
-def _read_tool(value: object, field: str) -> Tool:
+def _read_tool(value: object, index: int) -> Tool:
+    field = f"tools[{index}]"
     tool = _object(value, field)
     if tool.get("type", "function") != "function":
         raise _wrong(f"{field}.type", f"must be 'function', got {shown(tool['type'])}")
@@ -99,7 +101,7 @@ def _read_tool(value: object, field: str) -> Tool:
     schema = _object(parameters, f"{field}.function.parameters")
     if schema.get("type", "object") != "object":
         raise _wrong(f"{field}.function.parameters.type", "must be 'object'")
-    return Tool(name, schema, tool, strict=function.get("strict") is True)
+    return Tool(index, name, schema, tool, strict=function.get("strict") is True)
 
 
 def _read_choice(choice: object) -> tuple[Mode, list[str] | None]:

@@ -92,8 +92,6 @@ def chat_names(fields: ChatRequest) -> dict[str, str]:
     names = {"prompt": "messages", "logprobs": "top_logprobs"}
     if fields.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    if fields.tools and fields.tool_choice != "none":
-        names["structured_output"] = "tools"
     return names
 
 

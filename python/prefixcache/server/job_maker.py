@@ -12,6 +12,7 @@ from functools import cache, partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
 
+from prefixcache.chat.grammars import schema_problem
 from prefixcache.chat.message import MessageParser
 from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError
 from prefixcache.request import CacheOptions, Request
@@ -237,7 +238,7 @@ class JobMaker:
         if output is None:
             return None
         field = "tools" if fields.structured_output is None else fields.structured_output[0]
-        with fields_named({"structured_output": field}):
+        with fields_named({"structured_output": field}), schemas_named(output.text):
             return await self.workers.compile(partial(self.engine.compile, output))
 
     def _check_priority(self, priority: int) -> None:
@@ -331,6 +332,19 @@ def fields_named(names: Mapping[str, str]) -> Generator[None, None, None]:
             raise
         message = str(error).replace(f"{error.param} ", f"{name} ", 1)
         raise type(error)(message, param=name, code=error.code) from None
+
+
+@contextmanager
+def schemas_named(grammar: str) -> Generator[None, None, None]:
+    """Names the tool in errors about its part of a grammar."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        problem = schema_problem(grammar, str(error))
+        if problem is None:
+            raise
+        field, reason = problem
+        raise InvalidRequestError(f"{field}: {reason}", param=field, code=error.code) from None
 
 
 def parse_prompts(prompt: object) -> list[str | TokenIds]:

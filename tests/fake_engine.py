@@ -65,6 +65,7 @@ def make_engine(
     max_step_ms: float = 0,
     groups: Sequence[GroupKind] = ("full",),
     retention: Retention | None = None,
+    retention_budget: float = 0.2,
     enable_prefix_caching: bool = True,
     max_blocks: int | None = None,
     pool_options: Mapping[str, Any] | None = None,
@@ -77,6 +78,7 @@ def make_engine(
         block_size,
         groups=groups,
         retention=retention,
+        retention_budget=retention_budget,
         merge_twins=merge_twins,
         max_blocks=max_blocks,
     )

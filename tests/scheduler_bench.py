@@ -29,9 +29,16 @@ class Bench:
         enable_prefix_caching: bool = True,
         groups: Sequence[GroupKind] = ("full",),
         retention: Retention | None = None,
+        retention_budget: float = 0.2,
         **rules: Any,
     ) -> None:
-        self.cache = CacheManager(num_blocks, block_size, groups=groups, retention=retention)
+        self.cache = CacheManager(
+            num_blocks,
+            block_size,
+            groups=groups,
+            retention=retention,
+            retention_budget=retention_budget,
+        )
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -214,6 +214,12 @@ class CacheConfig(Checked):
         "Pin the blocks of full attention before a pinned window too: it is no use without them.",
         "Cache",
     )
+    retention_budget: Fraction = flag(
+        0.2,
+        "Most of the cache that the retention hints of one salt or API key raise; beyond it its "
+        "oldest ones end.",
+        "Cache",
+    )
 
     def check_together(self) -> None:
         """Raises `FieldError`."""

@@ -62,6 +62,9 @@ class Gauges:
     num_demotions: int = 0
     num_pinned_evictions: int = 0
     num_pinned_hits: int = 0
+    num_hinted_blocks: int = 0
+    num_hints_demoted: int = 0
+    num_hints_expired: int = 0
     num_below_threshold: Mapping[str, int] = field(default_factory=dict[str, int])
     pool: PoolGauges | None = None
 
@@ -168,6 +171,8 @@ class Metrics(Collector):
             ("demotions", "Pins that ended for younger ones.", gauges.num_demotions),
             ("pinned_evictions", "Pinned blocks evicted.", gauges.num_pinned_evictions),
             ("pinned_hits", "Hits on pinned blocks.", gauges.num_pinned_hits),
+            ("hints_demoted", "Blocks demoted over a budget.", gauges.num_hints_demoted),
+            ("hints_expired", "Blocks whose TTL ended.", gauges.num_hints_expired),
         )
         for name, documentation, value in counters:
             yield CounterMetricFamily(PREFIX + name, documentation, value=value)
@@ -222,6 +227,9 @@ def _gauge_families(gauges: Gauges) -> Iterator[Metric]:
     )
     yield GaugeMetricFamily(
         PREFIX + "pinned_blocks", "Blocks that are evicted last.", value=gauges.num_pinned_blocks
+    )
+    yield GaugeMetricFamily(
+        PREFIX + "hinted_blocks", "Blocks that a hint ranks.", value=gauges.num_hinted_blocks
     )
 
 

@@ -42,11 +42,6 @@ class RetentionRange:
             return self.priority
         return DEFAULT_PRIORITY if self.ttl_s is None else TTL_PRIORITY
 
-    @property
-    def raises(self) -> bool:
-        """Whether it asks for more than what every block gets."""
-        return self.chosen_priority > DEFAULT_PRIORITY
-
 
 def check_ranges(ranges: Sequence[RetentionRange]) -> None:
     """Raises `InvalidRequestError` naming the field, as retention[2].ttl_s.

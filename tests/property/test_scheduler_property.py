@@ -7,6 +7,7 @@ must still hold every block that it reads, and never more than `most_blocks` pro
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from prefixcache.exceptions import RequestTooLargeError
 from prefixcache.kv.cache_manager import CacheManager, GroupKind
 from prefixcache.kv.retention import Retention
 from prefixcache.request import CacheOptions, Request
+from prefixcache.retention_range import RetentionRange
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.state import RequestState
@@ -52,6 +54,7 @@ class Setup:
     new_weights_at: tuple[int, ...] = ()
     in_flight: str = "recompute"
     retention: Retention | None = None
+    retention_budget: float = 0.2
     resizes: tuple[tuple[int, int], ...] = ()
     """At which steps, and to how many blocks a group; from the second one on in many slices."""
 
@@ -117,6 +120,7 @@ def setups(draw: st.DrawFn) -> Setup:
         new_weights_at=draw(st.sampled_from([(), (), (4,), (7, 8)])),
         in_flight=draw(st.sampled_from(["recompute", "keep"])),
         retention=draw(retentions),
+        retention_budget=draw(st.sampled_from([0.2, 0.5, 1.0])),
         resizes=draw(resizes),
     )
 
@@ -129,6 +133,21 @@ prompts = st.builds(
     st.integers(1, 36),
     st.lists(st.integers(0, 96), max_size=5),
 )
+# In order and apart, for prompts of any length: what leaves one is cut off.
+hints = st.lists(st.integers(0, 40), max_size=4, unique=True).flatmap(
+    lambda cuts: st.tuples(
+        *(
+            st.builds(
+                RetentionRange,
+                start=st.just(start),
+                end=st.just(end),
+                priority=st.sampled_from([None, 0, 20, 60, 100]),
+                ttl_s=st.sampled_from([None, 1, 5]),
+            )
+            for start, end in itertools.pairwise(sorted(cuts))
+        )
+    )
+)
 arrivals = st.builds(
     Arrival,
     step=st.integers(0, 12),
@@ -140,12 +159,21 @@ arrivals = st.builds(
         salt=st.sampled_from([None, None, "tenant"]),
         read=st.sampled_from([True, True, False]),
         write=st.sampled_from([True, True, False]),
+        retention=st.just(()) | hints,
+        write_upto=st.sampled_from([None, None, None, 0, 6, 16]),
     ),
     prompt_logprobs=st.sampled_from([None, None, 0]),
     abort_at=st.sampled_from([None, None, None, 5, 9]),
     logprobs=st.sampled_from([None, None, None, 0]),
     stop_token_ids=st.sampled_from([(), (), tuple(range(0, 97, 9))]),
 )
+
+
+def within(arrival: Arrival) -> tuple[RetentionRange, ...]:
+    """The hints of a request as far as they lie in its prompt."""
+    length = len(arrival.prompt)
+    ranges = (replace(r, end=min(r.end or 0, length)) for r in arrival.cache.retention)
+    return tuple(r for r in ranges if r.start < length)
 
 
 class Run:
@@ -166,6 +194,7 @@ class Run:
             step_times=None if setup.chunk_seed is None else RandomChunks(setup.chunk_seed),
             groups=setup.groups,
             retention=setup.retention,
+            retention_budget=setup.retention_budget,
             enable_prefix_caching=setup.enable_prefix_caching,
             max_blocks=setup.max_blocks if setup.resizes else None,
             pool_options={"clock": slow_clock()},
@@ -206,6 +235,7 @@ class Run:
             for at, size in self.setup.resizes:
                 if at == step:
                     self.resize(1 + size * len(self.setup.groups))
+            self.cache._cache.set_time(step)
             if step in self.setup.clears_at:
                 self.engine.control.reset_prefix_cache()
             if step in self.setup.new_weights_at:
@@ -250,7 +280,7 @@ class Run:
                 logprobs=arrival.logprobs,
                 stop_token_ids=arrival.stop_token_ids,
             ),
-            cache=arrival.cache,
+            cache=replace(arrival.cache, retention=within(arrival)),
             priority=arrival.priority,
         )
         try:

@@ -25,8 +25,6 @@ def test_what_is_left_out_has_its_meaning() -> None:
     assert RetentionRange().chosen_priority == 35
     assert RetentionRange(ttl_s=5).chosen_priority == 60
     assert RetentionRange(priority=0, ttl_s=5).chosen_priority == 0
-    assert not RetentionRange(priority=35).raises
-    assert RetentionRange(priority=36).raises
 
 
 def test_ranges_may_touch_come_in_any_order_and_end_with_the_prompt() -> None:

@@ -102,6 +102,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         groups=kv.layout.kinds,
         eviction_policy=config.cache.eviction_policy,
         retention=retention,
+        retention_budget=config.cache.retention_budget,
         publish_answers=shares_answers(attention),
         merge_twins=config.cache.merge_duplicate_blocks and batch_invariant,
         max_blocks=sizes.ceiling,

@@ -436,6 +436,9 @@ class Engine:
             num_demotions=core["demotions"],
             num_pinned_evictions=core["pinned_evictions"],
             num_pinned_hits=core["pinned_hits"],
+            num_hinted_blocks=core["hinted_blocks"],
+            num_hints_demoted=core["hints_demoted"],
+            num_hints_expired=core["hints_expired"],
             num_below_threshold=dict(scheduler.num_below_threshold),
         )
 

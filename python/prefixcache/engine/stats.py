@@ -38,6 +38,9 @@ class PrefixCacheStats:
     Where layers have a sliding window: `window_missed_tokens` were there for full attention, and
     their windows were lost; `pins` counts blocks pinned, `demotions` pins that ended for younger
     ones, `pinned_evictions` and `pinned_hits` the pinned ones among blocks evicted and hit.
+
+    `hinted_blocks` have another priority than the default now; `hints_demoted` lost it since their
+    owner was over its budget, `hints_expired` at the end of their TTL.
     """
 
     enabled: bool
@@ -53,6 +56,9 @@ class PrefixCacheStats:
     demotions: int
     pinned_evictions: int
     pinned_hits: int
+    hinted_blocks: int
+    hints_demoted: int
+    hints_expired: int
     preemptions: int
     num_blocks: int
     blocks_in_use: int

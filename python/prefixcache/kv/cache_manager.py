@@ -20,7 +20,7 @@ from prefixcache.core import Sequence as CoreSequence
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import GroupKind
-from prefixcache.request import Request
+from prefixcache.request import CacheOptions, Request
 from prefixcache.step_plan import StepPlan
 
 Blocks = npt.NDArray[np.int32]
@@ -48,6 +48,7 @@ class CacheManager:
     `ValueError` names an argument, `RuntimeError` tells of misuse. Without `publish_answers` only
     blocks of prompts are shared, for attention whose decodes write other bits than its prefills.
 
+    `retention_budget` is the share of the pool, 0 to 1, that the hints of one owner may raise.
     `num_resets` counts what made all that was published before unfindable.
     """
 
@@ -63,6 +64,7 @@ class CacheManager:
         groups: Sequence[GroupKind] = ("full",),
         eviction_policy: EvictionPolicy = "lru",
         retention: Retention | None = None,
+        retention_budget: float = 0.2,
         merge_twins: bool = False,
         publish_answers: bool = True,
         max_blocks: int | None = None,
@@ -76,6 +78,7 @@ class CacheManager:
             arithmetic=arithmetic,
             groups=groups,
             eviction_policy=eviction_policy,
+            retention_budget=retention_budget,
             max_blocks=max_blocks,
         )
         self.block_size = block_size
@@ -89,6 +92,7 @@ class CacheManager:
         self._merge_twins = merge_twins
         self.num_merged_blocks = 0
         self.num_resets = 0
+        self._hints_expire = False
         self._sequences: dict[str, CoreSequence] = {}
         self._unhashed: set[str] = set()
         self._publish_answers = publish_answers
@@ -194,10 +198,23 @@ class CacheManager:
         )
         if self.has_windows and hashed:
             self._retention.apply(sequence, request)
+        if hashed and request.cache.retention:
+            self._set_hints(sequence, request.cache)
         if not hashed:
             self._unhashed.add(request.request_id)
         if not self._publish_answers:
             self._prompt_lengths[request.request_id] = len(request.prompt_token_ids)
+
+    def _set_hints(self, sequence: CoreSequence, cache: CacheOptions) -> None:
+        """Ranks the blocks of a new sequence as its request's hints say."""
+        hints = [(r.start, r.end, r.chosen_priority, r.ttl_s) for r in cache.retention]
+        sequence.set_hints(cache.retention_owner, hints)
+        self._hints_expire |= any(r.ttl_s is not None for r in cache.retention)
+
+    def demote_expired(self) -> None:
+        """Gives blocks whose hints ended their default priority, a bounded number at a call."""
+        if self._hints_expire:
+            self._cache.demote_expired()
 
     def count_hits(self, request_id: str, max_tokens: int) -> int:
         """Leading tokens of the request that hit, in full blocks. Only reads.

@@ -9,8 +9,7 @@ later request is likely to begin, keep their content; the others are handed out 
   share the prompt up to there, so a third one may (`CacheManager.add_junction`);
 - where a request that waits parts from the one that computes their prefix (`in_flight.py`);
 - every multiple of `interval` tokens;
-- where a retention hint that raises ends, and the last token that a request may write: what is
-  asked to be kept up to there can only be read from there.
+- the last token that a request may write: what is written can be read from there alone.
 
 Pinned anchors are evicted after everything else. Nothing waits for a pinned block: whoever finds no
 other free one takes the oldest.
@@ -18,13 +17,13 @@ other free one takes the oldest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefixcache.config import EngineConfig
 from prefixcache.core import Sequence as CoreSequence
 from prefixcache.kv.specs import GroupKind
-from prefixcache.request import CacheOptions, Request
+from prefixcache.request import Request
 
 _PREFIX_TOKENS = 25_000
 _FILLED_SHARE = 0.8
@@ -63,8 +62,8 @@ class Retention:
             pin_prefix=self.pin_prefix_blocks,
         )
         sequence.add_anchor(len(request.prompt_token_ids) - 1)
-        for position in _asked_for(request.cache):
-            sequence.add_anchor(position)
+        if request.cache.write_upto:
+            sequence.add_anchor(request.cache.write_upto)
 
     def num_blocks_kept(
         self, num_tokens: int, block_size: int, windows: Sequence[int | None]
@@ -100,12 +99,3 @@ class Retention:
             f"{_FILLED_SHARE:.0%} of them hold {fit} prefixes of {_PREFIX_TOKENS} tokens. With "
             "more in turns, demotion thrashes: each is gone before it is asked for again."
         )
-
-
-def _asked_for(cache: CacheOptions) -> Iterator[int]:
-    """Positions, in tokens, up to which the request asks for its prompt to be kept."""
-    for one in cache.retention:
-        if one.raises and one.end is not None:
-            yield one.end
-    if cache.write_upto:
-        yield cache.write_upto

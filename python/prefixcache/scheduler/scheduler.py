@@ -196,6 +196,7 @@ class Scheduler:
         It is empty only when nothing waits or runs, when all was refused, when nothing can be
         planned until the step under way is completed, or until `wait_for_guides` has waited.
         """
+        self._cache.demote_expired()
         if self._in_flight is not None:
             self._wake(self._in_flight.next_step())
         preempted_before = self.num_preemptions

@@ -235,7 +235,7 @@ async def test_a_unix_socket_and_nginx_are_not_this_machine(
 
 
 async def test_what_does_not_exist_is_not_found(make_app: MakeApp) -> None:
-    paths = ["/v1/embeddings", "/pause/", "//pause", "/PAUSE"]
+    paths = ["/v1/rerank", "/pause/", "//pause", "/PAUSE"]
     for path in paths:
         response = await answer(make_app(CLIENTS), path, headers=bearer("first"))
         assert response.status_code == 404

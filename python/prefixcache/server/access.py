@@ -36,11 +36,14 @@ _CLIENT_PATHS = frozenset(
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/embeddings",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/models",
+        "/v1/responses",
         "/version",
     }
 )
-_CLIENT_PREFIXES = ("/v1/models/",)
+_CLIENT_PREFIXES = ("/v1/models/", "/v1/responses/")
 _WARM_PATH = "/prefix_cache/warm"
 
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
@@ -133,11 +136,14 @@ class AccessCheck:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        state = scope.setdefault("state", {})
         try:
-            scope.setdefault("state", {})["caller"] = self._admit(scope)
+            state["caller"] = self._admit(scope)
         except ApiError as error:
             challenge = _CHALLENGE if error.status == HTTPStatus.UNAUTHORIZED else None
-            await error_response(error, challenge)(scope, receive, send)
+            request_id = scope["state"].get("request_id", "")
+            response = error_response(error, challenge, path=scope["path"], request_id=request_id)
+            await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -148,7 +154,7 @@ class AccessCheck:
             return Caller()
         headers = Headers(scope=scope)
         self._refuse_pages(headers)
-        digest = _digest(_bearer(headers))
+        digest = _digest(_key_of(headers))
         caller = self._caller(scope, headers, digest)
         if self._api_keys and not (caller.is_admin or _holds(self._api_keys, digest)):
             raise _key_needed("the server's API key")
@@ -196,10 +202,15 @@ def _holds(digests: list[bytes], digest: bytes) -> bool:
     return any(matches)
 
 
-def _bearer(headers: Headers) -> bytes:
-    """The key as it came, since header values are bytes; empty without one."""
+def _key_of(headers: Headers) -> bytes:
+    """The key as it came, since header values are bytes; empty without one.
+
+    OpenAI's clients send it as a bearer token, Anthropic's as `x-api-key`.
+    """
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+    if scheme.lower() != "bearer":
+        key = headers.get("x-api-key", "")
+    return key.strip().encode("latin-1")
 
 
 def _exists(scope: Scope) -> bool:

@@ -20,7 +20,7 @@ from prefixcache.server.errors import ApiError, error_body, is_unexpected
 from prefixcache.server.job_maker import Job, JobMaker
 from prefixcache.server.json_text import json_response, object_json
 from prefixcache.server.protocol import SamplingFields, StreamOptions
-from prefixcache.server.sse import DONE, EventStream, event, unless_disconnected
+from prefixcache.server.sse import DONE, EventStream, event, named_event, unless_disconnected
 from prefixcache.server.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -121,12 +121,84 @@ async def answer(
     What is wrong with the request is raised here, at once.
     """
     if not fields.stream:
-        work = _whole_body(maker, job, form)
+        work = _whole_body(
+            maker,
+            job,
+            lambda choices: {**form.response(job, choices), "usage": usage(job, choices)},
+        )
         return json_response(await unless_disconnected(request.receive, work))
     outputs = await maker.engine.generate_all(job.requests)
     options = fields.stream_options or StreamOptions()
     chunks = _chunk_events(outputs, job, form, options, maker.workers)
     return EventStream(_to_the_end(chunks, job))
+
+
+class EventForm(Protocol):
+    """How an endpoint words one answer whose stream has events of several types."""
+
+    def body(self, job: Job, choice: Choice) -> dict[str, Any]:
+        """The whole answer."""
+        ...
+
+    def begin(self, job: Job) -> Iterable[dict[str, Any]]:
+        """Events before the first output."""
+        ...
+
+    def events(self, job: Job, choice: Choice, output: RequestOutput) -> Iterable[dict[str, Any]]:
+        """Events when `output` was added to `choice`, which is complete where that is finished."""
+        ...
+
+    def failed(self, job: Job, error: Exception) -> dict[str, Any]:
+        """The last event of an answer that failed."""
+        ...
+
+
+async def answer_in_events(
+    request: Request, maker: JobMaker, job: Job, form: EventForm, *, stream: bool
+) -> Response:
+    """The one answer of a job as a whole, or a stream of events with names.
+
+    What is wrong with the request is raised here, at once.
+    """
+    if not stream:
+        work = _whole_body(maker, job, lambda choices: form.body(job, choices[0]))
+        return json_response(await unless_disconnected(request.receive, work))
+    outputs = await maker.engine.generate_all(job.requests)
+    return EventStream(_named_to_the_end(_named_events(outputs, job, form), job, form))
+
+
+async def _named_events(
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None], job: Job, form: EventForm
+) -> AsyncGenerator[bytes, None]:
+    choices = _new_choices(job)
+    with _told_to_the_log(job, choices):
+        for payload in form.begin(job):
+            yield named_event(payload)
+        async with aclosing(outputs):
+            async for index, output in outputs:
+                _raise_if_void(output)
+                choices[index].add(output)
+                for payload in form.events(job, choices[index], output):
+                    yield named_event(payload)
+
+
+async def _named_to_the_end(
+    events: AsyncGenerator[bytes, None], job: Job, form: EventForm
+) -> AsyncGenerator[bytes, None]:
+    """The events, and that of an error where they fail."""
+    try:
+        async with aclosing(events):
+            async for one in events:
+                yield one
+    except Exception as error:  # noqa: BLE001 - the status is sent: the error goes into the stream
+        _note_failure(error, job)
+        yield named_event(form.failed(job, error))
+
+
+def _note_failure(error: Exception, job: Job) -> None:
+    if is_unexpected(error):
+        logger.exception("The stream %s failed.", job.call.id)
+    job.call.outcome.failed_status = error_body(error)[0]
 
 
 async def gathered(maker: JobMaker, job: Job) -> list[Choice]:
@@ -139,13 +211,15 @@ async def gathered(maker: JobMaker, job: Job) -> list[Choice]:
     return choices
 
 
-async def _whole_body(maker: JobMaker, job: Job, form: AnswerForm) -> bytes:
+async def _whole_body(
+    maker: JobMaker, job: Job, response: Callable[[Sequence[Choice]], dict[str, Any]]
+) -> bytes:
     choices = await gathered(maker, job)
     size = _size(job, choices)
 
     def body() -> bytes:
         write = to_json if size < _LONG_ANSWER else object_json
-        return write({**form.response(job, choices), "usage": usage(job, choices)})
+        return write(response(choices))
 
     return await maker.workers.run(size, body)
 
@@ -175,11 +249,9 @@ async def _to_the_end(chunks: AsyncGenerator[bytes, None], job: Job) -> AsyncGen
         async with aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
-    except Exception as error:  # the status is sent already: the error goes into the stream
-        if is_unexpected(error):
-            logger.exception("The stream %s failed.", job.call.id)
-        job.call.outcome.failed_status, body = error_body(error)
-        yield event(body)
+    except Exception as error:  # noqa: BLE001 - the status is sent: the error goes into the stream
+        _note_failure(error, job)
+        yield event(error_body(error)[1])
     yield DONE
 
 

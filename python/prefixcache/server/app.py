@@ -16,9 +16,11 @@ from prefixcache.server.context import Lifecycle, RequestContext
 from prefixcache.server.errors import on_http_exception
 from prefixcache.server.info import info_router
 from prefixcache.server.job_maker import JobMaker
+from prefixcache.server.messages import messages_router
 from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.not_served import not_served_router
 from prefixcache.server.probe import probe_router
+from prefixcache.server.responses import responses_router
 from prefixcache.server.served_model import ServedModel
 from prefixcache.server.tokenize import tokenize_router
 from prefixcache.server.warm import warm_router
@@ -51,6 +53,8 @@ def create_app(
     maker = JobMaker(engine=engine, served=served)
     app.include_router(completions_router(maker))
     app.include_router(chat_router(maker))
+    app.include_router(responses_router(maker))
+    app.include_router(messages_router(maker))
     app.include_router(tokenize_router(maker))
     app.include_router(probe_router(maker))
     app.include_router(warm_router(maker))

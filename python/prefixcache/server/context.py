@@ -17,9 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.server.access import Caller
-from prefixcache.server.errors import error_body, error_response, server_stopping
+from prefixcache.server.errors import error_response, server_stopping, stream_error
 from prefixcache.server.protocol import RequestFields, shortened
-from prefixcache.server.sse import DONE, event
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,8 @@ class Lifecycle:
 class Outcome:
     """What the log tells of an answer, and its head of a `warning`.
 
-    `failed_status` is set when a stream ended with an error.
+    `failed_status` is set when a stream ended with an error; `num_events` of one are counted where
+    they have numbers.
     """
 
     num_prompt_tokens: int = 0
@@ -49,6 +49,7 @@ class Outcome:
     num_completion_tokens: int = 0
     finish_reasons: Collection[str] = ()
     failed_status: int | None = None
+    num_events: int = 0
     warning: str = ""
 
     def __str__(self) -> str:
@@ -174,13 +175,14 @@ class _Answer:
         """
         stopping = {"Retry-After": "1", "Connection": "close"}
         headers = stopping if getattr(error, "code", None) == "server_stopping" else None
-        response = error_response(error, headers, request_id=self._request_id)
+        path = self._scope["path"]
+        response = error_response(error, headers, path=path, request_id=self._request_id)
         if self._status is None:
             await response(self._scope, self._receive, self.send)
             return
         self._status = response.status_code
         if self._streams_events and not self._complete:
-            body = event(error_body(error)[1]) + DONE
+            body = stream_error(error, path, self._request_id, self._outcome.num_events)
             await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
 

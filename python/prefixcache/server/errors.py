@@ -1,4 +1,8 @@
-"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors as answers: in OpenAI's form, and at Anthropic's endpoints in theirs.
+
+`{"error": {"message", "type", "param", "code"}}` and
+`{"type": "error", "error": {"type", "message"}, "request_id"}`.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,12 @@ from prefixcache.exceptions import (
     PrefixCacheError,
     QueueFullError,
 )
+from prefixcache.server.sse import DONE, event, named_event
 
 logger = logging.getLogger(__name__)
+
+MESSAGES_PATH = "/v1/messages"
+RESPONSES_PATH = "/v1/responses"
 
 # Told to clients as 503. What lacks memory or weights here is an engine that could not wake up.
 _UNAVAILABLE = (
@@ -32,6 +40,15 @@ _UNAVAILABLE = (
     OutOfMemoryError,
     QueueFullError,
 )
+
+_ANTHROPIC_TYPES: dict[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+}
 
 
 class ApiError(PrefixCacheError):
@@ -72,11 +89,43 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
     return status, {"error": body}
 
 
+def anthropic_error(error: Exception, request_id: str) -> dict[str, Any]:
+    """The body of an error as Anthropic's clients read it, and its event in a stream."""
+    status, message = _status_and_message(error)
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    told = {"type": kind, "message": message}
+    return {"type": "error", "error": told, "request_id": request_id}
+
+
+def stream_error(error: Exception, path: str, request_id: str, num_events: int) -> bytes:
+    """The end of a stream of `path` that fails after `num_events` events."""
+    if speaks_anthropic(path):
+        return named_event(anthropic_error(error, request_id))
+    body = error_body(error)[1]
+    if path == RESPONSES_PATH:
+        told = {"type": "error", "sequence_number": num_events}
+        return named_event(
+            told | {name: body["error"][name] for name in ("code", "message", "param")}
+        )
+    return event(body) + DONE
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether errors of the path have Anthropic's form."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+
+
 def error_response(
-    error: Exception, headers: Mapping[str, str] | None = None, *, request_id: str = ""
+    error: Exception,
+    headers: Mapping[str, str] | None = None,
+    *,
+    path: str = "",
+    request_id: str = "",
 ) -> JSONResponse:
-    """The error as an answer; logs what nobody expected."""
+    """The error as an answer of `path`; logs what nobody expected."""
     status, body = error_body(error)
+    if speaks_anthropic(path):
+        body = anthropic_error(error, request_id)
     if is_unexpected(error):
         logger.error("The request %s failed.", request_id, exc_info=error)
     response = JSONResponse(body, status_code=status, headers=dict(headers or {}))
@@ -94,8 +143,12 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     """Answers an unknown route or method, where FastAPI would in a form of its own."""
     error = cast("HTTPException", error)
     status = HTTPStatus(error.status_code)
-    message = f"{status.phrase}: {request.method} {request.url.path}"
-    return error_response(ApiError(status, message), error.headers)
+    path = request.url.path
+    message = f"{status.phrase}: {request.method} {path}"
+    request_id = request.state.request_id
+    return error_response(
+        ApiError(status, message), error.headers, path=path, request_id=request_id
+    )
 
 
 def _status_and_message(error: Exception) -> tuple[int, str]:

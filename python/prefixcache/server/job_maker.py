@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -49,6 +50,7 @@ _OVERHEAD = 256
 # Tokens before those that are kept of a prompt's end, which may be other ones for the cut.
 _CUT_TOKENS = 64
 MAX_PRIORITY = 2**31 - 1
+_FIELD = re.compile(r"[\[.]")
 
 # Fields of a body that are sampling options as they are.
 _PASSED_ON = (
@@ -323,14 +325,18 @@ def check_num_sequences(num_prompts: int, n: int) -> None:
 
 @contextmanager
 def fields_named(names: Mapping[str, str]) -> Generator[None, None, None]:
-    """Renames fields in errors, where an endpoint calls a field by a name of its own."""
+    """Renames fields in errors, where an endpoint calls a field by a name of its own.
+
+    A part of a field, as `messages[0]`, is renamed as the field is.
+    """
     try:
         yield
     except InvalidRequestError as error:
-        name = names.get(error.param or "")
+        param = error.param or ""
+        name = names.get(param) or names.get(_FIELD.split(param, maxsplit=1)[0])
         if name is None:
             raise
-        message = str(error).replace(f"{error.param} ", f"{name} ", 1)
+        message = str(error).replace(param, name, 1)
         raise type(error)(message, param=name, code=error.code) from None
 
 

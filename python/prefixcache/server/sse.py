@@ -24,6 +24,11 @@ def event(payload: dict[str, Any]) -> bytes:
     return b"data: %b\n\n" % to_json(payload)
 
 
+def named_event(payload: dict[str, Any]) -> bytes:
+    """One server-sent event under the name that its payload has as `type`."""
+    return b"event: %b\ndata: %b\n\n" % (payload["type"].encode(), to_json(payload))
+
+
 class EventStream(Response):
     """A `text/event-stream` answer. The generator is closed however the answer ends.
 

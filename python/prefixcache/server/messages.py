@@ -1,0 +1,152 @@
+"""`/v1/messages`: Anthropic's Messages API over the prompts and jobs of the chat endpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from prefixcache.server.answers import answer_in_events
+from prefixcache.server.body import parse_fields, parse_object, read_body
+from prefixcache.server.chat import chat_job, chat_plan
+from prefixcache.server.context import new_call, tell_unknown
+from prefixcache.server.errors import MESSAGES_PATH
+from prefixcache.server.job_maker import JobMaker, fields_named
+from prefixcache.server.message_blocks import (
+    chat_messages,
+    chat_tool_choice,
+    chat_tools,
+    system_message,
+)
+from prefixcache.server.message_events import MessageForm
+from prefixcache.server.parts import one_object, wrong
+from prefixcache.server.protocol import ChatRequest, RequestFields, SamplingFields
+
+# Fields that a chat has under the same name, ours among them.
+_SAME = frozenset({*SamplingFields.model_fields, "chat_template_kwargs"}) - {
+    "max_tokens",
+    "n",
+    "prompt_logprobs",
+    "return_token_ids",
+    "stop",
+    "stream",
+    "stream_options",
+}
+
+# Names of this endpoint for what a chat calls otherwise.
+_NAMES = {
+    "messages": "messages",
+    "prompt": "messages",
+    "tools": "tools",
+    "response_format": "output_config.format",
+    "structured_output": "output_config.format",
+    "stop": "stop_sequences",
+}
+
+
+class CountTokensRequest(RequestFields):
+    """Body of `POST /v1/messages/count_tokens`. What a chat takes too is checked there."""
+
+    no_effect = _SAME | {"cache_control", "service_tier", "speed"}
+    refused: ClassVar[dict[str, tuple[object, ...]]] = {
+        "container": (),
+        "context_management": (),
+        "mcp_servers": ([],),
+    }
+
+    messages: Any = None
+    metadata: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    system: Any = None
+    thinking: dict[str, Any] | None = None
+    tool_choice: Any = None
+    tools: list[Any] | None = None
+
+    def chat(self) -> dict[str, Any]:
+        """The same request as the body of a chat.
+
+        Raises `InvalidRequestError`, naming the field here, for what cannot be said there.
+        """
+        messages = [*system_message(self.system), *chat_messages(self.messages)]
+        choice, parallel = chat_tool_choice(self.tool_choice)
+        extra = self.model_extra or {}
+        body: dict[str, Any] = {name: value for name, value in extra.items() if name in _SAME}
+        body |= {
+            "messages": messages,
+            "tools": chat_tools(self.tools),
+            "tool_choice": choice,
+            "parallel_tool_calls": parallel,
+            "response_format": self._format(),
+        }
+        if self.thinking is not None:
+            thinks = self.thinking.get("type") != "disabled"
+            told = {"enable_thinking": thinks, **(extra.get("chat_template_kwargs") or {})}
+            body["chat_template_kwargs"] = told
+        if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
+            body["continue_final_message"] = True
+        return {name: value for name, value in body.items() if value is not None}
+
+    def _format(self) -> object:
+        form = (self.output_config or {}).get("format")
+        if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+            return form
+        schema = one_object(form.get("schema"), "output_config.format.schema")
+        return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
+
+
+Asked = TypeVar("Asked", bound=CountTokensRequest)
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of `POST /v1/messages`."""
+
+    max_tokens: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+
+    def chat(self) -> dict[str, Any]:
+        """As for all messages, with what limits the answer."""
+        if self.max_tokens is None:
+            raise wrong("max_tokens", "is required")
+        return {**super().chat(), "max_tokens": self.max_tokens, "stop": self.stop_sequences}
+
+
+def messages_router(maker: JobMaker) -> APIRouter:
+    """The endpoints, for one served model."""
+    router = APIRouter()
+
+    @router.post(MESSAGES_PATH)
+    async def create_message(request: Request) -> Response:
+        body = await read_body(request)
+        fields, chat = await maker.workers.run(len(body), partial(_parse, body, MessagesRequest))
+        tell_unknown(request, fields)
+        call = dataclasses.replace(new_call(request, "msg"), id=f"msg_{uuid.uuid4().hex}")
+        with fields_named(_NAMES):
+            job = await chat_job(maker, chat, len(body), call)
+            form = MessageForm(request.state.request_id)
+            return await answer_in_events(request, maker, job, form, stream=bool(fields.stream))
+
+    @router.post(f"{MESSAGES_PATH}/count_tokens")
+    async def count_tokens(request: Request) -> dict[str, int]:
+        body = await read_body(request)
+        fields, chat = await maker.workers.run(len(body), partial(_parse, body, CountTokensRequest))
+        tell_unknown(request, fields)
+        with fields_named(_NAMES):
+            maker.check_model(chat.model)
+            plan = await chat_plan(maker, chat, len(body))
+            ids = await maker.encode(plan.prompt, param="messages", add_special_tokens=False)
+        return {"input_tokens": len(ids)}
+
+    return router
+
+
+def _parse(body: bytes, model: type[Asked]) -> tuple[Asked, ChatRequest]:
+    fields = parse_fields(parse_object(body), model)
+    chat = fields.chat()
+    with fields_named(_NAMES):
+        return fields, parse_fields(chat, ChatRequest)

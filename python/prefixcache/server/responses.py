@@ -1,0 +1,265 @@
+"""`/v1/responses`: OpenAI's Responses API over the prompts and jobs of the chat endpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import partial
+from http import HTTPStatus
+from typing import Any, ClassVar
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from prefixcache.exceptions import InvalidRequestError
+from prefixcache.server.answers import answer_in_events
+from prefixcache.server.body import parse_fields, parse_object, read_body
+from prefixcache.server.chat import chat_job, chat_plan
+from prefixcache.server.context import Call, new_call, tell_unknown
+from prefixcache.server.errors import RESPONSES_PATH, ApiError
+from prefixcache.server.job_maker import JobMaker, fields_named
+from prefixcache.server.limits import MAX_MESSAGES
+from prefixcache.server.protocol import ChatRequest, RequestFields, SamplingFields, StreamOptions
+from prefixcache.server.response_events import ResponseForm
+from prefixcache.server.response_items import (
+    answer_messages,
+    chat_format,
+    chat_tool_choice,
+    chat_tools,
+    items_of,
+    messages_of,
+)
+from prefixcache.server.response_store import ResponseStore, StoredResponse
+
+# Fields that a chat has under the same name, ours and vLLM's among them.
+_SAME = frozenset(
+    {*SamplingFields.model_fields, *SamplingFields.no_effect, "chat_template_kwargs"}
+    | {"parallel_tool_calls"}
+) - {"max_tokens", "n", "prompt_logprobs", "return_token_ids", "stream", "stream_options"}
+
+# Names of this endpoint for what a chat calls otherwise.
+_NAMES = {
+    "logprobs": "top_logprobs",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text.format",
+    "structured_output": "text.format",
+}
+
+
+class ResponsesRequest(RequestFields):
+    """Body of `POST /v1/responses`. What a chat takes under the same name is checked there."""
+
+    no_effect = _SAME | {"max_tool_calls"}
+    refused: ClassVar[dict[str, tuple[object, ...]]] = {
+        "background": (False,),
+        "context_management": ([],),
+        "conversation": (),
+        "moderation": (),
+        "n": (1,),
+        "prompt": (),
+    }
+    max_lengths: ClassVar[dict[str, int]] = {"input": 32 * 2**20}
+
+    input: Any = None
+    instructions: str | None = None
+    include: list[str] | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] | None = None
+    previous_response_id: str | None = None
+    reasoning: dict[str, Any] | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    text: dict[str, Any] | None = None
+    tool_choice: Any = None
+    tools: list[Any] | None = None
+    top_logprobs: int | None = None
+    truncation: str | None = None
+
+    @property
+    def is_prewarm(self) -> bool:
+        """Whether the prompt is to be computed and kept, and nothing said."""
+        options = (self.model_extra or {}).get("prompt_cache_options")
+        return isinstance(options, Mapping) and options.get("prewarm") is True
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens beside each of the answer's; None tells no log probabilities."""
+        asked = "message.output_text.logprobs" in (self.include or ())
+        return (self.top_logprobs or 0) if asked or self.top_logprobs else None
+
+    def chat(self, before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The same request as the body of a chat that goes on from the messages `before`.
+
+        Raises `InvalidRequestError`, naming the field here, for what cannot be said there.
+        """
+        said = messages_of(self.input)
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        extra = self.model_extra or {}
+        body = {name: value for name, value in extra.items() if name in _SAME}
+        body |= {
+            "messages": [*system, *before, *said],
+            "max_completion_tokens": 0 if self.is_prewarm else self.max_output_tokens,
+            "tools": chat_tools(self.tools),
+            "tool_choice": chat_tool_choice(self.tool_choice),
+            "response_format": chat_format((self.text or {}).get("format")),
+            "logprobs": self.num_logprobs is not None,
+            "top_logprobs": self.num_logprobs,
+            "reasoning_effort": (self.reasoning or {}).get("effort"),
+        }
+        if self.truncation == "auto":
+            body.setdefault("truncate_prompt_tokens", -1)
+        return {name: value for name, value in body.items() if value is not None}
+
+    def settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """The members of an answer that tell what was asked; `params` are those of sampling."""
+        extra, text = self.model_extra or {}, self.text or {}
+        reasoning = {"effort": None, "summary": None, **(self.reasoning or {})}
+        told = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+        return {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": extra.get("parallel_tool_calls") is not False,
+            "previous_response_id": self.previous_response_id,
+            "reasoning": reasoning,
+            "service_tier": "default",
+            "store": self.store is not False,
+            "text": {"format": {"type": "text"}, **text},
+            "tool_choice": self.tool_choice or "auto",
+            "tools": self.tools or [],
+            "top_logprobs": self.top_logprobs or 0,
+            "truncation": self.truncation or "disabled",
+            **params,
+            **{name: extra.get(name) for name in told},
+        }
+
+
+def responses_router(maker: JobMaker) -> APIRouter:
+    """The endpoints, for one served model, with a store of their own."""
+    router, store = APIRouter(), ResponseStore()
+
+    @router.post(RESPONSES_PATH)
+    async def create_response(request: Request) -> Response:
+        body = await read_body(request)
+        fields = await maker.workers.run(len(body), partial(_parse, body))
+        tell_unknown(request, fields)
+        call = dataclasses.replace(new_call(request, "resp"), id=f"resp_{uuid.uuid4().hex}")
+        before = _before(store, fields, call)
+        chat = await maker.workers.run(
+            len(body) + before.size, lambda: _chat_fields(fields, before)
+        )
+        with fields_named(_NAMES):
+            job = await chat_job(maker, chat, len(body) + before.size, call)
+            params = {"temperature": job.params.temperature, "top_p": job.params.top_p}
+            keep = partial(_keep, store, fields, before, len(body), call)
+            form = ResponseForm(
+                maker.served.tokenizer, fields.settings(params), fields.num_logprobs, keep
+            )
+            return await answer_in_events(request, maker, job, form, stream=bool(fields.stream))
+
+    @router.post(f"{RESPONSES_PATH}/input_tokens")
+    async def count_input_tokens(request: Request) -> dict[str, Any]:
+        body = await read_body(request)
+        fields = await maker.workers.run(len(body), partial(_parse, body))
+        tell_unknown(request, fields)
+        before = _before(store, fields, new_call(request, "count"))
+        size = len(body) + before.size
+        chat = await maker.workers.run(size, lambda: _chat_fields(fields, before))
+        with fields_named(_NAMES):
+            maker.check_model(chat.model)
+            plan = await chat_plan(maker, chat, size)
+            ids = await maker.encode(plan.prompt, param="messages", add_special_tokens=False)
+        return {"object": "response.input_tokens", "input_tokens": len(ids)}
+
+    @router.get(f"{RESPONSES_PATH}/{{response_id}}")
+    async def retrieve_response(response_id: str, request: Request) -> dict[str, Any]:
+        return {**_stored(store, request, response_id).body}
+
+    @router.delete(f"{RESPONSES_PATH}/{{response_id}}")
+    async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
+        _stored(store, request, response_id)
+        store.delete(request.state.caller.namespace, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @router.get(f"{RESPONSES_PATH}/{{response_id}}/input_items")
+    async def list_input_items(response_id: str, request: Request) -> dict[str, Any]:
+        items = _stored(store, request, response_id).items
+        told = [{"id": f"item_{i}_{response_id}", **item} for i, item in enumerate(items)]
+        ends = {"first_id": told[0]["id"], "last_id": told[-1]["id"]} if told else {}
+        return {"object": "list", "data": told, "has_more": False, **ends}
+
+    return router
+
+
+_NOTHING = StoredResponse({}, (), (), 0)
+
+
+def _parse(body: bytes) -> ResponsesRequest:
+    return parse_fields(parse_object(body), ResponsesRequest)
+
+
+def _chat_fields(fields: ResponsesRequest, before: StoredResponse) -> ChatRequest:
+    if fields.truncation not in (None, "auto", "disabled"):
+        raise InvalidRequestError("truncation must be 'auto' or 'disabled'.", param="truncation")
+    body = fields.chat(before.messages)
+    with fields_named(_NAMES):
+        chat = parse_fields(body, ChatRequest)
+    if len(chat.messages) > MAX_MESSAGES:
+        raise InvalidRequestError(f"input makes more than {MAX_MESSAGES} messages.", param="input")
+    return chat
+
+
+def _before(store: ResponseStore, fields: ResponsesRequest, call: Call) -> StoredResponse:
+    name = fields.previous_response_id
+    if name is None:
+        return _NOTHING
+    found = store.get(call.caller.namespace, name)
+    if found is None:
+        raise _not_found(name, "previous_response_id")
+    return found
+
+
+def _keep(
+    store: ResponseStore,
+    fields: ResponsesRequest,
+    before: StoredResponse,
+    size: int,
+    call: Call,
+    body: Mapping[str, Any],
+) -> None:
+    """Remembers a complete answer, unless the client says no."""
+    if fields.store is False or fields.is_prewarm:
+        return
+    said = [*messages_of(fields.input), *answer_messages(body["output"])]
+    written = sum(len(str(item)) for item in body["output"])
+    kept = StoredResponse(
+        body=body,
+        items=items_of(fields.input),
+        messages=[*before.messages, *said],
+        size=before.size + size + written,
+    )
+    store.put(call.caller.namespace, call.id, kept)
+
+
+def _stored(store: ResponseStore, request: Request, name: str) -> StoredResponse:
+    found = store.get(request.state.caller.namespace, name)
+    if found is None:
+        raise _not_found(name, "response_id")
+    return found
+
+
+def _not_found(name: str, param: str) -> ApiError:
+    return ApiError(
+        HTTPStatus.NOT_FOUND,
+        f"There is no stored response {name[:80]!r}. The last ones of each key are kept, and "
+        "none of a request with store false.",
+        param=param,
+        code="response_not_found",
+    )

@@ -1,0 +1,189 @@
+"""Streams of /v1/responses and /v1/messages: folded by their clients' rules they are the answer."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefixcache.chat.message import MessageDelta, ToolCallDelta
+from prefixcache.request import Request, RequestOutput
+from prefixcache.sampling_params import SamplingParams
+from prefixcache.server.access import Caller
+from prefixcache.server.answers import Choice
+from prefixcache.server.context import Call
+from prefixcache.server.job_maker import Job
+from prefixcache.server.message_events import MessageForm
+from prefixcache.server.response_events import ResponseForm
+
+NOTHING: Any = None
+texts = st.text("ab", max_size=3)
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> list[MessageDelta]:
+    """Deltas of a message: reasoning, content, then calls, in pieces of any size."""
+    reasoning = [MessageDelta(reasoning=text) for text in draw(st.lists(texts, max_size=3))]
+    content = [MessageDelta(content=text) for text in draw(st.lists(texts, max_size=3))]
+    calls = [
+        MessageDelta(tool_calls=(call,))
+        for index, pieces in enumerate(draw(st.lists(st.lists(texts, max_size=3), max_size=3)))
+        for call in (
+            ToolCallDelta(index, f"call_{index}", "look"),
+            ToolCallDelta(index, arguments='{"x":"'),
+            *(ToolCallDelta(index, arguments=piece) for piece in pieces),
+            ToolCallDelta(index, arguments='"}'),
+        )
+    ]
+    deltas = [*reasoning, *content, *calls]
+    if draw(st.booleans()) and deltas:
+        deltas = [_joined(deltas)]
+    return deltas or [MessageDelta()]
+
+
+def _joined(deltas: list[MessageDelta]) -> MessageDelta:
+    return MessageDelta(
+        "".join(delta.content for delta in deltas),
+        "".join(delta.reasoning for delta in deltas),
+        tuple(call for delta in deltas for call in delta.tool_calls),
+    )
+
+
+class Script:
+    """A parser that tells the next of some deltas, whatever it is given."""
+
+    in_reasoning = False
+
+    def __init__(self, deltas: list[MessageDelta]) -> None:
+        self._deltas = iter(deltas)
+
+    def push(self, text: str, *, finished: bool) -> MessageDelta:
+        return next(self._deltas)
+
+
+def _job(reason: str) -> Job:
+    request = Request(request_id="r", prompt_token_ids=[1, 2, 3], params=SamplingParams())
+    return Job(
+        call=Call(id="id_1", caller=Caller()),
+        model="m",
+        created=7,
+        prompts=(request.prompt_token_ids,),
+        params=SamplingParams(),
+        requests=(request,),
+    )
+
+
+def _run(form: Any, deltas: list[MessageDelta], reason: str) -> tuple[list[Any], Choice, Job]:
+    job, script = _job(reason), Script(deltas)
+    choice = Choice(0, 3, lambda: script)
+    events = copy.deepcopy([*form.begin(job)])
+    for number, _ in enumerate(deltas, 1):
+        end = reason if number == len(deltas) else None
+        output = RequestOutput(request_id="r", token_ids=(5,), text="t", finish_reason=end)
+        choice.add(output)
+        events += [copy.deepcopy(event) for event in form.events(job, choice, output)]
+    return events, choice, job
+
+
+reasons = st.sampled_from(["stop", "length"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(answers(), reasons)
+def test_events_of_a_response_fold_into_it(deltas: list[MessageDelta], reason: str) -> None:
+    kept: list[Any] = []
+    events, choice, job = _run(ResponseForm(NOTHING, {}, None, kept.append), deltas, reason)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    items: list[Any] = []
+    for event in events[2:-1]:
+        _fold_response(items, event)
+    last = events[-1]
+    status = "completed" if reason == "stop" else "incomplete"
+    assert (last["type"], last["response"]["status"]) == (f"response.{status}", status)
+    assert last["response"]["output"] == items == kept[0]["output"]
+    assert all(item["status"] == "completed" for item in items[:-1])
+    whole = ResponseForm(NOTHING, {}, None, kept.append).body(job, choice)
+    assert _plain(whole["output"]) == _plain(items)
+    assert whole["usage"] == last["response"]["usage"]
+
+
+def _fold_response(items: list[Any], event: dict[str, Any]) -> None:
+    """As openai's client accumulates a response."""
+    kind, place = event["type"], event["output_index"]
+    if kind == "response.output_item.added":
+        assert place == len(items)
+        assert not items or items[-1]["status"] != "in_progress"
+        items.append(event["item"])
+        return
+    item = items[place]
+    assert event.get("item_id", item["id"]) == item["id"]
+    assert item["status"] == "in_progress"
+    if kind == "response.content_part.added":
+        item["content"].append(event["part"])
+    elif kind == "response.function_call_arguments.delta":
+        item["arguments"] += event["delta"]
+    elif kind.endswith(".delta"):
+        item["content"][event["content_index"]]["text"] += event["delta"]
+    elif kind == "response.function_call_arguments.done":
+        assert event["arguments"] == item["arguments"]
+    elif kind == "response.content_part.done":
+        assert event["part"] == item["content"][0]
+    elif kind == "response.output_item.done":
+        item["status"] = event["item"]["status"]
+        assert event["item"] == item
+    else:
+        assert event["text"] == item["content"][0]["text"]
+        assert kind in ("response.output_text.done", "response.reasoning_text.done")
+
+
+def _plain(items: list[Any]) -> list[Any]:
+    return [{name: value for name, value in item.items() if name != "id"} for item in items]
+
+
+@settings(max_examples=150, deadline=None)
+@given(answers(), reasons)
+def test_events_of_a_message_fold_into_it(deltas: list[MessageDelta], reason: str) -> None:
+    events, choice, job = _run(MessageForm("req"), deltas, reason)
+    first, *between, delta, last = events
+    assert (first["type"], last["type"]) == ("message_start", "message_stop")
+    message = first["message"]
+    assert message["content"] == []
+    partial: dict[int, str] = {}
+    is_open = False
+    for event in between:
+        is_open = _fold_message(message["content"], partial, event, is_open)
+    assert not is_open
+    for index, text in partial.items():
+        message["content"][index]["input"] = json.loads(text)
+    message |= delta["delta"] | {"usage": delta["usage"]}
+    assert message == MessageForm("req").body(job, choice)
+    calls = bool(choice.message.tool_calls)
+    expected = "max_tokens" if reason == "length" else "tool_use" if calls else "end_turn"
+    assert message["stop_reason"] == expected
+
+
+def _fold_message(
+    content: list[Any], partial: dict[int, str], event: dict[str, Any], is_open: bool
+) -> bool:
+    """As Anthropic's client accumulates a message."""
+    index = event["index"]
+    if event["type"] == "content_block_start":
+        assert not is_open
+        assert index == len(content)
+        content.append(event["content_block"])
+        return True
+    assert is_open
+    assert index == len(content) - 1
+    if event["type"] == "content_block_stop":
+        return False
+    told = event["delta"]
+    if told["type"] == "input_json_delta":
+        partial[index] = partial.get(index, "") + told["partial_json"]
+    else:
+        name = {"text_delta": "text", "thinking_delta": "thinking"}[told["type"]]
+        content[index][name] += told[name]
+    return True

@@ -33,8 +33,15 @@ FOR_CLIENTS = {
     "/tokenize",
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/embeddings",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/models",
     "/v1/models/{name:path}",
+    "/v1/responses",
+    "/v1/responses/input_tokens",
+    "/v1/responses/{response_id}",
+    "/v1/responses/{response_id}/input_items",
     "/version",
 }
 CONTROL = [

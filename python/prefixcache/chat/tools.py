@@ -70,6 +70,12 @@ def read_tool_use(
     return ToolUse(known, callable_tools, mode, parallel and not one)
 
 
+def shown_tool(spec: Mapping[str, Any]) -> Tool:
+    """A tool that templates show, and that nobody calls."""
+    function = spec["function"]
+    return Tool(function["name"], function.get("parameters") or _NO_PARAMETERS, spec)
+
+
 def _read_tools(tools: Sequence[Any]) -> tuple[Tool, ...]:
     if len(tools) > MAX_TOOLS:
         message = f"may have at most {MAX_TOOLS} entries, got {len(tools)}"

@@ -249,6 +249,8 @@ def _extended(content: Any, part: int | None) -> Any:
     """The content with more text in one of its parts, or behind all of it."""
     if isinstance(content, str):
         return content + _CHANGE
+    if content is None:
+        return _CHANGE
     at = len(content) - 1 if part is None else part
     changed = {**content[at], "text": content[at]["text"] + _CHANGE}
     return [*content[:at], changed, *content[at + 1 :]]

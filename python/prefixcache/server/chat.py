@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,12 +11,13 @@ from starlette.responses import Response
 
 from prefixcache.chat.message import Message, ToolCallDelta
 from prefixcache.chat.plan import ChatFormat, ChatPlan
+from prefixcache.chat.tools import shown_tool
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.answers import Choice, answer
 from prefixcache.server.body import parse_fields, parse_object, read_body
-from prefixcache.server.caching import Place, changed_behind, marked_parts
+from prefixcache.server.caching import CachingControls, Place, changed_behind, marked_parts
 from prefixcache.server.context import Call, new_call, tell_unknown
 from prefixcache.server.job_maker import (
     Job,
@@ -72,14 +74,15 @@ def _planned(
     changed: Place | None = None,
 ) -> ChatPlan:
     """The plan, with other text behind a `changed` block."""
-    messages = fields.plain_messages()
+    messages, tool_use = fields.plain_messages(), fields.tool_use()
     if changed is not None:
-        messages, _ = changed_behind(changed, messages)
+        messages, specs = changed_behind(changed, messages, [one.spec for one in tool_use.tools])
+        tool_use = dataclasses.replace(tool_use, tools=tuple(map(shown_tool, specs)))
     continued = bool(fields.continue_final_message)
     prompted = fields.add_generation_prompt
     return chat.plan(
         messages,
-        tool_use=fields.tool_use(),
+        tool_use=tool_use,
         structured_output=structured_output,
         add_generation_prompt=not continued if prompted is None else prompted,
         continue_final_message=continued,
@@ -95,18 +98,24 @@ def chat_names(fields: ChatRequest) -> dict[str, str]:
     return names
 
 
-async def chat_job(maker: JobMaker, fields: ChatRequest, size: int, call: Call) -> Job:
+async def chat_job(
+    maker: JobMaker,
+    fields: ChatRequest,
+    size: int,
+    call: Call,
+    controls: CachingControls | None = None,
+) -> Job:
     """The requests of a chat, checked; errors name fields as `chat_names` renames them.
 
-    `size` is that of the body.
+    `size` is that of the body. `controls` stand in for those that the fields hold.
     """
     maker.check_model(fields.model)
     params, kept = _params(maker, fields), maker.num_kept(fields)
     plan = await chat_plan(maker, fields, size, params.structured_output)
     special = fields.add_special_tokens is True
-    controls = caching_controls(
-        fields, marked_parts(fields.plain_messages(), "prompt_cache_breakpoint")
-    )
+    if controls is None:
+        marked = marked_parts(fields.plain_messages(), "prompt_cache_breakpoint")
+        controls = caching_controls(fields, marked)
 
     def rendered_with(changed: Place) -> str:
         return _planned(maker.served.chat, fields, params.structured_output, changed).prompt

@@ -2,97 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from pydantic_core import to_json
 
 from prefixcache.checked import shown
+from prefixcache.server.caching import Marked, Place
 from prefixcache.server.parts import (
     Values,
     content_of,
     objects,
     one_object,
     text_of,
-    text_part,
     wrong,
 )
 
 Message = dict[str, Any]
 
 
-def system_message(system: object) -> list[Message]:
-    """`system`: a text or blocks of text, as a message if there is any."""
-    if system is None or system == "":
-        return []
-    content = content_of(_texts(system, "system"))
-    return [] if content is None else [{"role": "system", "content": content}]
+class Conversation:
+    """`system` and `messages` as messages of a chat, and the blocks that carry cache_control.
 
+    Raises `InvalidRequestError`, naming the block, for what is not read.
+    """
 
-def chat_messages(messages: object) -> list[Message]:
-    """`messages`. Raises `InvalidRequestError`, naming the block, for what is not read."""
-    found: list[Message] = []
-    for index, message in enumerate(objects(messages, "messages")):
-        field = f"messages[{index}]"
-        role = message.get("role")
+    def __init__(self, system: object, messages: object) -> None:
+        self.messages: list[Message] = []
+        self.marked: list[Marked] = []
+        if system is not None and system != "":
+            self._add_texts("system", system, "system")
+        for index, message in enumerate(objects(messages, "messages")):
+            self._add(message, f"messages[{index}]")
+        if not self.messages or self.messages[-1]["role"] == "system":
+            raise wrong("messages", "must hold a message")
+
+    @property
+    def last_block(self) -> Place:
+        """The block that a cache_control of the whole request marks."""
+        return Place("messages", len(self.messages) - 1)
+
+    def _add(self, message: Values, field: str) -> None:
+        role, content = message.get("role"), message.get("content")
         if role == "system":
-            content = content_of(_texts(message.get("content"), f"{field}.content"))
-            found.append({"role": "system", "content": content})
+            self._add_texts("system", content, f"{field}.content")
         elif role == "user":
-            found += _user(message.get("content"), f"{field}.content")
+            self._add_user(content, f"{field}.content")
         elif role == "assistant":
-            found.append(_assistant(message.get("content"), f"{field}.content"))
+            self._add_assistant(content, f"{field}.content")
         else:
             raise wrong(f"{field}.role", f"must be 'user' or 'assistant', got {shown(role)}")
-    if not found:
-        raise wrong("messages", "must hold a message")
-    return found
 
+    def _add_texts(self, role: str, content: object, field: str) -> None:
+        parts = [self._text(*one, part) for part, one in enumerate(_blocks(content, field))]
+        if parts:
+            self.messages.append({"role": role, "content": content_of(parts)})
 
-def _user(content: object, field: str) -> list[Message]:
-    """Results of tools come first, each as a message of its own."""
-    results: list[Message] = []
-    parts: list[dict[str, Any]] = []
-    for block, place in _blocks(content, field):
-        if block.get("type") == "tool_result":
-            results.append(_result(block, place))
-        else:
-            parts.append(_text(block, place, "'text' or 'tool_result'"))
-    said = [{"role": "user", "content": content_of(parts)}] if parts else []
-    if not (results or said):
-        raise wrong(field, "must not be empty")
-    return results + said
+    def _add_user(self, content: object, field: str) -> None:
+        """Results of tools come first, each as a message of its own."""
+        blocks = _blocks(content, field)
+        for block, place in blocks:
+            if block.get("type") == "tool_result":
+                self._add_result(block, place)
+        said = [one for one in blocks if one[0].get("type") != "tool_result"]
+        known = "'text' or 'tool_result'"
+        parts = [self._text(*one, part, known) for part, one in enumerate(said)]
+        if not blocks:
+            raise wrong(field, "must not be empty")
+        if parts:
+            self.messages.append({"role": "user", "content": content_of(parts)})
 
+    def _add_result(self, block: Values, field: str) -> None:
+        call_id, content = text_of(block, "tool_use_id", field), block.get("content")
+        inner = [] if content is None else _blocks(content, f"{field}.content")
+        parts = [self._text(*one, part) for part, one in enumerate(inner)]
+        self._mark(block, field, None)
+        told = content_of(parts) or ""
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": told})
 
-def _result(block: Values, field: str) -> Message:
-    call_id = text_of(block, "tool_use_id", field)
-    content = block.get("content")
-    parts = [] if content is None else _texts(content, f"{field}.content")
-    marked = text_part(block, "") if not parts else {**parts[-1], **_marks(block)}
-    told = content_of([*parts[:-1], marked])
-    return {"role": "tool", "tool_call_id": call_id, "content": told}
+    def _add_assistant(self, content: object, field: str) -> None:
+        message: Message = {"role": "assistant", "content": None}
+        parts: list[dict[str, Any]] = []
+        thoughts: list[str] = []
+        for block, place in _blocks(content, field):
+            kind = block.get("type")
+            if kind == "thinking":
+                thoughts.append(text_of(block, "thinking", place))
+            elif kind == "tool_use":
+                message.setdefault("tool_calls", []).append(_call(block, place))
+                self._mark(block, place, None)  # the end of the text before it
+            elif kind != "redacted_thinking":
+                known = "'text', 'thinking' or 'tool_use'"
+                parts.append(self._text(block, place, len(parts), known))
+        if thoughts:
+            message["reasoning_content"] = "\n".join(thoughts)
+        message["content"] = content_of(parts)
+        self.messages.append(message)
 
+    def _text(self, block: Values, field: str, part: int, known: str = "'text'") -> dict[str, Any]:
+        """A part of the message that is added next."""
+        if block.get("type") != "text":
+            kind = shown(block.get("type"))
+            raise wrong(f"{field}.type", f"must be {known}, the kinds that are read, got {kind}")
+        self._mark(block, field, part)
+        return {"type": "text", "text": text_of(block, "text", field)}
 
-def _marks(block: Values) -> Mapping[str, Any]:
-    return {name: value for name, value in text_part(block, "").items() if name not in _TEXT}
-
-
-def _assistant(content: object, field: str) -> Message:
-    message: Message = {"role": "assistant", "content": None}
-    parts: list[dict[str, Any]] = []
-    thoughts: list[str] = []
-    for block, place in _blocks(content, field):
-        kind = block.get("type")
-        if kind == "thinking":
-            thoughts.append(text_of(block, "thinking", place))
-        elif kind == "tool_use":
-            message.setdefault("tool_calls", []).append(_call(block, place))
-        elif kind != "redacted_thinking":
-            parts.append(_text(block, place, "'text', 'thinking' or 'tool_use'"))
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    message["content"] = content_of(parts)
-    return message
+    def _mark(self, block: Values, field: str, part: int | None) -> None:
+        control = block.get("cache_control")
+        if control is not None:
+            place = Place("messages", len(self.messages), part)
+            self.marked.append(Marked(place, f"{field}.cache_control", control))
 
 
 def _call(block: Values, field: str) -> dict[str, Any]:
@@ -101,23 +120,21 @@ def _call(block: Values, field: str) -> dict[str, Any]:
     return {"id": text_of(block, "id", field), "type": "function", "function": function}
 
 
-def _texts(content: object, field: str) -> list[dict[str, Any]]:
-    return [_text(block, place, "'text'") for block, place in _blocks(content, field)]
-
-
-def _text(block: Values, field: str, known: str) -> dict[str, Any]:
-    if block.get("type") != "text":
-        kind = shown(block.get("type"))
-        raise wrong(f"{field}.type", f"must be {known}, the kinds that are read, got {kind}")
-    return text_part(block, text_of(block, "text", field))
-
-
 def _blocks(content: object, field: str) -> list[tuple[Values, str]]:
     if isinstance(content, str):
         return [({"type": "text", "text": content}, field)]
     if content is None:
         raise wrong(field, "must be a string or a list of blocks")
     return [(block, f"{field}[{i}]") for i, block in enumerate(objects(content, field))]
+
+
+def marked_tools(value: object) -> list[Marked]:
+    """The tools that carry cache_control."""
+    return [
+        Marked(Place("tools", index), f"tools[{index}].cache_control", tool["cache_control"])
+        for index, tool in enumerate(objects(value, "tools"))
+        if tool.get("cache_control") is not None
+    ]
 
 
 def chat_tools(value: object) -> list[dict[str, Any]]:
@@ -154,6 +171,3 @@ def chat_tool_choice(value: object) -> tuple[object, bool]:
         known = ", ".join(map(str, choices))
         raise wrong("tool_choice.type", f"must be one of {known}, got {shown(kind)}")
     return choices[kind](), choice.get("disable_parallel_tool_use") is not True
-
-
-_TEXT = ("type", "text")

@@ -9,11 +9,13 @@ from typing import Any
 from prefixcache.chat.message import MessageDelta
 from prefixcache.request import RequestOutput
 from prefixcache.server.answers import Choice, usage
+from prefixcache.server.caching import written_by_ttl
 from prefixcache.server.errors import anthropic_error
 from prefixcache.server.job_maker import Job
 
 Event = dict[str, Any]
 
+_HOUR = 3600
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -137,12 +139,17 @@ def message_usage(job: Job, choice: Choice) -> dict[str, Any]:
     """Anthropic's counts: `input_tokens` is what was neither read from the cache nor kept."""
     counts = usage(job, [choice])
     details = counts["prompt_tokens_details"]
-    read, written = details["cached_tokens"], details.get("cache_write_tokens", 0)
+    read, written = details["cached_tokens"], details["cache_write_tokens"]
+    retention = job.requests[0].cache.retention
+    hour = written_by_ttl(retention, read, written).get(_HOUR, 0)
     return {
         "input_tokens": max(counts["prompt_tokens"] - read - written, 0),
         "cache_creation_input_tokens": written,
         "cache_read_input_tokens": read,
-        "cache_creation": {"ephemeral_5m_input_tokens": written, "ephemeral_1h_input_tokens": 0},
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": written - hour,
+            "ephemeral_1h_input_tokens": hour,
+        },
         "output_tokens": counts["completion_tokens"],
         "service_tier": "standard",
     }

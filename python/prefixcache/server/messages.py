@@ -13,15 +13,16 @@ from starlette.responses import Response
 
 from prefixcache.server.answers import answer_in_events
 from prefixcache.server.body import parse_fields, parse_object, read_body
+from prefixcache.server.caching import CachingControls, anthropic_controls
 from prefixcache.server.chat import chat_job, chat_plan
 from prefixcache.server.context import new_call, tell_unknown
 from prefixcache.server.errors import MESSAGES_PATH
 from prefixcache.server.job_maker import JobMaker, fields_named
 from prefixcache.server.message_blocks import (
-    chat_messages,
+    Conversation,
     chat_tool_choice,
     chat_tools,
-    system_message,
+    marked_tools,
 )
 from prefixcache.server.message_events import MessageForm
 from prefixcache.server.parts import one_object, wrong
@@ -52,13 +53,14 @@ _NAMES = {
 class CountTokensRequest(RequestFields):
     """Body of `POST /v1/messages/count_tokens`. What a chat takes too is checked there."""
 
-    no_effect = _SAME | {"cache_control", "service_tier", "speed"}
+    no_effect = _SAME | {"service_tier", "speed"}
     refused: ClassVar[dict[str, tuple[object, ...]]] = {
         "container": (),
         "context_management": (),
         "mcp_servers": ([],),
     }
 
+    cache_control: Any = None
     messages: Any = None
     metadata: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
@@ -67,12 +69,12 @@ class CountTokensRequest(RequestFields):
     tool_choice: Any = None
     tools: list[Any] | None = None
 
-    def chat(self) -> dict[str, Any]:
+    def chat(self, conversation: Conversation) -> dict[str, Any]:
         """The same request as the body of a chat.
 
         Raises `InvalidRequestError`, naming the field here, for what cannot be said there.
         """
-        messages = [*system_message(self.system), *chat_messages(self.messages)]
+        messages = conversation.messages
         choice, parallel = chat_tool_choice(self.tool_choice)
         extra = self.model_extra or {}
         body: dict[str, Any] = {name: value for name, value in extra.items() if name in _SAME}
@@ -109,11 +111,15 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: list[str] | None = None
     stream: bool | None = None
 
-    def chat(self) -> dict[str, Any]:
+    def chat(self, conversation: Conversation) -> dict[str, Any]:
         """As for all messages, with what limits the answer."""
         if self.max_tokens is None:
             raise wrong("max_tokens", "is required")
-        return {**super().chat(), "max_tokens": self.max_tokens, "stop": self.stop_sequences}
+        return {
+            **super().chat(conversation),
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+        }
 
 
 def messages_router(maker: JobMaker) -> APIRouter:
@@ -123,18 +129,22 @@ def messages_router(maker: JobMaker) -> APIRouter:
     @router.post(MESSAGES_PATH)
     async def create_message(request: Request) -> Response:
         body = await read_body(request)
-        fields, chat = await maker.workers.run(len(body), partial(_parse, body, MessagesRequest))
+        fields, chat, controls = await maker.workers.run(
+            len(body), partial(_parse, body, MessagesRequest)
+        )
         tell_unknown(request, fields)
         call = dataclasses.replace(new_call(request, "msg"), id=f"msg_{uuid.uuid4().hex}")
         with fields_named(_NAMES):
-            job = await chat_job(maker, chat, len(body), call)
+            job = await chat_job(maker, chat, len(body), call, controls)
             form = MessageForm(request.state.request_id)
             return await answer_in_events(request, maker, job, form, stream=bool(fields.stream))
 
     @router.post(f"{MESSAGES_PATH}/count_tokens")
     async def count_tokens(request: Request) -> dict[str, int]:
         body = await read_body(request)
-        fields, chat = await maker.workers.run(len(body), partial(_parse, body, CountTokensRequest))
+        fields, chat, _ = await maker.workers.run(
+            len(body), partial(_parse, body, CountTokensRequest)
+        )
         tell_unknown(request, fields)
         with fields_named(_NAMES):
             maker.check_model(chat.model)
@@ -145,8 +155,14 @@ def messages_router(maker: JobMaker) -> APIRouter:
     return router
 
 
-def _parse(body: bytes, model: type[Asked]) -> tuple[Asked, ChatRequest]:
+def _parse(body: bytes, model: type[Asked]) -> tuple[Asked, ChatRequest, CachingControls]:
     fields = parse_fields(parse_object(body), model)
-    chat = fields.chat()
+    conversation = Conversation(fields.system, fields.messages)
+    controls = anthropic_controls(
+        [*marked_tools(fields.tools), *conversation.marked],
+        automatic=fields.cache_control,
+        last_block=conversation.last_block,
+    )
+    chat = fields.chat(conversation)
     with fields_named(_NAMES):
-        return fields, parse_fields(chat, ChatRequest)
+        return fields, parse_fields(chat, ChatRequest), controls

@@ -42,8 +42,9 @@ def text_of(values: Values, name: str, field: str) -> str:
 
 
 def text_part(values: Values, text: str) -> dict[str, Any]:
-    """A part of type text in OpenAI's form of a chat, with what marks its place in the cache."""
-    marks = {name: values[name] for name in _MARKS if values.get(name) is not None}
+    """A part of type text in OpenAI's form of a chat, with the breakpoint behind it, if any."""
+    mark = values.get("prompt_cache_breakpoint")
+    marks = {} if mark is None else {"prompt_cache_breakpoint": mark}
     return {"type": "text", "text": text, **marks}
 
 
@@ -53,6 +54,3 @@ def content_of(parts: Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, An
         return None
     only = parts[0]
     return only["text"] if len(parts) == 1 and len(only) == 2 else [*parts]
-
-
-_MARKS = ("prompt_cache_breakpoint", "cache_control")

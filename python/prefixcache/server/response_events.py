@@ -236,7 +236,7 @@ def _usage(counts: Mapping[str, Any]) -> dict[str, Any]:
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {
             "cached_tokens": prompt["cached_tokens"],
-            "cache_write_tokens": prompt.get("cache_write_tokens", 0),
+            "cache_write_tokens": prompt["cache_write_tokens"],
         },
         "output_tokens": counts["completion_tokens"],
         "output_tokens_details": {

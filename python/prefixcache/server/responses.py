@@ -7,20 +7,27 @@ import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.server.answers import answer_in_events
 from prefixcache.server.body import parse_fields, parse_object, read_body
+from prefixcache.server.caching import CachingControls, marked_parts, openai_controls
 from prefixcache.server.chat import chat_job, chat_plan
 from prefixcache.server.context import Call, new_call, tell_unknown
 from prefixcache.server.errors import RESPONSES_PATH, ApiError
 from prefixcache.server.job_maker import JobMaker, fields_named
 from prefixcache.server.limits import MAX_MESSAGES
-from prefixcache.server.protocol import ChatRequest, RequestFields, SamplingFields, StreamOptions
+from prefixcache.server.protocol import (
+    ChatRequest,
+    RequestFields,
+    SamplingFields,
+    StreamOptions,
+)
 from prefixcache.server.response_events import ResponseForm
 from prefixcache.server.response_items import (
     answer_messages,
@@ -50,6 +57,16 @@ _NAMES = {
 }
 
 
+class _CacheOptions(BaseModel):
+    """As for a chat; here a longer TTL may be asked for, and that nothing be said."""
+
+    model_config = ConfigDict(strict=True)
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m", "12h"] | None = None
+    prewarm: bool | None = None
+
+
 class ResponsesRequest(RequestFields):
     """Body of `POST /v1/responses`. What a chat takes under the same name is checked there."""
 
@@ -67,6 +84,7 @@ class ResponsesRequest(RequestFields):
     input: Any = None
     instructions: str | None = None
     include: list[str] | None = None
+    prompt_cache_options: _CacheOptions | None = None
     max_output_tokens: int | None = None
     metadata: dict[str, str] | None = None
     previous_response_id: str | None = None
@@ -83,8 +101,7 @@ class ResponsesRequest(RequestFields):
     @property
     def is_prewarm(self) -> bool:
         """Whether the prompt is to be computed and kept, and nothing said."""
-        options = (self.model_extra or {}).get("prompt_cache_options")
-        return isinstance(options, Mapping) and options.get("prewarm") is True
+        return bool(self.prompt_cache_options and self.prompt_cache_options.prewarm)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -115,6 +132,21 @@ class ResponsesRequest(RequestFields):
             body.setdefault("truncate_prompt_tokens", -1)
         return {name: value for name, value in body.items() if value is not None}
 
+    def caching(self, chat: ChatRequest) -> CachingControls:
+        """What the caching fields ask; `chat` has the breakpoints."""
+        options = self.prompt_cache_options
+        return openai_controls(
+            marked_parts(chat.plain_messages(), "prompt_cache_breakpoint"),
+            mode=None if options is None else options.mode,
+            ttl=None if options is None else options.ttl,
+            has_options=options is not None,
+            retention=chat.prompt_cache_retention,
+        )
+
+    def _told_options(self) -> dict[str, str] | None:
+        options = self.prompt_cache_options
+        return options and {"mode": options.mode or "implicit", "ttl": options.ttl or "30m"}
+
     def settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """The members of an answer that tell what was asked; `params` are those of sampling."""
         extra, text = self.model_extra or {}, self.text or {}
@@ -127,6 +159,7 @@ class ResponsesRequest(RequestFields):
             "max_tool_calls": None,
             "metadata": self.metadata or {},
             "parallel_tool_calls": extra.get("parallel_tool_calls") is not False,
+            "prompt_cache_options": self._told_options(),
             "previous_response_id": self.previous_response_id,
             "reasoning": reasoning,
             "service_tier": "default",
@@ -156,7 +189,8 @@ def responses_router(maker: JobMaker) -> APIRouter:
             len(body) + before.size, lambda: _chat_fields(fields, before)
         )
         with fields_named(_NAMES):
-            job = await chat_job(maker, chat, len(body) + before.size, call)
+            controls = fields.caching(chat)
+            job = await chat_job(maker, chat, len(body) + before.size, call, controls)
             params = {"temperature": job.params.temperature, "top_p": job.params.top_p}
             keep = partial(_keep, store, fields, before, len(body), call)
             form = ResponseForm(

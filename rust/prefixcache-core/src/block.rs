@@ -277,14 +277,19 @@ impl Block {
         }
     }
 
-    /// Leaves `place` for the state that `new` makes of the one there.
+    /// Leaves `place` for the state that `new` makes of the one there. Raced only when the block is elsewhere:
+    /// while it stands at its place its own class may change.
     #[inline]
     fn leave<M: Mode>(&self, place: Place, new: impl Fn(State) -> State) -> Transition {
-        let state = self.state();
-        if !state.is_at(place) {
-            return Transition::Raced;
+        let mut state = self.state();
+        while state.is_at(place) {
+            match M::exchange(&self.state, state.0, new(state).0) {
+                Ok(()) => return Transition::Done,
+                Err(_) if planted(Fault::LeaveOnce) => break,
+                Err(now) => state = State(now),
+            }
         }
-        self.exchange::<M>(state, new(state))
+        Transition::Raced
     }
 
     // Taking a hold.
@@ -403,6 +408,16 @@ impl Block {
             }
             (changes, changes.then_some(new))
         })
+    }
+
+    /// Gives a queued block, which stays at its place, the class of its own and the pin that `new` has.
+    pub(crate) fn transition_in_place<M: Mode>(&self, queued: State, new: State) -> Transition {
+        debug_assert!(queued.place().is_some() && new.place() == queued.place());
+        if planted(Fault::BlindClass) {
+            self.state.store(new.0, Release);
+            return Transition::Done;
+        }
+        self.exchange::<M>(queued, new)
     }
 
     // Content.

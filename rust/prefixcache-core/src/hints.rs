@@ -49,7 +49,7 @@ impl Owner {
 /// The hints of a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hints {
-    pub(crate) owner: Owner,
+    owner: Owner,
     /// By their starts; no two overlap.
     ranges: Vec<Hint>,
 }
@@ -78,6 +78,18 @@ impl Hints {
         }
         ranges.sort_by_key(|hint| hint.start);
         Ok(Self { owner, ranges })
+    }
+
+    /// Whose they are.
+    #[must_use]
+    pub fn owner(&self) -> Owner {
+        self.owner
+    }
+
+    /// The ranges, by their starts.
+    #[must_use]
+    pub fn ranges(&self) -> &[Hint] {
+        &self.ranges
     }
 
     /// Where the ranges above the default band end, in tokens.
@@ -118,24 +130,20 @@ impl Hints {
         })
     }
 
-    /// What lowers a block: the last lowered range that begins before it, as long as none behind it is of the
-    /// default band or above.
-    pub(crate) fn lowering(&self, index: usize, full: usize, size: usize) -> Option<Wish> {
-        let is_low = |hint: &&Hint| hint.band() < Band::DEFAULT;
-        let others = self.ranges.iter().filter(|hint| !is_low(hint));
-        if others
-            .map(|hint| hint.end_block(full, size))
-            .any(|end| end > index)
-        {
-            return None;
-        }
-        let mut lowered = self.ranges.iter().rev().filter(is_low);
+    /// What lowers a block: the last range that begins before it, if that and all behind it are below the
+    /// default band; the highest of them counts.
+    pub(crate) fn lowering(&self, index: usize, size: usize) -> Option<Wish> {
         let mut band = Band::LOWEST;
-        let last = lowered.find(|hint| {
+        for hint in self.ranges.iter().rev() {
+            if hint.band() >= Band::DEFAULT {
+                return None;
+            }
             band = band.max(hint.band());
-            hint.start.div_ceil(size) <= index
-        });
-        last.map(|hint| hint.wish(band))
+            if hint.start <= index * size {
+                return Some(hint.wish(band));
+            }
+        }
+        None
     }
 }
 

@@ -228,7 +228,7 @@ impl Ledger {
         for raise in raised.iter().rev() {
             self.raise(store, sequence, hints, raise, now);
         }
-        self.keep_to(store, hints.owner, most);
+        self.keep_to(store, hints.owner(), most);
     }
 
     /// What the hints raise, first block first: of a group that needs all before a block only as far as that
@@ -251,7 +251,7 @@ impl Ledger {
                     continue;
                 }
                 let key = BlockKey::new(sequence.hashes()[index], group);
-                if self.has_room(&key, hints.owner) && store.band(&key).is_some() {
+                if self.has_room(&key, hints.owner()) && store.band(&key).is_some() {
                     let held = holding.tables[group.index()].blocks[index];
                     raised.push(Raise { key, held, index });
                 } else {
@@ -286,7 +286,7 @@ impl Ledger {
             .as_ref()
             .map_or(0, |holding| holding.num_published);
         let size = sequence.hash_config.block_size;
-        let at = self.entry(store, raise.key, Some(hints.owner));
+        let at = self.entry(store, raise.key, Some(hints.owner()));
         for wish in hints.raising(raise.index, spec, full, size) {
             self.entries.get_mut(at).ask(wish.band, ttl(wish), now);
         }
@@ -306,7 +306,7 @@ impl Ledger {
         let size = sequence.hash_config.block_size;
         let full = holding.num_published;
         for index in (holding.num_hits..full).rev() {
-            let Some(wish) = hints.lowering(index, full, size) else {
+            let Some(wish) = hints.lowering(index, size) else {
                 return;
             };
             for (group, _) in sequence.hash_config.groups.each() {
@@ -393,7 +393,7 @@ impl Ledger {
     /// that ended first. Returns how many blocks moved to another band. To be called now and then, such as
     /// before each step of a scheduler.
     pub fn demote_expired(&mut self, store: &impl BlockStore, most: usize) -> usize {
-        if self.times.is_empty() {
+        if self.is_empty() {
             return 0;
         }
         self.follow_epoch(store);

@@ -163,6 +163,25 @@ impl Sequence {
             .map_or(0, |holding| holding.num_filled)
     }
 
+    /// Leading tokens that were hits; 0 while the sequence holds nothing.
+    #[must_use]
+    pub fn num_hits(&self) -> usize {
+        let blocks = self.holding.as_ref().map_or(0, |holding| holding.num_hits);
+        blocks * self.hash_config.block_size
+    }
+
+    /// The epoch in which it was committed, while it holds blocks.
+    #[must_use]
+    pub fn epoch(&self) -> Option<Epoch> {
+        self.holding.as_ref().map(|holding| holding.epoch)
+    }
+
+    /// What was said of how dear its tokens are.
+    #[must_use]
+    pub fn hints(&self) -> Option<&Hints> {
+        self.hints.as_ref()
+    }
+
     /// Whether the sequence is committed.
     #[must_use]
     pub fn is_committed(&self) -> bool {

@@ -252,8 +252,8 @@ pub trait BlockStore {
     /// The band of a held block, whether it is pinned or not.
     fn held_band(&self, block: BlockId) -> Band;
 
-    /// Gives the copy that hits for `key` this band; a free one moves to the end of its line, also where it
-    /// was of that band before. Returns whether there is one. A band lasts through hits and releases until
+    /// Gives the copy that hits for `key` this band; a free one that has to stand in another line moves to
+    /// the end of that. Returns whether there is one. A band lasts through hits and releases until
     /// the loss of the hash.
     ///
     /// `held` is a block that the caller holds; it costs less where that is the copy.

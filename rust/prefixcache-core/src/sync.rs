@@ -235,6 +235,10 @@ pub(crate) enum Fault {
     KeepDiscarded,
     /// A block gets another class by a store that does not look whether its state has changed.
     BlindClass,
+    /// Who takes a block from its place gives up where the block's class was changed there meanwhile.
+    LeaveOnce,
+    /// The class of a block in line is changed without looking whether it has other content by now.
+    SkipContentCheck,
     /// A thread takes fresh blocks without looking whether another has.
     BlindRunStore,
     /// The turn of a slot of losses ends before the record stands in it.

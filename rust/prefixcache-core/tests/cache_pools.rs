@@ -7,13 +7,16 @@ use std::time::Duration;
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Scope};
+use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::BlockId;
+use prefixcache_core::ledger::Ledger;
 use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
 use prefixcache_core::retention::{Pins, Retention};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockStore, FreeOrder, Moves, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
+use prefixcache_oracle::plain_ledger::{Hinting, PlainLedger};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
@@ -70,6 +73,19 @@ enum Step {
     Resize {
         num_blocks: usize,
     },
+    /// A request's next release leaves this behind.
+    Hint {
+        which: usize,
+        owner: u8,
+        cuts: [usize; 3],
+        priorities: [u8; 2],
+        ttl: Option<u64>,
+    },
+    /// Time passes, and hints whose time is over are demoted.
+    Expire {
+        seconds: u64,
+        most: usize,
+    },
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -90,6 +106,12 @@ fn step() -> impl Strategy<Value = Step> {
         1 => which.prop_map(|which| Step::Unpin { which }),
         1 => (0..4_usize).prop_map(|count| Step::Demote { count }),
         1 => (2..=MAX_BLOCKS).prop_map(|num_blocks| Step::Resize { num_blocks }),
+        4 => (0..8_usize, 0..6_u8, [0..30_usize, 1..20_usize, 1..20_usize], [0..=100_u8, 0..=100_u8],
+              proptest::option::of(1..20_u64))
+            .prop_map(|(which, owner, cuts, priorities, ttl)| Step::Hint {
+                which, owner, cuts, priorities, ttl,
+            }),
+        2 => (0..10_u64, 0..12_usize).prop_map(|(seconds, most)| Step::Expire { seconds, most }),
     ]
 }
 
@@ -98,16 +120,18 @@ fn in_order(step: &Step) -> bool {
     !matches!(step, Step::Unpin { .. } | Step::Resize { .. })
 }
 
-struct Driver<S> {
+struct Driver<S, H> {
     cache: PrefixCache<S>,
+    ledger: H,
     live: Vec<Sequence>,
-    steps: u64,
+    /// Milliseconds.
+    time: u64,
     /// Everything that was answered.
     answers: Vec<String>,
 }
 
-impl<S: BlockStore> Driver<S> {
-    fn new(groups: &Groups, store: S) -> Self {
+impl<S: BlockStore, H: Hinting> Driver<S, H> {
+    fn new(groups: &Groups, store: S, ledger: H) -> Self {
         let hashing = HashConfig {
             model: String::new(),
             revision: String::new(),
@@ -118,8 +142,9 @@ impl<S: BlockStore> Driver<S> {
         };
         Self {
             cache: PrefixCache::new(hashing, store).unwrap(),
+            ledger,
             live: Vec::new(),
-            steps: 0,
+            time: 0,
             answers: Vec::new(),
         }
     }
@@ -129,10 +154,7 @@ impl<S: BlockStore> Driver<S> {
     }
 
     fn step(&mut self, step: &Step) {
-        self.steps += 1;
-        if let Some(reuse) = self.cache.store().reuse_queue() {
-            reuse.set_time(Duration::from_millis(300 * self.steps));
-        }
+        self.pass(300);
         match *step {
             Step::Serve { base, len, copies } => self.serve(base, len, copies),
             Step::Chunks { base, len, chunk } => self.serve_in_chunks(base, len, chunk),
@@ -145,7 +167,13 @@ impl<S: BlockStore> Driver<S> {
                 let busy = self.cache.resize(num_blocks);
                 self.answer(busy);
             }
-            Step::Append { which, .. }
+            Step::Expire { seconds, most } => {
+                self.pass(1000 * seconds);
+                let moved = self.ledger.demote_expired(self.cache.store(), most);
+                self.answer(moved);
+            }
+            Step::Hint { which, .. }
+            | Step::Append { which, .. }
             | Step::Fill { which }
             | Step::Finish { which }
             | Step::Drop { which }
@@ -161,6 +189,15 @@ impl<S: BlockStore> Driver<S> {
         self.look();
     }
 
+    fn pass(&mut self, millis: u64) {
+        self.time += millis;
+        let now = Duration::from_millis(self.time);
+        self.ledger.set_time(now);
+        if let Some(reuse) = self.cache.store().reuse_queue() {
+            reuse.set_time(now);
+        }
+    }
+
     fn serve(&mut self, base: u32, len: usize, copies: usize) {
         let tokens: Vec<u32> = (0..len as u32).map(|token| token * base).collect();
         for _ in 0..copies {
@@ -173,6 +210,7 @@ impl<S: BlockStore> Driver<S> {
                 .commit_prefix_plan(&mut sequence, hits, len - hits + 1);
             self.answer((hits, &plan));
             if plan.unwrap().is_some() {
+                self.ledger.note_hits(self.cache.store(), &sequence);
                 self.live.push(sequence);
             }
         }
@@ -194,6 +232,7 @@ impl<S: BlockStore> Driver<S> {
             .commit_in_chunks(&mut sequence, hits, rest, chunk);
         self.answer((hits, &plan));
         let Ok(Some(mut computed)) = plan else { return };
+        self.ledger.note_hits(self.cache.store(), &sequence);
         while computed < len {
             let upto = len.min(computed + chunk);
             let batch = &mut [&mut sequence];
@@ -251,9 +290,17 @@ impl<S: BlockStore> Driver<S> {
                 self.fill(&mut sequence);
                 let pinned = self.cache.pin_anchors(&[&mut sequence]);
                 self.answer(pinned);
+                self.ledger.keep(self.cache.store(), &sequence);
                 self.cache.release(&mut [&mut sequence]).unwrap();
                 return;
             }
+            Step::Hint {
+                owner,
+                cuts,
+                priorities,
+                ttl,
+                ..
+            } => sequence.set_hints(hints(owner, cuts, priorities, ttl)),
             _ => self.fill(&mut sequence),
         }
         self.live.push(sequence);
@@ -290,15 +337,48 @@ impl<S: BlockStore> Driver<S> {
             store.free_order(),
             store.cached_blocks(),
             store.stats(),
-            self.cache.stats(),
+            (self.cache.stats(), self.ledger.stats()),
             tables,
         );
         self.answer(seen);
     }
 }
 
-fn answers<S: BlockStore>(groups: &Groups, store: S, steps: &[Step]) -> Vec<String> {
-    let mut driver = Driver::new(groups, store);
+/// Two ranges with a gap between them, of which the second may have no end.
+fn hints(owner: u8, cuts: [usize; 3], priorities: [u8; 2], ttl: Option<u64>) -> Hints {
+    let [start, len, gap] = cuts;
+    let first = Hint {
+        start,
+        end: Some(start + len),
+        priority: priorities[0],
+        ttl: ttl.map(Duration::from_secs),
+    };
+    let second = Hint {
+        start: start + len + gap - 1,
+        end: (gap % 3 > 0).then_some(start + len + gap + 6),
+        priority: priorities[1],
+        ttl: ttl
+            .filter(|ttl| ttl % 2 == 0)
+            .map(|ttl| Duration::from_millis(700 * ttl)),
+    };
+    let ranges = if gap % 4 == 0 {
+        vec![first]
+    } else {
+        vec![first, second]
+    };
+    Hints::new(Owner::named(&owner.to_string()), ranges).unwrap()
+}
+
+/// Of the pool's blocks for each owner: seven at most.
+const SHARE: f64 = 0.25;
+
+fn answers<S: BlockStore>(
+    groups: &Groups,
+    store: S,
+    ledger: impl Hinting,
+    steps: &[Step],
+) -> Vec<String> {
+    let mut driver = Driver::new(groups, store, ledger);
     steps.iter().for_each(|step| driver.step(step));
     driver.answers
 }
@@ -310,12 +390,25 @@ fn check(groups: &Groups, order: Order, steps: &[Step]) -> Result<(), TestCaseEr
         free_order: order.0,
         eviction_policy: order.1,
     };
-    let plain = answers(groups, PlainPool::new(config).unwrap(), steps);
+    let plain_ledger = PlainLedger::new(groups.clone(), BLOCK_SIZE, SHARE);
+    let plain = answers(groups, PlainPool::new(config).unwrap(), plain_ledger, steps);
+    let ledger = || Ledger::new(SHARE).unwrap();
     let single = BlockPool::<SingleWriter>::with_ring_capacity(config, 128).unwrap();
-    prop_assert_eq!(&plain, &answers(groups, single, steps));
+    same(&plain, &answers(groups, single, ledger(), steps))?;
     let shared = BlockPool::<Shared>::with_ring_capacity(config, 128).unwrap();
-    prop_assert_eq!(&plain, &answers(groups, shared, steps));
-    Ok(())
+    same(&plain, &answers(groups, shared, ledger(), steps))
+}
+
+/// Shows the first answers that differ.
+fn same(plain: &[String], other: &[String]) -> Result<(), TestCaseError> {
+    plain
+        .iter()
+        .zip(other)
+        .enumerate()
+        .try_for_each(|(number, (plain, other))| {
+            prop_assert_eq!(plain, other, "answer {}", number);
+            Ok(())
+        })
 }
 
 fn retention(interval: usize, pins: bool) -> Retention {
@@ -376,6 +469,7 @@ fn small_cache() -> SmallCache {
     Driver::new(
         &Groups::full(1).unwrap(),
         BlockPool::new(PoolConfig::new(7)).unwrap(),
+        Ledger::new(SHARE).unwrap(),
     )
     .cache
 }

@@ -254,8 +254,8 @@ impl BlockStore for PlainPool {
         self.state.borrow().blocks[block.index()].band
     }
 
-    fn set_band(&self, key: &BlockKey, held: BlockId, band: Band) -> bool {
-        self.state.borrow_mut().set_band(key, held, band)
+    fn set_band(&self, key: &BlockKey, _held: BlockId, band: Band) -> bool {
+        self.state.borrow_mut().set_band(key, band)
     }
 
     fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError> {
@@ -612,7 +612,7 @@ impl State {
         Ok(changed)
     }
 
-    /// Pins a block or takes the pin off; a free one moves to the end of its new tier.
+    /// Pins a block or takes the pin off.
     fn set_pin(&mut self, id: BlockId, pinned: bool) -> bool {
         if self.blocks[id.index()].pinned == pinned {
             return false;
@@ -620,11 +620,17 @@ impl State {
         self.blocks[id.index()].pinned = pinned;
         self.blocks[id.index()].queue = Queue::default();
         self.stats.pins += u64::from(pinned);
-        if self.blocks[id.index()].tier.is_some() {
+        self.go_to_own_tier(id);
+        true
+    }
+
+    /// A free block whose tier is another now moves to the end of that.
+    fn go_to_own_tier(&mut self, id: BlockId) {
+        let block = &self.blocks[id.index()];
+        if block.tier.is_some_and(|tier| tier != block.own_tier()) {
             self.unlink(id);
             self.push_back_all(&[id]);
         }
-        true
     }
 
     fn demote(&mut self, count: usize) -> usize {
@@ -647,8 +653,8 @@ impl State {
 
     // Bands.
 
-    /// Gives the copy that hits the band; a free one moves to the end of its line.
-    fn set_band(&mut self, key: &BlockKey, held: BlockId, band: Band) -> bool {
+    /// Gives the copy that hits the band.
+    fn set_band(&mut self, key: &BlockKey, band: Band) -> bool {
         let Some(id) = self.lookup(key) else {
             return false;
         };
@@ -657,10 +663,7 @@ impl State {
             block.band = band;
             block.queue = Queue::default();
         }
-        if block.tier.is_some() && id != held {
-            self.unlink(id);
-            self.push_back_all(&[id]);
-        }
+        self.go_to_own_tier(id);
         true
     }
 

@@ -4,6 +4,7 @@ use std::num::NonZeroU64;
 
 use super::BlockPool;
 use crate::band::Band;
+use crate::block::Transition::Done;
 use crate::block::{Block, Claim, Class, Content, GiveUp, OPEN, State};
 use crate::error::Misuse;
 use crate::id::{BlockId, Epoch};
@@ -561,7 +562,8 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// Gives a block, which the caller holds if it is `held`, the class and the pin that `change` makes of
-    /// its own, as long as it has the content of `key`; whether they are others.
+    /// its own, as long as it has the content of `key`; whether they are others. A block in line keeps its place
+    /// where it stays in its line.
     fn classify(
         &self,
         id: BlockId,
@@ -571,6 +573,18 @@ impl<M: Mode> BlockPool<M> {
     ) -> bool {
         if id == held {
             return self.block(id).transition_to_classed::<M>(change);
+        }
+        let mut state = self.block(id).state();
+        while state.place().is_some() && change(state).place() == state.place() {
+            // Read after the state: as long as that is the same, the block is in line with this content.
+            if !self.holds(id, key) && !planted(Fault::SkipContentCheck) {
+                return false;
+            }
+            let new = change(state);
+            if new == state || self.block(id).transition_in_place::<M>(state, new) == Done {
+                return new != state;
+            }
+            state = self.block(id).state();
         }
         // A hold takes a free block out of its line, and its release puts it into that of its new class.
         let Some(hold) = self.hold_copy(id, key) else {

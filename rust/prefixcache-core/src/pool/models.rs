@@ -4,6 +4,7 @@ use loom::sync::Arc;
 use loom::thread;
 
 use super::{BlockPool, Shared};
+use crate::band::Band;
 use crate::block::{Class, Content};
 use crate::id::{BlockHash, BlockId, Epoch, GroupId};
 use crate::losses::Loss;
@@ -573,6 +574,80 @@ fn pin_copy_vs_evict() {
 #[should_panic(expected = "other content was pinned")]
 fn pin_copy_vs_evict_fails_without_the_recheck() {
     faults::check_with(Fault::SkipRecheck, pin_copy_beside_evict);
+}
+
+/// The band of a pinned block changes where the block stands in line, while another thread evicts it and gives it
+/// other content, which has neither band nor pin.
+fn band_in_place_beside_evict() {
+    let pool = pool(1);
+    let block = held(&pool, 1);
+    assert_eq!(pool.pin(&[block]), Ok(1));
+    pool.release(&[block]).unwrap();
+    let evicting = beside(&pool, |pool| {
+        let block = allocate(pool)?;
+        let _ = pool.register(block, key(2), pool.epoch());
+        pool.release(&[block]).unwrap();
+        Some(block)
+    });
+    pool.set_band(&key(1), BlockId::NULL, Band::of(60));
+    let evicted = evicting.join().unwrap();
+    assert_eq!(evicted, Some(block), "what fits was not served");
+    check_rest(&pool, &[]);
+    assert_eq!(
+        pool.band(&key(2)),
+        Some(Band::DEFAULT),
+        "other content got the band"
+    );
+}
+
+#[test]
+fn band_in_place_vs_evict() {
+    check(band_in_place_beside_evict);
+}
+
+#[test]
+#[should_panic]
+fn band_in_place_vs_evict_fails_when_the_eviction_tries_once() {
+    faults::check_with(Fault::LeaveOnce, band_in_place_beside_evict);
+}
+
+#[test]
+#[should_panic]
+fn band_in_place_vs_evict_fails_with_blind_stores() {
+    faults::check_with(Fault::BlindClass, band_in_place_beside_evict);
+}
+
+/// The same of a block whose new content is pinned too, before its band is changed.
+fn band_in_place_beside_evict_and_pin() {
+    let pool = pool(1);
+    let block = held(&pool, 1);
+    assert_eq!(pool.pin(&[block]), Ok(1));
+    pool.release(&[block]).unwrap();
+    let evicting = beside(&pool, |pool| {
+        let Some(block) = allocate(pool) else { return };
+        let _ = pool.register(block, key(2), pool.epoch());
+        pool.pin(&[block]).unwrap();
+        pool.release(&[block]).unwrap();
+    });
+    pool.set_band(&key(1), BlockId::NULL, Band::of(60));
+    evicting.join().unwrap();
+    check_rest(&pool, &[]);
+    assert_ne!(
+        pool.band(&key(2)),
+        Some(Band::of(60)),
+        "other content got the band"
+    );
+}
+
+#[test]
+fn band_in_place_vs_evict_and_pin() {
+    check(band_in_place_beside_evict_and_pin);
+}
+
+#[test]
+#[should_panic(expected = "other content got the band")]
+fn band_in_place_vs_evict_and_pin_fails_without_the_look_at_the_content() {
+    faults::check_with(Fault::SkipContentCheck, band_in_place_beside_evict_and_pin);
 }
 
 /// A block behind a window loses its content at the drop, is handed out again and gets other content,

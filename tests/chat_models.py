@@ -51,6 +51,26 @@ TEMPLATES = {
     "mistral": _LISTED + "{# [TOOL_CALLS] #}",
     "mistral-named": _LISTED + "{# [TOOL_CALLS] [ARGS] #}",
     "unknown": _LISTED,
+    "told": _LISTED,
+}
+
+# A form that no parser of ours knows, told as transformers reads it.
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "content": {},
+        "thinking": {"open": "<hm>", "close": "</hm>"},
+        "tool_calls": {
+            "open": "<call>",
+            "close": "</call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {
+                "type": "function",
+                "function": {"name": "{content.f}", "arguments": "{content.a}"},
+            },
+        },
+    },
 }
 
 WEATHER = {
@@ -88,7 +108,12 @@ def tokenizer(family: str) -> Tokenizer:
     if family.startswith("mistral"):
         backend.add_special_tokens([AddedToken(text) for text in ("[TOOL_CALLS]", "[ARGS]")])
     template = ChatTemplate(TEMPLATES[family])
-    return Tokenizer(backend, special_tokens={"eos_token": "<|im_end|>"}, chat_template=template)
+    return Tokenizer(
+        backend,
+        special_tokens={"eos_token": "<|im_end|>"},
+        chat_template=template,
+        response_template=RESPONSE_TEMPLATE if family == "told" else None,
+    )
 
 
 def chat_format(family: str, **options: Any) -> ChatFormat:

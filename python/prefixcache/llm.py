@@ -196,6 +196,7 @@ class LLM:
         single = bool(messages) and isinstance(messages[0], Mapping)
         many = cast("Sequence[Sequence[Mapping[str, Any]]]", [messages] if single else messages)
         use = read_tool_use(tools, tool_choice, parallel=parallel_tool_calls)
+        given = list(_for_each(sampling_params, len(many), "sampling_params"))
         plans = [
             self._chat.plan(
                 one,
@@ -205,19 +206,16 @@ class LLM:
                 continue_final_message=continue_final_message,
                 variables=chat_template_kwargs,
             )
-            for one, params in zip(
-                many, _for_each(sampling_params, len(many), "sampling_params"), strict=True
-            )
+            for one, params in zip(many, given, strict=True)
         ]
         prompts = [
             self._tokenizer.encode(plan.prompt, add_special_tokens=False, param="messages")
             for plan in plans
         ]
-        given = _for_each(sampling_params, len(many), "sampling_params")
         results = self.generate(
             prompts,
             [
-                plan.applied_to(self._fitting_defaults(prompt) if params is None else params)
+                plan.applied_to(params or self._fitting_defaults(prompt))
                 for plan, prompt, params in zip(plans, prompts, given, strict=True)
             ],
             use_tqdm=use_tqdm,

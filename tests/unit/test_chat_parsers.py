@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from chat_models import CLOCK, QUESTION, TOOLS, WEATHER, chat_format
 from prefixcache.chat.message import Message, MessageParser
 from prefixcache.chat.tools import read_tool_use
+from prefixcache.request import RequestOutput
+from prefixcache.server.answers import Choice
 from repeatable import bounded
 
 FAMILIES = ["smollm2", "qwen2", "qwen3", "llama3", "mistral", "mistral-named"]
@@ -169,3 +171,28 @@ def test_names_and_ids_come_first_and_once():
             seen.add(delta.index)
     assert seen == {0, 1}
     assert {WEATHER["function"]["name"], CLOCK["function"]["name"]} == {"get_weather", "get_time"}
+
+
+@settings(max_examples=bounded(20, 1000))
+@given(places=st.lists(st.integers(0, 400), max_size=8), choice=st.sampled_from(["auto", "none"]))
+def test_a_response_template_reads_what_no_parser_of_ours_knows(places, choice):
+    calls = '<call>{"f": "get_time", "a": {}}</call><call>{"f": "g", "a": {"b": "}"}}</call>'
+    content, reasoning, found = read(
+        parser("told", choice=choice), cut(f"<hm>so</hm>Wait.{calls}", places)
+    )
+    assert reasoning == "so"
+    assert content == ("Wait." if choice == "auto" else "Wait." + re.sub("</?call>", "", calls))
+    assert found == ([("get_time", "{}"), ("g", '{"b": "}"}')] if choice == "auto" else [])
+
+
+def test_what_a_response_template_cannot_read_is_content():
+    assert read(parser("told"), ["a<call>{no json", "</call>", "b"])[0] == "a{no json</call>b"
+
+
+def test_an_answer_that_begins_anew_is_read_anew():
+    choice = Choice(0, 3, lambda: parser("qwen2"))
+    choice.add(RequestOutput(request_id="a", text='<tool_call>{"name": "f", "argu', token_ids=(1,)))
+    choice.add(RequestOutput(request_id="a", restarted=True))
+    choice.add(RequestOutput(request_id="a", text="Hello.", token_ids=(2,), finish_reason="stop"))
+    assert (choice.message.content, choice.message.tool_calls) == ("Hello.", [])
+    assert choice.finish_reason == "stop"

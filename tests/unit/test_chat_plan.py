@@ -265,6 +265,15 @@ def test_a_form_that_nobody_knows_is_refused_or_named(caplog):
         chat_format("smollm2", tool_call_parser="hermes")
 
 
+def test_calls_that_only_a_response_template_knows_cannot_be_forced():
+    told = chat_format("told")
+    assert told.plan(QUESTION, tool_use=read_tool_use(TOOLS)).show_special_tokens
+    with pytest.raises(InvalidRequestError, match="cannot be forced"):
+        told.plan(QUESTION, tool_use=read_tool_use(TOOLS, "required"))
+    with pytest.raises(ModelLoadError, match="has none"):
+        chat_format("unknown", tool_call_parser="response_template")
+
+
 def test_special_tokens_are_shown_where_they_mark_calls():
     use = read_tool_use([WEATHER])
     shown = [

@@ -134,7 +134,10 @@ def test_the_default_template_of_the_config_is_found(folder, value):
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": value}))
-    assert Tokenizer.from_folder(folder).chat_template.source == "the one"
+    template = Tokenizer.from_folder(folder).chat_template
+    assert template.source == template.render([]) == "the one"
+    with_tools = template.render([], tools=[{"name": "f"}])
+    assert with_tools == ("the one" if isinstance(value, str) else "no")
 
 
 def test_a_folder_without_a_template_has_none(folder):

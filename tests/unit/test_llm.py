@@ -144,6 +144,28 @@ def test_logprobs_are_dicts_by_token(llm: LLM) -> None:
     assert generate(llm, [5], GREEDY)[0].outputs[0].logprobs is None
 
 
+def test_chats_call_tools(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    params = [GREEDY, SamplingParams(temperature=0, max_tokens=60)]
+    cut, whole = llm.chat(
+        [messages] * 2,
+        params,
+        use_tqdm=False,
+        tools=tools,
+        tool_choice="required",
+        parallel_tool_calls=False,
+    )
+    (call,) = whole.outputs[0].message.tool_calls
+    assert (call.name, call.arguments) == ("f", "{}")
+    assert whole.outputs[0].finish_reason == "tool_calls"
+    assert whole.outputs[0].message.content == ""
+    assert cut.outputs[0].finish_reason == "length"
+    assert whole.outputs[0].text.startswith(cut.outputs[0].message.content)
+    with pytest.raises(InvalidRequestError, match="tool_choice"):
+        llm.chat(messages, GREEDY, tools=tools, tool_choice="sometimes", use_tqdm=False)
+
+
 def test_chat_uses_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Que sera"}]
     rendered = "<|im_start|>user\nQue sera<|im_end|>\n<|im_start|>assistant\n"

@@ -25,6 +25,7 @@ from prefixcache.chat.reasoning import (
     ReasoningParser,
     detected_reasoning,
 )
+from prefixcache.chat.response_template import ResponseTemplate
 from prefixcache.chat.tools import NO_TOOLS, ToolUse
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError
 from prefixcache.sampling_params import SamplingParams
@@ -77,31 +78,47 @@ class ChatFormat:
         self._markers = Markers(tokenizer)
         self._shows_tools = template is not None and "tools" in template.variables
         self._tools = self._tool_format(tool_call_parser)
+        self._library = self._response_template(tokenizer, tool_call_parser)
         self._reasoning = self._reasoning_format(reasoning_parser)
 
     def _tool_format(self, name: ToolCallParserName) -> ToolFormat | None:
         if self._template is None:
             return None
         if not self._shows_tools:
-            if name not in ("auto", SMOLLM2.name):
+            if name not in ("auto", SMOLLM2.name, "response_template"):
                 raise ModelLoadError(
                     f"The model's chat template shows no tools, so answers in the form {name!r} "
                     "are not to be expected; tool_call_parser must be auto or smollm2."
                 )
             return SMOLLM2
-        known = detected_format(self._template.source)
-        if name != "auto" and (known is None or known.name != name):
+        known = detected_format(self._template.for_tools)
+        if name in TOOL_FORMATS and (known is None or known.name != name):
             return TOOL_FORMATS[name]
-        if known is None:
-            logger.warning(
-                "The model's chat template shows tools in a form that is not known here: requests "
-                "with tools are refused. --tool-call-parser names a form."
-            )
         return known
+
+    def _response_template(
+        self, tokenizer: Tokenizer, name: ToolCallParserName
+    ) -> ResponseTemplate | None:
+        """The model's own, where it is asked for or nothing else reads its calls."""
+        spec = tokenizer.response_template
+        if name != "response_template" and (self._tools is not None or self._template is None):
+            return None
+        if spec is not None:
+            return ResponseTemplate(spec)
+        if name == "response_template":
+            raise ModelLoadError(
+                "tool_call_parser is response_template, but the model's tokenizer_config.json has "
+                "none."
+            )
+        logger.warning(
+            "The model's chat template shows tools in a form that is not known here: requests "
+            "with tools are refused. --tool-call-parser names a form."
+        )
+        return None
 
     def _reasoning_format(self, name: ReasoningParserName) -> ReasoningFormat | None:
         if name == "auto":
-            return None if self._template is None else detected_reasoning(self._template.source)
+            return None if self._template is None else detected_reasoning(self._template.for_tools)
         return REASONING_FORMATS.get(name)
 
     def plan(
@@ -120,7 +137,7 @@ class ChatFormat:
         template. The rest is as in `ChatTemplate.render`. Takes time that grows with the messages
         and the tools. Raises `InvalidRequestError`, naming the field, for what is wrong.
         """
-        calls = self._calls(tool_use)
+        calls = None if self._library else self._calls(tool_use)
         prompt = self._render(
             read_messages(messages),
             tool_use,
@@ -128,6 +145,8 @@ class ChatFormat:
             continue_final_message=continue_final_message,
             variables=variables,
         )
+        if self._library is not None:
+            return _library_plan(self._library, prompt, tool_use, structured_output)
         begin = self._begin(prompt, continued=continue_final_message)
         return ChatPlan(
             prompt=prompt,
@@ -181,6 +200,24 @@ class ChatFormat:
         if calls is not None:
             return tool_grammar(use, calls, output, begin, self._markers)
         return None if output is None else answer_grammar(output, begin, self._markers)
+
+
+def _library_plan(
+    library: ResponseTemplate, prompt: str, use: ToolUse, output: StructuredOutput | None
+) -> ChatPlan:
+    """A response template tells how answers are read, not how they are written."""
+    if use.mode == "required":
+        raise InvalidRequestError(
+            "tool_choice must be 'none' or 'auto': this model's calls cannot be forced, since they "
+            "are known by its response template alone.",
+            param="tool_choice",
+        )
+    return ChatPlan(
+        prompt=prompt,
+        structured_output=output,
+        new_parser=partial(library.parser, prompt, use),
+        show_special_tokens=True,
+    )
 
 
 def _parser(calls: ToolFormat | None, use: ToolUse, begin: Begin) -> MessageParser:

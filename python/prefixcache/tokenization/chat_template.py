@@ -29,16 +29,24 @@ _CUT = "<<the final message ends here>> "
 class ChatTemplate:
     """A compiled chat template. `special_tokens` are variables that it may name.
 
-    `variables` are the names of all that it reads, with functions and special tokens.
+    Chats with tools are rendered by `tool_source` where it is given. `for_tools` is the source for
+    those, and `variables` are the names of all that it reads, with functions and special tokens.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] | None = None,
+        tool_source: str | None = None,
+    ) -> None:
         self.source = source
+        self.for_tools = tool_source or source
         self._special_tokens = dict(special_tokens or {})
         try:
             environment = _environment()
             self._template = environment.from_string(source)
-            self.variables = meta.find_undeclared_variables(environment.parse(source))
+            self._tool_template = environment.from_string(self.for_tools)
+            self.variables = meta.find_undeclared_variables(environment.parse(self.for_tools))
         except TemplateError as error:
             raise ModelLoadError(f"The model's chat template is broken: {error}") from error
 
@@ -79,7 +87,8 @@ class ChatTemplate:
         values = {"documents": None, **self._special_tokens, **variables}
         values.update(messages=messages, add_generation_prompt=add_generation_prompt)
         try:
-            return self._template.render(values)
+            template = self._tool_template if values["tools"] else self._template
+            return template.render(values)
         except TemplateError as error:
             raise InvalidRequestError(
                 f"The chat template refuses the messages: {error}", param="messages"
@@ -166,28 +175,30 @@ def _strftime_now(pattern: str) -> str:
 def load_chat_template(
     folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """The folder's default template: a file of its own wins over `tokenizer_config.json`."""
-    source = _template_file(folder) or _template_of(config.get("chat_template"))
-    return None if source is None else ChatTemplate(source, special_tokens)
+    """The folder's templates: a file of its own wins over `tokenizer_config.json`."""
+    given = _template_file(folder) or config.get("chat_template")
+    source = _template_of(given, "default")
+    if source is None:
+        return None
+    return ChatTemplate(source, special_tokens, _template_of(given, "tool_use"))
 
 
-def _template_file(folder: Path) -> str | None:
+def _template_file(folder: Path) -> object:
     jinja = folder / "chat_template.jinja"
     if jinja.is_file():
         return jinja.read_text(encoding="utf-8")
     older = folder / "chat_template.json"
-    if older.is_file():
-        return _template_of(read_json_object(older).get("chat_template"))
-    return None
+    return read_json_object(older).get("chat_template") if older.is_file() else None
 
 
-def _template_of(value: object) -> str | None:
-    """One template, or the one named "default" of a list of named ones."""
+def _template_of(value: object, name: str) -> str | None:
+    """The only template, or the one of that name."""
     if isinstance(value, str):
         return value
     if isinstance(value, dict):
-        return _template_of(cast("dict[str, object]", value).get("default"))
+        named = cast("dict[str, object]", value).get(name)
+        return named if isinstance(named, str) else None
     if isinstance(value, list):
         entries = cast("list[dict[str, str]]", value)
-        return next((e["template"] for e in entries if e.get("name") == "default"), None)
+        return next((e["template"] for e in entries if e.get("name") == name), None)
     return None

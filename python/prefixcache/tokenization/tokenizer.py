@@ -32,7 +32,8 @@ class Tokenizer:
 
     `added_token_ids` are the tokens that stand beside the vocabulary proper, by their text.
     `longest_token` is the most characters that a token spells; `eos_token_ids` holds the token
-    that the tokenizer itself names, where it names one. Safe to share between threads.
+    that the tokenizer itself names, where it names one. `response_template` tells transformers how
+    to read answers. Safe to share between threads.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class Tokenizer:
         *,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: ChatTemplate | None = None,
+        response_template: Mapping[str, Any] | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
+        self.response_template = response_template
         _mark_special(backend, self.special_tokens.values())
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
@@ -72,6 +75,7 @@ class Tokenizer:
             backend,
             special_tokens=special_tokens,
             chat_template=load_chat_template(folder, config, special_tokens),
+            response_template=config.get("response_template"),
         )
 
     def encode(

@@ -137,8 +137,8 @@ fn inform(reuse: &ReuseQueue, round: usize) {
     reuse.end(&hashes(round).collect::<Vec<_>>(), turn, EVICTED, 0);
 }
 
-/// How long evictions take out of a pool that is full of `cached` blocks.
-fn evictions(pool: &impl BlockStore, cached: usize) -> Vec<Duration> {
+/// How long evictions take out of a pool that is full of `cached` blocks; `between` is called after each.
+fn evictions(pool: &impl BlockStore, cached: usize, between: impl Fn()) -> Vec<Duration> {
     cache(pool, &keys(0, cached));
     let evict = |round| {
         let mut blocks = Vec::with_capacity(EVICTED);
@@ -153,28 +153,38 @@ fn evictions(pool: &impl BlockStore, cached: usize) -> Vec<Duration> {
         }
         let queue = Queue::new((round % Queue::COUNT) as u8);
         pool.release_to(&blocks, queue).unwrap();
+        between();
         elapsed
     };
     (1..2000).map(evict).collect()
 }
+
+/// The lock-free pool's forms: a name, the order of eviction, and whether somebody listens to losses.
+const FORMS: [(&str, EvictionPolicy, bool); 3] = [
+    ("lock-free", EvictionPolicy::Lru, false),
+    ("lock-free, losses are told", EvictionPolicy::Lru, true),
+    ("lock-free, reuse-queue", EvictionPolicy::ReuseQueue, false),
+];
 
 /// Calls `report` with the times of the plain pool and the lock-free one at each number of blocks.
 fn evict_against_cached(mut report: impl FnMut(&str, usize, Vec<Duration>)) {
     for cached in [1_000, 10_000, 100_000, 1_000_000] {
         let config = PoolConfig::new(cached + 1);
         let plain = PlainPool::new(config).unwrap();
-        report("plain", cached, evictions(&plain, cached));
-        let pool = BlockPool::<SingleWriter>::new(config).unwrap();
-        report("lock-free", cached, evictions(&pool, cached));
-        assert_eq!(pool.content_drops(), 0, "content was dropped");
-        let eviction_policy = EvictionPolicy::ReuseQueue;
-        let pool = BlockPool::<SingleWriter>::new(PoolConfig {
-            eviction_policy,
-            ..config
-        })
-        .unwrap();
-        report("lock-free, reuse-queue", cached, evictions(&pool, cached));
-        assert_eq!(pool.content_drops(), 0, "content was dropped");
+        report("plain", cached, evictions(&plain, cached, || {}));
+        for (name, eviction_policy, listens) in FORMS {
+            let pool = BlockPool::<SingleWriter>::new(PoolConfig {
+                eviction_policy,
+                ..config
+            })
+            .unwrap();
+            if listens {
+                pool.listen(4 * EVICTED, &[]).unwrap();
+            }
+            let read = || pool.take_losses(EVICTED, &mut Vec::new());
+            report(name, cached, evictions(&pool, cached, read));
+            assert_eq!(pool.content_drops(), 0, "content was dropped");
+        }
     }
 }
 

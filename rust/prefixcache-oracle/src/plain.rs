@@ -133,8 +133,8 @@ struct State {
     /// For [`EvictionPolicy::ReuseQueue`]; shared, as a caller may ask for it at any time.
     reuse: Option<Arc<ReuseQueue>>,
     now: Duration,
-    /// What was lost since it was last asked for.
-    losses: Vec<Loss>,
+    /// What was lost since it was last asked for, if somebody listens.
+    losses: Option<Vec<Loss>>,
 }
 
 impl PlainPool {
@@ -161,7 +161,7 @@ impl PlainPool {
             stats: StoreStats::default(),
             reuse: reuse.clone(),
             now: Duration::ZERO,
-            losses: Vec::new(),
+            losses: None,
         };
         state.move_end(config.num_blocks);
         Ok(Self {
@@ -178,9 +178,19 @@ impl PlainPool {
         }
     }
 
+    /// Remembers what is lost from now on.
+    pub fn listen(&self) {
+        self.state.borrow_mut().losses = Some(Vec::new());
+    }
+
     /// What was lost since the last call, in this order.
     pub fn take_losses(&self) -> Vec<Loss> {
-        std::mem::take(&mut self.state.borrow_mut().losses)
+        let mut state = self.state.borrow_mut();
+        state
+            .losses
+            .as_mut()
+            .map(std::mem::take)
+            .unwrap_or_default()
     }
 }
 
@@ -230,7 +240,9 @@ impl BlockStore for PlainPool {
     fn clear_index(&self) {
         let mut state = self.state.borrow_mut();
         state.epoch = state.epoch.next();
-        state.losses.push(Loss::Everything);
+        if let Some(losses) = &mut state.losses {
+            losses.push(Loss::Everything);
+        }
     }
 
     fn pin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
@@ -931,6 +943,9 @@ impl State {
 
     /// Takes content and pin from a block, and tells of content of this epoch.
     fn lose(&mut self, id: BlockId, cause: Cause) {
+        if self.losses.is_none() {
+            return self.forget(id);
+        }
         let Block {
             content,
             pinned,
@@ -944,7 +959,8 @@ impl State {
         if let Some((key, epoch)) = content
             && epoch == self.epoch
         {
-            self.losses.push(Loss::Block(LostBlock {
+            let is_last = was_found && self.lookup(&key).is_none();
+            let loss = Loss::Block(LostBlock {
                 hash: key.hash,
                 group: key.group,
                 cause,
@@ -952,8 +968,9 @@ impl State {
                 hits: life.hits,
                 age: self.now - life.born,
                 idle: self.now - life.used,
-                is_last: was_found && self.lookup(&key).is_none(),
-            }));
+                is_last,
+            });
+            self.losses.as_mut().map(|losses| losses.push(loss));
         }
     }
 

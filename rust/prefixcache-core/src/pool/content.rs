@@ -620,20 +620,20 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// [`Self::forget_all`], which calls `lost` for each block that held content of this epoch, with its place
-    /// in `ids` and whether it was in the index.
+    /// in `ids` and its spot in the index, if it was there.
     #[inline]
-    pub(super) fn forget_each(&self, ids: &[BlockId], lost: impl Fn(usize, bool)) -> u64 {
+    pub(super) fn forget_each(&self, ids: &[BlockId], lost: impl Fn(usize, Option<Spot>)) -> u64 {
         let batches = ids.chunks(FORGET_BATCH).enumerate();
         batches
             .map(|(number, batch)| {
                 let first = number * FORGET_BATCH;
-                self.forget_batch(batch, |at, removed| lost(first + at, removed))
+                self.forget_batch(batch, |at, spot| lost(first + at, spot))
             })
             .sum()
     }
 
     #[inline]
-    fn forget_batch(&self, batch: &[BlockId], lost: impl Fn(usize, bool)) -> u64 {
+    fn forget_batch(&self, batch: &[BlockId], lost: impl Fn(usize, Option<Spot>)) -> u64 {
         let mut spots = [Spot::default(); FORGET_BATCH];
         for (spot, block) in spots.iter_mut().zip(batch.iter().map(|&id| self.block(id))) {
             if block.seq() != 0 {
@@ -647,7 +647,7 @@ impl<M: Mode> BlockPool<M> {
             match self.forget(id, spot) {
                 Some((epoch, removed)) if epoch == now => {
                     current += 1;
-                    lost(at, removed);
+                    lost(at, removed.then_some(spot));
                 }
                 // Of another epoch: over, unless it began just now.
                 Some((epoch, _)) => self.contents.count::<M>(epoch, -1),
@@ -672,12 +672,11 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// Whether some block has the content in this epoch, be it about to leave the pool.
-    pub(super) fn has_copy(&self, content: &Content) -> bool {
+    pub(super) fn has_copy(&self, spot: Spot, content: &Content) -> bool {
         let now = Now {
             epoch: self.contents.epoch(),
             blocks: &self.blocks,
         };
-        let spot = self.index.spot(content, now.epoch);
         self.find_at(now, spot, content, None).is_some()
     }
 }

@@ -6,6 +6,7 @@ use super::BlockPool;
 use crate::block::{Class, Content};
 use crate::error::{InvalidArgument, ListenError};
 use crate::id::BlockId;
+use crate::index::Spot;
 use crate::losses::{Cause, Loss, Losses, ReuseGaps};
 use crate::store::BlockStore;
 use crate::sync::{Fault, Mode, planted};
@@ -120,23 +121,23 @@ impl<M: Mode> BlockPool<M> {
         let Some(losses) = self.losses.get() else {
             return self.forget_all(ids);
         };
-        self.forget_each(ids, |at, removed| {
+        self.forget_each(ids, |at, spot| {
             let id = ids[at];
             let content = self.block(id).content();
             let band = class_of(at).band();
             // A copy that was taken out of the index as one too many was none that others could find.
-            let is_last = removed && self.is_gone(&content);
+            let is_last = spot.is_some_and(|spot| self.is_gone(spot, &content));
             losses.lost::<M>(id, content, cause, band, is_last);
         })
     }
 
     /// Whether no block has the content in this epoch. Of threads that remove copies of it at the same time, at
     /// least one finds it gone.
-    fn is_gone(&self, content: &Content) -> bool {
+    fn is_gone(&self, spot: Spot, content: &Content) -> bool {
         // Each has erased its copy before it looks for others.
         if !planted(Fault::LookBeforeErased) {
             M::fence();
         }
-        !self.has_copy(content)
+        !self.has_copy(spot, content)
     }
 }

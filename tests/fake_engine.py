@@ -68,6 +68,7 @@ def make_engine(
     retention_budget: float = 0.2,
     enable_prefix_caching: bool = True,
     max_blocks: int | None = None,
+    max_cached_blocks: int | None = None,
     pool_options: Mapping[str, Any] | None = None,
     runner: FakeRunner | None = None,
     **parts: Any,
@@ -81,6 +82,7 @@ def make_engine(
         retention_budget=retention_budget,
         merge_twins=merge_twins,
         max_blocks=max_blocks,
+        max_cached_blocks=max_cached_blocks,
     )
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,

@@ -147,6 +147,68 @@ def test_an_answer_without_a_limit_is_as_long_as_the_cache_of_now_allows() -> No
     assert elastic.engine.max_model_len == 200
 
 
+def test_what_was_used_last_survives_wherever_it_lies() -> None:
+    elastic = Elastic()
+    prompts = fill(elastic, 9)
+    elastic.answer("the first again", prompts[0], 1)
+    status = elastic.control.resize(num_blocks=17)
+    assert status.blocks_moved >= 12
+    assert status.blocks_lost == 36 - 16
+    elastic.cache.validate()
+    hits = {number: elastic.engine.probe(make_request("", prompts[number])) for number in range(9)}
+    assert hits == {0: 16, 8: 16, 7: 16, 6: 16} | dict.fromkeys(range(1, 6), 0)
+    for number in (0, 8):
+        assert elastic.answer(f"after {number}", prompts[number], 6) == 16
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_content_that_was_not_copied_shows_and_a_failed_copy_loses_none(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    elastic = Elastic()
+    prompts = fill(elastic, 9)
+
+    def copy(sources: Any, targets: Any) -> None:
+        if fails:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(elastic.pool.memory, "copy_blocks", copy)
+    if fails:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            elastic.control.resize(num_blocks=17)
+        assert elastic.pool.num_blocks == elastic.cache.num_blocks == 40
+        assert elastic.answer("the last", prompts[8], 6) == 16
+        elastic.pool.resize(17)
+        elastic.run()
+        assert elastic.pool.num_blocks == 40, "the loop goes on"
+    else:
+        elastic.control.resize(num_blocks=17)
+        with pytest.raises(AssertionError):
+            elastic.answer("the last", prompts[8], 6)
+
+
+@pytest.mark.parametrize("most", [0, 6])
+def test_only_so_many_blocks_outlive_their_requests(most: int) -> None:
+    elastic = Elastic(max_cached_blocks=most)
+    prompts = fill(elastic, 3)
+    assert elastic.cache.stats()["cached_blocks"] == most
+    cached = [elastic.engine.probe(make_request("", prompt)) for prompt in prompts]
+    assert cached == ([0, 0, 0] if most == 0 else [0, 8, 16])
+
+
+def test_without_a_prefix_cache_only_live_blocks_hold_memory() -> None:
+    elastic = Elastic(enable_prefix_caching=False)
+    fill(elastic, 9)
+    assert elastic.control.resize(num_blocks=2).blocks_lost == 0
+    assert elastic.pool.memory.num_mapped_bytes() == 2 * BLOCK_BYTES
+    elastic.control.resize(num_blocks=40)
+    elastic.add("a", PROMPT, 20)
+    elastic.step()
+    elastic.control.resize(num_blocks=2)
+    held = elastic.cache.held_blocks(2)
+    assert elastic.pool.memory.num_mapped_bytes() == (2 + len(held)) * BLOCK_BYTES
+
+
 def test_what_the_shares_are_of_follows_the_size() -> None:
     elastic = Elastic()
     before = elastic.cache._max_pinned

@@ -225,8 +225,8 @@ def test_a_block_that_fills_no_page_alone_goes_back_with_its_neighbours() -> Non
     assert not kv[16:].any()
 
 
-@pytest.mark.parametrize("scattered", [False, True])
-def test_blocks_are_copied_in_every_tensor(scattered: bool) -> None:
+@pytest.mark.parametrize("order", ["up", "down", "both", "scattered"])
+def test_blocks_are_copied_in_every_tensor(order: str) -> None:
     memory = kv_of(100)
     memory.allocate()
     for number, kv in enumerate(bound_to(memory)):
@@ -234,8 +234,12 @@ def test_blocks_are_copied_in_every_tensor(scattered: bool) -> None:
     before = [kv.clone() for kv in bound_to(memory)]
     sources = np.arange(60, 96, dtype=np.int32)
     targets = np.arange(3, 39, dtype=np.int32)
-    if scattered:
+    if order == "scattered":
         targets = np.random.default_rng(1).permutation(targets)
+    elif order == "both":
+        targets = np.array([*range(3, 12), *range(20, 11, -1), *range(21, 38), 38], dtype=np.int32)
+    elif order == "down":
+        targets = targets[::-1].copy()
     memory.copy_blocks(sources, targets)
     for was, kv in zip(before, bound_to(memory), strict=True):
         was[torch.from_numpy(targets).long()] = was[torch.from_numpy(sources).long()]

@@ -106,6 +106,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         publish_answers=shares_answers(attention),
         merge_twins=config.cache.merge_duplicate_blocks and batch_invariant,
         max_blocks=sizes.ceiling,
+        max_cached_blocks=config.cache.prefix_cache_max_blocks,
     )
     pool = ElasticPool(cache, kv, sizes, grows_by_itself=config.elastic.is_on)
     max_step_ms = config.scheduler.step_limit(device.type)

@@ -258,7 +258,10 @@ class Engine:
         outputs: list[RequestOutput] = []
         while self._under_way:
             outputs += self._read_oldest()
-        pool.advance()
+        try:
+            pool.advance()
+        except Exception:  # the requests can be served
+            logger.exception("A resize of the KV cache is given up.")
         return outputs
 
     def _note_usage(self) -> None:

@@ -44,7 +44,8 @@ class CacheManager:
     or the last to `adopt_writer`; attributes may be read from any. `num_blocks` counts the null
     block, which no request can hold; `num_usable_blocks` does not. `attainable_blocks` is what the
     pool has or can return to by itself, and `make_room` asks for so many usable blocks of them. Of
-    at most `max_blocks` blocks the pool can be resized. Errors of the core pass through:
+    at most `max_blocks` blocks the pool can be resized, and at most `max_cached_blocks` are cached
+    while no request holds them. Errors of the core pass through:
     `ValueError` names an argument, `RuntimeError` tells of misuse. Without `publish_answers` only
     blocks of prompts are shared, for attention whose decodes write other bits than its prefills.
 
@@ -68,6 +69,7 @@ class CacheManager:
         merge_twins: bool = False,
         publish_answers: bool = True,
         max_blocks: int | None = None,
+        max_cached_blocks: int | None = None,
     ) -> None:
         self._cache = PrefixCache(
             num_blocks,
@@ -80,6 +82,7 @@ class CacheManager:
             eviction_policy=eviction_policy,
             retention_budget=retention_budget,
             max_blocks=max_blocks,
+            max_cached_blocks=max_cached_blocks,
         )
         self.block_size = block_size
         self.max_blocks = num_blocks if max_blocks is None else max_blocks
@@ -124,9 +127,9 @@ class CacheManager:
         return self._cache.stats()
 
     @property
-    def num_cached_blocks(self) -> int:
-        """Blocks that can be hit, held ones included. From any thread."""
-        return self._cache.stats()["cached_blocks"]
+    def num_lost_to_resizes(self) -> int:
+        """Blocks whose content resizes cost so far. From any thread."""
+        return self._cache.stats()["lost_to_resize_blocks"]
 
     def resize(self, num_blocks: int) -> int:
         """Sets the number of blocks; how many above it are held by requests still.
@@ -141,8 +144,8 @@ class CacheManager:
 
     @property
     def num_held_above(self) -> int:
-        """Blocks above the pool's end that requests hold still."""
-        return self._cache.resize(self.num_blocks)
+        """Blocks above the pool's end that requests hold still. From any thread."""
+        return self._cache.stats()["held_above_blocks"]
 
     def held_blocks(self, first: int) -> list[int]:
         """The blocks from `first` on that requests hold, in no order."""
@@ -152,6 +155,28 @@ class CacheManager:
             for group in range(self._num_groups)
         )
         return [block for table in tables for block in table if block >= first]
+
+    def move_cached(
+        self, num_blocks: int, max_moves: int, copy: Callable[[Blocks, Blocks], None]
+    ) -> int:
+        """One slice of a shrink: moves cached blocks that are worth most below the new end.
+
+        They take the place of blocks that would go first; `copy` copies the KV of the first blocks
+        to the second ones, and when it raises the content stays where it is. From the first slice
+        on no block above the new end is handed out. Returns how many were to be moved: with 0 the
+        shrink is ripe for `resize`, and `resize` to the old size takes it back.
+        """
+        sources, targets = self._cache.begin_moves(num_blocks, max_moves)
+        self._set_size(num_blocks)
+        if not len(sources):
+            return 0
+        try:
+            copy(sources, targets)
+        except BaseException:
+            self._cache.abort_moves()
+            raise
+        self._cache.finish_moves()
+        return len(sources)
 
     def listen(self, capacity: int, gap_bounds: Sequence[float]) -> None:
         """Logs what is lost from now on, once: see the core's `PrefixCache.listen`."""

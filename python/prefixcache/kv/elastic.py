@@ -130,7 +130,8 @@ class ElasticPool:
     ) -> None:
         self.sizes = sizes
         self.memory = memory
-        self.wanted = self.limit = self._target = sizes.start
+        self.wanted = self._size = self._target = sizes.start
+        self.limit = sizes.ceiling
         self.counts = ResizeCounts()
         self.has_slices = False
         self._cache = cache
@@ -138,6 +139,7 @@ class ElasticPool:
         self.observe: Callable[[float], None] = lambda _: None
         self._clock = clock
         self._is_asleep = False
+        self._is_moving = False  # the cache hands out no block above the target any more
         self._mapped_end = sizes.start  # no block from here on has memory
         self._trimmed_to = sizes.start  # those before have been given back, unless they are held
         self._held_above = 0
@@ -155,7 +157,7 @@ class ElasticPool:
         counts, before = self.counts, self._before
         return ResizeStatus(
             is_done=not (self.has_slices or self._held_above),
-            num_blocks=self._cache.num_blocks,
+            num_blocks=self._size,
             target_blocks=self._target,
             min_blocks=self.sizes.floor,
             max_blocks=self.sizes.ceiling,
@@ -171,7 +173,7 @@ class ElasticPool:
         """The pool's memory and what resizes did so far."""
         counts, held = self.counts, blocks_in_use + self._held_above
         return PoolGauges(
-            num_blocks=self._cache.num_blocks,
+            num_blocks=self._size,
             reserved_bytes=self.memory.num_reserved_bytes,
             mapped_bytes=self.memory.num_mapped_bytes(),
             held_bytes=held * self.sizes.block_bytes,
@@ -201,8 +203,8 @@ class ElasticPool:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool now."""
-        return self._cache.num_blocks
+        """Blocks of the pool now: those that it had before, until a shrink cuts them off."""
+        return self._size
 
     @property
     def is_at_floor(self) -> bool:
@@ -212,7 +214,7 @@ class ElasticPool:
     @property
     def can_grow(self) -> bool:
         """Whether the pool is smaller than it may become by itself."""
-        return self._grows_by_itself and self._cache.num_blocks < min(self.wanted, self.limit)
+        return self._grows_by_itself and self._target < min(self.wanted, self.limit)
 
     # What is done, between two steps.
 
@@ -221,8 +223,8 @@ class ElasticPool:
 
         Growing is done at once. Slices of a shrink follow, by `advance`, while `has_slices`.
         """
-        self.wanted = num_blocks
         self._begin(num_blocks)
+        self.wanted = self._cache.attainable_blocks = num_blocks
 
     def allow(self, num_blocks: int) -> None:
         """Bounds the size for now, whatever is wanted: down to the floor, and shrinks to there."""
@@ -237,15 +239,21 @@ class ElasticPool:
             self._begin(target)
 
     def advance(self) -> bool:
-        """Does one slice; whether another one can follow at once."""
+        """Does one slice; whether another one can follow at once.
+
+        When copying fails the shrink is given up, with nothing lost by that slice, and it raises.
+        """
         if not self.has_slices or self._is_asleep:
             return False
-        begun = self._clock()
-        cached = self._cache.num_cached_blocks
-        pace = self._slice()
+        begun, lost_before = self._clock(), self._cache.num_lost_to_resizes
+        pace = self._trims if self._size <= self._target else self._moves
+        try:
+            (self._trim if pace is self._trims else self._move)()
+        except Exception:
+            self._give_up()
+            raise
         seconds = self._clock() - begun
-        lost = max(0, cached - self._cache.num_cached_blocks)
-        self._count(blocks_lost=lost, seconds=seconds)
+        self._count(blocks_lost=self._cache.num_lost_to_resizes - lost_before, seconds=seconds)
         self.observe(seconds)
         pace.adapt(seconds)
         if not self.has_slices:
@@ -261,9 +269,8 @@ class ElasticPool:
 
     def grow(self) -> None:
         """Takes a part of what may be taken back by itself, or all of it where it is little."""
-        size = self._cache.num_blocks
         most = max(1, min(_MOST_GROWN_BLOCKS, _MOST_GROWN_BYTES // self.sizes.block_bytes))
-        self._try_to_grow(min(self.wanted, self.limit, size + most))
+        self._try_to_grow(min(self.wanted, self.limit, self._size + most))
 
     def make_room(self, num_blocks: int) -> bool:
         """Grows for a request that nothing but this can let start; whether there is room then.
@@ -287,65 +294,66 @@ class ElasticPool:
             return
         self._is_asleep = False
         self._cache.resize(self._target)
-        self.memory.num_blocks = self._mapped_end = self._trimmed_to = self._target
-        self._cache.attainable_blocks = self.wanted if self._grows_by_itself else self._target
+        self._size = self.memory.num_blocks = self._target
+        self._mapped_end = self._trimmed_to = self._target
         if self.has_slices:
-            self.has_slices = False
+            self._is_moving = self._trims_again = self.has_slices = False
             self._log()
 
     def _begin(self, target: int) -> None:
-        if self._target != target or self.status.is_done:
-            self._before = self.counts
-            self._count(resizes=1)
+        """Ends whatever is under way, and grows or lets slices follow."""
         if self._is_asleep:
+            self._start_counting()
             self._target, self.has_slices = target, True
             return
-        if target > self._cache.num_blocks:
-            self._grow_to(target)
-            self._log()
+        if target > self._size:
+            self.memory.grow(target)  # It alone may raise.
+        self._start_counting()
+        begun = self._clock()
+        if self._is_moving or target > self._size:
+            self._size = max(target, self._size)
+            self._held_above = self._cache.resize(self._size)
+            self._is_moving = False
         self._target = target
-        self.has_slices = self._cache.num_blocks > target or self._trimmed_to < self._mapped_end
-        self._cache.attainable_blocks = self.wanted if self._grows_by_itself else target
+        self._mapped_end = max(self._mapped_end, self._size)
+        self._trimmed_to = max(self._trimmed_to, self._size)
+        self.has_slices = target < self._size or self._trimmed_to < self._mapped_end
+        self._count(seconds=self._clock() - begun)
+        if not self.has_slices:
+            self._log()
 
     def _try_to_grow(self, target: int) -> None:
         """Where memory is short the pool keeps its size."""
         try:
-            self._grow_to(target)
+            self._begin(target)
         except OutOfMemoryError as error:
-            logger.warning("The KV cache keeps its %d blocks: %s", self._cache.num_blocks, error)
-        else:
-            self._target = target
-            logger.debug("The KV cache takes %d blocks.", target)
+            logger.warning("The KV cache keeps its %d blocks: %s", self._size, error)
 
-    def _grow_to(self, num_blocks: int) -> None:
-        begun = self._clock()
-        self.memory.grow(num_blocks)
-        self._held_above = self._cache.resize(num_blocks)
-        self._mapped_end = max(self._mapped_end, num_blocks)
-        self._trimmed_to = max(self._trimmed_to, num_blocks)
-        self._count(seconds=self._clock() - begun)
-
-    def _slice(self) -> _Pace:
-        """Moves or trims; the pace by which it was measured."""
-        if self._cache.num_blocks <= self._target:
-            self._trim()
-            return self._trims
-        self._cut()
-        return self._moves
-
-    def _cut(self) -> None:
-        """Takes the blocks above the target out of the pool."""
-        before = self._cache.num_blocks
+    def _move(self) -> None:
+        """Moves some blocks, and takes those above out of the pool when there is none to move."""
+        self._is_moving = True
+        moved = self._cache.move_cached(
+            self._target, self._moves.num_blocks, self.memory.copy_blocks
+        )
+        self._count(blocks_moved=moved)
+        if moved:
+            logger.debug("%d cached blocks were moved below block %d.", moved, self._target)
+            return
         self._held_above = self._cache.resize(self._target)
-        self.memory.num_blocks = self._trimmed_to = self._target
-        self._mapped_end = max(self._mapped_end, before)
-        self._count(blocks_released=before - self._target)
+        self._count(blocks_released=self._size - self._target)
+        self._size = self.memory.num_blocks = self._trimmed_to = self._target
+        self._is_moving = False
+
+    def _give_up(self) -> None:
+        """Keeps the size that there is; memory above it goes back with the next resize."""
+        self._held_above = self._cache.resize(self._size)
+        self._target, self._is_moving, self.has_slices = self._size, False, False
 
     def _trim(self) -> None:
         """Gives back the memory of some blocks above the end, and ends the resize with the last."""
         if self._trims_again and self._trimmed_to >= self._mapped_end:
-            self._trimmed_to, self._trims_again = self._cache.num_blocks, False
-        begin = max(self._trimmed_to, self._cache.num_blocks)
+            self._trimmed_to, self._trims_again = self._size, False
+        begin = self._trimmed_to
         self._trimmed_to = min(self._mapped_end, begin + self._trims.num_blocks)
         held = self._cache.held_blocks(begin) if self._held_above else []
         given = self.memory.give_back(begin, self._trimmed_to, held)
@@ -353,7 +361,11 @@ class ElasticPool:
         if self._trimmed_to >= self._mapped_end and not self._trims_again:
             self.has_slices = False
             if not self._held_above:
-                self._mapped_end = self._trimmed_to = self._cache.num_blocks
+                self._mapped_end = self._trimmed_to = self._size
+
+    def _start_counting(self) -> None:
+        self._before = self.counts
+        self._count(resizes=1)
 
     def _count(self, **added: float) -> None:
         sums = {name: getattr(self.counts, name) + more for name, more in added.items()}

@@ -300,24 +300,25 @@ class PrefixCache:
     def resize(self, num_blocks: int) -> int:
         """Set the number of blocks, the null block counted; how many above it are still held.
 
-        Those are retired when they are released. Blocks that come back are handed out first. What is
-        cached above is lost, wherever it stands in the order: `begin_moves` keeps what is worth most.
+        Those are retired when they are released. Blocks that come back are handed out first. What
+        is cached above is lost, wherever it stands in the order: `begin_moves` keeps what is worth
+        most.
         """
     def begin_moves(
         self, num_blocks: int, max_moves: int
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Begin one slice of a shrink to `num_blocks` that keeps what is worth most.
 
-        Returns (from, to): up to `max_moves` cached blocks from `num_blocks` on that go after others
-        below, the last of all first, each with the block below that goes first, which is held and
-        loses its content. The caller copies the KV of each `from` to its `to` and calls
-        `finish_moves`, or `abort_moves` where it could not; until then the content is found where it
-        was. From the first slice on no block from `num_blocks` on is handed out, and none of them
-        counts as free; those with content can be hit. Other calls may come between slices.
+        Returns (from, to): up to `max_moves` cached blocks from `num_blocks` on that go after
+        others below, the last of all first, each with the block below that goes first, which is
+        held and loses its content. The caller copies the KV of each `from` to its `to` and calls
+        `finish_moves`, or `abort_moves` where it could not; until then the content is found where
+        it was. From the first slice on no block from `num_blocks` on is handed out, and none of
+        them counts as free; those with content can be hit. Other calls may come between slices.
 
-        When both arrays are empty, what remains above is held, or goes before all that stays: `resize`
-        ends the shrink. `resize` to the present size, or any other, takes it back. RuntimeError while
-        moves are under way, or another thread is inside a call.
+        When both arrays are empty, what remains above is held, or goes before all that stays:
+        `resize` ends the shrink. `resize` to the present size, or any other, takes it back.
+        RuntimeError while moves are under way, or another thread is inside a call.
         """
     def finish_moves(self) -> int:
         """End the slice whose KV was copied: content is found in `to`, at its place in the order.
@@ -331,7 +332,8 @@ class PrefixCache:
     def set_max_cached_blocks(self, max_cached_blocks: int | None) -> None:
         """Bound the free blocks that keep their content; what is above goes in the eviction order.
 
-        At once, and whenever blocks are released. 0: nothing outlives its last holder; None: no bound.
+        At once, and whenever blocks are released. 0: nothing outlives its last holder; None: no
+        bound.
         """
     def fill_block_tables(
         self,
@@ -374,12 +376,12 @@ class PrefixCache:
         taken as hits), evictions, pins, demotions (those of `demote`), and pinned_hits and
         pinned_evictions, which are the touches and evictions of pinned blocks. Now: cached_blocks,
         blocks_in_use, free_blocks, pinned_blocks (all that carry a pin, held or free),
-        pinned_free_blocks, and held_above_blocks, those in use that a shrink waits for. Lifetime, of
-        shrinks: moved_blocks, and lost_to_resize_blocks, which are evictions too. A pin from before
-        the index was cleared counts until its block is handed out or loses its content, and is no
-        eviction. Of hints: hinted_blocks, raised or lowered
-        now (blocks lost since may be counted for a while); hints_demoted, those that lost their
-        priority over a budget, and hints_expired, those whose TTL ended.
+        pinned_free_blocks, and held_above_blocks, those in use that a shrink waits for. Lifetime,
+        of shrinks: moved_blocks, and lost_to_resize_blocks, which are evictions too. A pin from
+        before the index was cleared counts until its block is handed out or loses its content, and
+        is no eviction. Of hints: hinted_blocks, raised or lowered now (blocks lost since may be
+        counted for a while); hints_demoted, those that lost their priority over a budget, and
+        hints_expired, those whose TTL ended.
         """
     def listen(self, capacity: int, gap_bounds: _Sequence[float] = ()) -> None:
         """Keep a log of content that is lost from now on, of up to `capacity` blocks.

@@ -38,6 +38,7 @@ from prefixcache.request import (
     RequestOutput,
     TokenLogprobs,
 )
+from prefixcache.retention_range import RetentionRange
 from prefixcache.runner.pending import PendingStep
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.step_plan import ScheduledSequence, StepPlan
@@ -179,6 +180,7 @@ class Author:
 
     def __init__(self, schedule: Schedule) -> None:
         self._choose = random.Random(schedule.seed)
+        self._controls = random.Random(schedule.seed)  # the other choices do not depend on these
         self._name = str(schedule.seed)
         self._max_prompt = schedule.max_prompt
         self._stem = self._tokens(160)
@@ -190,11 +192,12 @@ class Author:
         request_id = f"{self._name}-{len(self._requests)}"
         if self._requests and self._choose.random() < 0.15:
             return self._another_choice(request_id)
+        prompt = self._prompt()
         return Request(
             request_id=request_id,
-            prompt_token_ids=self._prompt(),
+            prompt_token_ids=prompt,
             params=self._params(),
-            cache=self._cache_options(),
+            cache=self._cache_options(len(prompt)),
             priority=self._choose.choice([0, 0, 0, -1, 1]),
         )
 
@@ -240,12 +243,17 @@ class Author:
             structured_output=choose.choice([None, None, None, *GRAMMARS]),
         )
 
-    def _cache_options(self) -> CacheOptions:
-        choose = self._choose
+    def _cache_options(self, length: int) -> CacheOptions:
+        """Of a prompt of that length; a third of them have hints or write up to a token alone."""
+        choose, controls = self._choose, self._controls
+        cut = controls.randrange(length)
+        hints = (RetentionRange(0, cut + 1, ttl_s=60), RetentionRange(cut + 1, priority=20))
         return CacheOptions(
             salt=choose.choice([None, None, None, None, "tenant"]),
             read=choose.random() < 0.9,
             write=choose.random() < 0.9,
+            retention=hints if controls.random() < 0.2 else (),
+            write_upto=cut if controls.random() < 0.2 else None,
         )
 
     def _tokens(self, count: int) -> list[int]:

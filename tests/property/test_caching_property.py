@@ -45,8 +45,8 @@ class Ask:
 
 asks = st.builds(
     Ask,
-    shared=st.integers(1, 40),
-    own=st.integers(0, 20),
+    shared=st.integers(1, 40) | st.sampled_from([8, 16, 24]),
+    own=st.just(0) | st.integers(0, 20),
     tail=st.integers(0, 1),
     write_upto=st.none() | st.integers(0, 60),
     write=st.sampled_from([True, True, True, False]),
@@ -100,3 +100,14 @@ def expected(prompt: tuple[int, ...], limit: int, written: set[tuple[int, ...]])
     read = min(hits * BLOCK, (len(prompt) - 1) // BLOCK * BLOCK)
     new = [block for block in blocks if read < len(block) <= limit and block not in written]
     return read, len(new) * BLOCK
+
+
+def test_what_a_reset_takes_before_it_is_published_counts_as_unwritten() -> None:
+    engine, _, _ = make_engine(max_num_batched_tokens=8)
+    engine.add_request(make_request("a", range(40), max_tokens=1))
+    engine.step()
+    engine.control.reset_prefix_cache()
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+    assert [output.num_written_tokens for output in outputs] == [8]

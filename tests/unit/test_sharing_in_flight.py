@@ -172,6 +172,14 @@ def test_nobody_waits_for_blocks_that_are_not_published(groups: Groups) -> None:
     assert set(counts(bench.step())) == {"a", "b"}
 
 
+def test_nobody_waits_for_blocks_past_what_a_request_may_write(groups: Groups) -> None:
+    bench = Bench(groups=groups, max_num_batched_tokens=32, share_in_flight=True)
+    bench.add("a", own(0), cache=CacheOptions(write_upto=18))
+    bench.add("b", own(1))
+    assert [set(counts(bench.step())) for _ in range(2)] == [{"a"}, {"a", "b"}]
+    assert bench.scheduler.hit_counter.hit_tokens == 16
+
+
 def test_the_next_fork_is_shared_too(groups: Groups) -> None:
     bench = Bench(
         groups=groups,

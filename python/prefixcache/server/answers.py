@@ -71,10 +71,11 @@ class Choice:
             self.num_written_tokens = output.num_written_tokens
             self.prompt_logprobs = output.prompt_logprobs
         self.token_ids.extend(output.token_ids)
-        self.text.append(output.text)
         self.logprobs.extend(output.logprobs)
         self.finish_reason = output.finish_reason
-        if self.new_parser is not None:
+        if self.new_parser is None:
+            self.text.append(output.text)
+        else:
             self._read(output, self.new_parser)
         self.stop_reason = output.stop_reason
 

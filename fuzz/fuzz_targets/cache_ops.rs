@@ -12,7 +12,7 @@ use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::retention::{Pins, Retention};
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, PoolConfig};
+use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Moves, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
 
 const BLOCK_SIZE: usize = 4;
@@ -44,6 +44,7 @@ fuzz_target!(|input: (u8, Vec<[u8; 3]>)| {
 struct Side<S> {
     cache: PrefixCache<S>,
     sequences: Vec<Sequence>,
+    moves: Moves,
 }
 
 impl<S: BlockStore> Side<S> {
@@ -56,7 +57,7 @@ impl<S: BlockStore> Side<S> {
             block_size: BLOCK_SIZE,
             groups,
         };
-        Self { cache: PrefixCache::new(config, store).unwrap(), sequences: Vec::new() }
+        Self { cache: PrefixCache::new(config, store).unwrap(), sequences: Vec::new(), moves: Moves::default() }
     }
 
     /// A request of tokens from a small alphabet, so that requests share prefixes; most are of one scope
@@ -132,6 +133,18 @@ impl<S: BlockStore> Side<S> {
             8 if a & 3 == 0 => {
                 let most = cache.store().num_blocks() + ROOM;
                 format!("{:?}", cache.resize(usize::from(b) % most))
+            }
+            8 if a & 3 == 1 => {
+                let most = cache.store().num_blocks() + 1;
+                let begun = cache.begin_moves(usize::from(b) % most, 4, &mut self.moves);
+                format!("{begun:?} {:?}", self.moves.under_way)
+            }
+            8 if a & 3 == 2 && b & 1 == 0 => format!("{:?}", cache.finish_moves(&mut self.moves)),
+            8 if a & 3 == 2 => format!("{:?}", cache.abort_moves(&mut self.moves)),
+            8 if b & 1 == 0 => format!("{:?}", cache.release_cached(usize::from(b >> 4))),
+            8 => {
+                let bound = usize::from(b >> 2);
+                format!("{:?}", cache.set_max_cached((bound < 48).then_some(bound)))
             }
             _ => match b % 8 {
                 0 => format!("{:?}", cache.clear_cache_index()),

@@ -410,8 +410,11 @@ class PrefixCache:
 
         Each hit of content ends a gap, which began when a holder hit it or gave it up.
         """
-    def validate(self) -> None:
-        """Check every invariant of the cache, at rest; RuntimeError names the broken one."""
+    def validate(self, sequences: _Sequence[Sequence] | None = None) -> None:
+        """Check every invariant of the cache, at rest; RuntimeError names the broken one.
+
+        With `sequences`, all that hold blocks, also that each block counts its holders and no more.
+        """
     def adopt_writer(self) -> None:
         """Make the calling thread the one that may write; nothing changes for a shared cache."""
     def close(self) -> None:

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
-use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig};
+use prefixcache_core::store::{BlockKey, BlockStore, Moves, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
 use random::Random;
 
@@ -220,6 +220,43 @@ fn build<S: Subject>(criterion: &mut Criterion) {
     });
 }
 
+/// Blocks of a pool that is resized, about 100,000.
+const RESIZED: usize = 48 * REQUEST;
+
+/// Shrinks a pool to half, which keeps the last half in the order of eviction, without copying their KV.
+fn shrink(pool: &impl BlockStore) {
+    let half = RESIZED / 2 + 1;
+    let mut moves = Moves::default();
+    loop {
+        pool.begin_moves(half, REQUEST, &mut moves).unwrap();
+        if moves.under_way.is_empty() {
+            break;
+        }
+        pool.finish_moves(&mut moves).unwrap();
+    }
+    assert_eq!(pool.resize(half), Ok(0));
+    assert_eq!(pool.stats().cached, half - 1);
+}
+
+fn resize<S: Subject>(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("resize");
+    let mut bench = |name: &str, prepare: fn(&S::Pool), work: fn(&S::Pool)| {
+        let name = format!("{name}/{}", S::NAME);
+        group.bench_function(BenchmarkId::new(name, RESIZED), |bencher| {
+            let mut once = || {
+                let (subject, _) = full::<S>(RESIZED);
+                subject.with(prepare);
+                time(|| subject.with(work)).0
+            };
+            bencher.iter_custom(|rounds| (0..rounds).map(|_| once()).sum());
+        });
+    };
+    bench("shrink_to_half", |_| {}, shrink);
+    bench("grow_to_twice", shrink, |pool| {
+        assert_eq!(pool.resize(RESIZED + 1), Ok(0));
+    });
+}
+
 fn all_of<S: Subject>(criterion: &mut Criterion) {
     allocate_and_free::<S>(criterion, 1);
     allocate_and_free::<S>(criterion, REQUEST);
@@ -235,6 +272,9 @@ fn all(criterion: &mut Criterion) {
     all_of::<Mutex<PlainPool>>(criterion);
     all_of::<BlockPool<Shared>>(criterion);
     all_of::<BlockPool<SingleWriter>>(criterion);
+    // The plain pool looks through its whole line for each move.
+    resize::<BlockPool<Shared>>(criterion);
+    resize::<BlockPool<SingleWriter>>(criterion);
 }
 
 criterion_group! {

@@ -254,8 +254,10 @@ impl<S: BlockStore> PrefixCache<S> {
     ///    beside a twin ends the order instead, and so does unpinning, which may leave pins behind it.
     /// 4. `demote` takes the oldest pinned blocks, so those that follow a block go before it, and it
     ///    appends them to the regular tier in that order.
-    /// 5. A shrinking pool loses blocks by their ids, and a full ring those released last: both end the
-    ///    order. A clear takes everything, and the order is whole again.
+    /// 5. A shrink by moves loses what an eviction would take, from the front of the line, and what moves
+    ///    keeps its place. A resize ends the order if it loses what stands behind content that stays, or
+    ///    leaves blocks to holders, whose later registrations have gaps. So does a full ring, which loses
+    ///    what was released last. A clear takes everything, and the order is whole again.
     ///
     /// A commit looks at every block again: beside a writer a count may be out of date in any case.
     fn keeps_prefixes(&self) -> bool {
@@ -964,6 +966,16 @@ impl<S: BlockStore> PrefixCache<S> {
     /// Checks every invariant of the pool, which must be at rest.
     pub fn validate(&self) -> Result<(), Broken> {
         self.store.validate()
+    }
+
+    /// Checks that blocks count the holds of these sequences and moves, which are all that there are, and no
+    /// more: one count a block.
+    pub fn validate_holds(&self, sequences: &[&Sequence], moves: &Moves) -> Result<(), Broken> {
+        let holding = sequences.iter().filter_map(|one| one.holding.as_ref());
+        let tables = holding.flat_map(|holding| &holding.tables);
+        let held = tables.flat_map(|table| &table.blocks[table.first..]);
+        let moving = moves.under_way.iter().map(|one| &one.to);
+        self.store.validate_holds(held.chain(moving).copied())
     }
 
     // Checks.

@@ -225,7 +225,14 @@ impl Index {
             while matching != 0 {
                 let entry = &bucket.entries[matching.trailing_zeros() as usize];
                 // Acquire: as above. The entry may be another by now, or empty.
-                look(block_of(entry.load(Acquire)));
+                let first = entry.load(Acquire);
+                look(block_of(first));
+                // Content that was moved meanwhile (`pool/moves.rs`) is in the block that stands here now: it
+                // was erased in the first one after the entry was exchanged.
+                let now = entry.load(Acquire);
+                if now != first && !planted(Fault::LookOnce) {
+                    look(block_of(now));
+                }
                 matching &= matching - 1;
             }
             if !bucket.is_passed() {

@@ -16,8 +16,9 @@
 //!   blocks.
 //! * A call is served when what it needs is free, counting as needed by others what their calls ask for
 //!   while they run, and one block for each `demote`.
-//! * `resize` is refused while another thread is inside a call that takes blocks, gives them back or
-//!   moves them. Such calls that begin beside it wait for its end; lookups and registrations do not.
+//! * `resize`, `begin_moves` and `finish_moves` are refused while another thread is inside a call that takes
+//!   blocks, gives them back or moves them. Such calls that begin beside them wait for their end; lookups and
+//!   registrations do not, and find content that moves all the time.
 //! * From one thread the line is exactly that of the oracle, `prefixcache-oracle`. From several, each
 //!   block's history follows the same rules; the line as a whole is only nearly in LRU order.
 //! * A thread killed in the middle of a call can take the blocks of that call with it.
@@ -43,7 +44,8 @@
 //! 32 more for each further class that is in use, 24 more once somebody listens to losses. With queues ([`EvictionPolicy::ReuseQueue`]) that is six more
 //! classes, and up to 70 bytes a block for what the policy remembers. All of it starts as untouched zero pages (huge ones,
 //! where the system gives them), so a pool is built in microseconds and grows into its memory as it is
-//! used.
+//! used. Of a pool that may grow, the records above its size are not touched; index and rings are used all over
+//! in time, 48 bytes for each block of the most that it may have.
 
 mod bound;
 mod content;
@@ -511,6 +513,10 @@ impl<M: Mode> BlockStore for BlockPool<M> {
             pinned: self.pins.now(),
             pinned_free: self.ring(Class::PINNED).len(),
         }
+    }
+
+    fn num_holders(&self, block: BlockId) -> usize {
+        self.block(block).state().holders() as usize
     }
 
     fn validate(&self) -> Result<(), Broken> {

@@ -25,7 +25,14 @@
 //!
 //! **Retiring.** `resize` below a block's id retires it: it loses its hash at once, a free one
 //! leaves the line at once, a held one when its last holder releases it.
+//!
+//! **Leaving.** A shrink that keeps what is worth most begins with `begin_moves`: from then on blocks from its
+//! size on are leaving. They are handed out no more and do not count as free; one without content stands in no
+//! line. One with content keeps its place, can be hit, and comes back to the line at its release. At the front
+//! of the line it is dropped by whoever takes what follows. Moves carry the last of them in the order to
+//! blocks below that go first, until none below goes before any of them; `resize` ends it or takes it back.
 
+use std::collections::HashMap;
 use std::iter;
 
 use crate::band::Band;
@@ -171,7 +178,7 @@ pub trait BlockStore {
     /// Whether all content of this epoch is lost in order: of two keys that one request held, the one
     /// that comes first in it is lost last. As long as it is asked for in order, see
     /// [`PrefixCache`](crate::cache::PrefixCache), that is so without twins of pinned blocks, without
-    /// [`unpin`](Self::unpin), without shrinking, and when one thread makes all changes, with
+    /// [`unpin`](Self::unpin), without a [`resize`](Self::resize) that loses more than what goes first, and when one thread makes all changes, with
     /// [`EvictionPolicy::Lru`]. What is [discarded](Self::discard) does not count.
     fn evicts_in_order(&self) -> bool {
         false
@@ -320,6 +327,30 @@ pub trait BlockStore {
 
     /// Lifetime counts, and blocks by state.
     fn stats(&self) -> StoreStats;
+
+    /// How many hold the block. For debugging and tests.
+    fn num_holders(&self, block: BlockId) -> usize;
+
+    /// Checks that each block is held as often as `holds`, all holds that there are, name it.
+    fn validate_holds(&self, holds: impl IntoIterator<Item = BlockId>) -> Result<(), Broken> {
+        let mut counts: HashMap<BlockId, usize> = HashMap::new();
+        for id in holds {
+            *counts.entry(id).or_default() += 1;
+        }
+        if let Some((id, count)) = counts.iter().find(|&(&id, &n)| self.num_holders(id) != n) {
+            let held = self.num_holders(*id);
+            return Err(Broken(format!(
+                "block {id} counts {held} holders, {count} hold it"
+            )));
+        }
+        let (held, counted) = (counts.len(), self.stats().in_use);
+        if held != counted {
+            return Err(Broken(format!(
+                "{counted} blocks are in use, {held} are held"
+            )));
+        }
+        Ok(())
+    }
 
     /// Checks every invariant of the whole structure, which must be at rest.
     fn validate(&self) -> Result<(), Broken>;

@@ -219,6 +219,8 @@ pub(crate) enum Fault {
     KeepRetired,
     /// Content is found in the block that it moves to before it was copied there.
     MoveEarly,
+    /// A lookup does not look again at an entry that changed while it looked at its block.
+    LookOnce,
     /// A move does not look whether its block was touched since it began.
     BlindMove,
     /// A commit takes a credit for each key, hit or miss, for as long as it looks.

@@ -73,6 +73,7 @@ enum Step {
     Resize {
         num_blocks: usize,
     },
+<<<<<<< HEAD
     /// A request's next release leaves this behind.
     Hint {
         which: usize,
@@ -86,6 +87,26 @@ enum Step {
         seconds: u64,
         most: usize,
     },
+=======
+    /// One slice of a shrink that keeps what is worth most; nothing where one is under way.
+    BeginMoves {
+        num_blocks: usize,
+        most: usize,
+    },
+    EndMoves {
+        finish: bool,
+    },
+    /// All slices, and the resize if nothing above is held. Or a resize to a greater size.
+    Shrink {
+        num_blocks: usize,
+    },
+    ReleaseCached {
+        count: usize,
+    },
+    Bound {
+        blocks: Option<usize>,
+    },
+>>>>>>> 962317e4 (Lookups find content while it moves; models, schedules, stress, fuzzing and a bench of shrinks; blocks count what sequences hold)
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -106,16 +127,25 @@ fn step() -> impl Strategy<Value = Step> {
         1 => which.prop_map(|which| Step::Unpin { which }),
         1 => (0..4_usize).prop_map(|count| Step::Demote { count }),
         1 => (2..=MAX_BLOCKS).prop_map(|num_blocks| Step::Resize { num_blocks }),
+<<<<<<< HEAD
         4 => (0..8_usize, 0..6_u8, [0..30_usize, 1..20_usize, 1..20_usize], [0..=100_u8, 0..=100_u8],
               proptest::option::of(1..20_u64))
             .prop_map(|(which, owner, cuts, priorities, ttl)| Step::Hint {
                 which, owner, cuts, priorities, ttl,
             }),
         2 => (0..10_u64, 0..12_usize).prop_map(|(seconds, most)| Step::Expire { seconds, most }),
+=======
+        1 => (2..=MAX_BLOCKS, 0..4_usize)
+            .prop_map(|(num_blocks, most)| Step::BeginMoves { num_blocks, most }),
+        1 => any::<bool>().prop_map(|finish| Step::EndMoves { finish }),
+        2 => (2..=MAX_BLOCKS).prop_map(|num_blocks| Step::Shrink { num_blocks }),
+        1 => (0..4_usize).prop_map(|count| Step::ReleaseCached { count }),
+        1 => proptest::option::of(0..MAX_BLOCKS).prop_map(|blocks| Step::Bound { blocks }),
+>>>>>>> 962317e4 (Lookups find content while it moves; models, schedules, stress, fuzzing and a bench of shrinks; blocks count what sequences hold)
     ]
 }
 
-/// Steps that do not end the order in which content is lost: all but unpins and resizes.
+/// Steps that do not end the order in which content is lost: all but unpins and resizes by ids.
 fn in_order(step: &Step) -> bool {
     !matches!(step, Step::Unpin { .. } | Step::Resize { .. })
 }
@@ -124,8 +154,13 @@ struct Driver<S, H> {
     cache: PrefixCache<S>,
     ledger: H,
     live: Vec<Sequence>,
+<<<<<<< HEAD
     /// Milliseconds.
     time: u64,
+=======
+    moves: Moves,
+    steps: u64,
+>>>>>>> 962317e4 (Lookups find content while it moves; models, schedules, stress, fuzzing and a bench of shrinks; blocks count what sequences hold)
     /// Everything that was answered.
     answers: Vec<String>,
 }
@@ -144,7 +179,12 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             cache: PrefixCache::new(hashing, store).unwrap(),
             ledger,
             live: Vec::new(),
+<<<<<<< HEAD
             time: 0,
+=======
+            moves: Moves::default(),
+            steps: 0,
+>>>>>>> 962317e4 (Lookups find content while it moves; models, schedules, stress, fuzzing and a bench of shrinks; blocks count what sequences hold)
             answers: Vec::new(),
         }
     }
@@ -167,6 +207,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
                 let busy = self.cache.resize(num_blocks);
                 self.answer(busy);
             }
+<<<<<<< HEAD
             Step::Expire { seconds, most } => {
                 self.pass(1000 * seconds);
                 let moved = self.ledger.demote_expired(self.cache.store(), most);
@@ -174,6 +215,18 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             }
             Step::Hint { which, .. }
             | Step::Append { which, .. }
+=======
+            Step::BeginMoves { num_blocks, most } => self.begin_moves(num_blocks, most),
+            Step::EndMoves { finish: true } => self.finish_moves(),
+            Step::EndMoves { finish: false } => self.cache.abort_moves(&mut self.moves).unwrap(),
+            Step::Shrink { num_blocks } => self.shrink(num_blocks),
+            Step::ReleaseCached { count } => {
+                let released = self.cache.release_cached(count);
+                self.answer(released);
+            }
+            Step::Bound { blocks } => self.cache.set_max_cached(blocks),
+            Step::Append { which, .. }
+>>>>>>> 962317e4 (Lookups find content while it moves; models, schedules, stress, fuzzing and a bench of shrinks; blocks count what sequences hold)
             | Step::Fill { which }
             | Step::Finish { which }
             | Step::Drop { which }
@@ -189,6 +242,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
         self.look();
     }
 
+<<<<<<< HEAD
     fn pass(&mut self, millis: u64) {
         self.time += millis;
         let now = Duration::from_millis(self.time);
@@ -196,6 +250,33 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
         if let Some(reuse) = self.cache.store().reuse_queue() {
             reuse.set_time(now);
         }
+=======
+    fn begin_moves(&mut self, num_blocks: usize, most: usize) {
+        let outcome = self.cache.begin_moves(num_blocks, most, &mut self.moves);
+        let under_way = self.moves.under_way.clone();
+        self.answer((outcome, under_way));
+    }
+
+    fn finish_moves(&mut self) {
+        let moved = self.cache.finish_moves(&mut self.moves);
+        self.answer(moved);
+    }
+
+    fn shrink(&mut self, num_blocks: usize) {
+        self.finish_moves();
+        if num_blocks < self.cache.store().num_blocks() {
+            self.begin_moves(num_blocks, 3);
+            while !self.moves.under_way.is_empty() {
+                self.finish_moves();
+                self.begin_moves(num_blocks, 3);
+            }
+            if self.cache.store().stats().held_above > 0 {
+                return;
+            }
+        }
+        let held = self.cache.resize(num_blocks);
+        self.answer(held);
+>>>>>>> 962317e4 (Lookups find content while it moves; models, schedules, stress, fuzzing and a bench of shrinks; blocks count what sequences hold)
     }
 
     fn serve(&mut self, base: u32, len: usize, copies: usize) {
@@ -325,6 +406,8 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
     /// Everything that can be seen, and that it is sound.
     fn look(&mut self) {
         self.cache.validate().unwrap();
+        let live: Vec<&Sequence> = self.live.iter().collect();
+        self.cache.validate_holds(&live, &self.moves).unwrap();
         let prefixes = self.count_prefixes();
         self.answer(prefixes);
         let tables: Vec<Vec<BlockId>> = self

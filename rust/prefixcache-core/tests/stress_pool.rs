@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
 use prefixcache_core::policy::{EvictionPolicy, Queue};
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
-use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, PoolConfig, Registration};
+use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Moves, PoolConfig, Registration};
 use random::Random;
 
 const BLOCKS: usize = 600;
@@ -43,6 +43,7 @@ struct World<M: Mode> {
     stop: AtomicBool,
     hits: AtomicU64,
     rounds: AtomicU64,
+    moved: AtomicU64,
 }
 
 impl<M: Mode> World<M> {
@@ -73,6 +74,7 @@ impl<M: Mode> World<M> {
             stop: AtomicBool::new(false),
             hits: AtomicU64::new(0),
             rounds: AtomicU64::new(0),
+            moved: AtomicU64::new(0),
         }
     }
 
@@ -127,10 +129,33 @@ impl<M: Mode> World<M> {
             1..20 => drop(self.pool.pin(blocks).unwrap()),
             20..40 => drop(self.pool.unpin(blocks).unwrap()),
             40..60 => drop(self.pool.demote(random.below(30) as usize)),
+            64..68 => self.shrink(random),
+            68..70 => drop(self.pool.release_cached(random.below(20) as usize)),
             // Refused beside the other writer.
             60..64 => drop(self.pool.resize(BLOCKS - 100 + random.below(200) as usize)),
             _ => {}
         }
+    }
+
+    /// A slice of a shrink. Its KV is copied as one registered content would be.
+    fn shrink(&self, random: &mut Random) {
+        let mut moves = Moves::default();
+        let num_blocks = BLOCKS - 100 + random.below(80) as usize;
+        // Refused beside the other writer, and for more blocks than there are.
+        if self.pool.begin_moves(num_blocks, 16, &mut moves).is_err() {
+            return;
+        }
+        for one in &moves.under_way {
+            let kv = self.memory[one.from.index()].load(Ordering::Acquire);
+            self.memory[one.to.index()].store(kv, Ordering::Release);
+        }
+        if random.below(4) == 0 {
+            return self.pool.abort_moves(&mut moves).unwrap();
+        }
+        while self.pool.finish_moves(&mut moves).is_err() {
+            std::thread::yield_now();
+        }
+        self.moved.fetch_add(1, Ordering::Relaxed);
     }
 
     fn write(&self, seed: u64, hard: bool) {
@@ -182,8 +207,9 @@ impl<M: Mode> World<M> {
         let (rounds, hits) = (&self.rounds, &self.hits);
         assert!(rounds.load(Ordering::Relaxed) > 100 && hits.load(Ordering::Relaxed) > 100);
         println!(
-            "{rounds:?} requests, {hits:?} hits, {} drops",
-            self.pool.content_drops()
+            "{rounds:?} requests, {hits:?} hits, {} drops, {:?} slices of shrinks",
+            self.pool.content_drops(),
+            self.moved
         );
     }
 }

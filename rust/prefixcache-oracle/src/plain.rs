@@ -323,6 +323,10 @@ impl BlockStore for PlainPool {
         self.state.borrow().stats()
     }
 
+    fn num_holders(&self, block: BlockId) -> usize {
+        self.state.borrow().blocks[block.index()].holders as usize
+    }
+
     fn validate(&self) -> Result<(), Broken> {
         self.state.borrow().validate()
     }

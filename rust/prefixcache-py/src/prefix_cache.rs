@@ -739,10 +739,21 @@ retention_budget=0.2, max_cached_blocks=None)"
     }
 
     /// Check every invariant of the cache; raises RuntimeError that names the broken one.
-    fn validate(&self, py: Python<'_>) -> PyResult<()> {
+    ///
+    /// With `sequences`, all that hold blocks, also that each block counts its holders and no more.
+    #[pyo3(signature = (sequences=None))]
+    fn validate(&self, py: Python<'_>, sequences: Option<Batch>) -> PyResult<()> {
+        let batch = sequences.as_ref().map(Batch::use_all).transpose()?;
+        let batch: Option<Vec<&core::Sequence>> = batch
+            .as_ref()
+            .map(|batch| batch.iter().map(|sequence| &**sequence).collect());
         let (core, _paused) = self.0.core_at_rest()?;
+        let moves = &*self.moves()?;
         let sound = run(py, core.num_blocks(), || {
-            on!(core, |cache| cache.validate())
+            on!(core, |cache| {
+                cache.validate()?;
+                batch.map_or(Ok(()), |batch| cache.validate_holds(&batch, moves))
+            })
         });
         sound.map_err(IntoPyErr::into_py_err)
     }

@@ -166,7 +166,8 @@ impl<M: Mode> BlockPool<M> {
         let spot = self.index.spot(&Content::from(key), now.epoch);
         let found = match self.index.only_candidate(spot) {
             Only::Nothing => None,
-            Only::This(id) => Self::matching(now, id, &Content::from(key)),
+            Only::This(id) => Self::matching(now, id, &Content::from(key))
+                .or_else(|| self.find_among_several(now, spot, *key)),
             Only::Unclear => self.find_among_several(now, spot, *key),
         };
         found.map(|found| found.id)
@@ -179,7 +180,8 @@ impl<M: Mode> BlockPool<M> {
         Some(Found { id, seq })
     }
 
-    /// [`Self::find_at`] out of the way of the loop that calls it, which has the key in registers.
+    /// [`Self::find_at`] out of the way of the loop that calls it, which has the key in registers. For a lookup
+    /// too whose one candidate was another's: the content may have been moved from it.
     #[cold]
     #[inline(never)]
     fn find_among_several(&self, now: Now<'_>, spot: Spot, key: BlockKey) -> Option<Found> {
@@ -228,7 +230,8 @@ impl<M: Mode> BlockPool<M> {
                 // As in `find`; a function for both costs a twentieth of a long commit.
                 let found = match only {
                     Only::Nothing => None,
-                    Only::This(id) => Self::matching(now, id, &Content::from(&key)),
+                    Only::This(id) => Self::matching(now, id, &Content::from(&key))
+                        .or_else(|| self.find_among_several(now, spot, key)),
                     Only::Unclear => self.find_among_several(now, spot, key),
                 };
                 if !found.is_some_and(&mut visit) {

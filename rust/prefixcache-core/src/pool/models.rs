@@ -9,8 +9,8 @@ use crate::block::{Class, Content};
 use crate::id::{BlockHash, BlockId, Epoch, GroupId};
 use crate::losses::Loss;
 use crate::policy::{EvictionPolicy, Queue};
-use crate::store::{BlockKey, BlockStore, FreeOrder, PoolConfig, Registration};
-use crate::sync::{Fault, check, faults};
+use crate::store::{BlockKey, BlockStore, FreeOrder, Moves, PoolConfig, Registration};
+use crate::sync::{AtomicU64, Fault, Ordering, check, faults};
 
 type Pool = Arc<BlockPool<Shared>>;
 
@@ -779,4 +779,167 @@ fn evict_vs_evict_of_twins() {
 #[should_panic(expected = "nobody tells of the end")]
 fn evict_vs_evict_of_twins_fails_without_a_fence() {
     faults::check_with(Fault::LookBeforeErased, two_evictions_of_twins);
+}
+
+/// A pool of two blocks that shrinks to one: the first holds content 2, the second content 1, which goes later.
+/// Beside it, what their KV says.
+fn shrinking() -> (Pool, Arc<[AtomicU64; 3]>) {
+    let pool = pool(2);
+    let memory = Arc::new([0, 2, 1].map(AtomicU64::new));
+    let blocks = [2, 1].map(|number| held(&pool, number));
+    assert_eq!(blocks, [1, 2].map(BlockId::new));
+    pool.release(&blocks).unwrap();
+    (pool, memory)
+}
+
+/// Moves content 1 to the first block, unless another thread is inside a call; how many moved.
+fn shrink(pool: &Pool, memory: &[AtomicU64]) -> usize {
+    let mut moves = Moves::default();
+    if pool.begin_moves(2, 1, &mut moves).is_err() {
+        return 0;
+    }
+    for one in &moves.under_way {
+        let kv = memory[one.from.index()].load(Ordering::Relaxed);
+        memory[one.to.index()].store(kv, Ordering::Relaxed);
+    }
+    loop {
+        match pool.finish_moves(&mut moves) {
+            Ok(moved) => return moved,
+            Err(_) => thread::yield_now(),
+        }
+    }
+}
+
+/// Content moves while another thread looks for it and for what made way.
+fn move_beside_lookup() {
+    let (pool, memory) = shrinking();
+    let looking = {
+        let (pool, memory) = (pool.clone(), memory.clone());
+        thread::spawn(move || {
+            let kept = pool.lookup(&key(1)).expect("content is found all the time");
+            let kv = memory[kept.index()].load(Ordering::Relaxed);
+            assert_eq!(kv, 1, "a lookup found a block with other content");
+            pool.lookup(&key(2))
+        })
+    };
+    assert_eq!(shrink(&pool, &*memory), 1);
+    let made_way = looking.join().unwrap();
+    assert!(made_way.is_none_or(|block| block == BlockId::new(1)));
+    assert_eq!(pool.resize(2), Ok(0));
+    assert_eq!(
+        pool.lookup(&key(1)),
+        Some(BlockId::new(1)),
+        "content was lost"
+    );
+    assert_eq!(pool.lookup(&key(2)), None);
+    check_rest(&pool, &[]);
+}
+
+#[test]
+fn move_vs_lookup() {
+    check(move_beside_lookup);
+}
+
+#[test]
+#[should_panic(expected = "a lookup found a block with other content")]
+fn move_vs_lookup_fails_when_content_is_found_before_its_copy() {
+    faults::check_with(Fault::MoveEarly, move_beside_lookup);
+}
+
+#[test]
+#[should_panic(expected = "content is found all the time")]
+fn move_vs_lookup_fails_when_entries_are_looked_at_once() {
+    faults::check_with(Fault::LookOnce, move_beside_lookup);
+}
+
+/// Content moves while another thread hits it and looks at its KV.
+fn move_beside_touch() {
+    let pool = pool(2);
+    let memory = [0, 0, 1].map(AtomicU64::new);
+    let blank = allocate(&pool).unwrap();
+    let block = held(&pool, 1);
+    pool.release(&[block, blank]).unwrap();
+    let touching = beside(&pool, |pool| touch(pool, 1));
+    let moved = shrink(&pool, &memory);
+    let touched = touching.join().unwrap();
+    if let Some(block) = touched {
+        let kv = memory[block.index()].load(Ordering::Relaxed);
+        assert_eq!(kv, 1, "a hit had other content");
+    }
+    // A hit beside the move may be a miss, and holds the block that it found first.
+    let moved_first = touched.is_none_or(|block| block == BlockId::new(1));
+    assert_eq!(moved == 1, moved_first);
+    pool.release(&Vec::from_iter(touched)).unwrap();
+    assert!(pool.lookup(&key(1)).is_some(), "content was lost");
+    assert_eq!(pool.resize(2), Ok(0));
+    check_rest(&pool, &[]);
+}
+
+#[test]
+fn move_vs_touch() {
+    check(move_beside_touch);
+}
+
+#[test]
+#[should_panic]
+fn move_vs_touch_fails_when_the_holder_is_not_looked_for() {
+    faults::check_with(Fault::BlindMove, move_beside_touch);
+}
+
+/// Content moves while another thread takes a block and lets it go.
+fn move_beside_allocate() {
+    let (pool, memory) = shrinking();
+    let allocating = {
+        let (pool, memory) = (pool.clone(), memory.clone());
+        thread::spawn(move || {
+            let Some(block) = allocate(&pool) else { return };
+            memory[block.index()].store(3, Ordering::Relaxed);
+            pool.release(&[block]).unwrap();
+        })
+    };
+    shrink(&pool, &*memory);
+    allocating.join().unwrap();
+    if let Some(block) = pool.lookup(&key(1)) {
+        let kv = memory[block.index()].load(Ordering::Relaxed);
+        assert_eq!(kv, 1, "a block of the move was handed out");
+    }
+    assert!(pool.resize(2).is_ok());
+    check_rest(&pool, &[]);
+}
+
+#[test]
+fn move_vs_allocate() {
+    check(move_beside_allocate);
+}
+
+/// Content moves while another thread registers a copy of it.
+fn move_beside_register() {
+    let pool = pool(3);
+    let memory = [0, 0, 1, 1].map(AtomicU64::new);
+    let blank = allocate(&pool).unwrap();
+    let block = held(&pool, 1);
+    let copy = allocate(&pool).unwrap();
+    pool.release(&[block, blank]).unwrap();
+    let registering = beside(&pool, move |pool| {
+        pool.register(copy, key(1), Epoch::default()).unwrap()
+    });
+    assert_eq!(shrink(&pool, &memory), 1);
+    let outcome = registering.join().unwrap();
+    let is_twin = matches!(outcome, Registration::Twin(_));
+    assert!(is_twin, "{outcome:?} beside a copy");
+    assert_eq!(pool.lookup(&key(1)), Some(blank), "the first hits");
+    pool.release(&[copy]).unwrap();
+    assert_eq!(pool.resize(2), Ok(0));
+    check_rest(&pool, &[]);
+}
+
+#[test]
+fn move_vs_register() {
+    check(move_beside_register);
+}
+
+#[test]
+#[should_panic(expected = "beside a copy")]
+fn move_vs_register_fails_when_entries_are_looked_at_once() {
+    faults::check_with(Fault::LookOnce, move_beside_register);
 }

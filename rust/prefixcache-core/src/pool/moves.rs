@@ -12,10 +12,9 @@
 //!
 //! The second call puts the block into the very slot in line that the other leaves, and has the free blocks
 //! to itself for that, as a resize has: an eviction beside it could see the slot vacant and move the head of
-//! the line past it. Lookups go on. One that read the index just before may find the content in neither
-//! block, as if it had been evicted; never does one find a block with other content, since the record is
-//! written before the index entry names it and the entry names the other block no more before that one's
-//! record is erased.
+//! the line past it. Lookups go on, and never find a block with other content: the record is written before
+//! the index entry names its block. Nor do they miss what moves: the other record is erased after the entry was
+//! exchanged, and a lookup that finds it erased looks at the entry again (`index.rs`).
 
 use super::BlockPool;
 use crate::block::{Class, Content, Place, Transition};

@@ -1,5 +1,5 @@
 //! Random schedules of longer lives than a model check can exhaust: three threads that hit, allocate,
-//! register, pin, demote, clear, resize and release on a pool of few blocks and short rings.
+//! register, pin, demote, clear, resize, move and release on a pool of few blocks and short rings.
 //!
 //! A thread reserves what its request may need before it asks the pool, and waits for its turn with
 //! another request when all is reserved. So each request fits, and must be served.
@@ -12,7 +12,7 @@ use shuttle::thread;
 use super::{BlockPool, Shared};
 use crate::id::{BlockHash, BlockId, GroupId};
 use crate::policy::EvictionPolicy;
-use crate::store::{BlockKey, BlockStore, FreeOrder, PoolConfig};
+use crate::store::{BlockKey, BlockStore, FreeOrder, Moves, PoolConfig};
 use crate::sync::{AtomicU64, Fault, Ordering, faults};
 
 const BLOCKS: usize = 12;
@@ -110,9 +110,27 @@ impl World {
             5..7 => drop(self.pool.demote(1)),
             // Refused beside another writer.
             7 => drop(self.pool.resize(SHRUNK)),
+            10..13 => self.shrink(),
+            13 => drop(self.pool.release_cached(1)),
             8..10 => drop(self.pool.resize(BLOCKS)),
             _ => {}
         }
+    }
+
+    /// One slice of a shrink. A request beside it may be short of the two blocks that content moves to.
+    fn shrink(&self) {
+        let before = self.reserved.fetch_add(2, Ordering::SeqCst);
+        let mut moves = Moves::default();
+        if before + 2 < SHRUNK as u64 && self.pool.begin_moves(SHRUNK, 2, &mut moves).is_ok() {
+            for one in &moves.under_way {
+                let kv = self.memory[one.from.index()].load(Ordering::SeqCst);
+                self.memory[one.to.index()].store(kv, Ordering::SeqCst);
+            }
+            while self.pool.finish_moves(&mut moves).is_err() {
+                thread::yield_now();
+            }
+        }
+        self.reserved.fetch_sub(2, Ordering::SeqCst);
     }
 
     fn check_rest(&self) {

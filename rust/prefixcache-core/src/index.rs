@@ -38,7 +38,7 @@
 
 use crate::block::Content;
 use crate::id::{BlockId, Epoch};
-use crate::sync::{AtomicU64, Fault, Mode, Ordering, planted, prefetch};
+use crate::sync::{AtomicU64, Fault, Mode, Ordering, fence, planted, prefetch};
 use crate::zeroed::{Zeroable, Zeroed};
 
 use Ordering::{Acquire, Relaxed, Release};
@@ -228,7 +228,9 @@ impl Index {
                 let first = entry.load(Acquire);
                 look(block_of(first));
                 // Content that was moved meanwhile (`pool/moves.rs`) is in the block that stands here now: it
-                // was erased in the first one after the entry was exchanged.
+                // was erased in the first one after the entry was exchanged. Acquire: whoever saw it erased,
+                // be it by a relaxed load, sees the entry exchanged.
+                fence(Acquire);
                 let now = entry.load(Acquire);
                 if now != first && !planted(Fault::LookOnce) {
                     look(block_of(now));

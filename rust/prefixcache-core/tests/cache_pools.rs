@@ -73,7 +73,6 @@ enum Step {
     Resize {
         num_blocks: usize,
     },
-<<<<<<< HEAD
     /// A request's next release leaves this behind.
     Hint {
         which: usize,
@@ -87,7 +86,6 @@ enum Step {
         seconds: u64,
         most: usize,
     },
-=======
     /// One slice of a shrink that keeps what is worth most; nothing where one is under way.
     BeginMoves {
         num_blocks: usize,
@@ -106,7 +104,6 @@ enum Step {
     Bound {
         blocks: Option<usize>,
     },
->>>>>>> 962317e4 (Lookups find content while it moves; models, schedules, stress, fuzzing and a bench of shrinks; blocks count what sequences hold)
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -127,21 +124,18 @@ fn step() -> impl Strategy<Value = Step> {
         1 => which.prop_map(|which| Step::Unpin { which }),
         1 => (0..4_usize).prop_map(|count| Step::Demote { count }),
         1 => (2..=MAX_BLOCKS).prop_map(|num_blocks| Step::Resize { num_blocks }),
-<<<<<<< HEAD
         4 => (0..8_usize, 0..6_u8, [0..30_usize, 1..20_usize, 1..20_usize], [0..=100_u8, 0..=100_u8],
               proptest::option::of(1..20_u64))
             .prop_map(|(which, owner, cuts, priorities, ttl)| Step::Hint {
                 which, owner, cuts, priorities, ttl,
             }),
         2 => (0..10_u64, 0..12_usize).prop_map(|(seconds, most)| Step::Expire { seconds, most }),
-=======
         1 => (2..=MAX_BLOCKS, 0..4_usize)
             .prop_map(|(num_blocks, most)| Step::BeginMoves { num_blocks, most }),
         1 => any::<bool>().prop_map(|finish| Step::EndMoves { finish }),
         2 => (2..=MAX_BLOCKS).prop_map(|num_blocks| Step::Shrink { num_blocks }),
         1 => (0..4_usize).prop_map(|count| Step::ReleaseCached { count }),
         1 => proptest::option::of(0..MAX_BLOCKS).prop_map(|blocks| Step::Bound { blocks }),
->>>>>>> 962317e4 (Lookups find content while it moves; models, schedules, stress, fuzzing and a bench of shrinks; blocks count what sequences hold)
     ]
 }
 
@@ -154,13 +148,9 @@ struct Driver<S, H> {
     cache: PrefixCache<S>,
     ledger: H,
     live: Vec<Sequence>,
-<<<<<<< HEAD
     /// Milliseconds.
     time: u64,
-=======
     moves: Moves,
-    steps: u64,
->>>>>>> 962317e4 (Lookups find content while it moves; models, schedules, stress, fuzzing and a bench of shrinks; blocks count what sequences hold)
     /// Everything that was answered.
     answers: Vec<String>,
 }
@@ -179,12 +169,8 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             cache: PrefixCache::new(hashing, store).unwrap(),
             ledger,
             live: Vec::new(),
-<<<<<<< HEAD
             time: 0,
-=======
             moves: Moves::default(),
-            steps: 0,
->>>>>>> 962317e4 (Lookups find content while it moves; models, schedules, stress, fuzzing and a bench of shrinks; blocks count what sequences hold)
             answers: Vec::new(),
         }
     }
@@ -207,15 +193,11 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
                 let busy = self.cache.resize(num_blocks);
                 self.answer(busy);
             }
-<<<<<<< HEAD
             Step::Expire { seconds, most } => {
                 self.pass(1000 * seconds);
                 let moved = self.ledger.demote_expired(self.cache.store(), most);
                 self.answer(moved);
             }
-            Step::Hint { which, .. }
-            | Step::Append { which, .. }
-=======
             Step::BeginMoves { num_blocks, most } => self.begin_moves(num_blocks, most),
             Step::EndMoves { finish: true } => self.finish_moves(),
             Step::EndMoves { finish: false } => self.cache.abort_moves(&mut self.moves).unwrap(),
@@ -225,8 +207,8 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
                 self.answer(released);
             }
             Step::Bound { blocks } => self.cache.set_max_cached(blocks),
-            Step::Append { which, .. }
->>>>>>> 962317e4 (Lookups find content while it moves; models, schedules, stress, fuzzing and a bench of shrinks; blocks count what sequences hold)
+            Step::Hint { which, .. }
+            | Step::Append { which, .. }
             | Step::Fill { which }
             | Step::Finish { which }
             | Step::Drop { which }
@@ -242,7 +224,6 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
         self.look();
     }
 
-<<<<<<< HEAD
     fn pass(&mut self, millis: u64) {
         self.time += millis;
         let now = Duration::from_millis(self.time);
@@ -250,7 +231,8 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
         if let Some(reuse) = self.cache.store().reuse_queue() {
             reuse.set_time(now);
         }
-=======
+    }
+
     fn begin_moves(&mut self, num_blocks: usize, most: usize) {
         let outcome = self.cache.begin_moves(num_blocks, most, &mut self.moves);
         let under_way = self.moves.under_way.clone();
@@ -276,7 +258,6 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
         }
         let held = self.cache.resize(num_blocks);
         self.answer(held);
->>>>>>> 962317e4 (Lookups find content while it moves; models, schedules, stress, fuzzing and a bench of shrinks; blocks count what sequences hold)
     }
 
     fn serve(&mut self, base: u32, len: usize, copies: usize) {

@@ -14,6 +14,17 @@ Words = npt.NDArray[np.int32]
 """One bit a token: bit i of word w is token 32 * w + i."""
 
 
+# Sets of tokens that llguidance looks for in a mask as a whole: what a JSON string may go on with
+# that has room for so many characters. Strings of bounded length are as quick as others then.
+_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
+_ROOMS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 40)
+_SLICES = (
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_CHARACTER}{{1,{room}}}" for room in _ROOMS),
+    f"{_CHARACTER}+",
+)
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """The bytes that each token adds to a text, and which tokens end one.
@@ -40,6 +51,7 @@ class Vocabulary:
             TokenizerWrapper(_Source(self)),
             n_vocab=len(self.tokens),
             eos_token=list(self.eos_token_ids),
+            slices=list(_SLICES),
         )
 
     def words_of(self, token_ids: Sequence[int]) -> Words:

@@ -152,8 +152,12 @@ def _all_plain_greedy(rows: Sequence[SampledRow]) -> bool:
 def greedy_token_ids(logits_RV: Tensor) -> Tensor:
     """[R] on the logits' device: each row's likeliest token, -1 without a finite maximum.
 
-    The first of equals.
+    The first of equals. numpy looks for it with vector instructions, torch on a CPU does not.
     """
+    if logits_RV.device.type == "cpu" and logits_RV.dtype == torch.float32:
+        indices_R1 = logits_RV.numpy().argmax(axis=-1, keepdims=True)
+        best_R1 = np.take_along_axis(logits_RV.numpy(), indices_R1, axis=-1)  # NaN if there is one
+        return torch.from_numpy(np.where(np.isfinite(best_R1), indices_R1, -1)[:, 0])
     best_R = logits_RV.max(dim=-1)
     return torch.where(best_R.values.isfinite(), best_R.indices, -1)
 
@@ -198,6 +202,8 @@ def _draw(logits_NV: Tensor, draws: Draws, *, waits: bool) -> Tensor:
 
 def _has_maximum(logits_RV: Tensor) -> Tensor:
     """Whether each row's largest value is a finite number."""
+    if logits_RV.device.type == "cpu" and logits_RV.dtype == torch.float32:
+        return torch.from_numpy(np.isfinite(logits_RV.numpy().max(axis=-1)))
     return logits_RV.amax(dim=-1).isfinite()
 
 

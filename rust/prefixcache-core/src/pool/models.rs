@@ -723,13 +723,14 @@ fn drop_vs_probe_fails_when_the_content_stays() {
     faults::check_with(Fault::KeepDiscarded, drop_beside_probe);
 }
 
-/// A block is touched and released to another queue while a thread asks for a block.
+/// The oldest block is touched and released to another queue while a thread asks for a block. Another one is
+/// free, so that both may have what they want.
 fn evict_beside_move_between_queues() {
-    let pool = pool_with(1, EvictionPolicy::ReuseQueue);
+    let pool = pool_with(2, EvictionPolicy::ReuseQueue);
     let time = std::time::Duration::from_secs(1);
     pool.reuse_queue().unwrap().set_time(time);
-    let block = held(&pool, 1);
-    pool.release_to(&[block], Queue::new(0)).unwrap();
+    let blocks = [held(&pool, 1), held(&pool, 2)];
+    pool.release_to(&blocks, Queue::new(0)).unwrap();
     let evicting = beside(&pool, allocate);
     if let Some(block) = touch(&pool, 1) {
         pool.release_to(&[block], Queue::SHARED).unwrap();
@@ -741,6 +742,12 @@ fn evict_beside_move_between_queues() {
 #[test]
 fn evict_vs_move_between_queues() {
     check(evict_beside_move_between_queues);
+}
+
+#[test]
+#[should_panic(expected = "the pool is whole")]
+fn evict_vs_move_between_queues_fails_when_the_line_is_not_looked_at() {
+    faults::check_with(Fault::IgnoreClass, evict_beside_move_between_queues);
 }
 
 /// Two copies of one content are evicted at the same time: whoever listens is told by at least one of them that

@@ -25,8 +25,8 @@ def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> _M
     """The messages, with plain text content, for a template that shows roles and content alone."""
     written: _Messages = []
     for index, message in enumerate(messages):
-        result = message["role"] == "tool"
-        if result and index and messages[index - 1]["role"] == "tool":
+        result = message.get("role") == "tool"
+        if result and index and messages[index - 1].get("role") == "tool":
             written[-1]["content"] += "\n" + _result(message)
         elif result:  # many templates want user and assistant by turns
             written.append({"role": "user", "content": _result(message)})
@@ -37,7 +37,7 @@ def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> _M
 
 def _with_tools(messages: _Messages, tools: Sequence[Tool]) -> _Messages:
     told = _TOLD.format(tools=_json([tool.spec for tool in tools]))
-    if not messages or messages[0]["role"] != "system":
+    if not messages or messages[0].get("role") != "system":
         return [{"role": "system", "content": told}, *messages]
     first = {**messages[0], "content": f"{messages[0].get('content', '')}\n\n{told}"}
     return [first, *messages[1:]]

@@ -21,7 +21,7 @@ PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=load
 
 .PHONY: setup setup-dev model serve test test-long test-rust test-python test-wheel format clean
 .PHONY: lint lint-rust lint-python
-.PHONY: equality loom shuttle stress sanitize fuzz bench bench-peers bench-core bench-hybrid bench-eviction bench-gpu-dry
+.PHONY: equality loom shuttle stress sanitize fuzz bench bench-peers bench-core bench-hybrid bench-elastic bench-eviction bench-gpu-dry
 
 setup: .venv/.built                ## venv, pinned dependencies, release build
 setup-dev: .venv/.built .venv/.dev ## and what the tests need
@@ -109,6 +109,11 @@ bench-core: setup                  ## the core's operations from Rust and from P
 
 bench-hybrid: setup-dev            ## prefixes in turn on a model with windows (ARGS=--simulate)
 	$(BIN)/python benches/serving/hybrid.py $(ARGS)
+
+bench-elastic: setup-dev           ## what a resize costs, and two servers that share a budget (ARGS="--phases 6")
+	$(BIN)/python benches/core/resize.py
+	$(BIN)/python benches/core/resize.py --order random
+	$(BIN)/python benches/serving/elastic.py $(ARGS)
 
 bench-eviction:                    ## public traces: hit rates of orders of eviction (ARGS="taubench --as-json")
 	cargo bench --package prefixcache-replay --bench eviction -- $(ARGS)

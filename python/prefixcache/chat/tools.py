@@ -73,7 +73,7 @@ def read_tool_use(
 def shown_tool(spec: Mapping[str, Any]) -> Tool:
     """A tool that templates show, and that nobody calls."""
     function = spec["function"]
-    return Tool(function["name"], function.get("parameters") or _NO_PARAMETERS, spec)
+    return Tool(0, function["name"], function.get("parameters") or _NO_PARAMETERS, spec)
 
 
 def _read_tools(tools: Sequence[Any]) -> tuple[Tool, ...]:

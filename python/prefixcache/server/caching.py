@@ -145,7 +145,7 @@ def anthropic_controls(
     return CachingControls(breakpoints=tuple(breakpoints), explicit=bool(breakpoints))
 
 
-def marked_parts(messages: Messages, control: str) -> Iterator[Marked]:
+def marked_parts(messages: Iterable[Mapping[str, Any]], control: str) -> Iterator[Marked]:
     """The parts of the messages' content that carry `control`, in order."""
     for index, message in enumerate(messages):
         content = message.get("content")

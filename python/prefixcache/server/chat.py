@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -114,8 +115,7 @@ async def chat_job(
     plan = await chat_plan(maker, fields, size, params.structured_output)
     special = fields.add_special_tokens is True
     if controls is None:
-        marked = marked_parts(fields.plain_messages(), "prompt_cache_breakpoint")
-        controls = caching_controls(fields, marked)
+        controls = await maker.workers.run(size, partial(_controls, fields))
 
     def rendered_with(changed: Place) -> str:
         return _planned(maker.served.chat, fields, params.structured_output, changed).prompt
@@ -136,6 +136,11 @@ async def chat_job(
         new_parser=plan.new_parser,
         caching=caching,
     )
+
+
+def _controls(fields: ChatRequest) -> CachingControls:
+    messages = ({"content": message.content} for message in fields.messages)
+    return caching_controls(fields, marked_parts(messages, "prompt_cache_breakpoint"))
 
 
 def _params(maker: JobMaker, fields: ChatRequest) -> SamplingParams:

@@ -13,16 +13,18 @@ if TYPE_CHECKING:
     from prefixcache.engine.async_engine import AsyncEngine
     from prefixcache.llm import LLM
     from prefixcache.request import CacheOptions
+    from prefixcache.retention_range import RetentionRange
     from prefixcache.sampling_params import SamplingParams
 
     __version__: str
 
-__all__ = ["LLM", "AsyncEngine", "CacheOptions", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "CacheOptions", "RetentionRange", "SamplingParams", "__version__"]
 
 _HOMES = {
     "AsyncEngine": "prefixcache.engine.async_engine",
     "CacheOptions": "prefixcache.request",
     "LLM": "prefixcache.llm",
+    "RetentionRange": "prefixcache.retention_range",
     "SamplingParams": "prefixcache.sampling_params",
 }
 

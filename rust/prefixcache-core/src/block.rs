@@ -73,12 +73,11 @@ impl State {
     /// Held by one, without content.
     pub(crate) const HELD_ONCE: Self = Self(1);
 
-    /// The state of the block when it stands at `place`, whose class its own becomes unless a pin put it
-    /// there.
+    /// The state of the block when it stands at `place`, whose class its own becomes unless it is pinned.
     #[inline]
     fn queued(self, place: Place) -> Self {
         let kept = Self(QUEUED | place.ticket.get() << TICKET_SHIFT | self.0 & KEPT);
-        if place.class == self.class() {
+        if self.is_pinned() {
             kept
         } else {
             kept.with_own_class(place.class)
@@ -154,10 +153,15 @@ impl State {
     #[inline]
     pub(crate) fn class(self) -> Class {
         if self.is_pinned() {
-            self.own_class().max(Class::PINNED)
+            self.class_with_pin()
         } else {
             self.own_class()
         }
+    }
+
+    #[cold]
+    fn class_with_pin(self) -> Class {
+        self.own_class().max(Class::PINNED)
     }
 
     /// Where the block stands, when it is queued.
@@ -174,7 +178,9 @@ impl State {
         if planted(Fault::IgnoreClass) {
             return self.place().map(|own| own.ticket) == Some(place.ticket);
         }
-        self.place() == Some(place)
+        // One comparison for a block without a pin.
+        let plain = Self(QUEUED | place.ticket.get() << TICKET_SHIFT).with_own_class(place.class);
+        self.with(HASHED, false) == plain || self.is_pinned() && self.place() == Some(place)
     }
 }
 

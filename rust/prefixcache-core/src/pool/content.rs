@@ -577,6 +577,8 @@ impl<M: Mode> BlockPool<M> {
         if id == held {
             return self.block(id).transition_to_classed::<M>(change);
         }
+        // So that no resize moves the block meanwhile.
+        let inside = self.credits.enter::<M>();
         let mut state = self.block(id).state();
         while state.place().is_some() && change(state).place() == state.place() {
             // Read after the state: as long as that is the same, the block is in line with this content.
@@ -589,6 +591,7 @@ impl<M: Mode> BlockPool<M> {
             }
             state = self.block(id).state();
         }
+        drop(inside);
         // A hold takes a free block out of its line, and its release puts it into that of its new class.
         let Some(hold) = self.hold_copy(id, key) else {
             return false;

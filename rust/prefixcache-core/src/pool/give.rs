@@ -1,7 +1,7 @@
 //! Giving blocks back, and moving them between the classes.
 
 use super::BlockPool;
-use crate::block::{Block, ByClass, Class, ClassSet, GiveUp, State, Ticket, Transition};
+use crate::block::{Block, ByClass, Class, ClassSet, GiveUp, Place, State, Ticket, Transition};
 use crate::credits::Inside;
 use crate::error::Misuse;
 use crate::free_stack::Chain;
@@ -197,10 +197,11 @@ impl<M: Mode> BlockPool<M> {
         if above && !last.is_hashed() {
             return self.retire(id);
         }
-        if (last.is_hashed() || batch.append)
-            && let Some(ticket) = self.ticket(batch.class_of(last), batch)
-        {
-            return self.queue(id, last, ticket, batch);
+        if last.is_hashed() || batch.append {
+            let class = batch.class_of(last);
+            if let Some(ticket) = self.ticket(class, batch) {
+                return self.queue(id, last, self.ring(class).place(ticket), batch);
+            }
         }
         if last.is_hashed() {
             M::add(&self.counters.drops, 1);
@@ -271,25 +272,22 @@ impl<M: Mode> BlockPool<M> {
     }
 
     #[inline]
-    fn queue(&self, id: BlockId, last: State, ticket: Ticket, batch: &mut Return) -> Transition {
-        let class = batch.class_of(last);
-        let ring = self.ring(class);
+    fn queue(&self, id: BlockId, last: State, place: Place, batch: &mut Return) -> Transition {
+        let ring = self.ring(place.class);
         if let Some(reuse) = &self.reuse {
             // Before others can find the block in line.
             reuse.stamp(id, batch.now);
         }
         let early = planted(Fault::SlotBeforeState);
         if early {
-            ring.fill(ticket, id);
+            ring.fill(place.ticket, id);
         }
-        let step = self
-            .block(id)
-            .transition_to_queued::<M>(last, ring.place(ticket));
+        let step = self.block(id).transition_to_queued::<M>(last, place);
         if step == Transition::Done {
             if !early {
-                ring.fill(ticket, id);
+                ring.fill(place.ticket, id);
             }
-            batch.tickets[class.index()].advance();
+            batch.tickets[place.class.index()].advance();
             if self.is_above(id) {
                 self.size.count_rejoined::<M>();
             } else {

@@ -1,0 +1,409 @@
+//! Retention hints: what is kept, for how long, for whom, and at whose cost.
+
+use std::time::Duration;
+
+use prefixcache_core::band::Band;
+use prefixcache_core::cache::PrefixCache;
+use prefixcache_core::groups::{GroupSpec, Groups};
+use prefixcache_core::hash::{HashConfig, Scope};
+use prefixcache_core::hints::{Hint, Hints, Owner};
+use prefixcache_core::ledger::{Ledger, MAX_OWNERS};
+use prefixcache_core::policy::EvictionPolicy;
+use prefixcache_core::pool::{BlockPool, SingleWriter};
+use prefixcache_core::retention::{Pins, Retention};
+use prefixcache_core::sequence::Sequence;
+use prefixcache_core::store::{BlockStore, PoolConfig};
+
+const SIZE: usize = 4;
+
+/// Blocks of a prompt.
+const BLOCKS: usize = 8;
+
+struct Served {
+    cache: PrefixCache<BlockPool<SingleWriter>>,
+    ledger: Ledger,
+}
+
+/// A prompt of its own.
+fn prompt(number: u32) -> Vec<u32> {
+    (0..(BLOCKS * SIZE) as u32)
+        .map(|token| number << 8 | token)
+        .collect()
+}
+
+fn hint(end: Option<usize>, priority: u8, seconds: Option<u64>) -> Hint {
+    let ttl = seconds.map(Duration::from_secs);
+    Hint {
+        start: 0,
+        end,
+        priority,
+        ttl,
+    }
+}
+
+impl Served {
+    /// A cache of `blocks` usable blocks, of which each owner may raise `share`.
+    fn new(blocks: usize, share: f64) -> Self {
+        Self::with(PoolConfig::new(blocks + 1), share, Groups::full(1).unwrap())
+    }
+
+    fn with(config: PoolConfig, share: f64, groups: Groups) -> Self {
+        let hashing = HashConfig {
+            model: String::new(),
+            revision: String::new(),
+            kv_dtype: String::new(),
+            arithmetic: String::new(),
+            block_size: SIZE,
+            groups,
+        };
+        let cache = PrefixCache::new(hashing, BlockPool::new(config).unwrap()).unwrap();
+        let mut served = Self {
+            cache,
+            ledger: Ledger::new(share).unwrap(),
+        };
+        served.at(0);
+        served
+    }
+
+    /// Sets the time, in seconds.
+    fn at(&mut self, seconds: u64) {
+        self.ledger.set_time(Duration::from_secs(seconds));
+    }
+
+    fn begin(&mut self, tokens: &[u32], owner: &str, hints: &[Hint]) -> Sequence {
+        let mut sequence = self
+            .cache
+            .new_sequence(tokens.to_vec(), Scope::default(), vec![]);
+        if !hints.is_empty() {
+            sequence.set_hints(Hints::new(Owner::named(owner), hints.to_vec()).unwrap());
+        }
+        self.commit(&mut sequence);
+        sequence
+    }
+
+    fn commit(&mut self, sequence: &mut Sequence) {
+        let hits = self.cache.count_prefix_hits(sequence).unwrap();
+        let rest = sequence.num_tokens() - hits;
+        let taken = self
+            .cache
+            .commit_prefix_plan(sequence, hits, rest + 1)
+            .unwrap();
+        assert_eq!(taken, Some(hits), "nothing is refused");
+        self.ledger.note_hits(self.cache.store(), sequence);
+    }
+
+    fn end(&mut self, mut sequence: Sequence) {
+        self.preempt(&mut sequence);
+    }
+
+    fn preempt(&mut self, sequence: &mut Sequence) {
+        let upto = sequence.num_tokens();
+        self.cache
+            .mark_blocks_filled(&mut [&mut *sequence], &[upto])
+            .unwrap();
+        self.cache
+            .release_with_hints(&mut self.ledger, &mut [sequence])
+            .unwrap();
+        self.cache.validate().unwrap();
+    }
+
+    fn serve(&mut self, number: u32, owner: &str, hints: &[Hint]) {
+        let sequence = self.begin(&prompt(number), owner, hints);
+        self.end(sequence);
+    }
+
+    /// Prompts of nobody, as many as fill the pool so many times.
+    fn fill(&mut self, pools: usize) {
+        let prompts = pools * self.cache.store().num_blocks() / BLOCKS + 1;
+        for number in 0..prompts {
+            self.serve(1000 + number as u32, "", &[]);
+            self.ledger.demote_expired(self.cache.store(), 16);
+        }
+    }
+
+    /// How many blocks of a prompt hit.
+    fn hits(&self, number: u32) -> usize {
+        let hashes = self
+            .cache
+            .compute_block_hashes(&prompt(number), &Scope::default(), vec![]);
+        self.cache.probe(&hashes) / SIZE
+    }
+}
+
+#[test]
+fn a_hinted_prefix_outlives_ten_pools_and_goes_once_its_ttl_ends() {
+    for eviction_policy in [EvictionPolicy::Lru, EvictionPolicy::ReuseQueue] {
+        let config = PoolConfig {
+            eviction_policy,
+            ..PoolConfig::new(101)
+        };
+        let mut served = Served::with(config, 0.2, Groups::full(1).unwrap());
+        served.serve(1, "one", &[hint(Some(6 * SIZE), 60, Some(600))]);
+        served.fill(10);
+        assert_eq!(served.hits(1), 6, "the range and no more");
+        // The hit lets the TTL begin anew.
+        served.at(599);
+        served.serve(1, "another", &[]);
+        served.at(1198);
+        served.fill(2);
+        assert_eq!(served.hits(1), 6);
+        served.at(1199);
+        served.fill(2);
+        assert_eq!(served.hits(1), 0);
+        assert_eq!((served.ledger.stats().expired, served.ledger.len()), (6, 0));
+    }
+}
+
+#[test]
+fn owners_over_budget_lose_their_own_oldest_and_touch_no_third() {
+    let mut served = Served::new(160, 0.2);
+    let for_ever = [hint(None, 50, None)];
+    for number in 0..4 {
+        served.serve(number, "quiet", &for_ever);
+    }
+    for number in 0..20 {
+        for (place, owner) in ["loud", "louder"].iter().enumerate() {
+            served.serve(
+                100 * (place as u32 + 1) + number,
+                owner,
+                &[hint(None, 90, None)],
+            );
+        }
+    }
+    served.fill(3);
+    assert!((0..4).all(|number| served.hits(number) == BLOCKS));
+    for place in 1..=2_u32 {
+        let kept = |number: u32| served.hits(100 * place + number) == BLOCKS;
+        assert!(
+            (0..20).all(|number| kept(number) == (number >= 16)),
+            "the last 32 blocks"
+        );
+    }
+    assert_eq!(served.ledger.stats().demoted, 2 * 16 * BLOCKS as u64);
+}
+
+#[test]
+fn of_a_prompt_beyond_the_budget_the_head_is_kept() {
+    let mut served = Served::new(40, 0.1);
+    served.serve(1, "one", &[hint(None, 80, None)]);
+    served.fill(3);
+    assert_eq!(served.hits(1), 4);
+}
+
+#[test]
+fn a_pool_full_of_the_highest_priority_serves_who_needs_all_of_it() {
+    let mut served = Served::new(80, 1.0);
+    for number in 0..10 {
+        served.serve(number, "one", &[hint(None, 100, None)]);
+    }
+    assert_eq!(served.ledger.stats().hinted, 80);
+    let tokens: Vec<u32> = (0..80 * SIZE as u32 - 1)
+        .map(|token| 1 << 30 | token)
+        .collect();
+    let all = served.begin(&tokens, "", &[]);
+    assert_eq!(served.cache.store().num_free(), 0);
+    served.end(all);
+}
+
+#[test]
+fn the_ledger_is_bounded_whoever_asks() {
+    let owners = if std::env::var_os("PREFIXCACHE_LONG_TESTS").is_some() {
+        1_000_000
+    } else {
+        20_000
+    };
+    let mut served = Served::new(64, 0.5);
+    for number in 0..owners {
+        // New content for each, and one prompt that all of them ask for.
+        let number = if number % 5 == 0 { 0 } else { number };
+        let sequence = served.begin(
+            &prompt(number),
+            &number.to_string(),
+            &[hint(None, 100, None)],
+        );
+        let mut sequence = sequence;
+        served
+            .cache
+            .mark_blocks_filled(&mut [&mut sequence], &[BLOCKS * SIZE])
+            .unwrap();
+        served
+            .cache
+            .release_with_hints(&mut served.ledger, &mut [&mut sequence])
+            .unwrap();
+        let most = 2 * MAX_OWNERS * 64;
+        assert!(
+            served.ledger.len() <= most,
+            "{} entries",
+            served.ledger.len()
+        );
+    }
+    assert!(
+        served.ledger.len() <= 2 * 64,
+        "about one for each block: {}",
+        served.ledger.len()
+    );
+}
+
+#[test]
+fn a_pin_and_a_hint_end_apart() {
+    let mut served = Served::new(60, 0.5);
+    let hinted = [hint(None, 60, Some(10))];
+    for number in [1, 2] {
+        let mut sequence = served.begin(&prompt(number), "one", &hinted);
+        served
+            .cache
+            .mark_blocks_filled(&mut [&mut sequence], &[BLOCKS * SIZE])
+            .unwrap();
+        assert_eq!(
+            served.cache.pin(&mut sequence, BLOCKS * SIZE).unwrap(),
+            BLOCKS
+        );
+        served.end(sequence);
+    }
+    // The pin of the first ends, and its hint keeps it.
+    assert_eq!(served.cache.demote(BLOCKS), BLOCKS);
+    served.fill(3);
+    assert_eq!((served.hits(1), served.hits(2)), (BLOCKS, BLOCKS));
+    // Both hints end, and the pin keeps the second.
+    served.at(11);
+    served.fill(3);
+    assert_eq!((served.hits(1), served.hits(2)), (0, BLOCKS));
+    let stats = served.cache.store().stats();
+    assert_eq!((stats.pinned, stats.demotions), (BLOCKS, BLOCKS as u64));
+}
+
+#[test]
+fn a_slice_of_what_has_ended_leaves_prefixes() {
+    let mut served = Served::new(60, 0.5);
+    served.serve(1, "one", &[hint(None, 90, Some(1))]);
+    served.at(5);
+    assert_eq!(served.ledger.demote_expired(served.cache.store(), 5), 5);
+    // Those of the end are as any others now.
+    let prompts = 60 / BLOCKS as u32;
+    (0..prompts).for_each(|number| served.serve(1000 + number, "", &[]));
+    assert_eq!(served.hits(1), 3);
+    assert_eq!(served.ledger.demote_expired(served.cache.store(), 5), 3);
+}
+
+#[test]
+fn what_was_raised_before_a_clear_goes_first() {
+    let mut served = Served::new(60, 0.5);
+    served.serve(1, "one", &[hint(None, 100, None)]);
+    served.cache.clear_cache_index();
+    let line = served.cache.store().free_order();
+    let mut first: Vec<u32> = line[..BLOCKS].iter().map(|block| block.get()).collect();
+    first.sort_unstable();
+    assert_eq!(first, Vec::from_iter(1..=BLOCKS as u32));
+    served.serve(2, "one", &[hint(None, 100, None)]);
+    assert_eq!(
+        served.ledger.stats().hinted,
+        BLOCKS,
+        "what was before is forgotten"
+    );
+}
+
+#[test]
+fn a_preempted_sequence_keeps_what_it_hinted() {
+    let mut served = Served::new(60, 0.5);
+    let mut sequence = served.begin(&prompt(1), "one", &[hint(None, 70, None)]);
+    served.preempt(&mut sequence);
+    served.fill(3);
+    served.commit(&mut sequence);
+    assert_eq!(sequence.num_hits(), BLOCKS * SIZE);
+    served.end(sequence);
+}
+
+#[test]
+fn what_nobody_wants_goes_before_the_rest_until_somebody_hits_it() {
+    let mut served = Served::new(60, 0.5);
+    served.serve(1, "", &[]);
+    served.serve(2, "one", &[hint(None, 0, None)]);
+    served.serve(3, "one", &[hint(None, 20, None)]);
+    let sequence = served.begin(&prompt(3), "", &[]);
+    served.end(sequence);
+    (0..5).for_each(|number| served.serve(1000 + number, "", &[]));
+    let hits = [1, 2, 3].map(|number| served.hits(number));
+    // 64 blocks and the last one's slot for an answer, of 60.
+    assert_eq!(hits, [BLOCKS, BLOCKS - 5, BLOCKS]);
+}
+
+#[test]
+fn the_end_of_a_range_stays_behind_a_window() {
+    let specs = vec![
+        GroupSpec::FullAttention,
+        GroupSpec::SlidingWindow { window: 5 },
+    ];
+    let mut served = Served::with(PoolConfig::new(61), 0.5, Groups::new(specs).unwrap());
+    let mut sequence = served.begin(&prompt(1), "one", &[hint(Some(3 * SIZE), 60, None)]);
+    let pins = None::<Pins>;
+    sequence.set_retention(Retention::Anchors { interval: 0, pins });
+    served
+        .cache
+        .mark_blocks_filled(&mut [&mut sequence], &[BLOCKS * SIZE])
+        .unwrap();
+    served
+        .cache
+        .drop_unneeded(&mut [&mut sequence], &[BLOCKS * SIZE])
+        .unwrap();
+    served.end(sequence);
+    served.fill(3);
+    assert_eq!(
+        served.hits(1),
+        3,
+        "the whole group up to there, and the window before it"
+    );
+    // Three blocks, and of the window the last one and one below.
+    assert_eq!(served.ledger.stats().hinted, 3 + 2);
+}
+
+#[test]
+fn bad_hints_name_the_range() {
+    let owner = Owner::named("one");
+    let range = |start, end, priority| Hint {
+        start,
+        end,
+        priority,
+        ttl: None,
+    };
+    let zero = Some(Duration::ZERO);
+    for (ranges, message) in [
+        (
+            vec![range(3, Some(3), 50)],
+            "hints[0] must end after its start, 3, not at 3",
+        ),
+        (
+            vec![range(0, None, 101)],
+            "hints[0] must have a priority from 0 to 100, not 101",
+        ),
+        (
+            vec![range(0, Some(4), 1), range(3, None, 2)],
+            "hints[1] must not overlap range 0",
+        ),
+        (
+            vec![range(5, None, 1), range(3, None, 2)],
+            "hints[1] must not overlap range 0",
+        ),
+        (
+            vec![Hint {
+                ttl: zero,
+                ..range(0, None, 1)
+            }],
+            "hints[0] must have a TTL above 0",
+        ),
+    ] {
+        let error = Hints::new(owner, ranges).unwrap_err();
+        assert_eq!(error.to_string(), message);
+    }
+    let many = (0..33).map(|at| range(at, Some(at + 1), 50)).collect();
+    assert!(Hints::new(owner, many).is_err());
+    assert!(
+        [-0.1, 1.1, f64::NAN]
+            .map(Ledger::new)
+            .iter()
+            .all(Result::is_err)
+    );
+    assert_eq!(
+        [0, 14, 15, 35, 89, 100].map(|p| Band::of(p).index()),
+        [0, 0, 1, 2, 6, 7]
+    );
+}

@@ -106,6 +106,9 @@ const RETENTION_BUDGET: f64 = 0.2;
 /// Blocks whose TTL has ended that one call looks at, unless another number is given.
 const EXPIRED_AT_ONCE: usize = 256;
 
+/// Block ids, int32.
+type BlockArray<'py> = Bound<'py, PyArray1<i32>>;
+
 /// The argument `extras`.
 type BlockExtras = List<names::Extras, Vec<u8>>;
 
@@ -540,7 +543,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         py: Python<'py>,
         num_blocks: Number<names::NumBlocks>,
         max_moves: Number<names::MaxMoves>,
-    ) -> PyResult<(Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<i32>>)> {
+    ) -> PyResult<(BlockArray<'py>, BlockArray<'py>)> {
         let (num_blocks, most) = (num_blocks.0, max_moves.0);
         let (core, _writing) = self.0.core_to_write()?;
         let moves = &mut *self.moves()?;

@@ -22,7 +22,9 @@ use crate::error::{InvalidArgument, ResizeError};
 use crate::id::BlockId;
 use crate::policy::ReuseQueue;
 use crate::store::{Move, Moves, Plan};
-use crate::sync::{Fault, Mode, planted};
+use crate::sync::{Fault, Mode, Ordering, planted, prefetch};
+
+use Ordering::Relaxed;
 
 /// Blocks that are moved together.
 const BATCH: usize = 64;
@@ -154,22 +156,33 @@ impl<M: Mode> BlockPool<M> {
             return Err(ResizeError::Busy);
         };
         let (mut moved, mut failed) = (0, Vec::new());
-        for one in moves.under_way.drain(..) {
-            if planted(Fault::MoveEarly) || self.can_finish(&one) {
-                if !planted(Fault::MoveEarly) {
-                    self.carry(&one);
+        for batch in moves.under_way.chunks(BATCH) {
+            batch.iter().for_each(|one| self.prefetch_move(one));
+            for one in batch {
+                if planted(Fault::MoveEarly) || self.can_finish(one) {
+                    self.carry(one);
+                    moved += 1;
+                } else {
+                    failed.push(one.to);
                 }
-                moved += 1;
-            } else {
-                failed.push(one.to);
-                moves.plan.made_from = None;
             }
+        }
+        moves.under_way.clear();
+        if !failed.is_empty() {
+            moves.plan.made_from = None;
         }
         self.credits.give::<M>(moved);
         M::add(&self.counters.moved, moved as u64);
         drop(resizing);
         self.give_back_all(&failed);
         Ok(moved)
+    }
+
+    fn prefetch_move(&self, one: &Move) {
+        let spot = self.index.spot(&Content::from(&one.key), one.epoch);
+        self.index.prefetch(spot);
+        prefetch(self.block(one.from));
+        prefetch(self.block(one.to));
     }
 
     /// Whether what was copied is what the block still holds, in line, and the other one is still to get it.
@@ -204,6 +217,7 @@ impl<M: Mode> BlockPool<M> {
     }
 
     fn evictions(&self) -> u64 {
-        self.counters.evictions.load(crate::sync::Ordering::Relaxed)
+        // Relaxed: no other thread evicts beside a shrink.
+        self.counters.evictions.load(Relaxed)
     }
 }

@@ -39,7 +39,14 @@ TOKENS = (
     *(b"ab", b"ba", b"aab", b"01", b'"a', b'a"', b"</", b"a</", b"></a", b">a", b"</a>", b"b</a>a"),
 )
 EOS, SPECIAL = 0, 1
-PATTERNS = ("a*b", "(ab|ba){1,3}", "[ab]{2,5}0?1*", '("[ab]{0,3}",?)+', "a(b(0|1)+)*|0")
+PATTERNS = (
+    "(<x>|[<a]){1,4}",
+    "a*b",
+    "(ab|ba){1,3}",
+    "[ab]{2,5}0?1*",
+    '("[ab]{0,3}",?)+',
+    "a(b(0|1)+)*|0",
+)
 
 
 def encode(text: str) -> list[int]:
@@ -300,6 +307,32 @@ def test_one_late_mask_keeps_nobody_else_from_steps(tiny_checkpoint: Checkpoint)
     while alone.has_unfinished():
         expected += [token for output in alone.step() for token in output.token_ids]
     assert tokens["late"] == expected
+
+
+def test_answers_with_a_grammar_stay_out_of_steps_ahead(tiny_checkpoint: Checkpoint) -> None:
+    """There a step is submitted before the tokens of the one before are read."""
+    grammars = [
+        StructuredOutput("regex", "x[a-f]{12}y"),
+        StructuredOutput("choice", '["no"]'),
+        None,
+    ]
+    answers = []
+    for runs_ahead in (False, True):
+        engine = tiny_engine(tiny_checkpoint)
+        engine._runner.runs_ahead = runs_ahead
+        for number, output in enumerate(grammars):
+            engine.add_request(request(f"{number}", output, logprobs=None))
+        tokens: dict[str, list[int]] = {f"{number}": [] for number in range(3)}
+        together = 0
+        while engine.has_unfinished():
+            outputs = engine.step()
+            together += len(outputs) == 3
+            for output in outputs:
+                assert output.error is None
+                tokens[output.request_id] += output.token_ids
+        answers.append(tokens)
+        assert runs_ahead or together
+    assert answers[0] == answers[1]
 
 
 def test_an_answer_that_begins_anew_begins_its_grammar_anew(tiny_checkpoint: Checkpoint) -> None:

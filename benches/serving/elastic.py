@@ -36,16 +36,16 @@ MIB = 1 << 20
 BUDGET = 1 << 30
 MIN_FREE = 96 * MIB
 IDLE_SECONDS = 15
-# 512 KiB a block of 16 tokens, so that a gigabyte fills within seconds.
+# 2 MiB a block of 16 tokens, so that a gigabyte fills within seconds.
 SHAPE = {
     "hidden_size": 128,
     "intermediate_size": 128,
     "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 64,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
 }
-PREFIXES, PREFIX_TOKENS = 60, 400
+PREFIXES, PREFIX_TOKENS = 16, 400
 RECORD = Path(__file__).parents[1] / "record" / "elastic.json"
 PLOT = Path(__file__).parents[2] / "docs" / "elastic.svg"
 SAMPLE_SECONDS = 0.25

@@ -206,6 +206,34 @@ fn print_evictions_as_json() {
     });
 }
 
+/// What reuse-queue asks of the blocks of a request when it begins and when it ends.
+fn print_policy_calls() {
+    println!("\nThe policy's part of a request of {REQUEST} blocks that nobody asked for before");
+    for max_blocks in [10_000, 1_000_000] {
+        let policy = ReuseQueue::new(max_blocks).unwrap();
+        let mut times = [const { Vec::new() }; 3];
+        for round in 0..500 {
+            policy.set_time(Duration::from_millis(100 * round as u64));
+            let hashes: Vec<BlockHash> = keys(REQUEST * round, REQUEST)
+                .into_iter()
+                .map(|key| key.hash)
+                .collect();
+            let start = Instant::now();
+            let turn = policy.begin(&hashes);
+            let begun = Instant::now();
+            let shared = policy.count_shared(&hashes);
+            let counted = Instant::now();
+            policy.end(&hashes, turn, REQUEST, shared);
+            times[0].push(begun - start);
+            times[1].push(counted - begun);
+            times[2].push(counted.elapsed());
+        }
+        for (what, samples) in ["begin", "count_shared", "end"].into_iter().zip(times) {
+            report(&format!("{what}, pool of {max_blocks}"), samples);
+        }
+    }
+}
+
 /// One cold block at the head of the line, and all others behind it released again and again.
 fn dead_run<M: Mode>(name: &str) {
     let blocks = 1 << 20;
@@ -228,11 +256,16 @@ fn dead_run<M: Mode>(name: &str) {
 }
 
 fn main() {
-    if std::env::args().any(|argument| argument == "--evictions-as-json") {
+    let is_asked_for = |name: &str| std::env::args().any(|argument| argument == name);
+    if is_asked_for("--evictions-as-json") {
         return print_evictions_as_json();
+    }
+    if is_asked_for("--policy-calls") {
+        return print_policy_calls();
     }
     probe_beside_writer();
     print_evictions();
+    print_policy_calls();
     println!("\nA cold head of the line, with four million releases behind it");
     dead_run::<Shared>("shared");
     dead_run::<SingleWriter>("single writer");

@@ -54,6 +54,7 @@ CONTROL = [
     ("POST", "/update_weights_from_disk"),
     ("POST", "/reset_prefix_cache"),
     ("GET", "/prefix_cache/stats"),
+    ("POST", "/prefix_cache/resize"),
     ("POST", "/prefix_cache/warm"),
     ("GET", "/metrics"),
 ]

@@ -19,7 +19,7 @@ SHUTTLE := RUSTFLAGS="--cfg shuttle" CARGO_TARGET_DIR=target/shuttle
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
-.PHONY: setup setup-dev model serve test test-long test-rust test-python test-wheel format clean
+.PHONY: setup setup-dev model serve test test-long test-clients test-rust test-python test-wheel format clean
 .PHONY: lint lint-rust lint-python
 .PHONY: equality loom shuttle stress sanitize fuzz bench bench-peers bench-core bench-hybrid bench-elastic bench-eviction bench-gpu-dry
 
@@ -53,6 +53,14 @@ test: setup-dev model              ## what a change must pass (WORKERS=...)
 test-long: setup-dev model         ## the same tests in their long forms
 	PROPTEST_CASES=$(LONG_CASES) PREFIXCACHE_RESETS=1000000 $(MAKE) --no-print-directory test-rust
 	PREFIXCACHE_LONG_TESTS=1 $(PYTEST) --timeout=1800
+
+test-clients: setup model .venv-clients/.built ## clients that people use, against a server (own environment)
+	cd tests/clients && ../../.venv-clients/bin/pytest --durations=5
+
+.venv-clients/.built: requirements/clients.txt
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/pip install --disable-pip-version-check -r $<
+	touch $@
 
 test-rust:
 	cargo test --workspace --quiet
@@ -132,4 +140,4 @@ format:
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv target fuzz/target
+	rm -rf .venv .venv-clients target fuzz/target

@@ -70,10 +70,10 @@ def read_tool_use(
     return ToolUse(known, callable_tools, mode, parallel and not one)
 
 
-def shown_tool(spec: Mapping[str, Any]) -> Tool:
+def shown_tool(index: int, spec: Mapping[str, Any]) -> Tool:
     """A tool that templates show, and that nobody calls."""
     function = spec["function"]
-    return Tool(0, function["name"], function.get("parameters") or _NO_PARAMETERS, spec)
+    return Tool(index, function["name"], function.get("parameters") or _NO_PARAMETERS, spec)
 
 
 def _read_tools(tools: Sequence[Any]) -> tuple[Tool, ...]:

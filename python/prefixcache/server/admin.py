@@ -118,6 +118,13 @@ def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
     return router
 
 
+def command_options(engine: AsyncEngine) -> dict[str, type[RequestFields]]:
+    """What the commands take, by their paths."""
+    commands = {path: options_of(command) for path, command in engine.control.endpoints()}
+    resizing = {"/prefix_cache/resize": ResizeRequest}
+    return {**commands, **resizing, "/update_weights_from_disk": UpdateWeightsRequest}
+
+
 def options_of(command: Callable[..., Any]) -> type[RequestFields]:
     """The options of a command that is an endpoint, each of which may be left out or null."""
     types: dict[str, Any] = {

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 from prefixcache.server.access import AccessCheck, AccessRules
-from prefixcache.server.admin import admin_router
+from prefixcache.server.admin import admin_router, command_options
 from prefixcache.server.chat import chat_router
 from prefixcache.server.completions import completions_router
 from prefixcache.server.context import Lifecycle, RequestContext
@@ -19,6 +19,7 @@ from prefixcache.server.job_maker import JobMaker
 from prefixcache.server.messages import messages_router
 from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.not_served import not_served_router
+from prefixcache.server.openapi import describe
 from prefixcache.server.probe import probe_router
 from prefixcache.server.responses import responses_router
 from prefixcache.server.served_model import ServedModel
@@ -61,6 +62,7 @@ def create_app(
     app.include_router(info_router(maker, release))
     app.include_router(not_served_router())
     app.include_router(admin_router(engine, model_dirs or ModelDirs()))
+    describe(app, command_options(engine))
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_middleware(AccessCheck, rules=rules or AccessRules())
     app.add_middleware(RequestContext, lifecycle=lifecycle or Lifecycle(), strict=served.strict)

@@ -78,7 +78,8 @@ def _planned(
     messages, tool_use = fields.plain_messages(), fields.tool_use()
     if changed is not None:
         messages, specs = changed_behind(changed, messages, [one.spec for one in tool_use.tools])
-        tool_use = dataclasses.replace(tool_use, tools=tuple(map(shown_tool, specs)))
+        tools = tuple(shown_tool(index, spec) for index, spec in enumerate(specs))
+        tool_use = dataclasses.replace(tool_use, tools=tools)
     continued = bool(fields.continue_final_message)
     prompted = fields.add_generation_prompt
     return chat.plan(

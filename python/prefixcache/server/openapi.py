@@ -1,0 +1,344 @@
+"""What `/openapi.json` says beyond the routes: bodies, answers, errors and examples.
+
+The endpoints read bodies themselves, within their limits, so FastAPI knows none of it. Requests are
+described by the models that check them, answers by their members that are always there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+
+from prefixcache.server.errors import speaks_anthropic
+from prefixcache.server.messages import CountTokensRequest, MessagesRequest
+from prefixcache.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    RequestFields,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
+from prefixcache.server.responses import ResponsesRequest
+
+Schema = dict[str, Any]
+
+_REF = "#/components/schemas/"
+_JSON, _EVENTS = "application/json", "text/event-stream"
+_STRING: Schema = {"type": "string"}
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_ANY: Schema = {}
+
+
+def _object(**members: Schema) -> Schema:
+    """An object that has these members, and may have others."""
+    return {"type": "object", "required": [*members], "properties": members}
+
+
+def _list_of(schema: Schema) -> Schema:
+    return {"type": "array", "items": schema}
+
+
+def _word(*words: str) -> Schema:
+    return {"type": "string", "enum": [*words]}
+
+
+_CARD = _object(id=_STRING, object=_word("model"), created=_COUNT, max_model_len=_COUNT)
+_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_CACHED = _object(prompt_tokens=_COUNT, cached_tokens=_COUNT)
+_RESPONSE = _object(
+    id=_STRING,
+    object=_word("response"),
+    status=_word("completed", "incomplete", "cancelled", "failed"),
+    output=_list_of(_object(type=_STRING, id=_STRING)),
+    usage=_object(input_tokens=_COUNT, output_tokens=_COUNT, total_tokens=_COUNT),
+)
+_MESSAGE = _object(
+    id=_STRING,
+    type=_word("message"),
+    role=_word("assistant"),
+    content=_list_of(_object(type=_STRING)),
+    usage=_object(input_tokens=_COUNT, output_tokens=_COUNT),
+)
+_TOKENS = _list_of({"type": "integer"})
+_PROMPT: Schema = {
+    "anyOf": [_STRING, _TOKENS, _list_of(_STRING), _list_of(_TOKENS)],
+    "description": "A text, token ids, or a list of either.",
+}
+_QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+_ERRORS = {
+    "OpenAIError": _object(
+        error=_object(
+            message=_STRING,
+            type=_STRING,
+            param={"type": ["string", "null"]},
+            code={"type": ["string", "null"]},
+        )
+    ),
+    "AnthropicError": _object(
+        type=_word("error"), error=_object(type=_STRING, message=_STRING), request_id=_STRING
+    ),
+}
+_EXAMPLES = {
+    "OpenAIError": {
+        "error": {
+            "message": "temperature must be a number in [0.0, 100.0], got -1.",
+            "type": "invalid_request_error",
+            "param": "temperature",
+            "code": None,
+        }
+    },
+    "AnthropicError": {
+        "type": "error",
+        "error": {"type": "invalid_request_error", "message": "max_tokens is required."},
+        "request_id": "5f1c2a",
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Endpoint:
+    """What one method of a path takes and gives."""
+
+    summary: str
+    answer: Schema | None = None
+    models: tuple[type[BaseModel], ...] = ()
+    example: Any = None
+    streams: bool = False
+    statuses: tuple[int, ...] = ()
+    properties: Mapping[str, Schema] = field(default_factory=dict[str, Schema])
+
+
+_ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
+    ("post", "/v1/completions"): _Endpoint(
+        summary="Goes on with texts.",
+        models=(CompletionRequest,),
+        properties={"prompt": _PROMPT},
+        example={"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
+        answer=_object(id=_STRING, object=_STRING, choices=_list_of(_object()), usage=_USAGE),
+        streams=True,
+    ),
+    ("post", "/v1/chat/completions"): _Endpoint(
+        summary="Answers a chat.",
+        models=(ChatRequest,),
+        example={"messages": _QUESTION, "max_tokens": 8, "temperature": 0},
+        answer=_object(id=_STRING, object=_STRING, choices=_list_of(_object()), usage=_USAGE),
+        streams=True,
+    ),
+    ("post", "/v1/responses"): _Endpoint(
+        summary="Answers in OpenAI's Responses API.",
+        models=(ResponsesRequest,),
+        properties={"input": {"anyOf": [_STRING, _list_of(_object())]}},
+        example={"input": "What is the capital of France?", "max_output_tokens": 8},
+        answer=_RESPONSE,
+        streams=True,
+        statuses=(404,),
+    ),
+    ("post", "/v1/responses/input_tokens"): _Endpoint(
+        summary="Counts the tokens that a response would be made from.",
+        models=(ResponsesRequest,),
+        properties={"input": {"anyOf": [_STRING, _list_of(_object())]}},
+        example={"input": "What is the capital of France?"},
+        answer=_object(object=_STRING, input_tokens=_COUNT),
+    ),
+    ("get", "/v1/responses/{response_id}"): _Endpoint(
+        summary="A response that was kept.", answer=_RESPONSE, statuses=(404,)
+    ),
+    ("delete", "/v1/responses/{response_id}"): _Endpoint(
+        summary="Forgets a response.",
+        answer=_object(id=_STRING, deleted={"type": "boolean"}),
+        statuses=(404,),
+    ),
+    ("get", "/v1/responses/{response_id}/input_items"): _Endpoint(
+        summary="What a response that was kept was asked.",
+        answer=_object(object=_word("list"), data=_list_of(_object(id=_STRING))),
+        statuses=(404,),
+    ),
+    ("post", "/v1/messages"): _Endpoint(
+        summary="Answers in Anthropic's Messages API.",
+        models=(MessagesRequest,),
+        properties={"messages": _list_of(_object(role=_STRING, content=_ANY))},
+        example={"messages": _QUESTION, "max_tokens": 8},
+        answer=_MESSAGE,
+        streams=True,
+    ),
+    ("post", "/v1/messages/count_tokens"): _Endpoint(
+        summary="Counts the tokens that a message would be made from.",
+        models=(CountTokensRequest,),
+        properties={"messages": _list_of(_object(role=_STRING, content=_ANY))},
+        example={"messages": _QUESTION},
+        answer=_object(input_tokens=_COUNT),
+    ),
+    ("post", "/v1/embeddings"): _Endpoint(summary="Is not served.", statuses=(404,)),
+    ("get", "/v1/models"): _Endpoint(
+        summary="The served model, under each of its names.",
+        answer=_object(object=_word("list"), data=_list_of(_CARD)),
+    ),
+    ("get", "/v1/models/{name}"): _Endpoint(
+        summary="The served model.", answer=_CARD, statuses=(404,)
+    ),
+    ("post", "/tokenize"): _Endpoint(
+        summary="Token ids of a text or of a chat.",
+        models=(TokenizeRequest, TokenizeChatRequest),
+        example={"prompt": "Hello"},
+        answer=_object(count=_COUNT, max_model_len=_COUNT, tokens=_TOKENS),
+    ),
+    ("post", "/detokenize"): _Endpoint(
+        summary="The text of token ids.",
+        models=(DetokenizeRequest,),
+        example={"tokens": [1, 2, 3]},
+        answer=_object(prompt=_STRING),
+    ),
+    ("post", "/prefix_cache/probe"): _Endpoint(
+        summary="How many tokens of a request's prompt are cached now.",
+        models=(CompletionRequest, ChatRequest),
+        example={"prompt": "The capital of France is"},
+        answer=_CACHED,
+    ),
+    ("post", "/prefix_cache/warm"): _Endpoint(
+        summary="Computes a request's prompt and keeps it.",
+        models=(CompletionRequest, ChatRequest),
+        example={"prompt": "The capital of France is"},
+        answer=_CACHED,
+    ),
+    ("get", "/health"): _Endpoint(summary="200 while answers can be computed."),
+    ("get", "/version"): _Endpoint(
+        summary="The version, and what block hashes are made of.", answer=_object(version=_STRING)
+    ),
+    ("get", "/metrics"): _Endpoint(summary="Prometheus' text.", answer=_STRING),
+    ("get", "/is_paused"): _Endpoint(summary="", answer=_object(is_paused={"type": "boolean"})),
+    ("get", "/is_sleeping"): _Endpoint(summary="", answer=_object(is_sleeping={"type": "boolean"})),
+    ("get", "/prefix_cache/stats"): _Endpoint(summary="The cache in numbers.", answer=_object()),
+}
+
+
+def describe(app: FastAPI, options: Mapping[str, type[RequestFields]]) -> None:
+    """Lets the application describe itself; `options` are those of commands, by their paths."""
+
+    def described() -> Schema:
+        if app.openapi_schema is None:
+            app.openapi_schema = _described(app, options)
+        return app.openapi_schema
+
+    app.openapi = described
+
+
+def _described(app: FastAPI, options: Mapping[str, type[RequestFields]]) -> Schema:
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas: dict[str, Schema] = {**_ERRORS}
+    schema["components"] = {"schemas": schemas, "securitySchemes": _SECURITY}
+    schema["security"] = [{}, *({name: []} for name in _SECURITY)]
+    for path, methods in schema["paths"].items():
+        for method, operation in methods.items():
+            endpoint = _ENDPOINTS.get((method, path))
+            if endpoint is None and method == "post" and path in options:
+                endpoint = _command(operation, options[path])
+            _fill(operation, path, endpoint or _Endpoint(summary="", answer=_ANY), schemas)
+    return schema
+
+
+_SECURITY = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+
+
+def _command(operation: Schema, model: type[RequestFields]) -> _Endpoint:
+    """What administrators call: its options may stand in the query too, and none is needed."""
+    described = _model_schema(model)
+    operation["parameters"] = [
+        {"name": name, "in": "query", "required": False, "schema": {**one}}
+        for name, one in described.get("properties", {}).items()
+        if "$ref" not in str(one)
+    ]
+    summary = operation.get("description", "").partition(".")[0]
+    return _Endpoint(summary=summary, models=(model,), statuses=(202, 404))
+
+
+def _fill(operation: Schema, path: str, endpoint: _Endpoint, schemas: dict[str, Schema]) -> None:
+    operation["summary"] = endpoint.summary or operation.get("summary", "")
+    if endpoint.models:
+        operation["requestBody"] = _request(endpoint, schemas)
+    answers = {} if path == "/v1/embeddings" else {"200": _answer(path, endpoint)}
+    statuses = {400, 401, 403, 405, 503, *endpoint.statuses}
+    statuses |= {404, 413, 415} if endpoint.models else set()
+    form = "AnthropicError" if speaks_anthropic(path) else "OpenAIError"
+    if 202 in statuses:
+        answers["202"] = {"description": "Begun.", "content": {_JSON: {"schema": _ANY}}}
+    for status in sorted(statuses - {202}):
+        answers[str(status)] = _error(status, form)
+    operation["responses"] = answers
+
+
+def _request(endpoint: _Endpoint, schemas: dict[str, Schema]) -> Schema:
+    refs = [_add(model, endpoint.properties, schemas) for model in endpoint.models]
+    schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
+    content: Schema = {"schema": schema}
+    if endpoint.example is not None:
+        content["example"] = endpoint.example
+    return {"required": endpoint.example is not None, "content": {_JSON: content}}
+
+
+def _add(
+    model: type[BaseModel], properties: Mapping[str, Schema], schemas: dict[str, Schema]
+) -> Schema:
+    """A reference to the model's schema, which stands among `schemas` with its parts."""
+    schema = _model_schema(model)
+    schemas.update(schema.pop("$defs", {}))
+    members = schema.setdefault("properties", {})
+    passed_on = getattr(model, "no_effect", frozenset[str]())
+    if model in (ResponsesRequest, MessagesRequest, CountTokensRequest):
+        known = _model_schema(ChatRequest)
+        schemas.update(known.pop("$defs", {}))
+        same = known["properties"].items()
+        members |= {name: one for name, one in same if name in passed_on and name not in members}
+    members |= properties
+    schemas[model.__name__] = schema
+    return {"$ref": _REF + model.__name__}
+
+
+def _model_schema(model: type[BaseModel]) -> Schema:
+    return model.model_json_schema(ref_template=_REF + "{model}")
+
+
+def _answer(path: str, endpoint: _Endpoint) -> Schema:
+    if endpoint.answer is None:
+        return {"description": "Done."}
+    kind = "text/plain" if path == "/metrics" else _JSON
+    content: Schema = {kind: {"schema": endpoint.answer}}
+    if endpoint.streams:
+        content[_EVENTS] = {"schema": _STRING}
+    header = {
+        "description": "Names fields of the body that nobody reads.",
+        "schema": _STRING,
+        "required": False,
+    }
+    return {
+        "description": "The answer; with `stream` as server-sent events."
+        if endpoint.streams
+        else "The answer.",
+        "content": content,
+        **({"headers": {"X-Prefixcache-Warning": header}} if endpoint.models else {}),
+    }
+
+
+_MEANINGS = {
+    400: "Something in the request is wrong; the message names it.",
+    401: "A key is needed.",
+    403: "Not for this caller.",
+    404: "There is no such model or response.",
+    405: "Another method is needed.",
+    413: "The body is too large.",
+    415: "The body must be JSON.",
+    503: "Busy, asleep or ending: send it again later.",
+}
+
+
+def _error(status: int, form: str) -> Schema:
+    content = {_JSON: {"schema": {"$ref": _REF + form}, "example": _EXAMPLES[form]}}
+    return {"description": _MEANINGS[status], "content": content}

@@ -1,0 +1,57 @@
+"""The server as its users start it, in a process of its own environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SERVER = os.environ.get("PREFIXCACHE_PYTHON", str(ROOT / ".venv/bin/python"))
+MODEL = "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="session")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Generator[str, None, None]:
+    """Of a server that this starts, or of one that runs."""
+    if "PREFIXCACHE_ADDRESS" in os.environ:
+        yield os.environ["PREFIXCACHE_ADDRESS"]
+        return
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [
+        SERVER,
+        "-m",
+        "prefixcache",
+        "serve",
+        MODEL,
+        "--port",
+        "0",
+        "--max-model-len",
+        "4096",
+    ]
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [*command, "--kv-cache-memory", "512MiB"],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    try:
+        yield _address(process, log)
+        assert process.poll() is None, log.read_text()
+        assert "Traceback" not in log.read_text()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _address(process: subprocess.Popen[str], log: Path) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := re.search(r"curl (http://127\.0\.0\.1:\d+)", line):
+            return found[1]
+    raise AssertionError(log.read_text())

@@ -3,17 +3,22 @@
 
 #![no_main]
 
+use std::time::Duration;
+
 use libfuzzer_sys::fuzz_target;
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Extras, Scope};
+use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::{BlockId, GroupId};
+use prefixcache_core::ledger::Ledger;
 use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::retention::{Pins, Retention};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Moves, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
+use prefixcache_oracle::plain_ledger::{Hinting, PlainLedger};
 
 const BLOCK_SIZE: usize = 4;
 
@@ -41,14 +46,17 @@ fuzz_target!(|input: (u8, Vec<[u8; 3]>)| {
 });
 
 /// A cache and its requests.
-struct Side<S> {
+struct Side<S, H> {
     cache: PrefixCache<S>,
+    ledger: H,
+    /// Milliseconds.
+    time: u64,
     sequences: Vec<Sequence>,
     moves: Moves,
 }
 
-impl<S: BlockStore> Side<S> {
-    fn new(groups: Groups, store: S) -> Self {
+impl<S: BlockStore, H: Hinting> Side<S, H> {
+    fn new(groups: Groups, store: S, ledger: H) -> Self {
         let config = HashConfig {
             model: "model".into(),
             revision: String::new(),
@@ -57,7 +65,13 @@ impl<S: BlockStore> Side<S> {
             block_size: BLOCK_SIZE,
             groups,
         };
-        Self { cache: PrefixCache::new(config, store).unwrap(), sequences: Vec::new(), moves: Moves::default() }
+        Self {
+            cache: PrefixCache::new(config, store).unwrap(),
+            ledger,
+            time: 0,
+            sequences: Vec::new(),
+            moves: Moves::default(),
+        }
     }
 
     /// A request of tokens from a small alphabet, so that requests share prefixes; most are of one scope
@@ -89,7 +103,11 @@ impl<S: BlockStore> Side<S> {
                 let hits = cache.count_prefix_hits(sequence).unwrap();
                 let new = tokens - hits + usize::from(b % 3);
                 let chunk = 1 + usize::from(b >> 4);
-                format!("{:?}", cache.commit_in_chunks(sequence, hits, new, chunk))
+                let taken = cache.commit_in_chunks(sequence, hits, new, chunk);
+                if let Ok(Some(_)) = taken {
+                    self.ledger.note_hits(cache.store(), sequence);
+                }
+                format!("{taken:?}")
             }
             2 if b & 64 == 0 => {
                 format!("{:?}", cache.append_slots(&mut [sequence], &[usize::from(b % 9)]))
@@ -109,6 +127,7 @@ impl<S: BlockStore> Side<S> {
             }
             6 => {
                 let pinned = cache.pin_anchors(&[&mut *sequence]);
+                self.ledger.keep(cache.store(), sequence);
                 let outcome = cache.release(&mut [sequence]);
                 if outcome.is_ok() && b & 1 == 0 {
                     self.sequences.swap_remove(at);
@@ -133,6 +152,15 @@ impl<S: BlockStore> Side<S> {
             8 if a & 3 == 0 => {
                 let most = cache.store().num_blocks() + ROOM;
                 format!("{:?}", cache.resize(usize::from(b) % most))
+            }
+            9 if a & 12 == 12 => {
+                self.time += u64::from(b >> 3) * 100;
+                self.ledger.set_time(Duration::from_millis(self.time));
+                format!("{}", self.ledger.demote_expired(cache.store(), usize::from(b & 7)))
+            }
+            9 if a & 4 == 4 => {
+                sequence.set_hints(hints(a, b));
+                String::new()
             }
             8 if a & 3 == 1 => {
                 let most = cache.store().num_blocks() + 1;
@@ -179,13 +207,39 @@ impl<S: BlockStore> Side<S> {
             .map(|sequence| [0, 1, 2].map(|group| sequence.block_table(group)))
             .collect();
         let pool = (store.free_order(), store.cached_blocks(), store.stats());
-        format!("{:?} {tables:?} {pool:?} {:?}", self.hits(), self.cache.stats())
+        let stats = (self.cache.stats(), self.ledger.stats());
+        format!("{:?} {tables:?} {pool:?} {stats:?}", self.hits())
     }
 }
 
+/// One range of a few blocks and one up to the end, of one of three owners.
+fn hints(a: u8, b: u8) -> Hints {
+    let range = |start, end, priority: u8, seconds: u8| Hint {
+        start,
+        end,
+        priority: priority % 101,
+        ttl: (seconds > 0).then(|| Duration::from_secs(seconds.into())),
+    };
+    let cut = 1 + usize::from(b % 24);
+    let first = range(0, Some(cut), a.wrapping_mul(7), b & 3);
+    let second = range(cut + usize::from(a >> 6), None, b.wrapping_mul(11), a >> 6);
+    let ranges = if b & 64 == 0 { vec![first] } else { vec![first, second] };
+    Hints::new(Owner::named(["", "a", "b"][usize::from(a) % 3]), ranges).unwrap()
+}
+
+/// Of the pool's blocks, for each owner.
+const SHARE: f64 = 0.3;
+
 fn run<M: Mode>(groups: Groups, config: PoolConfig, calls: &[[u8; 3]]) {
-    let mut plain = Side::new(groups.clone(), PlainPool::new(config).unwrap());
-    let mut tested = Side::new(groups, BlockPool::<M>::with_ring_capacity(config, 512).unwrap());
+    let mut plain = {
+        let ledger = PlainLedger::new(groups.clone(), BLOCK_SIZE, SHARE);
+        Side::new(groups.clone(), PlainPool::new(config).unwrap(), ledger)
+    };
+    let mut tested = {
+        let mut ledger = Ledger::new(SHARE).unwrap();
+        ledger.set_time(Duration::ZERO);
+        Side::new(groups, BlockPool::<M>::with_ring_capacity(config, 512).unwrap(), ledger)
+    };
     for &call in calls {
         assert_eq!(tested.call(call), plain.call(call), "{call:?} came to something else");
         assert_eq!(tested.view(), plain.view(), "after {call:?}");

@@ -81,7 +81,9 @@ class Trial:
         try:
             pickle.dump(astuple(output), process.stdin)
             process.stdin.flush()
-            ready, _, _ = select.select([process.stdout], [], [], _MAX_WAIT_SECONDS)
+            waiting = select.poll()  # `select` takes no descriptor above 1023
+            waiting.register(process.stdout, select.POLLIN)
+            ready = waiting.poll(_MAX_WAIT_SECONDS * 1000)
             answer = process.stdout.readline() if ready else b""
         except OSError:
             answer = b""

@@ -805,12 +805,16 @@ fn shrink(pool: &Pool, memory: &[AtomicU64]) -> usize {
     if pool.begin_moves(2, 1, &mut moves).is_err() {
         return 0;
     }
+    copy_and_finish(pool, memory, &mut moves)
+}
+
+fn copy_and_finish(pool: &Pool, memory: &[AtomicU64], moves: &mut Moves) -> usize {
     for one in &moves.under_way {
         let kv = memory[one.from.index()].load(Ordering::Relaxed);
         memory[one.to.index()].store(kv, Ordering::Relaxed);
     }
     loop {
-        match pool.finish_moves(&mut moves) {
+        match pool.finish_moves(moves) {
             Ok(moved) => return moved,
             Err(_) => thread::yield_now(),
         }
@@ -866,8 +870,10 @@ fn move_beside_touch() {
     let blank = allocate(&pool).unwrap();
     let block = held(&pool, 1);
     pool.release(&[block, blank]).unwrap();
+    let mut moves = Moves::default();
+    assert_eq!(pool.begin_moves(2, 1, &mut moves), Ok(()));
     let touching = beside(&pool, |pool| touch(pool, 1));
-    let moved = shrink(&pool, &memory);
+    let moved = copy_and_finish(&pool, &memory, &mut moves);
     let touched = touching.join().unwrap();
     if let Some(block) = touched {
         let kv = memory[block.index()].load(Ordering::Relaxed);

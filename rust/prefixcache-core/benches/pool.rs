@@ -243,7 +243,7 @@ fn resize<S: Subject>(criterion: &mut Criterion) {
     let mut bench = |name: &str, prepare: fn(&S::Pool), work: fn(&S::Pool)| {
         let name = format!("{name}/{}", S::NAME);
         group.bench_function(BenchmarkId::new(name, RESIZED), |bencher| {
-            let mut once = || {
+            let once = || {
                 let (subject, _) = full::<S>(RESIZED);
                 subject.with(prepare);
                 time(|| subject.with(work)).0

@@ -202,8 +202,8 @@ impl Ledger {
             .owner
             .and_then(|owner| self.owners.get_mut(&owner))
         {
-            self.entries.unlink(Line::OfOwner, ends, at);
-            self.entries.push_back(Line::OfOwner, ends, at);
+            self.entries.unlink(Line::Owner, ends, at);
+            self.entries.push_back(Line::Owner, ends, at);
         }
     }
 
@@ -356,9 +356,9 @@ impl Ledger {
         self.entries.get_mut(at).same = self.contents.insert(key, at).unwrap_or(entries::NONE);
         if let Some(owner) = owner {
             let ends = self.owners.entry(owner).or_default();
-            self.entries.push_back(Line::OfOwner, ends, at);
+            self.entries.push_back(Line::Owner, ends, at);
         }
-        self.entries.push_back(Line::OfAll, &mut self.all, at);
+        self.entries.push_back(Line::All, &mut self.all, at);
         at
     }
 
@@ -450,8 +450,8 @@ impl Ledger {
         let Some(at) = self.all.front() else { return };
         let key = self.entries.get(at).key;
         if key == *but || store.band(&key) == Some(self.band(&key)) {
-            self.entries.unlink(Line::OfAll, &mut self.all, at);
-            self.entries.push_back(Line::OfAll, &mut self.all, at);
+            self.entries.unlink(Line::All, &mut self.all, at);
+            self.entries.push_back(Line::All, &mut self.all, at);
             return;
         }
         let mut next = self.contents.get(&key).copied();
@@ -468,11 +468,11 @@ impl Ledger {
             let entry = self.entries.get(at);
             (entry.key, entry.owner, entry.same)
         };
-        self.entries.unlink(Line::OfAll, &mut self.all, at);
+        self.entries.unlink(Line::All, &mut self.all, at);
         if let Some(owner) = owner
             && let Some(ends) = self.owners.get_mut(&owner)
         {
-            self.entries.unlink(Line::OfOwner, ends, at);
+            self.entries.unlink(Line::Owner, ends, at);
             if ends.len == 0 {
                 self.owners.remove(&owner);
             }
@@ -497,7 +497,7 @@ impl Ledger {
         self.entries.get_mut(at).due = due;
         if due != NEVER {
             let ends = self.times.entry(due).or_default();
-            self.entries.push_back(Line::OfTime, ends, at);
+            self.entries.push_back(Line::Time, ends, at);
         }
     }
 
@@ -507,7 +507,7 @@ impl Ledger {
             return;
         }
         if let Slot::Occupied(mut slot) = self.times.entry(due) {
-            self.entries.unlink(Line::OfTime, slot.get_mut(), at);
+            self.entries.unlink(Line::Time, slot.get_mut(), at);
             if slot.get().len == 0 {
                 slot.remove();
             }

@@ -974,7 +974,9 @@ impl State {
                 idle: self.now - life.used,
                 is_last,
             });
-            self.losses.as_mut().map(|losses| losses.push(loss));
+            if let Some(losses) = &mut self.losses {
+                losses.push(loss);
+            }
         }
     }
 

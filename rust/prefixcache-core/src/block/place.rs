@@ -74,7 +74,7 @@ impl Class {
     /// The band that blocks of this class are of.
     pub(crate) fn band(self) -> Band {
         let first = |band: &Band| Self::of_band(*band) <= self;
-        Band::all().filter(first).last().unwrap_or_default()
+        Band::all().rfind(first).unwrap_or_default()
     }
 
     /// The ring of one of the default class's queues.

@@ -51,11 +51,11 @@ struct Link {
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Line {
     /// Those of its owner, the one used longest ago first.
-    OfOwner,
+    Owner,
     /// Those that end at one time.
-    OfTime,
+    Time,
     /// All of them, the one looked at longest ago first.
-    OfAll,
+    All,
 }
 
 /// The ends of a line.

@@ -236,6 +236,25 @@ async def test_cache_control_reads_and_writes_up_to_its_blocks(tiny_checkpoint):
         assert (await sent("b", system=system))[0] > 48
 
 
+async def test_cache_control_on_tools_keeps_them(tiny_checkpoint):
+    """The tools stand before what is asked, and before the system message's own text."""
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools = [{"name": f"f{i}", "input_schema": schema} for i in range(1)]
+    marked = [{**tools[0], "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
+    calls = [{"type": "tool_use", "id": "c", "name": "f0", "input": {"city": "x"}}]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "18", "cache_control": {}}
+    asked = {"tool_choice": {"type": "none"}}
+    async with served_folder(tiny_checkpoint(), num_blocks=400) as (client, _):
+        first = (await _message(client, "a", tools=marked, **asked))["usage"]
+        second = (await _message(client, "b", tools=tools, **asked))["usage"]
+        assert second["cache_read_input_tokens"] == first["cache_creation_input_tokens"] > 64
+        history = [_USER, {"role": "assistant", "content": calls}]
+        history.append({"role": "user", "content": [result]})
+        body = {"messages": history, "tools": marked, "max_tokens": 2}
+        wrong = await client.post(MESSAGES, json=body)
+        assert "messages[2].content[0].cache_control.type" in wrong.json()["error"]["message"]
+
+
 async def test_a_prewarmed_response_is_read_by_the_next(tiny_checkpoint):
     async with served_folder(tiny_checkpoint()) as (client, _):
         options = {"prewarm": True, "ttl": "12h"}

@@ -92,6 +92,12 @@ COUNTS = (
     "demotions",
     "pinned_evictions",
     "pinned_hits",
+    "lost_to_resize_blocks",
+    # Nothing here moves or hints.
+    "moved_blocks",
+    "hinted_blocks",
+    "hints_demoted",
+    "hints_expired",
 )
 
 
@@ -230,13 +236,19 @@ class ReferencePool:
 
     def resize(self, num_blocks: int) -> int:
         for block in range(num_blocks, self.num_blocks):
+            for count in ("evictions", "lost_to_resize_blocks"):
+                self.counts[count] += self.is_cached(block)
             self.forget(block)
             if self.blocks[block].holders == 0:
                 self.leave_line(block)
         grown = range(self.num_blocks, num_blocks)
         self.regular[:0] = [block for block in grown if self.blocks[block].holders == 0]
         self.num_blocks = num_blocks
-        return sum(b >= num_blocks and block.holders > 0 for b, block in self.blocks.items())
+        return self.num_held_above
+
+    @property
+    def num_held_above(self) -> int:
+        return sum(b >= self.num_blocks and block.holders > 0 for b, block in self.blocks.items())
 
 
 @dataclass
@@ -536,4 +548,5 @@ class ReferenceCache:
             "free_blocks": self.num_free_blocks,
             "pinned_blocks": sum(block.pinned for block in self.pool.blocks.values()),
             "pinned_free_blocks": len(self.pool.pinned),
+            "held_above_blocks": self.pool.num_held_above,
         }

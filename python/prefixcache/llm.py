@@ -30,7 +30,7 @@ from prefixcache.chat.tools import read_tool_use
 from prefixcache.config import DEFAULT_MODEL, EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
-from prefixcache.engine.elastic import WATCH_SECONDS, PoolWatch, tend
+from prefixcache.engine.pool_watch import WATCH_SECONDS, PoolWatch, tend
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import CacheOptions, FinishReason, Request, RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams

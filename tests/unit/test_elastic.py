@@ -14,8 +14,9 @@ from fake_engine import make_engine, make_request
 from fake_memory import lone_answer, make_versioned_engine
 from fake_runner import answer_alone
 from prefixcache.config import CacheConfig, ElasticConfig
-from prefixcache.engine.elastic import SelfSizing, tend
+from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.engine import Engine
+from prefixcache.engine.pool_watch import tend
 from prefixcache.exceptions import ConfigError, InvalidRequestError, RequestTooLargeError
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.kv.sizing import pool_sizes

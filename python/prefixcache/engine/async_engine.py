@@ -23,8 +23,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from prefixcache.engine.control import Control
-from prefixcache.engine.elastic import PoolWatch
 from prefixcache.engine.engine import Engine
+from prefixcache.engine.pool_watch import PoolWatch
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError, QueueFullError
 from prefixcache.grammar.guide import Grammar
 from prefixcache.grammar.trial import Trial

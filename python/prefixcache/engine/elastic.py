@@ -9,27 +9,17 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from prefixcache.config import ElasticConfig
-from prefixcache.exceptions import EngineDeadError
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.kv.sizing import available_memory
 
-if TYPE_CHECKING:
-    from prefixcache.engine.engine import Engine
-
 logger = logging.getLogger(__name__)
-
-WATCH_SECONDS = 1.0
-"""Seconds between two looks at what is to be done."""
 
 _MIB = 1 << 20
 _IDLE_PARTS = 8
@@ -109,57 +99,3 @@ def _read_bytes(file: Path) -> int | None:
     except (OSError, ValueError) as error:
         logger.warning("--available-memory-file %s cannot be read: %s", file, error)
         return None
-
-
-class _Turn(Protocol):
-    """A lock of either kind."""
-
-    def acquire(self, blocking: bool = True) -> bool: ...
-
-    def release(self) -> None: ...
-
-
-class PoolWatch:
-    """A thread that asks an engine's `SelfSizing` once a second and does what it says.
-
-    It looks beside the steps and waits for none unless something is to be done. While somebody else
-    has `turn`, he steps the engine and calls `tend`. The engine may be collected; that ends it, as
-    does `close` or the engine's death.
-    """
-
-    def __init__(self, engine: Engine, turn: _Turn | None = None) -> None:
-        self._engine = weakref.ref(engine)
-        self._turn = turn or threading.Lock()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="prefixcache-memory", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Ends the thread; what it does now is done first."""
-        self._closing.set()
-
-    def _run(self) -> None:
-        while not self._closing.wait(WATCH_SECONDS):
-            engine = self._engine()
-            if engine is None:
-                return
-            if self._turn.acquire(blocking=False):
-                try:
-                    tend(engine)
-                except EngineDeadError:
-                    return
-                except Exception:
-                    logger.exception("The KV cache keeps its size for now.")
-                finally:
-                    self._turn.release()
-            del engine
-
-
-def tend(engine: Engine) -> None:
-    """Does what the engine's `SelfSizing` says now, unless the engine sleeps or is updated."""
-    sizing, control = engine.self_sizing, engine.control
-    if sizing is None or control.is_sleeping or control.is_updating:
-        return
-    change = sizing.choose(engine.idle_seconds)
-    if change is not None:
-        control.tend_pool(change)

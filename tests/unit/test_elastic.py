@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Lock, get_ident
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.pool_watch import tend
 from prefixcache.exceptions import ConfigError, InvalidRequestError, RequestTooLargeError
-from prefixcache.kv.elastic import ElasticPool
+from prefixcache.kv.elastic import ElasticPool, ResizeStatus
 from prefixcache.kv.sizing import pool_sizes
 
 MIB = 1 << 20
@@ -286,31 +289,52 @@ def test_a_shrink_that_sleep_interrupts_ends_with_the_wake_up() -> None:
     assert not engine.has_work()
 
 
-def test_a_resize_is_refused_while_weights_change_and_beside_another_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_resize_is_refused_while_weights_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefixcache.engine.control.resolve_model", lambda name, _: Path(name))
     engine, _, cache = make_versioned_engine(num_blocks=40, max_blocks=64)
     engine.control.begin_weight_update()
-    with pytest.raises(InvalidRequestError, match="end_weight_update"):
+    with pytest.raises(
+        InvalidRequestError, match=r"num_blocks .* end_weight_update .* 2 to 64 blocks"
+    ):
         engine.control.resize(num_blocks=20)
     assert cache.num_blocks == 40
-    engine.control._updated = None
-    errors: list[str] = []
+    assert engine.control.resize_status.is_done
 
-    def beside(command: Callable[[], Any]) -> Any:
-        engine.control.run_between_steps = lambda one: one()
-        try:
-            engine.control.resize(num_blocks=30)
-        except InvalidRequestError as error:
-            errors.append(str(error))
-        return command()
 
-    engine.control.run_between_steps = beside
-    assert engine.control.resize(num_blocks=20).num_blocks == 20
-    assert len(errors) == 1
-    assert "is under way" in errors[0]
-    assert "2 to 64 blocks" in errors[0]
+def test_of_resizes_at_once_the_last_one_decides_and_one_does_the_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    elastic = Elastic(slow=True)
+    prompts = fill(elastic, 9)
+    caller = get_ident()
+    calls: list[Future[ResizeStatus]] = []
+    slicing: set[int] = set()
+    step = Lock()
+
+    def between_steps(command: Callable[[], Any]) -> Any:
+        if get_ident() == caller and elastic.pool.wanted == 5:  # the first call has begun
+            for size in (30, 8, 60, 20):
+                calls.append(threads.submit(elastic.control.resize, num_blocks=size))
+                while elastic.pool.wanted != size:
+                    time.sleep(0.001)
+        with step:
+            elastic.engine.adopt_loop()
+            return command()
+
+    def advance() -> bool:
+        slicing.add(get_ident())
+        return ElasticPool.advance(elastic.pool)
+
+    monkeypatch.setattr(elastic.pool, "advance", advance)
+    elastic.control.run_between_steps = between_steps
+    with ThreadPoolExecutor() as threads:
+        first = elastic.control.resize(num_blocks=5)
+        found = [first, *(call.result() for call in calls)]
+    assert [status.num_blocks for status in found] == [20] * 5
+    assert all(status.is_done for status in found)
+    assert len(slicing) == 1, "a step waits for one slice, not for that of every caller"
+    elastic.engine.adopt_loop()
+    elastic.answer("the last", prompts[8], 6)
 
 
 # By itself.

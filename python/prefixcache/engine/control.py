@@ -120,7 +120,7 @@ class Control:
         self._cache = cache
         self._memory = memory
         self._pool = pool
-        self._resizing = Lock()
+        self._slicing = Lock()  # else steps would wait for a slice of every caller
         self._paused = False
         self._updated: set[str] | None = None
 
@@ -240,42 +240,48 @@ class Control:
 
         `memory` is bytes, a size as "2GiB", or a share of what was free at the start; `num_blocks`
         counts the null block. A shrink keeps the blocks that are worth most and takes several
-        slices between steps. Blocks above the end that requests hold go as these end; while the
+        slices between steps. Of several calls at once the last one to begin decides, and each
+        returns the same. Blocks above the end that requests hold go as these end; while the
         engine sleeps all of it waits for `wake_up`. Raises `InvalidRequestError` for a size out of
-        range, while another resize or an update of the weights is under way, and where there is not
-        as much memory.
+        range, while an update of the weights is under way, and where there is not as much memory.
         """
         pool = self._require_pool()
         wanted, param = _asked_blocks(pool, memory, num_blocks)
-        if not self._resizing.acquire(blocking=False):
-            raise InvalidRequestError(
-                f"A resize to {pool.status.target_blocks} blocks is under way; GET "
-                "/prefix_cache/resize tells how far it is. Allowed then are "
-                f"{pool.sizes.describe()}.",
-                param=param,
-            )
-        try:
-            self.run_between_steps(partial(self._begin_resize, pool, wanted, param))
-            while self.run_between_steps(partial(self._advance, pool)):
-                pass
-        finally:
-            self._resizing.release()
+        self.run_between_steps(partial(self._begin_resize, pool, wanted, param))
+        with self._slicing:
+            self._do_slices(pool)
         return pool.status
 
     def tend_pool(self, choose: Callable[[ElasticPool], None]) -> None:
         """Lets `choose` change what the pool may hold, and does what follows from it."""
         pool = self._require_pool()
         self.run_between_steps(partial(choose, pool))
-        while self.run_between_steps(partial(self._advance, pool)):
-            pass
+        # Never waited for: whoever has it may wait for a lock that this thread holds.
+        if self._slicing.acquire(blocking=False):
+            try:
+                self._do_slices(pool)
+            finally:
+                self._slicing.release()
 
     def _begin_resize(self, pool: ElasticPool, num_blocks: int, param: str) -> None:
-        self._raise_if_updating()
+        if self.is_updating:
+            raise InvalidRequestError(
+                f"{param} cannot change before end_weight_update has ended the weight update that "
+                f"is under way. Allowed then are {pool.sizes.describe()}.",
+                param=param,
+            )
         self._requests.drain()
         try:
             pool.resize(num_blocks)
         except OutOfMemoryError as error:
-            raise InvalidRequestError(str(error), param=param) from error
+            raise InvalidRequestError(
+                f"{param} asks for more than there is: {error}", param=param
+            ) from error
+
+    def _do_slices(self, pool: ElasticPool) -> None:
+        """All that are left, with steps between them."""
+        while self.run_between_steps(partial(self._advance, pool)):
+            pass
 
     def _advance(self, pool: ElasticPool) -> bool:
         if not pool.has_slices:

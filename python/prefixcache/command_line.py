@@ -50,8 +50,12 @@ class Given:
         try:
             return build(kind, {**others, **self.values})
         except FieldError as error:
-            place = self.places.get(error.field, _dashed(error.field))
-            raise FieldError(place, error.problem) from None
+            raise self.placed(error) from None
+
+    def placed(self, error: FieldError) -> FieldError:
+        """The error with the place where its flag was said."""
+        place = self.places.get(error.field, _dashed(error.field))
+        return FieldError(place, error.problem)
 
     def of(self, kind: type[Any]) -> dict[str, Any]:
         """Those values that belong to the dataclass or its parts."""
@@ -92,7 +96,7 @@ class FlagCommand(click.Command):
         """
         try:
             with suppress(BrokenPipeError):
-                self._run(self._given(ctx))
+                self._run_placed(self._given(ctx))
         except PrefixCacheError as error:
             click.echo(f"error: {error}", err=True)
             sys.exit(2 if isinstance(error, (FieldError, InvalidRequestError)) else 1)
@@ -101,6 +105,13 @@ class FlagCommand(click.Command):
         """As click does, once the values behind a greedy option have it before each of them."""
         greedy = {name for option in self._flags.values() if option.greedy for name in option.opts}
         return super().parse_args(ctx, _spread(args, greedy))
+
+    def _run_placed(self, given: Given) -> None:
+        """Flags that turn out wrong once the model is known are named as the user said them."""
+        try:
+            self._run(given)
+        except FieldError as error:
+            raise given.placed(error) if error.field in self._flags else error from None
 
     def _given(self, ctx: click.Context) -> Given:
         path = ctx.params["config"] or _variable("config")

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from prefixcache.cli import app
 from prefixcache.config import CacheConfig, EngineConfig
+from prefixcache.exceptions import FieldError
 from prefixcache.server.options import ServeOptions
 
 
@@ -240,6 +241,19 @@ def test_a_switch_in_the_file_can_be_switched_off_again(served, tmp_path):
     flags = ["--no-public-metrics", "--enable-prefix-caching"]
     config, options = served("--config", str(file), *flags)
     assert (options.public_metrics, config.cache.enable_prefix_caching) == (False, True)
+
+
+def test_a_flag_that_the_model_shows_to_be_wrong_is_named_as_it_was_said(monkeypatch):
+    def serve(*_: object) -> None:
+        raise FieldError("kv_cache_max_memory", "must be at most 5.")
+
+    monkeypatch.setattr("prefixcache.server.serve.serve", serve)
+    result = _run("serve")
+    assert result.exit_code == 2
+    assert result.stderr == "error: --kv-cache-max-memory must be at most 5.\n"
+    env = {"PREFIXCACHE_KV_CACHE_MAX_MEMORY": "7"}
+    result = CliRunner(env=env).invoke(app, ["serve"])
+    assert result.stderr.startswith("error: PREFIXCACHE_KV_CACHE_MAX_MEMORY must")
 
 
 @pytest.mark.parametrize(

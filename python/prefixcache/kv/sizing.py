@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from prefixcache.config import CacheConfig
-from prefixcache.exceptions import ConfigError, OutOfMemoryError
+from prefixcache.exceptions import FieldError, OutOfMemoryError
 from prefixcache.kv.specs import KVLayout
 
 _MIB = 1 << 20
@@ -83,7 +83,7 @@ def _budget(asked: int | float | None, device: torch.device) -> int:
 def pool_sizes(cache: CacheConfig, start: int, block_bytes: int, device: torch.device) -> PoolSizes:
     """The range of a pool that starts with so many blocks.
 
-    Raises `ConfigError` for a ceiling beyond the machine, and for sizes that are out of order.
+    Raises `FieldError` for a ceiling beyond the machine, and for sizes that are out of order.
     """
     free = available_memory(device)
     unbounded = PoolSizes(
@@ -94,24 +94,27 @@ def pool_sizes(cache: CacheConfig, start: int, block_bytes: int, device: torch.d
     floor = _LEAST_BLOCKS if least is None else max(unbounded.blocks_of(least), _LEAST_BLOCKS)
     _check_ceiling(start, ceiling, block_bytes, device)
     if floor > start:
-        raise ConfigError(
-            f"kv_cache_min_memory must be at most the size at the start, {start} blocks of "
-            f"{block_bytes} bytes; it asks for {floor}."
+        raise FieldError(
+            "kv_cache_min_memory",
+            f"must be at most the size at the start, {start} blocks of {block_bytes} bytes; it "
+            f"asks for {floor}.",
         )
     return replace(unbounded, ceiling=ceiling, floor=floor)
 
 
 def _check_ceiling(start: int, ceiling: int, block_bytes: int, device: torch.device) -> None:
     if ceiling < start:
-        raise ConfigError(
-            f"kv_cache_max_memory must be at least the size at the start, {start} blocks of "
-            f"{block_bytes} bytes; it allows {ceiling}."
+        raise FieldError(
+            "kv_cache_max_memory",
+            f"must be at least the size at the start, {start} blocks of {block_bytes} bytes; it "
+            f"allows {ceiling}.",
         )
     machine = total_memory(device)
     if ceiling > start and ceiling * block_bytes > machine:
-        raise ConfigError(
-            f"kv_cache_max_memory must be at most the {machine / _MIB:,.0f} MiB of memory that "
-            f"there are, got {ceiling * block_bytes / _MIB:,.0f} MiB."
+        raise FieldError(
+            "kv_cache_max_memory",
+            f"must be at most the {machine / _MIB:,.0f} MiB of memory that there are, got "
+            f"{ceiling * block_bytes / _MIB:,.0f} MiB.",
         )
 
 

@@ -11,6 +11,7 @@ from prefixcache.sampling_params import SamplingParams
 from prefixcache.token_ids import TokenIds, as_token_ids
 
 FinishReason = Literal["stop", "length", "abort", "error", "cache_threshold"]
+ErrorCode = Literal["insufficient_kv_cache", "grammar_limit"]
 
 
 def _check_hit_threshold(value: object) -> None:
@@ -140,8 +141,9 @@ class RequestOutput:
     string or token id that ended the request. `prompt_logprobs` comes with the first token; its
     first entry is None, since nothing precedes the first token. `num_cached_tokens` of the prompt
     came from the cache, `num_written_tokens` of it are in blocks that this request was the first to
-    publish. `restarted` says that the weights were replaced: all that came before is void, the
-    answer begins anew.
+    publish. `error_code` tells errors that are no failure of the engine: a cache that has become
+    too small for the request, a grammar that cannot be followed any further. `restarted` says that
+    the weights were replaced: all that came before is void, the answer begins anew.
     """
 
     request_id: str
@@ -155,6 +157,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    error_code: ErrorCode | None = None
     restarted: bool = False
 
     @property

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache.request import TokenLogprobs
+from prefixcache.request import ErrorCode, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.token_ids import TokenBuffer, TokenIds
 
@@ -95,7 +95,8 @@ class SequenceOutput:
     """What the runner computed for one `ScheduledSequence`, in the plan's order.
 
     `token_id` is None where nothing was to be sampled. `error` is set instead of a token when the
-    sequence's logits were unusable (NaN), so that one request fails and not the step. `is_late`
+    sequence's logits were unusable (NaN), so that one request fails and not the step; `error_code`
+    is as in `RequestOutput`. `is_late`
     says that nothing was sampled since the mask was not known in time: the sequence's last token is
     to be computed once more.
     """
@@ -104,4 +105,5 @@ class SequenceOutput:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
+    error_code: ErrorCode | None = None
     is_late: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import signal
 from collections.abc import Callable
@@ -122,6 +123,30 @@ async def test_no_answer_changes_while_the_cache_grows_and_shrinks(
         assert found["memory"]["blocks_moved"] > 0
         assert found["hits"] > 0
         engine.control._cache.validate()
+
+
+async def test_requests_that_no_longer_fit_are_told_to_come_again(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    async with served_folder(tiny_checkpoint(), num_blocks=40) as (client, engine):
+        body = completion([*range(5, 205)], 100)
+        await client.post("/pause")
+        streamed = asyncio.create_task(client.post("/v1/completions", json=body | {"stream": True}))
+        whole = asyncio.create_task(client.post("/v1/completions", json=body))
+        while engine.num_streams < 2:
+            await asyncio.sleep(0.001)
+        assert (await client.post(PATH, json={"num_blocks": 8})).status_code == 200
+        await client.post("/resume")
+        answer = await whole
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+        error = answer.json()["error"]
+        assert error["code"] == "insufficient_kv_cache"
+        assert "of the cache's 7" in error["message"]
+        events = (await streamed).text.split("\n\n")
+        assert json.loads(events[-3].removeprefix("data: "))["error"] == error
+        assert (await client.post("/v1/completions", json=body)).status_code == 400
+        await client.post(PATH, json={"num_blocks": 40})
+        assert await text_of(client, body)
 
 
 @pytest.mark.skipif(not LONG, reason="one of the long tests")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from annotated_types import Le, MaxLen
 from pydantic import BaseModel
 
+from prefixcache.exceptions import GrammarError
+from prefixcache.grammar.compiler import Matcher
 from serving import MODEL, client_of, serve_folder
 
 Short = Annotated[str, MaxLen(6)]
@@ -88,3 +91,20 @@ async def test_others_are_served_while_a_grammar_is_compiled(http: httpx.AsyncCl
     assert free.status_code == 200
     assert not compiled.done()
     assert (await compiled).json()["choices"][0]["text"].startswith('"v ')
+
+
+async def test_a_limit_of_the_grammar_on_the_way_is_the_requests_error(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def follow(matcher: Matcher, token_id: int) -> None:
+        raise GrammarError("too many items")
+
+    monkeypatch.setattr(Matcher, "follow", follow)
+    body = {"prompt": "a", "max_tokens": 9, "structured_outputs": {"regex": "[ab]{9}"}}
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "grammar_limit")
+    assert error["message"].endswith("too many items")
+    events = (await http.post("/v1/completions", json=body | {"stream": True})).text.split("\n\n")
+    assert json.loads(events[-3].removeprefix("data: "))["error"] == error

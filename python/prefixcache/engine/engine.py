@@ -25,7 +25,7 @@ from prefixcache.grammar.trial import Trial
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.metrics import Gauges, Metrics
-from prefixcache.request import FinishReason, Request, RequestOutput
+from prefixcache.request import ErrorCode, FinishReason, Request, RequestOutput
 from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.runner.pending import PendingStep
 from prefixcache.sampling_params import SamplingParams
@@ -232,7 +232,10 @@ class Engine:
         outputs = [] if self._pool is None else self._tend(self._pool)
         plan = self._scheduler.schedule()
         refused = self._scheduler.take_refused()
-        outputs += [self._end(r.request_id, r.finish_reason, error=r.error) for r in refused]
+        outputs += [
+            self._end(r.request_id, r.finish_reason, error=r.error, code=r.error_code)
+            for r in refused
+        ]
         if plan.sequences:
             self._submit(plan)
         elif not self._under_way:
@@ -370,11 +373,16 @@ class Engine:
             return self._end(request_id, "error", error=repr(error))
 
     def _end(
-        self, request_id: str, reason: FinishReason, *, error: str | None = None
+        self,
+        request_id: str,
+        reason: FinishReason,
+        *,
+        error: str | None = None,
+        code: ErrorCode | None = None,
     ) -> RequestOutput:
         answer = self._answers.pop(request_id)
         try:
-            output = answer.end(reason, error=error)
+            output = answer.end(reason, error=error, code=code)
         except Exception as failure:
             logger.exception("Request %s failed.", request_id)
             output = answer.end("error", error=repr(failure))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from prefixcache.metrics import Metrics
-from prefixcache.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from prefixcache.request import ErrorCode, FinishReason, Request, RequestOutput, TokenLogprobs
 from prefixcache.step_plan import SequenceOutput
 from prefixcache.tokenization.detokenizer import IncrementalDetokenizer
 
@@ -62,7 +62,7 @@ class Answer:
         The counts are those of the prompt's tokens that were hits, and that were published.
         """
         if output.token_id is None:
-            return self.end("error", error=output.error)
+            return self.end("error", error=output.error, code=output.error_code)
         self._num_cached_tokens, self._num_written_tokens = num_cached_tokens, num_written_tokens
         token_id, first = output.token_id, not self._num_tokens
         self._num_tokens += 1
@@ -87,7 +87,9 @@ class Answer:
             stop_reason=self._detokenizer.stopped_by or (token_id if stop_id else None),
         )
 
-    def end(self, reason: FinishReason, *, error: str | None = None) -> RequestOutput:
+    def end(
+        self, reason: FinishReason, *, error: str | None = None, code: ErrorCode | None = None
+    ) -> RequestOutput:
         """The last output of an answer that no token ended. After an error no text is added."""
         return RequestOutput(
             request_id=self.request.request_id,
@@ -98,6 +100,7 @@ class Answer:
             num_written_tokens=self._num_written_tokens,
             finish_reason=reason,
             error=error,
+            error_code=code,
         )
 
     def observe(self, output: RequestOutput, now: float, metrics: Metrics) -> None:

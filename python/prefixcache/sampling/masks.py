@@ -44,7 +44,7 @@ class Masks:
             try:
                 words = row.sampling.mask.words(until - time.monotonic())
             except GrammarError as error:
-                unsampled[r] = SequenceOutput(error=str(error))
+                unsampled[r] = SequenceOutput(error=str(error), error_code="grammar_limit")
                 continue
             if words is None:
                 unsampled[r] = SequenceOutput(is_late=True)

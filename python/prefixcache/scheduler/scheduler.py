@@ -29,7 +29,7 @@ import numpy as np
 from prefixcache.config import SchedulerConfig
 from prefixcache.grammar.guide import Guide
 from prefixcache.kv.cache_manager import CacheManager
-from prefixcache.request import CacheOptions, FinishReason, Request
+from prefixcache.request import CacheOptions, ErrorCode, FinishReason, Request
 from prefixcache.scheduler.admission import Admission, Verdict
 from prefixcache.scheduler.budget import StepBudget
 from prefixcache.scheduler.hit_counter import HitCounter
@@ -49,6 +49,7 @@ class Refusal:
     request_id: str
     finish_reason: FinishReason
     error: str | None = None
+    error_code: ErrorCode | None = None
 
 
 @dataclass(slots=True)
@@ -440,7 +441,7 @@ class Scheduler:
         if verdict is Verdict.BELOW_THRESHOLD:
             return Refusal(state.request_id, "cache_threshold")
         error = self._limits.describe_lack(state.num_tokens)
-        return Refusal(state.request_id, "error", error)
+        return Refusal(state.request_id, "error", error, "insufficient_kv_cache")
 
     def _stops_waiting(self, request_id: str) -> bool:
         """Takes a request out of where it waits; tells whether it waited."""

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from prefixcache.chat.message import Message, MessageDelta, MessageParser
 from prefixcache.request import RequestOutput, TokenLogprobs
-from prefixcache.server.errors import ApiError, error_body, is_unexpected
+from prefixcache.server.errors import ApiError, error_body, failed_answer, is_unexpected
 from prefixcache.server.job_maker import Job, JobMaker
 from prefixcache.server.json_text import json_response, object_json
 from prefixcache.server.protocol import SamplingFields, StreamOptions
@@ -64,8 +64,7 @@ class Choice:
         if output.restarted:
             self._begin_anew()
         if output.finish_reason == "error":
-            message = f"The answer could not be computed: {output.error}"
-            raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message)
+            raise failed_answer(output.error, output.error_code)
         if not self.num_tokens:
             self.num_cached_tokens = output.num_cached_tokens
             self.num_written_tokens = output.num_written_tokens

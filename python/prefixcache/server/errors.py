@@ -25,6 +25,7 @@ from prefixcache.exceptions import (
     PrefixCacheError,
     QueueFullError,
 )
+from prefixcache.request import ErrorCode
 from prefixcache.server.sse import DONE, event, named_event
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,11 @@ _ANTHROPIC_TYPES: dict[int, str] = {
 }
 
 
+_GROWING_SECONDS = 5
+
+
 class ApiError(PrefixCacheError):
-    """An error with an HTTP status of its own."""
+    """An error with an HTTP status of its own; clients may come again in `retry_after` seconds."""
 
     def __init__(
         self,
@@ -61,11 +65,13 @@ class ApiError(PrefixCacheError):
         *,
         param: str | None = None,
         code: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.retry_after = retry_after
 
 
 def server_stopping() -> ApiError:
@@ -75,6 +81,17 @@ def server_stopping() -> ApiError:
         "The server is shutting down. Send the request again.",
         code="server_stopping",
     )
+
+
+def failed_answer(error: str | None, code: ErrorCode | None) -> ApiError:
+    """The error of an answer that ended with `finish_reason` "error"."""
+    message = f"The answer could not be computed: {error}"
+    if code == "grammar_limit":
+        return ApiError(HTTPStatus.BAD_REQUEST, message, code=code)
+    if code == "insufficient_kv_cache":  # it was enough once, and may be so again
+        status, seconds = HTTPStatus.SERVICE_UNAVAILABLE, _GROWING_SECONDS
+        return ApiError(status, message, code=code, retry_after=seconds)
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message)
 
 
 def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
@@ -129,8 +146,9 @@ def error_response(
     if is_unexpected(error):
         logger.error("The request %s failed.", request_id, exc_info=error)
     response = JSONResponse(body, status_code=status, headers=dict(headers or {}))
-    if isinstance(error, QueueFullError):
-        response.headers["Retry-After"] = str(error.retry_after)
+    retry_after = getattr(error, "retry_after", None)
+    if retry_after is not None:
+        response.headers["Retry-After"] = str(retry_after)
     return response
 
 

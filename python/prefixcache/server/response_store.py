@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 * 2**20
@@ -14,12 +12,20 @@ MAX_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """An answer and the conversation that it ends, without instructions. `size` is in bytes."""
+    """An answer, the items that it was asked, and the conversation so far, without instructions.
 
-    body: Mapping[str, Any]
-    items: Sequence[Mapping[str, Any]]
-    messages: Sequence[Mapping[str, Any]]
-    size: int
+    All as JSON, which takes the memory that is counted: objects would take ten times as much.
+    `messages` has an array for each turn; those of earlier turns are shared between responses.
+    """
+
+    body: bytes
+    items: bytes
+    messages: tuple[bytes, ...]
+
+    @property
+    def size(self) -> int:
+        """In bytes, with what is shared."""
+        return len(self.body) + len(self.items) + sum(map(len, self.messages))
 
 
 class ResponseStore:

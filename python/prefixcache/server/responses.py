@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import from_json, to_json
 from starlette.responses import Response
 
 from prefixcache.exceptions import InvalidRequestError
@@ -21,6 +22,7 @@ from prefixcache.server.chat import chat_job, chat_plan
 from prefixcache.server.context import Call, new_call, tell_unknown
 from prefixcache.server.errors import RESPONSES_PATH, ApiError
 from prefixcache.server.job_maker import JobMaker, fields_named
+from prefixcache.server.json_text import json_response
 from prefixcache.server.limits import MAX_MESSAGES
 from prefixcache.server.protocol import (
     ChatRequest,
@@ -54,6 +56,7 @@ _NAMES = {
     "prompt": "input",
     "response_format": "text.format",
     "structured_output": "text.format",
+    "tool_call_id": "call_id",
 }
 
 
@@ -192,7 +195,7 @@ def responses_router(maker: JobMaker) -> APIRouter:
             controls = fields.caching(chat)
             job = await chat_job(maker, chat, len(body) + before.size, call, controls)
             params = {"temperature": job.params.temperature, "top_p": job.params.top_p}
-            keep = partial(_keep, store, fields, before, len(body), call)
+            keep = partial(_keep, store, fields, before, call)
             form = ResponseForm(
                 maker.served.tokenizer, fields.settings(params), fields.num_logprobs, keep
             )
@@ -213,8 +216,8 @@ def responses_router(maker: JobMaker) -> APIRouter:
         return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
     @router.get(f"{RESPONSES_PATH}/{{response_id}}")
-    async def retrieve_response(response_id: str, request: Request) -> dict[str, Any]:
-        return {**_stored(store, request, response_id).body}
+    async def retrieve_response(response_id: str, request: Request) -> Response:
+        return json_response(_stored(store, request, response_id).body)
 
     @router.delete(f"{RESPONSES_PATH}/{{response_id}}")
     async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
@@ -224,7 +227,7 @@ def responses_router(maker: JobMaker) -> APIRouter:
 
     @router.get(f"{RESPONSES_PATH}/{{response_id}}/input_items")
     async def list_input_items(response_id: str, request: Request) -> dict[str, Any]:
-        items = _stored(store, request, response_id).items
+        items = from_json(_stored(store, request, response_id).items)
         told = [{"id": f"item_{i}_{response_id}", **item} for i, item in enumerate(items)]
         ends = {"first_id": told[0]["id"], "last_id": told[-1]["id"]} if told else {}
         return {"object": "list", "data": told, "has_more": False, **ends}
@@ -232,7 +235,7 @@ def responses_router(maker: JobMaker) -> APIRouter:
     return router
 
 
-_NOTHING = StoredResponse({}, (), (), 0)
+_NOTHING = StoredResponse(b"", b"", ())
 
 
 def _parse(body: bytes) -> ResponsesRequest:
@@ -242,7 +245,7 @@ def _parse(body: bytes) -> ResponsesRequest:
 def _chat_fields(fields: ResponsesRequest, before: StoredResponse) -> ChatRequest:
     if fields.truncation not in (None, "auto", "disabled"):
         raise InvalidRequestError("truncation must be 'auto' or 'disabled'.", param="truncation")
-    body = fields.chat(before.messages)
+    body = fields.chat([message for turn in before.messages for message in from_json(turn)])
     with fields_named(_NAMES):
         chat = parse_fields(body, ChatRequest)
     if len(chat.messages) > MAX_MESSAGES:
@@ -264,7 +267,6 @@ def _keep(
     store: ResponseStore,
     fields: ResponsesRequest,
     before: StoredResponse,
-    size: int,
     call: Call,
     body: Mapping[str, Any],
 ) -> None:
@@ -272,12 +274,10 @@ def _keep(
     if fields.store is False or fields.is_prewarm:
         return
     said = [*messages_of(fields.input), *answer_messages(body["output"])]
-    written = sum(len(str(item)) for item in body["output"])
     kept = StoredResponse(
-        body=body,
-        items=items_of(fields.input),
-        messages=[*before.messages, *said],
-        size=before.size + size + written,
+        body=to_json(body),
+        items=to_json(items_of(fields.input)),
+        messages=(*before.messages, to_json(said)),
     )
     store.put(call.caller.namespace, call.id, kept)
 
@@ -292,8 +292,8 @@ def _stored(store: ResponseStore, request: Request, name: str) -> StoredResponse
 def _not_found(name: str, param: str) -> ApiError:
     return ApiError(
         HTTPStatus.NOT_FOUND,
-        f"There is no stored response {name[:80]!r}. The last ones of each key are kept, and "
-        "none of a request with store false.",
+        f"There is no stored response {name[:80]!r}. The last ones of each key are kept, but "
+        "none of a request with store false, and none that is too large.",
         param=param,
         code="response_not_found",
     )

@@ -145,7 +145,7 @@ async def test_responses_are_found_by_their_own_key_alone(tiny_checkpoint):
 
 def test_a_store_forgets_what_is_longest_unused():
     def stored(size: int) -> StoredResponse:
-        return StoredResponse({}, (), (), size)
+        return StoredResponse(b"b" * (size - 2), b"i", (b"m",))
 
     store = ResponseStore(max_responses=3, max_bytes=100)
     for name in "abc":
@@ -186,6 +186,17 @@ async def test_a_message_says_what_a_chat_says(client):
     assert "".join(e["delta"]["text"] for e in events if "text" in e.get("delta", ())) == text
     assert events[0]["message"]["usage"]["output_tokens"] == 0
     assert events[-2]["usage"]["output_tokens"] == body["usage"]["output_tokens"] == 8
+
+
+async def test_a_turn_without_text_is_no_error(client):
+    asked = {"messages": [_USER], "max_tokens": 4}
+    told = await _post(client, MESSAGES, **asked)
+    nothing = {"role": "assistant", "content": []}
+    begun = await _post(client, MESSAGES, **{**asked, "messages": [_USER, nothing]})
+    assert begun["content"] == told["content"]
+    await _post(client, MESSAGES, **{**asked, "messages": [_USER, nothing, _USER]})
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    await _respond(client, [_USER, thought])
 
 
 async def test_the_end_of_a_message_is_told(client):
@@ -283,12 +294,15 @@ _EPHEMERAL = {"type": "ephemeral"}
         (RESPONSES, {"input": [1]}, "input[0] must be an object"),
         (RESPONSES, {"input": [{"type": "computer_call"}]}, "input[0].type"),
         (RESPONSES, {"input": [{"role": "king", "content": "a"}]}, "input[0].role"),
+        (RESPONSES, {"input": [{"role": ["user"], "content": "a"}]}, "input[0].role"),
+        (RESPONSES, {"input": [{"type": {}}]}, "input[0].type"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": []}]}]}, "content[0].type"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, ".type"),
         (RESPONSES, {"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
         (
             RESPONSES,
             {"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]},
-            "a call in a message before it",
+            "input: call_id must be the id of a call in a message before it",
         ),
         (RESPONSES, {"input": "a", "max_output_tokens": -1}, "max_output_tokens"),
         (RESPONSES, {"input": "a", "temperature": 101}, "temperature"),
@@ -327,7 +341,7 @@ _EPHEMERAL = {"type": "ephemeral"}
                 ],
                 "max_tokens": 2,
             },
-            "a call in a message before it",
+            "messages: tool_use_id must be the id of a call in a message before it",
         ),
         (MESSAGES, {"messages": [_USER], "max_tokens": 2, "stop_sequences": [""]}, "stop"),
         (MESSAGES, {"messages": [_USER], "max_tokens": 2, "tools": [{"name": "f"}]}, "tools[0]."),

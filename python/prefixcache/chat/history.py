@@ -31,6 +31,8 @@ def _read_message(message: Mapping[str, Any], field: str, names: dict[str, str])
     if read.get("role") == "tool":
         _read_result(read, field, names)
     _read_reasoning(read, field)
+    if read.get("role") == "assistant" and read.get("content") is None:
+        read["content"] = ""  # templates add it to other text
     calls = read.pop("tool_calls", None)
     if calls is None or calls == []:
         return read
@@ -40,8 +42,6 @@ def _read_message(message: Mapping[str, Any], field: str, names: dict[str, str])
         raise _wrong(f"{field}.tool_calls", f"must be a list, got {shown(calls)}")
     listed = enumerate(cast("list[object]", calls))
     read["tool_calls"] = [_read_call(c, f"{field}.tool_calls[{i}]", names) for i, c in listed]
-    if read.get("content") is None:
-        read["content"] = ""  # templates add it to other text
     return read
 
 

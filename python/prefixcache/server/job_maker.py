@@ -327,7 +327,8 @@ def check_num_sequences(num_prompts: int, n: int) -> None:
 def fields_named(names: Mapping[str, str]) -> Generator[None, None, None]:
     """Renames fields in errors, where an endpoint calls a field by a name of its own.
 
-    A part of a field, as `messages[0]`, is renamed as the field is.
+    What is wrong with a part of a field, as `messages[0].tool_call_id`, is told of that field:
+    endpoints number their parts otherwise.
     """
     try:
         yield
@@ -336,7 +337,9 @@ def fields_named(names: Mapping[str, str]) -> Generator[None, None, None]:
         name = names.get(param) or names.get(_FIELD.split(param, maxsplit=1)[0])
         if name is None:
             raise
-        message = str(error).replace(param, name, 1)
+        _, inside, member = param.rpartition(".")
+        told = f"{name}: {names.get(member, member)}" if inside and param not in names else name
+        message = str(error).replace(param, told, 1)
         raise type(error)(message, param=name, code=error.code) from None
 
 

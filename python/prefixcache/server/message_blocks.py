@@ -15,6 +15,7 @@ from prefixcache.server.parts import (
     objects,
     one_object,
     text_of,
+    word_of,
     wrong,
 )
 
@@ -34,6 +35,8 @@ class Conversation:
             self._add_texts("system", system, "system")
         for index, message in enumerate(objects(messages, "messages")):
             self._add(message, f"messages[{index}]")
+        if self.messages and self.messages[-1] == {"role": "assistant", "content": None}:
+            self.messages.pop()  # the beginning of an answer that says nothing yet
         if not self.messages or self.messages[-1]["role"] == "system":
             raise wrong("messages", "must hold a message")
 
@@ -157,8 +160,7 @@ def chat_tool_choice(value: object) -> tuple[object, bool]:
     if value is None:
         return None, True
     choice = one_object(value, "tool_choice")
-    kind = choice.get("type")
-    choices: dict[object, Callable[[], object]] = {
+    choices: dict[str, Callable[[], object]] = {
         "none": lambda: "none",
         "auto": lambda: "auto",
         "any": lambda: "required",
@@ -167,7 +169,5 @@ def chat_tool_choice(value: object) -> tuple[object, bool]:
             "function": {"name": text_of(choice, "name", "tool_choice")},
         },
     }
-    if not isinstance(kind, str) or kind not in choices:
-        known = ", ".join(map(str, choices))
-        raise wrong("tool_choice.type", f"must be one of {known}, got {shown(kind)}")
+    kind = word_of(choice, "type", choices, "tool_choice")
     return choices[kind](), choice.get("disable_parallel_tool_use") is not True

@@ -43,10 +43,10 @@ _SAME = frozenset({*SamplingFields.model_fields, "chat_template_kwargs"}) - {
 _NAMES = {
     "messages": "messages",
     "prompt": "messages",
-    "tools": "tools",
     "response_format": "output_config.format",
     "structured_output": "output_config.format",
     "stop": "stop_sequences",
+    "tool_call_id": "tool_use_id",
 }
 
 

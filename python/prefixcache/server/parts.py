@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from prefixcache.checked import shown
@@ -38,6 +38,14 @@ def text_of(values: Values, name: str, field: str) -> str:
     value = values.get(name)
     if not isinstance(value, str):
         raise wrong(f"{field}.{name}", f"must be a string, got {shown(value)}")
+    return value
+
+
+def word_of(values: Values, name: str, known: Iterable[str], field: str) -> str:
+    """A member that must be one of the words `known`."""
+    value = values.get(name)
+    if not isinstance(value, str) or value not in known:
+        raise wrong(f"{field}.{name}", f"must be one of {', '.join(known)}, got {shown(value)}")
     return value
 
 

@@ -13,6 +13,7 @@ from prefixcache.server.parts import (
     one_object,
     text_of,
     text_part,
+    word_of,
     wrong,
 )
 
@@ -49,15 +50,13 @@ class _Reader:
         self._reasoning: list[str] = []
 
     def add(self, item: Values, field: str) -> None:
-        kind = item.get("type", "message")
         readers = {
             "message": self._add_message,
             "reasoning": self._add_reasoning,
             "function_call": self._add_call,
             "function_call_output": self._add_result,
         }
-        if kind not in readers:
-            raise wrong(f"{field}.type", f"must be one of {', '.join(readers)}, got {shown(kind)}")
+        kind = word_of({"type": "message", **item}, "type", readers, field)
         readers[kind](item, field)
 
     def end(self) -> list[Message]:
@@ -66,9 +65,7 @@ class _Reader:
         return self._messages
 
     def _add_message(self, item: Values, field: str) -> None:
-        role = item.get("role")
-        if role not in _ROLES:
-            raise wrong(f"{field}.role", f"must be one of {', '.join(_ROLES)}, got {shown(role)}")
+        role = word_of(item, "role", _ROLES, field)
         content = _content(item.get("content"), f"{field}.content")
         if role == "assistant":
             self._assistant()["content"] = content
@@ -112,12 +109,7 @@ def _content(value: object, field: str) -> str | list[Mapping[str, Any]] | None:
 
 
 def _part(part: Values, field: str) -> dict[str, Any]:
-    kind = part.get("type")
-    if kind not in _TEXTS:
-        raise wrong(
-            f"{field}.type",
-            f"must be one of {', '.join(_TEXTS)}, the kinds that are read, got {shown(kind)}",
-        )
+    kind = word_of(part, "type", _TEXTS, field)
     return text_part(part, text_of(part, _TEXTS[kind], field))
 
 
@@ -149,10 +141,12 @@ def chat_tool_choice(value: object) -> object:
         return value
     choice = one_object(value, "tool_choice")
     if choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+        name = text_of(choice, "name", "tool_choice")
+        return {"type": "function", "function": {"name": name}}
     if choice.get("type") == "allowed_tools":
         tools = objects(choice.get("tools"), "tool_choice.tools")
-        named = [{"type": "function", "function": {"name": tool.get("name")}} for tool in tools]
+        names = [text_of(tool, "name", f"tool_choice.tools[{i}]") for i, tool in enumerate(tools)]
+        named = [{"type": "function", "function": {"name": name}} for name in names]
         return {
             "type": "allowed_tools",
             "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": named},

@@ -15,8 +15,20 @@ from schemathesis.specs.openapi.checks import (
 )
 
 EXAMPLES = 25
-# They stop the others, or take the weights away: that they are described is checked by hand.
+# They stop the others, or take the weights away: they are called one by one, and undone.
 STOPPING = r"^/(pause|sleep|update_weights_from_disk|prefix_cache/resize)$"
+COMMANDS = [
+    ("POST", "/pause", {"mode": 1}, 400),
+    ("POST", "/pause", {}, 200),
+    ("POST", "/resume", {}, 200),
+    ("POST", "/sleep", {"level": 7}, 400),
+    ("POST", "/sleep", {}, 200),
+    ("POST", "/wake_up", {}, 200),
+    ("POST", "/update_weights_from_disk", {"model_path": "/nowhere"}, 400),
+    ("POST", "/prefix_cache/resize", {}, 400),
+    ("POST", "/prefix_cache/resize", {"memory": "256MiB"}, 200),
+    ("GET", "/prefix_cache/resize", None, 200),
+]
 
 
 def only_503(_ctx: CheckContext, response: Any, _case: Any) -> bool | None:
@@ -43,6 +55,16 @@ def test_nothing_is_undocumented(address: str) -> None:
         except (AssertionError, FailureGroup) as error:  # all operations are tried
             wrong[operation.label] = str(error)[:3000]
     assert not wrong, "\n".join(f"{label}: {error}" for label, error in wrong.items())
+
+
+def test_commands_answer_as_they_are_described(address: str) -> None:
+    described = schemathesis.openapi.from_url(f"{address}/openapi.json")
+    for method, path, body, status in COMMANDS:
+        given = {} if body is None else {"body": body, "media_type": "application/json"}
+        case = described[path][method].Case(**given)
+        response = case.call(timeout=60)
+        assert response.status_code == status, (path, response.text)
+        case.validate_response(response, checks=CHECKS)
 
 
 def _try_many(operation: Any) -> None:

@@ -52,6 +52,7 @@ TEMPLATES = {
     "mistral-named": _LISTED + "{# [TOOL_CALLS] [ARGS] #}",
     "unknown": _LISTED,
     "told": _LISTED,
+    "developer": _PLAIN + "{# developer #}",
 }
 
 # A form that no parser of ours knows, told as transformers reads it.

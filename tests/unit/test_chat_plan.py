@@ -183,6 +183,14 @@ def test_the_next_prompt_goes_on_with_the_calls_of_the_answer(family):
     assert later.startswith(first + answer)
 
 
+@pytest.mark.parametrize(("family", "role"), [("smollm2", "system"), ("developer", "developer")])
+def test_developers_speak_in_a_role_that_the_template_knows(family, role):
+    told = [{"role": "developer", "content": "Be short."}, *QUESTION]
+    prompt = chat_format(family).plan(told).prompt
+    assert prompt.startswith(f"<|im_start|>{role}\nBe short.<|im_end|>\n<|im_start|>user")
+    assert told[0]["role"] == "developer"
+
+
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_reasoning_is_given_back_to_the_template(name):
     said = {"role": "assistant", "content": "Mild.", name: "Rome is in Italy."}

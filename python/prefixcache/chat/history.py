@@ -13,21 +13,29 @@ from prefixcache.exceptions import InvalidRequestError
 _MAX_VALUES = 2**16
 
 
-def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def read_messages(
+    messages: Sequence[Mapping[str, Any]], *, developer: str = "developer"
+) -> list[dict[str, Any]]:
     """The messages; arguments of calls are objects, and results have the name of their tool.
+
+    `developer` is the role that messages of that role get.
 
     Raises `InvalidRequestError`, naming the field, for calls that are none, for arguments that are
     no JSON object, and for a result of a call that no message before it made.
     """
     names: dict[str, str] = {}
     return [
-        _read_message(message, f"messages[{index}]", names)
+        _read_message(message, f"messages[{index}]", names, developer)
         for index, message in enumerate(messages)
     ]
 
 
-def _read_message(message: Mapping[str, Any], field: str, names: dict[str, str]) -> dict[str, Any]:
+def _read_message(
+    message: Mapping[str, Any], field: str, names: dict[str, str], developer: str
+) -> dict[str, Any]:
     read = dict(message)
+    if read.get("role") == "developer":
+        read["role"] = developer
     if read.get("role") == "tool":
         _read_result(read, field, names)
     _read_reasoning(read, field)

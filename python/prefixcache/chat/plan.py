@@ -77,6 +77,9 @@ class ChatFormat:
         self._template = template = tokenizer.chat_template
         self._markers = Markers(tokenizer)
         self._shows_tools = template is not None and "tools" in template.variables
+        # Templates leave out what has a role that they do not know, or show it as they may.
+        knows_developer = template is not None and "developer" in template.source
+        self._developer = "developer" if knows_developer else "system"
         self._tools = self._tool_format(tool_call_parser)
         self._library = self._response_template(tokenizer, tool_call_parser)
         self._reasoning = self._reasoning_format(reasoning_parser)
@@ -139,7 +142,7 @@ class ChatFormat:
         """
         calls = None if self._library else self._calls(tool_use)
         prompt = self._render(
-            read_messages(messages),
+            read_messages(messages, developer=self._developer),
             tool_use,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

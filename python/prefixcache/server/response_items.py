@@ -19,7 +19,7 @@ from prefixcache.server.parts import (
 
 Message = dict[str, Any]
 
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
@@ -70,7 +70,7 @@ class _Reader:
         if role == "assistant":
             self._assistant()["content"] = content
         else:
-            self._messages.append({"role": _ROLES[role], "content": content})
+            self._messages.append({"role": role, "content": content})
 
     def _add_reasoning(self, item: Values, field: str) -> None:
         parts = objects(item.get("content"), f"{field}.content")

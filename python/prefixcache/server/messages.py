@@ -50,13 +50,17 @@ _NAMES = {
 }
 
 
+# What ends up as nothing to edit: Claude Code asks that all thinking be kept.
+_NO_EDITS = ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
+
+
 class CountTokensRequest(RequestFields):
     """Body of `POST /v1/messages/count_tokens`. What a chat takes too is checked there."""
 
     no_effect = _SAME | {"service_tier", "speed"}
     refused: ClassVar[dict[str, tuple[object, ...]]] = {
         "container": (),
-        "context_management": (),
+        "context_management": _NO_EDITS,
         "mcp_servers": ([],),
     }
 

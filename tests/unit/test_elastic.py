@@ -113,6 +113,11 @@ def test_blocks_that_requests_hold_above_the_end_go_as_they_end() -> None:
     elastic.engine.abort(["b"])
     left = elastic.pool.status.blocks_held_above
     assert 0 < left < len(held)
+    elastic.control.pause()
+    elastic.run()
+    assert elastic.pool.memory.num_mapped_bytes() == (4 + left) * BLOCK_BYTES
+    assert not elastic.engine.has_work()
+    elastic.control.resume()
     elastic.engine.abort(["a"])
     elastic.run()
     assert elastic.control.resize_status.is_done

@@ -114,8 +114,9 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` has something to do, and may do it."""
-        has_slices = self._pool is not None and self._pool.has_slices
-        return (self._scheduler.has_unfinished() or has_slices) and not self.control.is_halted
+        if self._pool is not None and self._pool.has_slices and not self.control.is_sleeping:
+            return True
+        return self._scheduler.has_unfinished() and not self.control.is_halted
 
     @property
     def idle_seconds(self) -> float:
@@ -230,6 +231,8 @@ class Engine:
         """
         self._host_time.begin()
         outputs = [] if self._pool is None else self._tend(self._pool)
+        if self.control.is_halted:
+            return outputs
         plan = self._scheduler.schedule()
         refused = self._scheduler.take_refused()
         outputs += [

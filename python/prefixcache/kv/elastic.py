@@ -170,13 +170,13 @@ class ElasticPool:
         )
 
     def gauges(self, blocks_in_use: int) -> PoolGauges:
-        """The pool's memory and what resizes did so far."""
-        counts, held = self.counts, blocks_in_use + self._held_above
+        """The pool's memory and what resizes did so far; blocks in use may lie above its end."""
+        counts = self.counts
         return PoolGauges(
             num_blocks=self._size,
             reserved_bytes=self.memory.num_reserved_bytes,
             mapped_bytes=self.memory.num_mapped_bytes(),
-            held_bytes=held * self.sizes.block_bytes,
+            held_bytes=blocks_in_use * self.sizes.block_bytes,
             resizes=counts.resizes,
             blocks_moved=counts.blocks_moved,
             blocks_lost=counts.blocks_lost,

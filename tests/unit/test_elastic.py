@@ -205,6 +205,17 @@ def test_only_so_many_blocks_outlive_their_requests(most: int) -> None:
     assert cached == ([0, 0, 0] if most == 0 else [0, 8, 16])
 
 
+def test_slices_that_have_little_to_do_do_not_make_later_ones_longer() -> None:
+    elastic = Elastic(num_blocks=64)
+    paces = elastic.pool._moves, elastic.pool._trims
+    before = [pace.num_blocks for pace in paces]
+    for _ in range(70):
+        elastic.control.resize(num_blocks=10)
+        elastic.control.resize(num_blocks=64)
+    assert [pace.num_blocks for pace in paces] <= [2 * count for count in before]
+    elastic.answer("a")
+
+
 def test_without_a_prefix_cache_only_live_blocks_hold_memory() -> None:
     elastic = Elastic(enable_prefix_caching=False)
     fill(elastic, 9)

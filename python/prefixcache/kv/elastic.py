@@ -105,9 +105,10 @@ class _Pace:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = max(num_blocks, _LEAST_SLICE_BLOCKS)
 
-    def adapt(self, seconds: float) -> None:
-        """After a slice that took so long."""
-        factor = min(2.0, max(0.25, _SLICE_SECONDS / max(seconds, 1e-6)))
+    def adapt(self, seconds: float, *, is_full: bool) -> None:
+        """After a slice that took so long; one that had less to do tells nothing of larger ones."""
+        most = 2.0 if is_full else 1.0
+        factor = min(most, max(0.25, _SLICE_SECONDS / max(seconds, 1e-6)))
         self.num_blocks = max(int(self.num_blocks * factor), _LEAST_SLICE_BLOCKS)
 
 
@@ -248,14 +249,14 @@ class ElasticPool:
         begun, lost_before = self._clock(), self._cache.num_lost_to_resizes
         pace = self._trims if self._size <= self._target else self._moves
         try:
-            (self._trim if pace is self._trims else self._move)()
+            is_full = (self._trim if pace is self._trims else self._move)()
         except Exception:
             self._give_up()
             raise
         seconds = self._clock() - begun
         self._count(blocks_lost=self._cache.num_lost_to_resizes - lost_before, seconds=seconds)
         self.observe(seconds)
-        pace.adapt(seconds)
+        pace.adapt(seconds, is_full=is_full)
         if not self.has_slices:
             self._log()
         return self.has_slices
@@ -329,8 +330,11 @@ class ElasticPool:
         except OutOfMemoryError as error:
             logger.warning("The KV cache keeps its %d blocks: %s", self._size, error)
 
-    def _move(self) -> None:
-        """Moves some blocks, and takes those above out of the pool when there is none to move."""
+    def _move(self) -> bool:
+        """Moves some blocks, and takes those above out of the pool when there is none to move.
+
+        Tells whether these were as many as a slice takes.
+        """
         self._is_moving = True
         moved = self._cache.move_cached(
             self._target, self._moves.num_blocks, self.memory.copy_blocks
@@ -338,19 +342,23 @@ class ElasticPool:
         self._count(blocks_moved=moved)
         if moved:
             logger.debug("%d cached blocks were moved below block %d.", moved, self._target)
-            return
+            return moved >= self._moves.num_blocks
         self._held_above = self._cache.resize(self._target)
         self._count(blocks_released=self._size - self._target)
         self._size = self.memory.num_blocks = self._trimmed_to = self._target
         self._is_moving = False
+        return False
 
     def _give_up(self) -> None:
         """Keeps the size that there is; memory above it goes back with the next resize."""
         self._held_above = self._cache.resize(self._size)
         self._target, self._is_moving, self.has_slices = self._size, False, False
 
-    def _trim(self) -> None:
-        """Gives back the memory of some blocks above the end, and ends the resize with the last."""
+    def _trim(self) -> bool:
+        """Gives back the memory of some blocks above the end, and ends the resize with the last.
+
+        Tells whether the system had given most of what a slice takes.
+        """
         if self._trims_again and self._trimmed_to >= self._mapped_end:
             self._trimmed_to, self._trims_again = self._size, False
         begin = self._trimmed_to
@@ -362,6 +370,7 @@ class ElasticPool:
             self.has_slices = False
             if not self._held_above:
                 self._mapped_end = self._trimmed_to = self._size
+        return 2 * given >= self._trims.num_blocks * self.sizes.block_bytes
 
     def _start_counting(self) -> None:
         self._before = self.counts

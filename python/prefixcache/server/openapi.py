@@ -70,6 +70,34 @@ _PROMPT: Schema = {
     "anyOf": [_STRING, _TOKENS, _list_of(_STRING), _list_of(_TOKENS)],
     "description": "A text, token ids, or a list of either.",
 }
+
+
+def _typed(kind: str, **members: Schema) -> Schema:
+    return _object(type=_word(kind), **members)
+
+
+def _text_or(*parts: Schema) -> Schema:
+    return {"anyOf": [_STRING, _list_of({"anyOf": [*parts]})]}
+
+
+_INPUT_TEXT = _text_or(_typed("input_text", text=_STRING), _typed("output_text", text=_STRING))
+_INPUT: Schema = _text_or(
+    _object(role=_word("user", "assistant", "system", "developer"), content=_INPUT_TEXT),
+    _typed("reasoning", content=_list_of(_typed("reasoning_text", text=_STRING))),
+    _typed("function_call", call_id=_STRING, name=_STRING, arguments=_STRING),
+    _typed("function_call_output", call_id=_STRING, output=_INPUT_TEXT),
+)
+_TEXT_BLOCK = _typed("text", text=_STRING)
+_BLOCKS = _text_or(
+    _TEXT_BLOCK,
+    _typed("thinking", thinking=_STRING),
+    _typed("tool_use", id=_STRING, name=_STRING, input=_object()),
+    _typed("tool_result", tool_use_id=_STRING, content=_text_or(_TEXT_BLOCK)),
+)
+_MESSAGES: Mapping[str, Schema] = {
+    "messages": _list_of(_object(role=_word("user", "assistant"), content=_BLOCKS)),
+    "system": _text_or(_TEXT_BLOCK),
+}
 _QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 _ERRORS = {
     "OpenAIError": _object(
@@ -133,7 +161,7 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
     ("post", "/v1/responses"): _Endpoint(
         summary="Answers in OpenAI's Responses API.",
         models=(ResponsesRequest,),
-        properties={"input": {"anyOf": [_STRING, _list_of(_object())]}},
+        properties={"input": _INPUT},
         example={"input": "What is the capital of France?", "max_output_tokens": 8},
         answer=_RESPONSE,
         streams=True,
@@ -142,7 +170,7 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
     ("post", "/v1/responses/input_tokens"): _Endpoint(
         summary="Counts the tokens that a response would be made from.",
         models=(ResponsesRequest,),
-        properties={"input": {"anyOf": [_STRING, _list_of(_object())]}},
+        properties={"input": _INPUT},
         example={"input": "What is the capital of France?"},
         answer=_object(object=_STRING, input_tokens=_COUNT),
     ),
@@ -162,7 +190,7 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
     ("post", "/v1/messages"): _Endpoint(
         summary="Answers in Anthropic's Messages API.",
         models=(MessagesRequest,),
-        properties={"messages": _list_of(_object(role=_STRING, content=_ANY))},
+        properties=_MESSAGES,
         example={"messages": _QUESTION, "max_tokens": 8},
         answer=_MESSAGE,
         streams=True,
@@ -170,7 +198,7 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
     ("post", "/v1/messages/count_tokens"): _Endpoint(
         summary="Counts the tokens that a message would be made from.",
         models=(CountTokensRequest,),
-        properties={"messages": _list_of(_object(role=_STRING, content=_ANY))},
+        properties=_MESSAGES,
         example={"messages": _QUESTION},
         answer=_object(input_tokens=_COUNT),
     ),

@@ -95,6 +95,13 @@ def parse_bytes(value: object) -> int:
     return number
 
 
+def parse_path(value: object) -> Path:
+    """A path, or the text of one. Raises `ValueError`."""
+    if not isinstance(value, (str, Path)) or not str(value):
+        raise ValueError("must be a path")
+    return Path(value)
+
+
 def parse_interval(value: object) -> int | Literal["none"]:
     """Tokens between two positions, of 64 or "64", or "none". Raises `ValueError`."""
     if value == "none":
@@ -108,6 +115,7 @@ def parse_interval(value: object) -> int | Literal["none"]:
 # Bytes as an integer, or a share of the free memory as a float.
 MemorySize = Annotated[int | float, _ReadBy(parse_memory)]
 ByteSize = Annotated[int, _ReadBy(parse_bytes)]
+FilePath = Annotated[Path, _ReadBy(parse_path)]
 RetentionInterval = Annotated[int | Literal["none"], _ReadBy(parse_interval)]
 
 
@@ -268,7 +276,7 @@ class ElasticConfig(Checked):
         shown="off",
         metavar="<bytes or size>",
     )
-    available_memory_file: Path | None = flag(
+    available_memory_file: FilePath | None = flag(
         None,
         "File to read the available bytes from for --min-free-memory, instead of asking the "
         "system.",

@@ -459,18 +459,23 @@ def test_two_caches_share_a_machine_and_come_to_rest() -> None:
     assert len(set(sizes[-10:])) == 1, "nothing is traded for ever"
 
 
-def test_a_file_stands_for_the_available_memory(tmp_path: Path) -> None:
+def test_a_file_stands_for_the_available_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "available"
     elastic = Elastic(pool_options={"grows_by_itself": True})
-    config = ElasticConfig(min_free_memory=100 * MIB, available_memory_file=file)
+    config = ElasticConfig(min_free_memory=100 * MIB, available_memory_file=str(file))  # type: ignore[arg-type]
     elastic.engine.self_sizing = SelfSizing.of(config, elastic.pool, None)  # type: ignore[arg-type]
     for text, size in (("", 40), ("much", 40), (f"{90 * MIB}\n", 40 - 10 - 13)):
         file.write_text(text)
         tend(elastic.engine)
         assert elastic.pool.num_blocks == size
     file.unlink()
-    tend(elastic.engine)
+    caplog.clear()
+    for _ in range(3):
+        tend(elastic.engine)
     assert elastic.pool.num_blocks == 17
+    assert len(caplog.records) == 1, "not one a second"
 
 
 def test_sizes_out_of_order_and_beyond_the_machine_are_refused_by_name(

@@ -47,7 +47,7 @@ class SelfSizing:
     def of(cls, config: ElasticConfig, pool: ElasticPool, device: torch.device) -> SelfSizing:
         """What the flags say, with the device's memory or the file that stands for it."""
         file = config.available_memory_file
-        read = partial(available_memory, device) if file is None else partial(_read_bytes, file)
+        read = partial(available_memory, device) if file is None else _MemoryFile(file).read
         return cls(config, pool, read)
 
     def choose(self, idle_seconds: float) -> Change | None:
@@ -92,10 +92,21 @@ class SelfSizing:
         return lambda pool: pool.rest(pool.num_blocks - part)
 
 
-def _read_bytes(file: Path) -> int | None:
-    """The number that the file holds; None, with a warning, while it holds none."""
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError) as error:
-        logger.warning("--available-memory-file %s cannot be read: %s", file, error)
-        return None
+class _MemoryFile:
+    """A file that others write the number of available bytes to."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._was_read = True
+
+    def read(self) -> int | None:
+        """The number; None while the file holds none, which is warned of once."""
+        try:
+            number = int(self._file.read_text())
+        except (OSError, ValueError) as error:
+            if self._was_read:
+                logger.warning("--available-memory-file %s cannot be read: %s", self._file, error)
+            self._was_read = False
+            return None
+        self._was_read = True
+        return number

@@ -16,7 +16,7 @@ import torch
 from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.registry import make_attention
 from prefixcache.config import CacheConfig
-from prefixcache.exceptions import OutOfMemoryError
+from prefixcache.exceptions import FieldError, OutOfMemoryError
 from prefixcache.kv.memory import HostMemory
 from prefixcache.kv.sizing import available_memory, choose_num_blocks
 from prefixcache.kv.specs import KVGroup, KVLayout, kv_layout
@@ -125,7 +125,7 @@ def test_free_memory_is_the_systems_within_the_containers_limit(
 
 
 def test_a_memory_limit_below_two_blocks_is_refused() -> None:
-    with pytest.raises(OutOfMemoryError, match=f"2 blocks of {BLOCK_BYTES} bytes"):
+    with pytest.raises(FieldError, match=f"2 blocks of {BLOCK_BYTES} bytes"):
         choose(CacheConfig(kv_cache_memory=2 * BLOCK_BYTES - 1))
 
 

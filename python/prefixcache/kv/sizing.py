@@ -57,14 +57,20 @@ def choose_num_blocks(
     """Blocks of the pool at the start, the null block included.
 
     `num_blocks` and `kv_cache_memory` are taken at their word; a share is one of the memory that is
-    free now. With neither, half of that is used, on a CPU at most 4 GiB. Raises `OutOfMemoryError`
-    when not even one block beside the null block fits.
+    free now. With neither, half of that is used, on a CPU at most 4 GiB. Where not even one block
+    beside the null block fits it raises `FieldError` if bytes were asked for, else
+    `OutOfMemoryError`.
     """
     if cache.num_blocks is not None:
         return cache.num_blocks
     block_bytes = layout.bytes_per_block(cache.block_size, dtype.itemsize)
     budget = _budget(cache.kv_cache_memory, device)
     if budget < _LEAST_BLOCKS * block_bytes:
+        if isinstance(cache.kv_cache_memory, int):
+            raise FieldError(
+                "kv_cache_memory",
+                f"must be at least {_LEAST_BLOCKS} blocks of {block_bytes} bytes, got {budget}.",
+            )
         raise OutOfMemoryError(
             f"The KV cache needs at least {_LEAST_BLOCKS} blocks of {block_bytes} bytes, "
             f"but only {budget} bytes are allowed (kv_cache_memory)."

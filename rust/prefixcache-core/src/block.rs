@@ -73,15 +73,10 @@ impl State {
     /// Held by one, without content.
     pub(crate) const HELD_ONCE: Self = Self(1);
 
-    /// The state of the block when it stands at `place`, whose class its own becomes unless it is pinned.
+    /// The state of the block when it stands at this place in the ring of its class.
     #[inline]
-    fn queued(self, place: Place) -> Self {
-        let kept = Self(QUEUED | place.ticket.get() << TICKET_SHIFT | self.0 & KEPT);
-        if self.is_pinned() {
-            kept
-        } else {
-            kept.with_own_class(place.class)
-        }
+    pub(crate) fn queued(self, ticket: Ticket) -> Self {
+        Self(QUEUED | ticket.get() << TICKET_SHIFT | self.0 & KEPT)
     }
 
     /// The state with another class of its own, which is kept as its difference to the default one: a
@@ -365,10 +360,11 @@ impl Block {
         })
     }
 
-    /// The last holder lets the block stand in line, from `last` on its state.
+    /// The last holder, who found the block at `last`, lets it stand in line as `queued` says.
     #[inline]
-    pub(crate) fn transition_to_queued<M: Mode>(&self, last: State, place: Place) -> Transition {
-        self.exchange::<M>(last, last.queued(place))
+    pub(crate) fn transition_to_queued<M: Mode>(&self, last: State, queued: State) -> Transition {
+        debug_assert!(queued.place().is_some());
+        self.exchange::<M>(last, queued)
     }
 
     /// The last holder takes content and class from the block and holds it on.
@@ -403,7 +399,8 @@ impl Block {
 
     /// Moves a queued block to another place of its class.
     pub(crate) fn transition_to_moved<M: Mode>(&self, from: Place, to: Place) -> Transition {
-        self.leave::<M>(from, |state| state.queued(to))
+        debug_assert!(from.class == to.class);
+        self.leave::<M>(from, |state| state.queued(to.ticket))
     }
 
     /// Changes class and pin of a held block with content; whether they are others then.

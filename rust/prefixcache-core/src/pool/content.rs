@@ -230,8 +230,11 @@ impl<M: Mode> BlockPool<M> {
                 // As in `find`; a function for both costs a twentieth of a long commit.
                 let found = match only {
                     Only::Nothing => None,
-                    Only::This(id) => Self::matching(now, id, &Content::from(&key))
-                        .or_else(|| self.find_among_several(now, spot, key)),
+                    Only::This(id) => match Self::matching(now, id, &Content::from(&key)) {
+                        // No closure: it would keep the key in memory.
+                        None => self.find_among_several(now, spot, key),
+                        found => found,
+                    },
                     Only::Unclear => self.find_among_several(now, spot, key),
                 };
                 if !found.is_some_and(&mut visit) {

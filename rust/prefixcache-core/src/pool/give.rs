@@ -35,6 +35,8 @@ struct Return {
     /// Where blocks of the default class go that keep their content, if not where they stood before.
     queue: Option<Queue>,
     now: Tick,
+    /// The first block that is not handed out; no resize changes that while the call runs.
+    end: usize,
 }
 
 impl Return {
@@ -49,15 +51,18 @@ impl Return {
             discard,
             queue: None,
             now: Tick::default(),
+            end: 0,
         }
     }
 
-    /// The class whose ring a block joins from the state that it had with its last holder.
+    /// The state by whose class the block joins its ring, from the one that it had with its last holder.
     #[inline]
-    fn class_of(&self, last: State) -> Class {
+    fn reclassed(&self, last: State) -> State {
         match self.queue {
-            Some(queue) if last.is_hashed() && last.class().queue().is_some() => Class::of(queue),
-            _ => last.class(),
+            Some(queue) if last.is_hashed() && last.class().queue().is_some() => {
+                last.with_own_class(Class::of(queue))
+            }
+            _ => last,
         }
     }
 }
@@ -83,9 +88,16 @@ impl<M: Mode> BlockPool<M> {
         self.give_back_as(ids, batch)
     }
 
+    /// Reads what stays the same until the call ends. The caller is inside.
+    #[inline]
+    fn begin_return(&self, batch: &mut Return) {
+        batch.now = self.tick();
+        batch.end = self.size.end();
+    }
+
     fn give_back_as(&self, ids: &[BlockId], mut batch: Return) -> Result<(), Misuse> {
         let mut inside = self.credits.enter::<M>();
-        batch.now = self.tick();
+        self.begin_return(&mut batch);
         let outcome = ids
             .chunks(CHUNK)
             .try_for_each(|chunk| self.give_back_chunk(chunk, &mut batch));
@@ -125,7 +137,7 @@ impl<M: Mode> BlockPool<M> {
         {
             let stays = !batch.discard || state.class().is_above_default();
             if state.holders() == 1 && (state.is_hashed() && stays || batch.append) {
-                let class = batch.class_of(state);
+                let class = batch.reclassed(state).class();
                 wanted[class.index()] += 1;
                 batch.classes = batch.classes.with(class);
             }
@@ -183,7 +195,7 @@ impl<M: Mode> BlockPool<M> {
     /// more: its state is another then, and the caller looks again.
     fn let_go(&self, id: BlockId, last: State, batch: &mut Return) -> Transition {
         let block = self.block(id);
-        let above = self.is_above(id);
+        let above = id.index() >= batch.end;
         let retired = above && self.is_retired(id);
         let discarded = batch.discard && !last.class().is_above_default();
         if last.is_hashed() && (retired || discarded || !self.is_current(block)) {
@@ -198,9 +210,11 @@ impl<M: Mode> BlockPool<M> {
             return self.retire(id);
         }
         if last.is_hashed() || batch.append {
-            let class = batch.class_of(last);
+            let joining = batch.reclassed(last);
+            let class = joining.class();
             if let Some(ticket) = self.ticket(class, batch) {
-                return self.queue(id, last, self.ring(class).place(ticket), batch);
+                let place = Place { class, ticket };
+                return self.queue(id, last, joining.queued(ticket), place, batch);
             }
         }
         if last.is_hashed() {
@@ -236,6 +250,7 @@ impl<M: Mode> BlockPool<M> {
 
     /// Takes the content from a block of which the caller has the last hold; the hold stays, and the
     /// state is another in any case.
+    #[cold]
     fn blank(&self, id: BlockId, last: State, cause: Cause) -> Transition {
         if self.block(id).transition_to_blank::<M>(last) == Transition::Done {
             if last.is_pinned() {
@@ -272,7 +287,14 @@ impl<M: Mode> BlockPool<M> {
     }
 
     #[inline]
-    fn queue(&self, id: BlockId, last: State, place: Place, batch: &mut Return) -> Transition {
+    fn queue(
+        &self,
+        id: BlockId,
+        last: State,
+        queued: State,
+        place: Place,
+        batch: &mut Return,
+    ) -> Transition {
         let ring = self.ring(place.class);
         if let Some(reuse) = &self.reuse {
             // Before others can find the block in line.
@@ -282,13 +304,13 @@ impl<M: Mode> BlockPool<M> {
         if early {
             ring.fill(place.ticket, id);
         }
-        let step = self.block(id).transition_to_queued::<M>(last, place);
+        let step = self.block(id).transition_to_queued::<M>(last, queued);
         if step == Transition::Done {
             if !early {
                 ring.fill(place.ticket, id);
             }
             batch.tickets[place.class.index()].advance();
-            if self.is_above(id) {
+            if id.index() >= batch.end {
                 self.size.count_rejoined::<M>();
             } else {
                 batch.queued += 1;
@@ -333,7 +355,7 @@ impl<M: Mode> BlockPool<M> {
         self.size.count_holds_above::<M>(above);
         inside.give_at_end(credits - (moved - above));
         let mut batch = Return::new(true, false);
-        batch.now = self.tick();
+        self.begin_return(&mut batch);
         for chunk in ids.chunks(CHUNK) {
             let outcome = self.give_back_chunk(chunk, &mut batch);
             debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");

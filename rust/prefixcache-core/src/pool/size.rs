@@ -63,6 +63,12 @@ impl Size {
         self.bounds.0.end.load(Acquire)
     }
 
+    /// Whether blocks are leaving.
+    #[inline]
+    pub(super) fn is_shrinking(&self) -> bool {
+        self.end() < self.num_blocks()
+    }
+
     /// How many blocks from the end on are held still.
     pub(super) fn held_above(&self) -> usize {
         self.held_above.load(Acquire) as usize

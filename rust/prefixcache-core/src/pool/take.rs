@@ -75,14 +75,23 @@ impl<M: Mode> BlockPool<M> {
         out: &mut Vec<BlockId>,
     ) -> usize {
         let mut free = 0;
-        let end = self.size.end();
+        let first = out.len();
         self.find_leading(keys, |found| {
-            let is_counted = found.id.index() < end;
-            free += usize::from(is_counted && !self.block(found.id).state().is_held());
+            free += usize::from(!self.block(found.id).state().is_held());
             out.push(found.id);
             true
         });
+        if self.size.is_shrinking() {
+            return self.count_free(&out[first..]);
+        }
         free
+    }
+
+    /// How many of the blocks are free and not leaving: no credit stands for the leaving ones.
+    #[cold]
+    fn count_free(&self, ids: &[BlockId]) -> usize {
+        let free = |&&id: &&BlockId| !self.is_above(id) && !self.block(id).state().is_held();
+        ids.iter().filter(free).count()
     }
 
     /// Takes a hold on the leading `found` blocks that still hold the content of `keys`; how many. The
@@ -98,10 +107,11 @@ impl<M: Mode> BlockPool<M> {
         inside: &mut Inside<'_, M>,
     ) -> Result<usize, Exhausted> {
         let mut vacated = self.vacated_slots();
+        let end = self.size.end();
         let mut hits = 0;
         let mut outcome = Ok(());
         for (&id, key) in found.iter().zip(keys) {
-            match self.hold_hit(id, &key, &mut credits, &mut vacated) {
+            match self.hold_hit(id, &key, end, &mut credits, &mut vacated) {
                 Ok(true) => hits += 1,
                 Ok(false) => break,
                 Err(exhausted) => {
@@ -143,16 +153,18 @@ impl<M: Mode> BlockPool<M> {
         &self,
         id: BlockId,
         key: &BlockKey,
+        end: usize,
         credits: &mut usize,
         vacated: &mut Vacated<'_, M>,
     ) -> Result<bool, Exhausted> {
         loop {
             // No credit stands for a leaving block.
-            let may_take = *credits > 0 || self.is_above(id);
+            let is_above = id.index() >= end;
+            let may_take = *credits > 0 || is_above;
             match self.block(id).transition_to_touched::<M>(may_take) {
                 Hold::Shared => break,
                 Hold::TakenFromLine(place) => {
-                    if self.is_above(id) {
+                    if is_above {
                         self.size.count_holds_above::<M>(1);
                     } else {
                         *credits -= 1;
@@ -183,7 +195,7 @@ impl<M: Mode> BlockPool<M> {
         let _inside = self.credits.enter::<M>();
         let mut vacated = self.vacated_slots();
         let mut credits = 0;
-        let held = self.hold_hit(id, key, &mut credits, &mut vacated);
+        let held = self.hold_hit(id, key, self.size.end(), &mut credits, &mut vacated);
         self.credits.give::<M>(credits);
         held.unwrap_or(false).then_some(id)
     }
@@ -197,7 +209,7 @@ impl<M: Mode> BlockPool<M> {
             self.take_stale(end, out);
             self.take_blank(end, out);
             self.take_queued(end, out, Cause::Evicted, |_| true);
-            if self.size.end() < self.size.num_blocks() {
+            if self.size.is_shrinking() {
                 self.drop_leaving(out, first);
             }
             if out.len() < end {

@@ -54,8 +54,7 @@ impl Line {
             self.ring.fill(ticket, BlockId::new(id));
         }
         while let GiveUp::LastHolder(last) = block.transition_to_one_less_held::<Shared>() {
-            let place = self.ring.place(ticket);
-            if block.transition_to_queued::<Shared>(last, place) == Transition::Done {
+            if block.transition_to_queued::<Shared>(last, last.queued(ticket)) == Transition::Done {
                 if !early {
                     self.ring.fill(ticket, BlockId::new(id));
                 }

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from serving import MODEL, client_of, events, serve_folder, served_folder
+from serving import MODEL, events, served_folder
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEXT = "The same question asked twice is answered from the blocks that are already there."
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 MESSAGES = {"messages": [{"role": "user", "content": TEXT}]}
-
-
-@pytest.fixture(scope="module")
-def app(tiny_checkpoint: Callable[..., Path]) -> Generator[Any, None, None]:
-    app, engine = serve_folder(tiny_checkpoint())
-    yield app
-    engine.close()
-
-
-@pytest.fixture
-async def client(app: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
-    async with client_of(app) as client:
-        yield client
 
 
 async def _post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:

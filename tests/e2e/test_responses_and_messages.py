@@ -6,8 +6,7 @@ What they answer is what a chat answers to the same messages; a block of the cac
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -17,24 +16,11 @@ from prefixcache.request import Request, RequestOutput
 from prefixcache.server.access import AccessRules
 from prefixcache.server.response_store import ResponseStore, StoredResponse
 from prefixcache.tokenization.tokenizer import Tokenizer
-from serving import FakeEngine, client_of, fake_app, serve_folder, served_folder
+from serving import FakeEngine, client_of, fake_app, served_folder
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 TEXT = "The same question asked twice is answered from the blocks that are already there."
 SAMPLING = {"temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def app(tiny_checkpoint: Callable[..., Path]) -> Generator[Any, None, None]:
-    app, engine = serve_folder(tiny_checkpoint())
-    yield app
-    engine.close()
-
-
-@pytest.fixture
-async def client(app: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
-    async with client_of(app) as client:
-        yield client
 
 
 async def _post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:

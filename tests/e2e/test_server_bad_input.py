@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from collections.abc import AsyncGenerator, Callable, Generator
-from pathlib import Path
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -15,20 +14,13 @@ from hypothesis import strategies as st
 
 from prefixcache.server import limits
 from prefixcache.server.limits import MAX_BODY_BYTES
-from serving import MODEL, client_of, metric, serve_folder
+from serving import MODEL, client_of, metric
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {
     COMPLETIONS: {"prompt": "hello", "max_tokens": 2},
     CHAT: {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def app(tiny_checkpoint: Callable[..., Path]) -> Generator[Any, None, None]:
-    app, engine = serve_folder(tiny_checkpoint())
-    yield app
-    engine.close()
 
 
 @pytest.fixture

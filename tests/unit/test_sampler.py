@@ -136,6 +136,7 @@ def test_greedy_ids_mark_unusable_rows() -> None:
     values = logits(3, 8)
     values[0] = -math.inf
     ids = greedy_token_ids(values).tolist()
+    assert greedy_token_ids(values, waits=True).tolist() == ids
     assert ids == [-1, *values[1:].argmax(dim=-1).tolist()]
 
 

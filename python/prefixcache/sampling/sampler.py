@@ -103,7 +103,9 @@ class Sampler:
         without a finite one gets an error in place of a token.
         """
         if _all_plain_greedy(rows):
-            return Sampled(greedy_token_ids(logits_RV) if likeliest_R is None else likeliest_R)
+            if likeliest_R is None:
+                likeliest_R = greedy_token_ids(logits_RV, waits=self._waits)
+            return Sampled(likeliest_R)
         masks = Masks.of(rows)
         logits_RV = logits_RV.float()
         vocab_size = logits_RV.shape[1]
@@ -149,12 +151,13 @@ def _all_plain_greedy(rows: Sequence[SampledRow]) -> bool:
     )
 
 
-def greedy_token_ids(logits_RV: Tensor) -> Tensor:
+def greedy_token_ids(logits_RV: Tensor, *, waits: bool = False) -> Tensor:
     """[R] on the logits' device: each row's likeliest token, -1 without a finite maximum.
 
-    The first of equals. numpy looks for it with vector instructions, torch on a CPU does not.
+    The first of equals. With `waits` it may be looked for on the host, which no graph can capture:
+    numpy does so with vector instructions, torch on a CPU does not.
     """
-    if logits_RV.device.type == "cpu" and logits_RV.dtype == torch.float32:
+    if waits and logits_RV.device.type == "cpu" and logits_RV.dtype == torch.float32:
         indices_R1 = logits_RV.numpy().argmax(axis=-1, keepdims=True)
         best_R1 = np.take_along_axis(logits_RV.numpy(), indices_R1, axis=-1)  # NaN if there is one
         return torch.from_numpy(np.where(np.isfinite(best_R1), indices_R1, -1)[:, 0])
@@ -172,11 +175,11 @@ def sample(logits_RV: Tensor, rows: Sequence[SamplingInput]) -> list[SequenceOut
 def _tokens(logits_RV: Tensor, adjusted_RV: Tensor, draws: Draws | None, *, waits: bool) -> Tensor:
     """[R]: the likeliest tokens, or those that are drawn; -1 without a finite maximum."""
     if draws is None:
-        tokens_R = greedy_token_ids(adjusted_RV)
+        tokens_R = greedy_token_ids(adjusted_RV, waits=waits)
     elif len(draws.rows_N) == len(logits_RV):
         tokens_R = _draw(adjusted_RV, draws, waits=waits)
     else:
-        tokens_R = greedy_token_ids(adjusted_RV)
+        tokens_R = greedy_token_ids(adjusted_RV, waits=waits)
         tokens_R[draws.rows_N] = _draw(adjusted_RV[draws.rows_N], draws, waits=waits)
     if adjusted_RV is not logits_RV:
         tokens_R = torch.where(_has_maximum(logits_RV), tokens_R, -1)

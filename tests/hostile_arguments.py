@@ -295,6 +295,9 @@ class World:
         self.pool.adopt_writer()
         self.pool.validate()
         self.sequences.clear()
+        # A shrink that was begun keeps blocks back until it is undone.
+        self.cache.abort_moves()
+        self.cache.resize(self.cache.num_blocks)
         assert self.cache.num_free_blocks == self.cache.num_blocks - 1
 
 

@@ -290,6 +290,7 @@ def test_sequences_that_single_calls_refuse(cache: PrefixCache) -> None:
         lambda: cache.unpin(foreign),
         lambda: cache.replace_block(foreign, 0, 0, 1),
         lambda: cache.append_tokens([foreign], [1]),
+        lambda: cache.validate([foreign]),
     ):
         with pytest.raises(RuntimeError, match="belongs to another cache"):
             call()

@@ -969,7 +969,7 @@ impl<S: BlockStore> PrefixCache<S> {
     }
 
     /// Checks that blocks count the holds of these sequences and moves, which are all that there are, and no
-    /// more: one count a block.
+    /// more: one count a block. All must be of this cache.
     pub fn validate_holds(&self, sequences: &[&Sequence], moves: &Moves) -> Result<(), Broken> {
         let holding = sequences.iter().filter_map(|one| one.holding.as_ref());
         let tables = holding.flat_map(|holding| &holding.tables);
@@ -979,6 +979,14 @@ impl<S: BlockStore> PrefixCache<S> {
     }
 
     // Checks.
+
+    /// Fails unless this cache made all of these `sequences`.
+    pub fn check_made_here(&self, sequences: &[&Sequence]) -> Result<(), CacheError> {
+        let mut all = sequences.iter().enumerate();
+        all.try_for_each(|(index, sequence)| {
+            self.check_owner(sequence, Argument::element("sequences", index))
+        })
+    }
 
     pub(crate) fn check_owner(
         &self,

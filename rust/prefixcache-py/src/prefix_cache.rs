@@ -751,6 +751,9 @@ retention_budget=0.2, max_cached_blocks=None)"
             .as_ref()
             .map(|batch| batch.iter().map(|sequence| &**sequence).collect());
         let (core, _paused) = self.0.core_at_rest()?;
+        let made_here = on!(core, |cache| cache
+            .check_made_here(batch.as_deref().unwrap_or_default()));
+        made_here.map_err(IntoPyErr::into_py_err)?;
         let moves = &*self.moves()?;
         let sound = run(py, core.num_blocks(), || {
             on!(core, |cache| {

@@ -292,6 +292,8 @@ pub fn assert_same_as_plain<M: Mode>(config: PoolConfig, pool: &BlockPool<M>, st
     let (mut mover, mut plain_mover) = (Mover::default(), Mover::default());
     // Half of the scripts run without a listener.
     if steps.len() % 2 == 1 {
+        // A registration is of the time that the batch before it was told.
+        pool.set_time(script.now());
         plain.listen();
         pool.listen(LOG, &[]).expect("nobody listens yet");
     }

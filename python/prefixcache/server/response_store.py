@@ -15,7 +15,7 @@ class StoredResponse:
     """An answer, the items that it was asked, and the conversation so far, without instructions.
 
     All as JSON, which takes the memory that is counted: objects would take ten times as much.
-    `messages` has an array for each turn; those of earlier turns are shared between responses.
+    `messages` has arrays of them in order; those of earlier turns are shared between responses.
     """
 
     body: bytes

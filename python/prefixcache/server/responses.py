@@ -191,11 +191,12 @@ def responses_router(maker: JobMaker) -> APIRouter:
         chat = await maker.workers.run(
             len(body) + before.size, lambda: _chat_fields(fields, before)
         )
+        asked = await maker.workers.run(len(body), partial(_asked, fields))
         with fields_named(_NAMES):
             controls = fields.caching(chat)
             job = await chat_job(maker, chat, len(body) + before.size, call, controls)
             params = {"temperature": job.params.temperature, "top_p": job.params.top_p}
-            keep = partial(_keep, store, fields, before, call)
+            keep = partial(_keep, store, asked, before, call)
             form = ResponseForm(
                 maker.served.tokenizer, fields.settings(params), fields.num_logprobs, keep
             )
@@ -263,21 +264,29 @@ def _before(store: ResponseStore, fields: ResponsesRequest, call: Call) -> Store
     return found
 
 
+def _asked(fields: ResponsesRequest) -> StoredResponse | None:
+    """What is remembered of a request before its answer; None where the client says no."""
+    if fields.store is False or fields.is_prewarm:
+        return None
+    items, messages = items_of(fields.input), messages_of(fields.input)
+    return StoredResponse(body=b"", items=to_json(items), messages=(to_json(messages),))
+
+
 def _keep(
     store: ResponseStore,
-    fields: ResponsesRequest,
+    asked: StoredResponse | None,
     before: StoredResponse,
     call: Call,
     body: Mapping[str, Any],
 ) -> None:
-    """Remembers a complete answer, unless the client says no."""
-    if fields.store is False or fields.is_prewarm:
+    """Remembers a complete answer."""
+    if asked is None:
         return
-    said = [*messages_of(fields.input), *answer_messages(body["output"])]
+    answered = to_json(answer_messages(body["output"]))
     kept = StoredResponse(
         body=to_json(body),
-        items=to_json(items_of(fields.input)),
-        messages=(*before.messages, to_json(said)),
+        items=asked.items,
+        messages=(*before.messages, *asked.messages, answered),
     )
     store.put(call.caller.namespace, call.id, kept)
 

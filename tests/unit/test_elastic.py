@@ -124,6 +124,16 @@ def test_blocks_that_requests_hold_above_the_end_go_as_they_end() -> None:
     assert elastic.pool.memory.num_mapped_bytes() == 4 * BLOCK_BYTES
 
 
+def test_a_resize_to_the_same_size_gives_back_what_a_request_held_above_until_just_now() -> None:
+    elastic = Elastic()
+    elastic.add("a", PROMPT, 40)
+    elastic.step()
+    assert elastic.control.resize(num_blocks=4).blocks_held_above
+    elastic.engine.abort(["a"])
+    assert elastic.control.resize(num_blocks=4).is_done
+    assert elastic.pool.memory.num_mapped_bytes() == 4 * BLOCK_BYTES
+
+
 def test_a_request_that_no_longer_fits_waits_and_ends_with_the_numbers_when_it_is_alone() -> None:
     elastic = Elastic(max_num_seqs=1)
     elastic.add("runs", PROMPT, 8)

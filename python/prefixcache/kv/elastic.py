@@ -317,8 +317,9 @@ class ElasticPool:
             self._is_moving = False
         self._target = target
         self._mapped_end = max(self._mapped_end, self._size)
-        self._trimmed_to = max(self._trimmed_to, self._size)
-        self.has_slices = target < self._size or self._trimmed_to < self._mapped_end
+        # Trimming starts anew: requests may have ended above what was trimmed.
+        self._trimmed_to, self._trims_again = self._size, False
+        self.has_slices = target < self._size or self._size < self._mapped_end
         self._count(seconds=self._clock() - begun)
         if not self.has_slices:
             self._log()

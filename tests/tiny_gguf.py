@@ -51,6 +51,17 @@ _GEMMA_NAMES = _NAMES | {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 _Q8 = gguf.GGMLQuantizationType.Q8_0
+# Where a block's float16 scales stand, and the largest integer that each is multiplied by.
+_SCALES = {
+    "Q4_0": {0: 8},
+    "Q4_1": {0: 30, 2: 2},
+    "Q5_0": {0: 16},
+    "Q5_1": {0: 62, 2: 2},
+    "Q8_0": {0: 128},
+    "Q4_K": {0: 30 * 64, 2: 2 * 64},
+    "Q5_K": {0: 62 * 64, 2: 2 * 64},
+    "Q6_K": {208: 32 * 128},
+}
 _TOP_LEVEL = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -154,6 +165,18 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, config
         writer.add_tensor(f"{target}.{kind}", gguf.quantize(values, _Q8), raw_dtype=_Q8)
     else:
         writer.add_tensor(f"{target}.{kind}", values)
+
+
+def random_blocks(block_format: str, outputs: int, inputs: int, *, seed: int) -> np.ndarray:
+    """Rows of random valid blocks, as a GGUF file holds them, whose numbers are below 1."""
+    kind = gguf.GGMLQuantizationType[block_format]
+    numbers, size = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(seed)
+    data = rng.integers(0, 256, (outputs, inputs // numbers, size), dtype=np.uint8)
+    for place, largest in _SCALES[block_format].items():
+        scales = rng.uniform(-1, 1, (outputs, inputs // numbers, 1)) / largest
+        data[:, :, place : place + 2] = scales.astype(np.float16).view(np.uint8)
+    return data.reshape(outputs, -1)
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:

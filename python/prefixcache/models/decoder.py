@@ -18,6 +18,7 @@ from prefixcache.attention.grouped import GroupedAttention, Rotation
 from prefixcache.model_config import ModelConfig
 from prefixcache.models.names import TensorNames
 from prefixcache.models.weights import Slot
+from prefixcache.ops.blocks import QuantizedTensor
 from prefixcache.ops.linear import Linear
 from prefixcache.ops.rope import RotaryEmbedding
 from prefixcache.ops.sets import Ops
@@ -293,7 +294,9 @@ class DecoderModel:
         if not self.config.tie_word_embeddings:
             yield from _linear_slots("lm_head", self._head, 0, self.config.vocab_size, bias=False)
 
-    def _write_embedding(self, weight_VE: Tensor) -> None:
+    def _write_embedding(self, weight_VE: Tensor | QuantizedTensor) -> None:
+        if isinstance(weight_VE, QuantizedTensor):
+            weight_VE = weight_VE.widened(self.dtype)
         self._embedding_VE.copy_(weight_VE)
         if self.config.tie_word_embeddings:
             self._head.copy_rows(0, weight_VE)
@@ -311,22 +314,35 @@ def _rope_of(config: ModelConfig, layer: int) -> int:
 
 
 def _tensor_slot(parameter: Tensor) -> Slot:
-    return Slot(tuple(parameter.shape), parameter.copy_)
+    return Slot(tuple(parameter.shape), partial(_copy_dense, parameter))
 
 
 def _head_slot(parameter_ND: Tensor) -> Slot:
     """One checkpoint row [D] for all of N heads."""
-    return Slot((parameter_ND.shape[1],), parameter_ND.copy_)
+    return Slot((parameter_ND.shape[1],), partial(_copy_dense, parameter_ND))
+
+
+def _copy_dense(parameter: Tensor, tensor: Tensor | QuantizedTensor) -> None:
+    parameter.copy_(_dense(tensor))
+
+
+def _dense(tensor: Tensor | QuantizedTensor) -> Tensor:
+    if isinstance(tensor, QuantizedTensor):
+        raise TypeError("blocks are for the matrices of linears and embeddings")
+    return tensor
 
 
 def _linear_slots(
     name: str, linear: Linear, start: int, rows: int, *, bias: bool
 ) -> Iterator[tuple[str, Slot]]:
     """The part of a (fused) linear that the checkpoint keeps under `name`."""
-    yield f"{name}.weight", Slot((rows, linear.in_features), _at(linear.copy_rows, start))
+    yield f"{name}.weight", Slot((rows, linear.in_features), partial(_copy_matrix, linear, start))
     if bias:
-        yield f"{name}.bias", Slot((rows,), _at(linear.copy_bias, start))
+        yield f"{name}.bias", Slot((rows,), lambda tensor: linear.copy_bias(start, _dense(tensor)))
 
 
-def _at(copy: Callable[[int, Tensor], None], start: int) -> Callable[[Tensor], None]:
-    return lambda tensor: copy(start, tensor)
+def _copy_matrix(linear: Linear, start: int, tensor: Tensor | QuantizedTensor) -> None:
+    if isinstance(tensor, QuantizedTensor):
+        linear.copy_blocks(start, tensor)
+    else:
+        linear.copy_rows(start, tensor)

@@ -14,6 +14,7 @@ from torch import Tensor
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.model_config import read_json_object
 from prefixcache.models.names import TensorNames
+from prefixcache.ops.blocks import QuantizedTensor
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -26,7 +27,7 @@ class NamedTensor:
     """A tensor of a checkpoint; `source` says where it came from, for error messages."""
 
     name: str
-    tensor: Tensor
+    tensor: Tensor | QuantizedTensor
     source: str
 
 
@@ -35,7 +36,7 @@ class Slot:
     """Where a checkpoint's tensor goes: the shape it must have, and what writes it."""
 
     shape: tuple[int, ...]
-    write: Callable[[Tensor], object]
+    write: Callable[[Tensor | QuantizedTensor], object]
 
 
 Slots = Mapping[str, Slot]

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from prefixcache._core import Cpu, DecoderLayer, DecoderStack, PackedLinear, PagedAttention, RowOps
 from prefixcache.exceptions import ConfigError
+from prefixcache.ops.blocks import QuantizedTensor
 from prefixcache.ops.linear import Linear
 from prefixcache.ops.stack import LayerWeights
 
@@ -70,6 +71,11 @@ class InvariantLinear:
             raise ValueError(f"weight_OI must have {self.in_features} columns")
         dense = weight_OI.to("cpu", self._dtype).contiguous()
         self.packed.copy_rows(start, dense.data_ptr(), len(dense))
+
+    def copy_blocks(self, start: int, weight_OI: QuantizedTensor) -> None:
+        """Writes output rows `start:start + O` of the weight: the dense numbers of the blocks."""
+        for first, rows in weight_OI.widened_rows():
+            self.copy_rows(start + first, rows)
 
     def copy_bias(self, start: int, bias_O: Tensor) -> None:
         """Writes elements `start:start + O` of the bias."""

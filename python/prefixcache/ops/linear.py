@@ -14,6 +14,8 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from prefixcache.ops.blocks import QuantizedTensor
+
 
 class Linear(Protocol):
     """One linear layer. Its weight is undefined until every row was written."""
@@ -23,6 +25,14 @@ class Linear(Protocol):
 
     def copy_rows(self, start: int, weight_OI: Tensor) -> None:
         """Writes output rows `start:start + O` of the weight, converting their type."""
+        ...
+
+    def copy_blocks(self, start: int, weight_OI: QuantizedTensor) -> None:
+        """Writes output rows `start:start + O` of the weight, a whole part of it, from blocks.
+
+        The layer computes as with the numbers that they stand for, rounded once to its type. Raises
+        `ValueError` where a scale is no finite number.
+        """
         ...
 
     def copy_bias(self, start: int, bias_O: Tensor) -> None:
@@ -52,6 +62,11 @@ class TorchLinear:
     def copy_rows(self, start: int, weight_OI: Tensor) -> None:
         """Writes output rows `start:start + O` of the weight, converting their type."""
         self._weight_OI[start : start + weight_OI.shape[0]].copy_(weight_OI)
+
+    def copy_blocks(self, start: int, weight_OI: QuantizedTensor) -> None:
+        """Writes output rows `start:start + O` of the weight: the dense numbers of the blocks."""
+        for first, rows in weight_OI.widened_rows():
+            self.copy_rows(start + first, rows)
 
     def copy_bias(self, start: int, bias_O: Tensor) -> None:
         """Writes elements `start:start + O` of the bias."""

@@ -1,0 +1,88 @@
+"""Matrices as GGUF files hold them: rows of small blocks of integers, each with its scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# The formats of blocks that linears compute with, by GGUF's names.
+BLOCK_FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+
+_CHUNK_NUMBERS = 1 << 20
+
+
+@cache
+def block_size(block_format: str) -> tuple[int, int]:
+    """How many numbers a block of this format holds, and in how many bytes."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    return GGML_QUANT_SIZES[GGMLQuantizationType[block_format]]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensor:
+    """Rows of blocks of one format. `shape` counts numbers, outputs and inputs.
+
+    `blocks` are the file's bytes, uint8 [outputs, bytes of a row], most often mapped from it; their
+    rows are in the order of a checkpoint of Hugging Face. Raises `ValueError` where the format is
+    none of `BLOCK_FORMATS`, or the bytes are not those of the shape.
+    """
+
+    format: str
+    shape: tuple[int, int]
+    blocks: Tensor
+
+    def __post_init__(self) -> None:
+        if self.format not in BLOCK_FORMATS:
+            raise ValueError(f"format must be one of {', '.join(BLOCK_FORMATS)}, not {self.format}")
+        outputs, inputs = self.shape
+        wanted = (outputs, row_bytes(self.format, inputs))
+        if self.blocks.dtype is not torch.uint8 or self.blocks.shape != wanted:
+            raise ValueError(
+                f"blocks must be uint8 {list(wanted)}, "
+                f"not {self.blocks.dtype} {list(self.blocks.shape)}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks."""
+        return self.blocks.nbytes
+
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        """The numbers [outputs, inputs], computed in float32 and rounded once to `dtype`.
+
+        Raises `ValueError` where a scale is no finite number.
+        """
+        out = torch.empty(self.shape, dtype=dtype)
+        for start, rows in self.widened_rows():
+            out[start : start + len(rows)] = rows
+        return out
+
+    def widened_rows(self) -> Iterator[tuple[int, Tensor]]:
+        """The numbers in float32, a few rows at a time with the number of the first."""
+        from gguf import GGMLQuantizationType, dequantize
+
+        kind = GGMLQuantizationType[self.format]
+        count = max(1, _CHUNK_NUMBERS // self.shape[1])
+        for start in range(0, self.shape[0], count):
+            blocks = self.blocks[start : start + count].contiguous().numpy()
+            with np.errstate(invalid="ignore", over="ignore"):  # told below, with the row
+                rows = torch.from_numpy(dequantize(blocks, kind))
+            finite = rows.isfinite().all(dim=1)
+            if not finite.all():
+                row = start + int(finite.int().argmin())
+                raise ValueError(f"blocks: row {row} has a scale that is no number")
+            yield start, rows
+
+
+def row_bytes(block_format: str, inputs: int) -> int:
+    """Bytes of a row. Raises `ValueError` where it is not made of whole blocks."""
+    numbers, size = block_size(block_format)
+    if inputs % numbers:
+        raise ValueError(f"inputs must be a multiple of {numbers} for {block_format}")
+    return inputs // numbers * size

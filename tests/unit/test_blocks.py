@@ -1,0 +1,71 @@
+"""Matrices of GGUF blocks: widened by the gguf package, rounded once, written into linears."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, dequantize
+
+from prefixcache._core import Cpu
+from prefixcache.ops import blocks as blocks_module
+from prefixcache.ops.blocks import BLOCK_FORMATS, QuantizedTensor, row_bytes
+from prefixcache.ops.sets import make_ops
+from tiny_gguf import random_blocks
+
+
+def quantized(block_format: str, outputs: int, inputs: int, seed: int = 0) -> QuantizedTensor:
+    data = random_blocks(block_format, outputs, inputs, seed=seed)
+    return QuantizedTensor(block_format, (outputs, inputs), torch.from_numpy(data))
+
+
+@pytest.mark.parametrize("block_format", BLOCK_FORMATS)
+def test_numbers_are_those_of_the_gguf_package_rounded_once(
+    block_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks_module, "_CHUNK_NUMBERS", 5 * 512)  # the last chunk is not full
+    tensor = quantized(block_format, 48, 512)
+    exact = dequantize(tensor.blocks.numpy(), GGMLQuantizationType[block_format])
+    assert torch.equal(tensor.widened(torch.float32), torch.from_numpy(exact))
+    assert torch.equal(tensor.widened(torch.bfloat16), torch.from_numpy(exact).bfloat16())
+    assert tensor.nbytes == 48 * row_bytes(block_format, 512)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_takes_blocks_as_the_numbers_they_stand_for(
+    kernels: bool, dtype: torch.dtype
+) -> None:
+    ops = make_ops(dtype, torch.device("cpu"), Cpu(2) if kernels else None)
+    upper, lower = quantized("Q4_K", 40, 256), quantized("Q8_0", 24, 256, seed=1)
+    kept, dense = (ops.linear(256, 64) for _ in range(2))
+    for start, part in ((0, upper), (40, lower)):
+        kept.copy_blocks(start, part)
+        dense.copy_rows(start, part.widened(dtype))
+    x = torch.randn(7, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(kept(x), dense(x))
+    assert torch.equal(kept.wide(x), dense.wide(x))
+
+
+@pytest.mark.parametrize("scale", [np.nan, np.inf])
+def test_a_scale_that_is_no_number_is_told_with_its_row(scale: float) -> None:
+    data = random_blocks("Q4_K", 32, 256, seed=0)
+    data[17, :2] = np.array([scale], np.float16).view(np.uint8)
+    tensor = QuantizedTensor("Q4_K", (32, 256), torch.from_numpy(data))
+    with pytest.raises(ValueError, match="row 17 has a scale that is no number"):
+        tensor.widened(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("block_format", "shape", "message"),
+    [
+        ("Q2_K", (4, 256), "format must be one of Q4_0"),
+        ("Q4_K", (4, 128), "inputs must be a multiple of 256 for Q4_K"),
+        ("Q4_0", (5, 256), r"blocks must be uint8 \[5, 144\], not torch.uint8 \[4, 144\]"),
+    ],
+)
+def test_what_is_no_matrix_of_blocks_is_refused(
+    block_format: str, shape: tuple[int, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        QuantizedTensor(block_format, shape, torch.zeros(4, 144, dtype=torch.uint8))

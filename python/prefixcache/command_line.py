@@ -5,6 +5,7 @@ A flag is looked for on the command line, then in the environment, then in the f
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections import defaultdict
@@ -164,6 +165,7 @@ class FlagOption(click.Option):
         )
         self.group: Group = told["group"]
         self.greedy: bool = told["greedy"]
+        self._is_listed: bool = told["listed"]
         self._kind = kind
         self._is_secret = not one.repr
 
@@ -176,12 +178,15 @@ class FlagOption(click.Option):
             return self.opts[0], ctx.params[self.name]
         text = _variable(self.name)
         if text is not None:
-            return _VARIABLES + self.name.upper(), text.split() if self.multiple else text
+            several = self.multiple and not self._is_listed
+            return _VARIABLES + self.name.upper(), text.split() if several else text
         return file.get(self.name)
 
     def read(self, place: str, value: Any) -> Any:
         """The checked value: text counts as what it spells. Raises `FieldError` with the place."""
         parts: tuple[Any, ...] = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        if self._is_listed:
+            parts = tuple(item for part in parts for item in _items(place, part))
         return check(
             adapters(self._kind)[self.name],
             place,
@@ -189,6 +194,18 @@ class FlagOption(click.Option):
             strict=not all(isinstance(part, str) for part in parts),
             secret=self._is_secret,
         )
+
+
+def _items(place: str, value: Any) -> list[Any]:
+    """The values that one stands for: of a JSON list, as vLLM takes it, or between commas."""
+    if not isinstance(value, str):
+        return [value]
+    if not value.lstrip().startswith("["):
+        return value.replace(",", " ").split() or [value]
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise FieldError(place, f"is no JSON list, got {shown(value)}.") from None
 
 
 def _read_file(path: Path, flags: Mapping[str, FlagOption]) -> dict[str, Place]:

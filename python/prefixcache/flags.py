@@ -29,15 +29,17 @@ def flag(
     metavar: str = "",
     secret: bool = False,
     greedy: bool = False,
+    listed: bool = False,
 ) -> Any:
     """A dataclass field that users may set. The value of a `secret` one is never shown.
 
     `aliases` are further names, spelled as fields. `shown` tells in words what is used where
     nothing is given, and `metavar` what a value is, where the field's own default and type do not.
-    The option of a `greedy` one takes all values up to the next option.
+    The option of a `greedy` one takes all values up to the next option, a value of a `listed` one
+    may be several: a JSON list, or text with commas between them.
     """
     told: dict[str, Any] = {"help": help, "group": group, "shown": shown, "metavar": metavar}
-    told |= {"aliases": aliases, "greedy": greedy}
+    told |= {"aliases": aliases, "greedy": greedy, "listed": listed}
     return field(default=default, repr=not secret, metadata=told)
 
 

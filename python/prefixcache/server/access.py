@@ -5,7 +5,9 @@ of is closed. Administrators know an `--admin-api-key`. Without any key they are
 this machine, unless something may stand between: behind a proxy everybody comes from this machine.
 
 Web pages are kept out whatever they know: a browser says where a request comes from, and a page
-whose name was made to resolve to this machine (DNS rebinding) gives itself away by `Host`.
+whose name was made to resolve to this machine (DNS rebinding) gives itself away by `Host`. Pages of
+origins that the operator allowed are clients, and administrators only by a key: where they are
+opened says nothing of who wrote them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from http import HTTPStatus
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -24,6 +26,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prefixcache.exceptions import FieldError
+from prefixcache.server.cross_origin import CrossOrigin
 from prefixcache.server.errors import ApiError, error_response
 
 _PUBLIC_PATHS = frozenset({"/health"})
@@ -69,13 +72,15 @@ class AccessRules:
 
     With `api_keys` clients must send one of them, with `admin_api_keys` administrators. A request's
     `Host` must be an address, localhost, or match one of `allowed_hosts` ("*.example.com").
-    `public_metrics` lets everybody read `/metrics`, `client_warming` clients warm the cache.
+    `cross_origin` says which pages of other origins are let in. `public_metrics` lets everybody
+    read `/metrics`, `client_warming` clients warm the cache.
     Raises `FieldError` for a key or host that could never match or would match too much.
     """
 
     api_keys: tuple[str, ...] = ()
     admin_api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    cross_origin: CrossOrigin = field(default_factory=CrossOrigin)
     public_metrics: bool = False
     client_warming: bool = False
 
@@ -126,6 +131,7 @@ class AccessCheck:
     def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
         self._app = app
         self._hosts = (*_LOCAL_HOSTS, *map(str.lower, rules.allowed_hosts))
+        self._cross_origin = rules.cross_origin
         self._public = _PUBLIC_PATHS | ({"/metrics"} if rules.public_metrics else set[str]())
         self._client_paths = _CLIENT_PATHS | ({_WARM_PATH} if rules.client_warming else set[str]())
         self._api_keys = [_digest(key.encode()) for key in rules.api_keys]
@@ -153,9 +159,9 @@ class AccessCheck:
         if path in self._public:
             return Caller()
         headers = Headers(scope=scope)
-        self._refuse_pages(headers)
+        is_foreign_page = self._is_foreign_page(headers)
         digest = _digest(_key_of(headers))
-        caller = self._caller(scope, headers, digest)
+        caller = self._caller(digest, is_local=not is_foreign_page and _is_local(scope, headers))
         if self._api_keys and not (caller.is_admin or _holds(self._api_keys, digest)):
             raise _key_needed("the server's API key")
         if not (caller.is_admin or self._is_for_clients(path)) and _exists(scope):
@@ -165,8 +171,11 @@ class AccessCheck:
     def _is_for_clients(self, path: str) -> bool:
         return path in self._client_paths or path.startswith(_CLIENT_PREFIXES)
 
-    def _refuse_pages(self, headers: Headers) -> None:
-        """Raises `ApiError` for what a browser sends on behalf of a page that is not ours."""
+    def _is_foreign_page(self, headers: Headers) -> bool:
+        """Whether a browser asks on behalf of a page of another origin, which is allowed.
+
+        Raises `ApiError` for any other page that is not ours.
+        """
         host = headers.get("host", "")
         if not _is_known_host(host, self._hosts):
             raise _forbidden(
@@ -174,13 +183,19 @@ class AccessCheck:
             )
         origin = headers.get("origin")
         if origin is not None and origin.lower().partition("://")[2] != host.lower():
-            raise _forbidden(f"Pages of {origin!r} may not use this server.", "foreign_origin")
+            if self._cross_origin.allows(origin):
+                return True
+            raise _forbidden(
+                f"Pages of {origin!r} may not use this server; --allowed-origins lets them in.",
+                "foreign_origin",
+            )
         if headers.get("sec-fetch-site") == "cross-site":
             raise _forbidden("Pages of other sites may not use this server.", "foreign_origin")
+        return False
 
-    def _caller(self, scope: Scope, headers: Headers, digest: bytes) -> Caller:
+    def _caller(self, digest: bytes, *, is_local: bool) -> Caller:
         has_keys = bool(self._api_keys or self._admin_keys)
-        is_admin = _holds(self._admin_keys, digest) if has_keys else _is_local(scope, headers)
+        is_admin = _holds(self._admin_keys, digest) if has_keys else is_local
         return Caller(is_admin, digest.hex() if self._api_keys else None)
 
     def _admin_needed(self, scope: Scope) -> ApiError:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from prefixcache.server.access import AccessCheck, AccessRules
 from prefixcache.server.admin import admin_router, command_options
 from prefixcache.server.chat import chat_router
 from prefixcache.server.completions import completions_router
 from prefixcache.server.context import Lifecycle, RequestContext
+from prefixcache.server.cross_origin import CrossOrigin
 from prefixcache.server.errors import on_http_exception
 from prefixcache.server.info import info_router
 from prefixcache.server.job_maker import JobMaker
@@ -28,6 +30,9 @@ from prefixcache.server.warm import warm_router
 
 if TYPE_CHECKING:
     from prefixcache.engine.async_engine import AsyncEngine
+
+# Headers of answers that pages of other origins may read, beside those that they always may.
+_SHOWN_TO_PAGES = ("Retry-After", "X-Request-Id", "X-Prefixcache-Warning")
 
 
 def create_app(
@@ -64,9 +69,24 @@ def create_app(
     app.include_router(admin_router(engine, model_dirs or ModelDirs()))
     describe(app, command_options(engine))
     app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_middleware(AccessCheck, rules=rules or AccessRules())
+    rules = rules or AccessRules()
+    app.add_middleware(AccessCheck, rules=rules)
     app.add_middleware(RequestContext, lifecycle=lifecycle or Lifecycle(), strict=served.strict)
+    if rules.cross_origin.allowed_origins:
+        _let_pages_in(app, rules.cross_origin)
     return app
+
+
+def _let_pages_in(app: FastAPI, allowed: CrossOrigin) -> None:
+    """Around all else: browsers send no key with a preflight, and pages are to read errors too."""
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=allowed.allowed_origins,
+        allow_methods=allowed.allowed_methods,
+        allow_headers=allowed.allowed_headers,
+        allow_credentials=allowed.allow_credentials,
+        expose_headers=_SHOWN_TO_PAGES,
+    )
 
 
 def package_version() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +11,7 @@ from annotated_types import Le, MinLen
 from prefixcache.chat.parser_names import ReasoningParserName, ToolCallParserName
 from prefixcache.checked import Checked, Count, PositiveFloat, PositiveInt
 from prefixcache.flags import flag
+from prefixcache.server.cross_origin import CrossOrigin
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -81,6 +82,7 @@ class ServeOptions(Checked):
         "Access",
         shown="addresses, localhost, --host and the machine's name",
     )
+    cross_origin: CrossOrigin = field(default_factory=CrossOrigin)
     public_metrics: bool = flag(False, "Let everybody read /metrics.", "Access")
     client_warming: bool = flag(
         False, "Let clients, and not only administrators, call /prefix_cache/warm.", "Access"

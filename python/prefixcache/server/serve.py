@@ -90,6 +90,7 @@ def _access_rules(options: ServeOptions) -> AccessRules:
         api_keys=options.api_key,
         admin_api_keys=options.admin_api_key,
         allowed_hosts=_known_hosts(options),
+        cross_origin=options.cross_origin,
         public_metrics=options.public_metrics,
         client_warming=options.client_warming,
     )

@@ -9,7 +9,6 @@ from prefixcache.foreign_flags import ForeignFlag, any_value, ignored, only, ref
 
 _ONE_DEVICE = "asks for more than one device"
 _NO_LORA = "asks for LoRA, which is not supported"
-_NO_PAGES = "asks for pages of other sites, which are refused"
 _NO_TLS = "asks for TLS, which a proxy in front does"
 _OTHER_KV = "asks for the KV cache in another place"
 _NO_IMAGES = "asks for images or audio, which are not supported"
@@ -159,8 +158,6 @@ VLLM_FLAGS: tuple[ForeignFlag, ...] = (
         "--ssl-cert-reqs",
     ),
     *refused(_NO_TLS, "--enable-ssl-refresh"),
-    *refused(_NO_PAGES, "--allow-credentials"),
-    *only((), _NO_PAGES, "--allowed-origins", "--allowed-methods", "--allowed-headers"),
     *only((), "asks for what a proxy in front does", "--root-path", "--middleware", "--uds"),
     *only((), "asks for a log of another form", "--log-config-file"),
     *only((), "asks for traces", "--otlp-traces-endpoint", "--collect-detailed-traces"),

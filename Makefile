@@ -50,9 +50,10 @@ test: setup-dev model              ## what a change must pass (WORKERS=...)
 	$(PARALLEL) lint-python lint-rust test-rust
 	$(MAKE) --no-print-directory test-python
 
-test-long: setup-dev model         ## the same tests in their long forms
+test-long: setup-dev model         ## the same tests in their long forms, and clients
 	PROPTEST_CASES=$(LONG_CASES) PREFIXCACHE_RESETS=1000000 $(MAKE) --no-print-directory test-rust
 	PREFIXCACHE_LONG_TESTS=1 $(PYTEST) --timeout=1800
+	$(MAKE) --no-print-directory test-clients
 
 test-clients: setup model .venv-clients/.built ## clients that people use, against a server (own environment)
 	cd tests/clients && ../../.venv-clients/bin/pytest --durations=5

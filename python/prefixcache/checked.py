@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import reprlib
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -29,6 +30,18 @@ Fraction = Annotated[float, Ge(0), Le(1)]
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 60
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBy:
+    """Marks a field whose values a function of ours reads, raising `ValueError`."""
+
+    parse: Callable[[object], Any]
+
+    def __get_pydantic_core_schema__(self, _source: Any, _handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_plain_validator_function(self.parse)
 
 
 class Checked:

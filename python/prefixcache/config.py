@@ -7,7 +7,6 @@ torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,6 +21,7 @@ from prefixcache.checked import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
+    ReadBy,
 )
 from prefixcache.exceptions import ConfigError, FieldError
 from prefixcache.flags import build, flag, named
@@ -41,18 +41,6 @@ _CPU_STEP_MS = 250
 _MOST_BYTES = 2**62
 _DIGITS = re.compile(r"[0-9]{1,10}")
 _SIZE = re.compile(r"(\d{0,30}\.?\d{1,30})\s*(([KMGT])(i?)B?|B)?", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class _ReadBy:
-    """Marks a field whose values a function of ours reads, raising `ValueError`."""
-
-    parse: Callable[[object], Any]
-
-    def __get_pydantic_core_schema__(self, _source: Any, _handler: Any) -> Any:
-        from pydantic_core import core_schema
-
-        return core_schema.no_info_plain_validator_function(self.parse)
 
 
 def parse_memory(value: object) -> int | float:
@@ -113,10 +101,10 @@ def parse_interval(value: object) -> int | Literal["none"]:
 
 
 # Bytes as an integer, or a share of the free memory as a float.
-MemorySize = Annotated[int | float, _ReadBy(parse_memory)]
-ByteSize = Annotated[int, _ReadBy(parse_bytes)]
-FilePath = Annotated[Path, _ReadBy(parse_path)]
-RetentionInterval = Annotated[int | Literal["none"], _ReadBy(parse_interval)]
+MemorySize = Annotated[int | float, ReadBy(parse_memory)]
+ByteSize = Annotated[int, ReadBy(parse_bytes)]
+FilePath = Annotated[Path, ReadBy(parse_path)]
+RetentionInterval = Annotated[int | Literal["none"], ReadBy(parse_interval)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

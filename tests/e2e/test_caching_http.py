@@ -141,6 +141,99 @@ async def test_a_wrong_breakpoint_is_refused_by_name(client: httpx.AsyncClient) 
     assert response.json()["error"]["param"] == "messages[0].content[2].prompt_cache_breakpoint.ttl"
 
 
+def counted(usage: dict[str, Any]) -> tuple[int, int]:
+    """Tokens read and written, as Anthropic's and the Responses API tell."""
+    details = usage.get("input_tokens_details", {})
+    read = usage.get("cache_read_input_tokens", details.get("cached_tokens"))
+    written = usage.get("cache_creation_input_tokens", details.get("cache_write_tokens"))
+    return read, written
+
+
+SYSTEM = "You answer questions of those who ask them, in few words and with care."
+EPHEMERAL = {"type": "ephemeral", "ttl": "1h"}
+QUESTION = {"role": "user", "content": [{"type": "text", "text": TEXTS[0]}]}
+MARKED = {"type": "text", "text": SYSTEM, "cache_control": EPHEMERAL}
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
+ASKED = {"role": "user", "content": [MARKED, {"type": "text", "text": TEXTS[1]}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers"),
+    [
+        ("/v1/responses", {"input": TEXTS[0], "instructions": SYSTEM}, {}),
+        (
+            "/v1/responses",
+            {
+                "input": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "input_text",
+                                "text": SYSTEM,
+                                "prompt_cache_breakpoint": EXPLICIT,
+                            },
+                            {"type": "input_text", "text": TEXTS[0]},
+                        ],
+                    }
+                ],
+                "prompt_cache_options": EXPLICIT,
+            },
+            {},
+        ),
+        ("/v1/messages", {"messages": [QUESTION]}, {"anthropic-version": "2023-06-01"}),
+        ("/v1/messages", {"system": [MARKED], "messages": [QUESTION]}, {}),
+        ("/v1/messages", {"messages": [ASKED]}, {}),
+        (
+            "/v1/messages",
+            {"tools": [TOOL | {"cache_control": EPHEMERAL}], "messages": [QUESTION]},
+            {},
+        ),
+    ],
+)
+async def test_warming_and_probing_read_bodies_of_every_api(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], headers: dict[str, str]
+) -> None:
+    async def told(where: str) -> dict[str, Any]:
+        response = await client.post(where, json=body, headers=headers)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    cold = await told(WARM)
+    written = cold["cache_write_tokens"]
+    assert cold["cached_tokens"] == 0 < written <= cold["prompt_tokens"]
+    probed = await told("/prefix_cache/probe")
+    hit = probed["cached_tokens"]
+    assert probed["prompt_tokens"] == cold["prompt_tokens"]
+    assert written // 16 * 16 == hit > 0
+    assert await told(WARM) == cold | {"cached_tokens": hit, "cache_write_tokens": written - hit}
+    body |= {"max_tokens": 2} if path == "/v1/messages" else {"max_output_tokens": 2}
+    read, again = counted((await told(path))["usage"])
+    assert (read, again) == (hit, written - hit)
+
+
+async def test_a_wrong_message_is_refused_in_the_form_of_its_client(
+    client: httpx.AsyncClient,
+) -> None:
+    body = {"messages": [{"role": "user", "content": [{"type": "image"}]}]}
+    header = {"anthropic-version": "2023-06-01"}
+    error = (await client.post(WARM, json=body, headers=header)).json()
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert error["error"]["message"].startswith("messages[0].content[0].type")
+    body["system"] = SYSTEM
+    error = (await client.post(WARM, json=body)).json()["error"]
+    assert error["param"] == "messages[0].content[0].type"
+
+
+async def test_a_response_that_goes_on_is_warmed_with_what_was_said(
+    client: httpx.AsyncClient,
+) -> None:
+    first = await sent(client, "/v1/responses", {"input": TEXTS[0], "max_output_tokens": 2})
+    body = {"input": TEXTS[1], "previous_response_id": first["id"]}
+    counted = await sent(client, "/v1/responses/input_tokens", body)
+    assert (await sent(client, WARM, body))["prompt_tokens"] == counted["input_tokens"]
+
+
 PROMPTS = completion([[*PROMPT, 1], list(range(200, 240))], n=2, max_tokens=100, stream=True)
 
 

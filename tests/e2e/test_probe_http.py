@@ -1,4 +1,4 @@
-"""`POST /prefix_cache/probe`: bodies of both endpoints, their validation, what it tells."""
+"""`POST /prefix_cache/probe`: bodies of every endpoint, their validation, what it tells."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from serving import MODEL, served_folder
 
 PROBE = "/prefix_cache/probe"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 PROMPT = list(range(10, 90))
 TEXT = "The same question asked twice is answered from the blocks that are there, so ask."
 CHATTED = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2, "temperature": 0}
@@ -112,6 +113,10 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [{"role": "user", "content": "word " * 2000}]}),
     (CHAT, {"messages": [{"role": "user", "content": 7}]}),
     (CHAT, {**CHATTED, "max_completion_tokens": -1}),
+    (RESPONSES, {"input": 7}),
+    (RESPONSES, {"input": TEXT, "max_output_tokens": -1}),
+    (RESPONSES, {"input": TEXT, "previous_response_id": "resp_x"}),
+    (RESPONSES, {"input": TEXT, "tools": [{"type": "function", "name": "no name"}]}),
 ]
 
 

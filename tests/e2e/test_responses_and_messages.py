@@ -103,6 +103,82 @@ async def test_a_response_goes_on_from_one_before(client):
     assert (await client.get(f"{RESPONSES}/{second['id']}")).status_code == 404
 
 
+async def test_input_items_come_in_pages(client):
+    parts = [{"role": "user", "content": f"{number}"} for number in range(25)]
+    parts[3]["id"] = "mine"
+    url = f"{RESPONSES}/{(await _respond(client, parts))['id']}/input_items"
+
+    async def page(**query: Any) -> tuple[list[int], bool, list[str]]:
+        body = (await client.get(url, params=query)).json()
+        ids = [item["id"] for item in body["data"]]
+        assert (body["first_id"], body["last_id"]) == (ids[0], ids[-1])
+        return [int(item["content"]) for item in body["data"]], body["has_more"], ids
+
+    numbers, more, ids = await page()
+    assert (numbers, more) == ([*range(24, 4, -1)], True)
+    assert (await page(after=ids[-1]))[:2] == ([4, 3, 2, 1, 0], False)
+    assert (await page(order="asc", limit=2, after="mine"))[:2] == ([4, 5], True)
+    assert (await page(order="asc", limit=2, before="mine"))[:2] == ([1, 2], True)
+    for query in ({"limit": 0}, {"limit": "x"}, {"limit": 101}, {"order": "up"}, {"after": "?"}):
+        response = await client.get(url, params=query)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == next(iter(query))
+
+
+async def test_models_are_listed_in_the_form_of_the_client(tiny_checkpoint):
+    header = {"anthropic-version": "2023-06-01"}
+    names = {"names": ("a", "b", "c")}
+    async with served_folder(tiny_checkpoint(), served=names) as (client, engine):
+        plain = (await client.get("/v1/models")).json()
+        assert [card["id"] for card in plain["data"]] == ["a", "b", "c"]
+        told = [
+            (await client.get("/v1/models", headers=header, params=query)).json()
+            for query in ({}, {"limit": 2}, {"after_id": "b"}, {"before_id": "c", "limit": 1})
+        ]
+        pages = [([card["id"] for card in one["data"]], one["has_more"]) for one in told]
+        assert pages == [
+            (["a", "b", "c"], False),
+            (["a", "b"], True),
+            (["c"], False),
+            (["b"], True),
+        ]
+        card = (await client.get("/v1/models/b", headers=header)).json()
+        assert card == told[0]["data"][1]
+        assert (card["type"], card["max_input_tokens"]) == ("model", engine.max_model_len)
+        wrong = await client.get("/v1/models/d", headers=header)
+        assert (wrong.status_code, wrong.json()["error"]["type"]) == (404, "not_found_error")
+        assert (await client.get("/v1/models/d")).json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "told"),
+    [
+        (
+            MESSAGES,
+            {"name": "f", "input_schema": {"properties": {"a": {"type": "x"}}}},
+            "input_schema",
+        ),
+        (MESSAGES, {"name": "f", "input_schema": {"type": "array"}}, "input_schema.type"),
+        (MESSAGES, {"name": "no name", "input_schema": {}}, "name"),
+        (
+            RESPONSES,
+            {"name": "f", "parameters": {"properties": {"a": {"type": "x"}}}},
+            "parameters",
+        ),
+        (RESPONSES, {"name": "f", "parameters": {"type": "array"}}, "parameters.type"),
+        (RESPONSES, {"name": "no name"}, "name"),
+    ],
+)
+async def test_what_is_wrong_with_a_tool_is_named_as_it_was_given(client, path, tool, told):
+    good = {"name": "good", "input_schema": {}} if path == MESSAGES else {"name": "good"}
+    kind = {} if path == MESSAGES else {"type": "function"}
+    body = {"tools": [kind | good, kind | tool], "max_tokens": 2}
+    body |= {"messages": [_USER]} if path == MESSAGES else {"input": "a"}
+    error = (await client.post(path, json=body)).json()["error"]
+    assert error["message"].startswith(f"tools[1].{told}")
+    assert error.get("param", f"tools[1].{told}") == f"tools[1].{told}"
+
+
 async def test_responses_are_found_by_their_own_key_alone(tiny_checkpoint):
     rules = AccessRules(api_keys=("one", "two"))
     async with served_folder(tiny_checkpoint(), access={"rules": rules}) as (client, _):

@@ -13,7 +13,7 @@ import pytest
 
 from chat_models import CLOCK, QUESTION, TEMPLATES, TOOLS, assistant
 from repeatable import bounded
-from serving import MODEL, running, serve_folder
+from serving import MODEL, running, serve_folder, served_folder
 
 CHAT = "/v1/chat/completions"
 NAMED = {"type": "function", "function": {"name": "get_time"}}
@@ -176,6 +176,29 @@ def test_reasoning_is_told_apart_and_counted(qwen3):
     assert answer.usage.completion_tokens_details.reasoning_tokens == 8
     streamed = [chunk.choices[0].delta for chunk in _ask(qwen3, seed=1, stream=True, **fields)]
     assert "".join(getattr(one, "reasoning", "") for one in streamed) == message.reasoning
+    fields["extra_body"] = {"include_reasoning": False}
+    quiet = _ask(qwen3, seed=1, **fields)
+    assert quiet.usage.completion_tokens_details == answer.usage.completion_tokens_details
+    streamed = [chunk.choices[0].delta for chunk in _ask(qwen3, seed=1, stream=True, **fields)]
+    for one in (quiet.choices[0].message, *streamed):
+        assert not {"reasoning", "reasoning_content"} & one.model_dump().keys()
+
+
+async def test_variables_of_the_template_have_defaults(tiny_checkpoint):
+    folder = tiny_checkpoint()
+    (folder / "chat_template.jinja").write_text(TEMPLATES["qwen3"])
+    defaults = {"template_variables": {"enable_thinking": False}}
+
+    async def count(client: httpx.AsyncClient, **fields: Any) -> int:
+        response = await client.post("/tokenize", json={"messages": QUESTION, **fields})
+        return response.json()["count"]
+
+    async with served_folder(folder) as (client, _):
+        thinks = await count(client)
+        silent = await count(client, chat_template_kwargs={"enable_thinking": False})
+    async with served_folder(folder, served=defaults) as (client, _):
+        assert await count(client) == silent > thinks
+        assert await count(client, chat_template_kwargs={"enable_thinking": True}) == thinks
 
 
 def test_prompts_are_told_with_their_tools(smollm2):

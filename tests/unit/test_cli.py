@@ -201,6 +201,7 @@ def test_every_source_takes_every_kind_of_value(served, tmp_path):
         "model: a\napi_key: one\nallowed_model_dirs: [x, y]\nenforce_eager: true\n"
         "kv_cache_memory_bytes: 0.5\nmax_step_ms: 7\nbatch_invariant: false\nrevision: null\n"
         "scheduling_policy: priority\nseed: 3\n"
+        "default_chat_template_kwargs: {enable_thinking: false}\n"
     )
     from_file = served("--config", str(file))
     given = {
@@ -213,11 +214,13 @@ def test_every_source_takes_every_kind_of_value(served, tmp_path):
         "batch_invariant": "off",
         "scheduling_policy": "priority",
         "seed": "3",
+        "default_chat_template_kwargs": '{"enable_thinking": false}',
     }
     variables = {f"PREFIXCACHE_{name.upper()}": text for name, text in given.items()}
     flags = ["a", "--api-key=one", "--allowed-model-dirs=x", "--allowed-model-dirs=y"]
     more = ["--enforce-eager", "--kv-cache-memory=0.5", "--max-step-ms=7", "--no-batch-invariant"]
-    last = ["--scheduling-policy=priority", "--seed=3"]
+    last = ["--scheduling-policy=priority", "--seed=3", "--default-chat-template-kwargs"]
+    last.append('{"enable_thinking": false}')
     assert from_file == served(env=variables) == served(*flags, *more, *last)
     config, options = from_file
     assert config == EngineConfig.from_flags(
@@ -232,6 +235,7 @@ def test_every_source_takes_every_kind_of_value(served, tmp_path):
         api_key=("one",),
         allowed_model_dirs=(Path("x"), Path("y")),
         scheduling_policy="priority",
+        default_chat_template_kwargs={"enable_thinking": False},
     )
 
 

@@ -64,7 +64,8 @@ class ChatFormat:
     """How one model's chats are written and its answers read. Safe to share between threads.
 
     "auto" takes what the model's chat template tells; a template without tools is given them in
-    SmolLM2's form. Raises `ModelLoadError` for another form where the template knows no tools.
+    SmolLM2's form. `variables` reach the template where a chat gives no others. Raises
+    `ModelLoadError` for another form where the template knows no tools.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class ChatFormat:
         *,
         tool_call_parser: ToolCallParserName = "auto",
         reasoning_parser: ReasoningParserName = "auto",
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
+        self._variables = variables or {}
         self._template = template = tokenizer.chat_template
         self._markers = Markers(tokenizer)
         self._shows_tools = template is not None and "tools" in template.variables
@@ -146,7 +149,7 @@ class ChatFormat:
             tool_use,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            variables=variables,
+            variables={**self._variables, **(variables or {})},
         )
         if self._library is not None:
             return _library_plan(self._library, prompt, tool_use, structured_output)

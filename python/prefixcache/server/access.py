@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prefixcache.exceptions import FieldError
 from prefixcache.server.cross_origin import CrossOrigin
-from prefixcache.server.errors import ApiError, error_response
+from prefixcache.server.errors import ApiError, error_response, speaks_anthropic
 
 _PUBLIC_PATHS = frozenset({"/health"})
 _CLIENT_PATHS = frozenset(
@@ -148,7 +148,9 @@ class AccessCheck:
         except ApiError as error:
             challenge = _CHALLENGE if error.status == HTTPStatus.UNAUTHORIZED else None
             request_id = scope["state"].get("request_id", "")
-            response = error_response(error, challenge, path=scope["path"], request_id=request_id)
+            response = error_response(
+                error, challenge, anthropic=speaks_anthropic(scope), request_id=request_id
+            )
             await response(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -23,6 +23,7 @@ from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.not_served import not_served_router
 from prefixcache.server.openapi import describe
 from prefixcache.server.probe import probe_router
+from prefixcache.server.response_store import ResponseStore
 from prefixcache.server.responses import responses_router
 from prefixcache.server.served_model import ServedModel
 from prefixcache.server.tokenize import tokenize_router
@@ -56,14 +57,14 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    maker = JobMaker(engine=engine, served=served)
+    maker, responses = JobMaker(engine=engine, served=served), ResponseStore()
     app.include_router(completions_router(maker))
     app.include_router(chat_router(maker))
-    app.include_router(responses_router(maker))
+    app.include_router(responses_router(maker, responses))
     app.include_router(messages_router(maker))
     app.include_router(tokenize_router(maker))
-    app.include_router(probe_router(maker))
-    app.include_router(warm_router(maker))
+    app.include_router(probe_router(maker, responses))
+    app.include_router(warm_router(maker, responses))
     app.include_router(info_router(maker, release))
     app.include_router(not_served_router())
     app.include_router(admin_router(engine, model_dirs or ModelDirs()))

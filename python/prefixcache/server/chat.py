@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from prefixcache.chat.message import Message, ToolCallDelta
+from prefixcache.chat.message import Message, MessageDelta, ToolCallDelta
 from prefixcache.chat.plan import ChatFormat, ChatPlan
 from prefixcache.chat.tools import shown_tool
 from prefixcache.exceptions import InvalidRequestError
@@ -168,6 +168,7 @@ class ChatForm:
         self._num_logprobs = _num_logprobs(fields)
         self._num_prompt_logprobs = fields.prompt_logprobs
         self._tells_ids = bool(fields.return_token_ids)
+        self._tells_reasoning = fields.include_reasoning is not False
 
     def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
         """The whole answer, without `usage`."""
@@ -192,9 +193,12 @@ class ChatForm:
             if self._tells_ids:
                 first["prompt_token_ids"] = job.prompts[0].tolist()
             yield first
-        logprobs = self._logprobs(output.logprobs)
-        if choice.delta or logprobs or output.finished or self._tells_ids:
-            chunk = self._chunk(job, choice, _delta(choice), logprobs)
+        logprobs, delta = self._logprobs(output.logprobs), choice.delta
+        if not self._tells_reasoning:
+            delta = dataclasses.replace(delta, reasoning="")
+        if delta or logprobs or output.finished or self._tells_ids:
+            shown = _delta(delta, has_calls=bool(choice.message.tool_calls))
+            chunk = self._chunk(job, choice, shown, logprobs)
             if self._tells_ids:
                 chunk["choices"][0]["token_ids"] = [*output.token_ids]
             yield chunk
@@ -206,7 +210,7 @@ class ChatForm:
     def _whole(self, choice: Choice) -> dict[str, Any]:
         shown: dict[str, Any] = {
             "index": choice.index,
-            "message": _message(choice.message),
+            "message": _message(choice.message, with_reasoning=self._tells_reasoning),
             "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
@@ -238,7 +242,7 @@ def _head(job: Job, kind: str) -> dict[str, Any]:
     return {"id": job.call.id, "object": kind, "created": job.created, "model": job.model}
 
 
-def _message(message: Message) -> dict[str, Any]:
+def _message(message: Message, *, with_reasoning: bool) -> dict[str, Any]:
     """`content` is null where the answer says nothing beside calls or reasoning."""
     content, reasoning = message.content, message.reasoning
     said = content or not (message.tool_calls or reasoning)
@@ -246,7 +250,7 @@ def _message(message: Message) -> dict[str, Any]:
         "role": "assistant",
         "content": content if said else None,
         "refusal": None,
-        **_reasoning(reasoning),
+        **_reasoning(reasoning if with_reasoning else ""),
     }
     if message.tool_calls:
         shown["tool_calls"] = [
@@ -260,10 +264,9 @@ def _message(message: Message) -> dict[str, Any]:
     return shown
 
 
-def _delta(choice: Choice) -> dict[str, Any]:
-    delta = choice.delta
+def _delta(delta: MessageDelta, *, has_calls: bool) -> dict[str, Any]:
     shown: dict[str, Any] = _reasoning(delta.reasoning)
-    if delta.content or not (delta.reasoning or choice.message.tool_calls):
+    if delta.content or not (delta.reasoning or has_calls):
         shown["content"] = delta.content
     if delta.tool_calls:
         shown["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]

@@ -17,7 +17,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.server.access import Caller
-from prefixcache.server.errors import error_response, server_stopping, stream_error
+from prefixcache.server.errors import (
+    error_response,
+    server_stopping,
+    speaks_anthropic,
+    stream_error,
+)
 from prefixcache.server.protocol import RequestFields, shortened
 
 logger = logging.getLogger(__name__)
@@ -175,14 +180,17 @@ class _Answer:
         """
         stopping = {"Retry-After": "1", "Connection": "close"}
         headers = stopping if getattr(error, "code", None) == "server_stopping" else None
-        path = self._scope["path"]
-        response = error_response(error, headers, path=path, request_id=self._request_id)
+        response = error_response(
+            error, headers, anthropic=speaks_anthropic(self._scope), request_id=self._request_id
+        )
         if self._status is None:
             await response(self._scope, self._receive, self.send)
             return
         self._status = response.status_code
         if self._streams_events and not self._complete:
-            body = stream_error(error, path, self._request_id, self._outcome.num_events)
+            body = stream_error(
+                error, self._scope["path"], self._request_id, self._outcome.num_events
+            )
             await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -15,6 +15,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from prefixcache.exceptions import (
     EngineDeadError,
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
+MODELS_PATH = "/v1/models"
+# Paths that clients of both APIs ask.
+_SHARED = (MODELS_PATH, "/prefix_cache/")
 
 # Told to clients as 503. What lacks memory or weights here is an engine that could not wake up.
 _UNAVAILABLE = (
@@ -116,7 +120,7 @@ def anthropic_error(error: Exception, request_id: str) -> dict[str, Any]:
 
 def stream_error(error: Exception, path: str, request_id: str, num_events: int) -> bytes:
     """The end of a stream of `path` that fails after `num_events` events."""
-    if speaks_anthropic(path):
+    if is_anthropic(path):
         return named_event(anthropic_error(error, request_id))
     body = error_body(error)[1]
     if path == RESPONSES_PATH:
@@ -127,21 +131,34 @@ def stream_error(error: Exception, path: str, request_id: str, num_events: int) 
     return event(body) + DONE
 
 
-def speaks_anthropic(path: str) -> bool:
-    """Whether errors of the path have Anthropic's form."""
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether errors of a request have Anthropic's form: by its path, or where APIs share that by
+    its header.
+    """
+    path = scope["path"]
+    return is_anthropic(path) or (path.startswith(_SHARED) and has_anthropic_header(scope))
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path is of Anthropic's API alone."""
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+
+
+def has_anthropic_header(scope: Scope) -> bool:
+    """Whether the header is there that every request to Anthropic's API has."""
+    return any(name == b"anthropic-version" for name, _ in scope["headers"])
 
 
 def error_response(
     error: Exception,
     headers: Mapping[str, str] | None = None,
     *,
-    path: str = "",
+    anthropic: bool = False,
     request_id: str = "",
 ) -> JSONResponse:
-    """The error as an answer of `path`; logs what nobody expected."""
+    """The error as an answer, in one of the forms; logs what nobody expected."""
     status, body = error_body(error)
-    if speaks_anthropic(path):
+    if anthropic:
         body = anthropic_error(error, request_id)
     if is_unexpected(error):
         logger.error("The request %s failed.", request_id, exc_info=error)
@@ -161,11 +178,12 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     """Answers an unknown route or method, where FastAPI would in a form of its own."""
     error = cast("HTTPException", error)
     status = HTTPStatus(error.status_code)
-    path = request.url.path
-    message = f"{status.phrase}: {request.method} {path}"
-    request_id = request.state.request_id
+    message = f"{status.phrase}: {request.method} {request.url.path}"
     return error_response(
-        ApiError(status, message), error.headers, path=path, request_id=request_id
+        ApiError(status, message),
+        error.headers,
+        anthropic=speaks_anthropic(request.scope),
+        request_id=request.state.request_id,
     )
 
 

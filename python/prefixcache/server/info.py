@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import datetime, timezone
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from prefixcache.metrics import LabelledMetrics
+from prefixcache.server.errors import MODELS_PATH, has_anthropic_header
 from prefixcache.server.job_maker import JobMaker
+from prefixcache.server.paging import page
+
+# Anthropic's own limit of a page.
+_MOST_MODELS = 1000
 
 
 def info_router(maker: JobMaker, version: str) -> APIRouter:
@@ -20,13 +27,16 @@ def info_router(maker: JobMaker, version: str) -> APIRouter:
     engine, served = maker.engine, maker.served
     labelled = LabelledMetrics(engine.metrics, model_name=served.names[0])
 
-    @router.get("/v1/models")
-    async def list_models() -> dict[str, Any]:
+    @router.get(MODELS_PATH)
+    async def list_models(request: Request) -> dict[str, Any]:
+        if has_anthropic_header(request.scope):
+            return _anthropic_cards(maker, request.query_params)
         return {"object": "list", "data": [_card(maker, name) for name in served.names]}
 
-    @router.get("/v1/models/{name:path}")
-    async def show_model(name: str) -> dict[str, Any]:
-        return _card(maker, maker.check_model(name))
+    @router.get(f"{MODELS_PATH}/{{name:path}}")
+    async def show_model(name: str, request: Request) -> dict[str, Any]:
+        card = _anthropic_card if has_anthropic_header(request.scope) else _card
+        return card(maker, maker.check_model(name))
 
     @router.get("/health")
     async def health() -> Response:
@@ -48,6 +58,32 @@ def info_router(maker: JobMaker, version: str) -> APIRouter:
         return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
     return router
+
+
+def _anthropic_cards(maker: JobMaker, query: Mapping[str, str]) -> dict[str, Any]:
+    """The page of names that the query asks for."""
+    names = maker.served.names
+    places, more = page(query, names, most=_MOST_MODELS, after="after_id", before="before_id")
+    shown = [names[place] for place in places]
+    return {
+        "data": [_anthropic_card(maker, name) for name in shown],
+        "has_more": more,
+        "first_id": shown[0] if shown else None,
+        "last_id": shown[-1] if shown else None,
+    }
+
+
+def _anthropic_card(maker: JobMaker, name: str) -> dict[str, Any]:
+    created = datetime.fromtimestamp(maker.served.created, timezone.utc)
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": maker.engine.max_model_len,
+        "max_tokens": maker.engine.max_model_len,
+    }
 
 
 def _card(maker: JobMaker, name: str) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -15,9 +15,9 @@ from prefixcache.server.answers import answer_in_events
 from prefixcache.server.body import parse_fields, parse_object, read_body
 from prefixcache.server.caching import CachingControls, anthropic_controls
 from prefixcache.server.chat import chat_job, chat_plan
-from prefixcache.server.context import new_call, tell_unknown
+from prefixcache.server.context import Call, new_call, tell_unknown
 from prefixcache.server.errors import MESSAGES_PATH
-from prefixcache.server.job_maker import JobMaker, fields_named
+from prefixcache.server.job_maker import Job, JobMaker, fields_named
 from prefixcache.server.message_blocks import (
     Conversation,
     chat_tool_choice,
@@ -47,6 +47,8 @@ _NAMES = {
     "structured_output": "output_config.format",
     "stop": "stop_sequences",
     "tool_call_id": "tool_use_id",
+    "tools[].function.parameters": "tools[].input_schema",
+    "tools[].function": "tools[]",
 }
 
 
@@ -126,6 +128,15 @@ class MessagesRequest(CountTokensRequest):
         }
 
 
+@dataclass(frozen=True, slots=True)
+class ParsedMessage(Generic[Asked]):
+    """A body, the same request as a chat, and what it asks of the cache."""
+
+    fields: Asked
+    chat: ChatRequest
+    controls: CachingControls
+
+
 def messages_router(maker: JobMaker) -> APIRouter:
     """The endpoints, for one served model."""
     router = APIRouter()
@@ -133,34 +144,46 @@ def messages_router(maker: JobMaker) -> APIRouter:
     @router.post(MESSAGES_PATH)
     async def create_message(request: Request) -> Response:
         body = await read_body(request)
-        fields, chat, controls = await maker.workers.run(
-            len(body), partial(_parse, body, MessagesRequest)
-        )
-        tell_unknown(request, fields)
+        parsed = await maker.workers.run(len(body), lambda: parse_message(parse_object(body)))
+        tell_unknown(request, parsed.fields)
         call = dataclasses.replace(new_call(request, "msg"), id=f"msg_{uuid.uuid4().hex}")
+        job = await message_job(maker, parsed, len(body), call)
+        stream = bool(parsed.fields.stream)
         with fields_named(_NAMES):
-            job = await chat_job(maker, chat, len(body), call, controls)
             form = MessageForm(request.state.request_id)
-            return await answer_in_events(request, maker, job, form, stream=bool(fields.stream))
+            return await answer_in_events(request, maker, job, form, stream=stream)
 
     @router.post(f"{MESSAGES_PATH}/count_tokens")
     async def count_tokens(request: Request) -> dict[str, int]:
         body = await read_body(request)
-        fields, chat, _ = await maker.workers.run(
-            len(body), partial(_parse, body, CountTokensRequest)
+        parsed = await maker.workers.run(
+            len(body), lambda: _parsed(parse_object(body), CountTokensRequest)
         )
-        tell_unknown(request, fields)
+        tell_unknown(request, parsed.fields)
         with fields_named(_NAMES):
-            maker.check_model(chat.model)
-            plan = await chat_plan(maker, chat, len(body))
+            maker.check_model(parsed.chat.model)
+            plan = await chat_plan(maker, parsed.chat, len(body))
             ids = await maker.encode(plan.prompt, param="messages", add_special_tokens=False)
         return {"input_tokens": len(ids)}
 
     return router
 
 
-def _parse(body: bytes, model: type[Asked]) -> tuple[Asked, ChatRequest, CachingControls]:
-    fields = parse_fields(parse_object(body), model)
+def parse_message(values: dict[str, Any]) -> ParsedMessage[MessagesRequest]:
+    """The body of a message, checked. Takes time that grows with it."""
+    return _parsed(values, MessagesRequest)
+
+
+async def message_job(
+    maker: JobMaker, parsed: ParsedMessage[MessagesRequest], size: int, call: Call
+) -> Job:
+    """The requests of a message. `size` is that of the body."""
+    with fields_named(_NAMES):
+        return await chat_job(maker, parsed.chat, size, call, parsed.controls)
+
+
+def _parsed(values: dict[str, Any], model: type[Asked]) -> ParsedMessage[Asked]:
+    fields = parse_fields(values, model)
     conversation = Conversation(fields.system, fields.messages)
     controls = anthropic_controls(
         [*marked_tools(fields.tools), *conversation.marked],
@@ -169,4 +192,4 @@ def _parse(body: bytes, model: type[Asked]) -> tuple[Asked, ChatRequest, Caching
     )
     chat = fields.chat(conversation)
     with fields_named(_NAMES):
-        return fields, parse_fields(chat, ChatRequest), controls
+        return ParsedMessage(fields, parse_fields(chat, ChatRequest), controls)

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from prefixcache.server.errors import speaks_anthropic
+from prefixcache.server.errors import is_anthropic
 from prefixcache.server.messages import CountTokensRequest, MessagesRequest
 from prefixcache.server.protocol import (
     ChatRequest,
@@ -48,9 +48,26 @@ def _word(*words: str) -> Schema:
     return {"type": "string", "enum": [*words]}
 
 
+def _parameter(name: str, schema: Schema, place: str = "query", **more: Any) -> Schema:
+    return {"name": name, "in": place, "required": False, "schema": schema, **more}
+
+
+def _limit(most: int) -> Schema:
+    return _parameter("limit", {"type": "integer", "minimum": 1, "maximum": most, "default": 20})
+
+
 _CARD = _object(id=_STRING, object=_word("model"), created=_COUNT, max_model_len=_COUNT)
+_ANTHROPIC_CARD = _object(type=_word("model"), id=_STRING, display_name=_STRING, created_at=_STRING)
+_ANTHROPIC_CARDS = _object(data=_list_of(_ANTHROPIC_CARD), has_more={"type": "boolean"})
+_VERSION = _parameter(
+    "anthropic-version",
+    _STRING,
+    "header",
+    description="Every request to Anthropic's API has it; with it answers have the form of that.",
+)
 _USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
 _CACHED = _object(prompt_tokens=_COUNT, cached_tokens=_COUNT)
+_PROMPT_MODELS = (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
 _RESPONSE = _object(
     id=_STRING,
     object=_word("response"),
@@ -139,6 +156,7 @@ class _Endpoint:
     example: Any = None
     streams: bool = False
     statuses: tuple[int, ...] = ()
+    parameters: tuple[Schema, ...] = ()
     properties: Mapping[str, Schema] = field(default_factory=dict[str, Schema])
 
 
@@ -186,6 +204,12 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
         summary="What a response that was kept was asked.",
         answer=_object(object=_word("list"), data=_list_of(_object(id=_STRING))),
         statuses=(404,),
+        parameters=(
+            _limit(100),
+            _parameter("order", _word("asc", "desc") | {"default": "desc"}),
+            _parameter("after", _STRING),
+            _parameter("before", _STRING),
+        ),
     ),
     ("post", "/v1/messages"): _Endpoint(
         summary="Answers in Anthropic's Messages API.",
@@ -205,10 +229,19 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
     ("post", "/v1/embeddings"): _Endpoint(summary="Is not served.", statuses=(404,)),
     ("get", "/v1/models"): _Endpoint(
         summary="The served model, under each of its names.",
-        answer=_object(object=_word("list"), data=_list_of(_CARD)),
+        answer={"anyOf": [_object(object=_word("list"), data=_list_of(_CARD)), _ANTHROPIC_CARDS]},
+        parameters=(
+            _VERSION,
+            _limit(1000),
+            _parameter("after_id", _STRING),
+            _parameter("before_id", _STRING),
+        ),
     ),
     ("get", "/v1/models/{name}"): _Endpoint(
-        summary="The served model.", answer=_CARD, statuses=(404,)
+        summary="The served model.",
+        answer={"anyOf": [_CARD, _ANTHROPIC_CARD]},
+        statuses=(404,),
+        parameters=(_VERSION,),
     ),
     ("post", "/tokenize"): _Endpoint(
         summary="Token ids of a text or of a chat.",
@@ -224,15 +257,17 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
     ),
     ("post", "/prefix_cache/probe"): _Endpoint(
         summary="How many tokens of a request's prompt are cached now.",
-        models=(CompletionRequest, ChatRequest),
+        models=_PROMPT_MODELS,
         example={"prompt": "The capital of France is"},
         answer=_CACHED,
+        parameters=(_VERSION,),
     ),
     ("post", "/prefix_cache/warm"): _Endpoint(
         summary="Computes a request's prompt and keeps it.",
-        models=(CompletionRequest, ChatRequest),
+        models=_PROMPT_MODELS,
         example={"prompt": "The capital of France is"},
         answer=_CACHED,
+        parameters=(_VERSION,),
     ),
     ("get", "/health"): _Endpoint(summary="200 while answers can be computed."),
     ("get", "/version"): _Endpoint(
@@ -290,16 +325,20 @@ def _command(operation: Schema, model: type[RequestFields]) -> _Endpoint:
 
 def _fill(operation: Schema, path: str, endpoint: _Endpoint, schemas: dict[str, Schema]) -> None:
     operation["summary"] = endpoint.summary or operation.get("summary", "")
+    if endpoint.parameters:
+        operation["parameters"] = [*operation.get("parameters", ()), *endpoint.parameters]
     if endpoint.models:
         operation["requestBody"] = _request(endpoint, schemas)
     answers = {} if path == "/v1/embeddings" else {"200": _answer(path, endpoint)}
     statuses = {400, 401, 403, 405, 503, *endpoint.statuses}
     statuses |= {404, 413, 415} if endpoint.models else set()
-    form = "AnthropicError" if speaks_anthropic(path) else "OpenAIError"
+    forms = ["AnthropicError"] if is_anthropic(path) else ["OpenAIError"]
+    if _VERSION in endpoint.parameters:
+        forms.append("AnthropicError")
     if 202 in statuses:
         answers["202"] = {"description": "Begun.", "content": {_JSON: {"schema": _ANY}}}
     for status in sorted(statuses - {202}):
-        answers[str(status)] = _error(status, form)
+        answers[str(status)] = _error(status, *forms)
     operation["responses"] = answers
 
 
@@ -315,7 +354,12 @@ def _request(endpoint: _Endpoint, schemas: dict[str, Schema]) -> Schema:
 def _add(
     model: type[BaseModel], properties: Mapping[str, Schema], schemas: dict[str, Schema]
 ) -> Schema:
-    """A reference to the model's schema, which stands among `schemas` with its parts."""
+    """A reference to the model's schema, which stands among `schemas` with its parts.
+
+    What its own endpoint, the first of those that take it, says of its properties counts.
+    """
+    if model.__name__ in schemas:
+        return {"$ref": _REF + model.__name__}
     schema = _model_schema(model)
     schemas.update(schema.pop("$defs", {}))
     members = schema.setdefault("properties", {})
@@ -367,6 +411,8 @@ _MEANINGS = {
 }
 
 
-def _error(status: int, form: str) -> Schema:
-    content = {_JSON: {"schema": {"$ref": _REF + form}, "example": _EXAMPLES[form]}}
+def _error(status: int, *forms: str) -> Schema:
+    refs: list[Schema] = [{"$ref": _REF + form} for form in forms]
+    schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
+    content = {_JSON: {"schema": schema, "example": _EXAMPLES[forms[0]]}}
     return {"description": _MEANINGS[status], "content": content}

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
 from annotated_types import Le, MinLen
 
 from prefixcache.chat.parser_names import ReasoningParserName, ToolCallParserName
-from prefixcache.checked import Checked, Count, PositiveFloat, PositiveInt
+from prefixcache.checked import Checked, Count, PositiveFloat, PositiveInt, ReadBy
 from prefixcache.flags import flag
 from prefixcache.server.cross_origin import CrossOrigin
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 LOG_LEVEL_HELP = "debug shows what the cache does."
+
+
+def _parse_variables(value: object) -> Mapping[str, Any] | None:
+    """The object that a JSON text spells. Raises `ValueError` for anything else."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(value) if isinstance(value, str) else value
+    if value is not None and not isinstance(value, dict):
+        raise ValueError('must be a JSON object, as {"enable_thinking": false}')
+    return cast("Mapping[str, Any] | None", value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +63,15 @@ class ServeOptions(Checked):
         "Form in which the model reasons before it answers; auto goes by its chat template, none "
         "leaves reasoning in the content.",
         "Server",
+    )
+    default_chat_template_kwargs: Annotated[Mapping[str, Any] | None, ReadBy(_parse_variables)] = (
+        flag(
+            None,
+            "Variables for the chat template of requests that do not say otherwise, as "
+            '{"enable_thinking": false}.',
+            "Server",
+            metavar="<json>",
+        )
     )
     drain_seconds: Count = flag(
         10,

@@ -1,7 +1,8 @@
 """`POST /prefix_cache/probe`: how much of a request is cached, without sending it.
 
-The body is that of a completion or of a chat, and is checked as one. The answer is read from the
-cache beside the engine's loop: it waits for no step, changes nothing, and is true at this moment.
+The body is that of a completion, a chat, a response or a message, and is checked as one. The answer
+is read from the cache beside the engine's loop: it waits for no step, changes nothing, and is true
+at this moment.
 
 Where clients have keys, a probe needs a salt: it would tell one client what others have asked.
 """
@@ -9,41 +10,35 @@ Where clients have keys, a probe needs a salt: it would tell one client what oth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from fastapi import APIRouter, Request
 
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import Request as EngineRequest
-from prefixcache.server.access import Caller
-from prefixcache.server.body import read_body
-from prefixcache.server.context import new_call, tell_unknown
 from prefixcache.server.job_maker import Job, JobMaker
-from prefixcache.server.prompt_body import parse_prompt_body, prompt_job
-from prefixcache.server.protocol import ChatRequest, SamplingFields
+from prefixcache.server.prompt_body import prompt_job
+from prefixcache.server.response_store import ResponseStore
 
 # Prompts looked up in one go; then it is another client's turn.
 _PROMPTS_AT_ONCE = 64
 
 
-def probe_router(maker: JobMaker) -> APIRouter:
-    """The endpoint, for one served model."""
+def probe_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
+    """The endpoint, for one served model and the responses that a body may go on from."""
     router = APIRouter()
 
     @router.post("/prefix_cache/probe")
     async def probe_prefix_cache(request: Request) -> dict[str, int]:
-        body, call = await read_body(request), new_call(request, "probe")
-        parsed = await maker.workers.run(len(body), partial(parse_prompt_body, body))
-        fields = parsed if isinstance(parsed, ChatRequest) else parsed[0]
-        tell_unknown(request, fields)
-        _check_salt(fields, call.caller)
-        return await _counts(maker, await prompt_job(maker, parsed, len(body), call))
+        job = await prompt_job(request, maker, store, "probe")
+        _check_salt(job)
+        return await _counts(maker, job)
 
     return router
 
 
-def _check_salt(fields: SamplingFields, caller: Caller) -> None:
-    if fields.cache_salt is None and caller.namespace is not None and not caller.is_admin:
+def _check_salt(job: Job) -> None:
+    caller, salt = job.call.caller, job.requests[0].cache.salt
+    if salt is None and caller.namespace is not None and not caller.is_admin:
         raise InvalidRequestError(
             "With API keys a probe needs cache_salt: it tells of prompts that were sent with this "
             "key and salt, and not of other clients' prompts.",

@@ -315,6 +315,7 @@ class ChatRequest(SamplingFields, ChatFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    include_reasoning: bool | None = None
 
     @property
     def given_max_tokens(self) -> int | None:

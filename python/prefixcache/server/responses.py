@@ -21,9 +21,10 @@ from prefixcache.server.caching import CachingControls, marked_parts, openai_con
 from prefixcache.server.chat import chat_job, chat_plan
 from prefixcache.server.context import Call, new_call, tell_unknown
 from prefixcache.server.errors import RESPONSES_PATH, ApiError
-from prefixcache.server.job_maker import JobMaker, fields_named
-from prefixcache.server.json_text import json_response
+from prefixcache.server.job_maker import Job, JobMaker, fields_named
+from prefixcache.server.json_text import json_response, object_json
 from prefixcache.server.limits import MAX_MESSAGES
+from prefixcache.server.paging import page
 from prefixcache.server.protocol import (
     ChatRequest,
     RequestFields,
@@ -57,6 +58,7 @@ _NAMES = {
     "response_format": "text.format",
     "structured_output": "text.format",
     "tool_call_id": "call_id",
+    "tools[].function": "tools[]",
 }
 
 
@@ -177,24 +179,22 @@ class ResponsesRequest(RequestFields):
         }
 
 
-def responses_router(maker: JobMaker) -> APIRouter:
-    """The endpoints, for one served model, with a store of their own."""
-    router, store = APIRouter(), ResponseStore()
+def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
+    """The endpoints, for one served model."""
+    router = APIRouter()
 
     @router.post(RESPONSES_PATH)
     async def create_response(request: Request) -> Response:
         body = await read_body(request)
-        fields = await maker.workers.run(len(body), partial(_parse, body))
+        fields = await maker.workers.run(
+            len(body), lambda: parse_fields(parse_object(body), ResponsesRequest)
+        )
         tell_unknown(request, fields)
         call = dataclasses.replace(new_call(request, "resp"), id=f"resp_{uuid.uuid4().hex}")
         before = _before(store, fields, call)
-        chat = await maker.workers.run(
-            len(body) + before.size, lambda: _chat_fields(fields, before)
-        )
+        job = await _job(maker, fields, before, len(body), call)
         asked = await maker.workers.run(len(body), partial(_asked, fields))
         with fields_named(_NAMES):
-            controls = fields.caching(chat)
-            job = await chat_job(maker, chat, len(body) + before.size, call, controls)
             params = {"temperature": job.params.temperature, "top_p": job.params.top_p}
             keep = partial(_keep, store, asked, before, call)
             form = ResponseForm(
@@ -205,7 +205,9 @@ def responses_router(maker: JobMaker) -> APIRouter:
     @router.post(f"{RESPONSES_PATH}/input_tokens")
     async def count_input_tokens(request: Request) -> dict[str, Any]:
         body = await read_body(request)
-        fields = await maker.workers.run(len(body), partial(_parse, body))
+        fields = await maker.workers.run(
+            len(body), lambda: parse_fields(parse_object(body), ResponsesRequest)
+        )
         tell_unknown(request, fields)
         before = _before(store, fields, new_call(request, "count"))
         size = len(body) + before.size
@@ -227,20 +229,33 @@ def responses_router(maker: JobMaker) -> APIRouter:
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.get(f"{RESPONSES_PATH}/{{response_id}}/input_items")
-    async def list_input_items(response_id: str, request: Request) -> dict[str, Any]:
-        items = from_json(_stored(store, request, response_id).items)
-        told = [{"id": f"item_{i}_{response_id}", **item} for i, item in enumerate(items)]
-        ends = {"first_id": told[0]["id"], "last_id": told[-1]["id"]} if told else {}
-        return {"object": "list", "data": told, "has_more": False, **ends}
+    async def list_input_items(response_id: str, request: Request) -> Response:
+        items = _stored(store, request, response_id).items
+        told = partial(_told_items, items, response_id, request.query_params)
+        return json_response(await maker.workers.run(len(items), told))
 
     return router
 
 
+# OpenAI's own limit of a page.
+_MOST_ITEMS = 100
 _NOTHING = StoredResponse(b"", b"", ())
 
 
-def _parse(body: bytes) -> ResponsesRequest:
-    return parse_fields(parse_object(body), ResponsesRequest)
+async def response_job(
+    maker: JobMaker, store: ResponseStore, fields: ResponsesRequest, size: int, call: Call
+) -> Job:
+    """The requests of a response, checked. `size` is that of the body."""
+    return await _job(maker, fields, _before(store, fields, call), size, call)
+
+
+async def _job(
+    maker: JobMaker, fields: ResponsesRequest, before: StoredResponse, size: int, call: Call
+) -> Job:
+    size += before.size
+    chat = await maker.workers.run(size, lambda: _chat_fields(fields, before))
+    with fields_named(_NAMES):
+        return await chat_job(maker, chat, size, call, fields.caching(chat))
 
 
 def _chat_fields(fields: ResponsesRequest, before: StoredResponse) -> ChatRequest:
@@ -296,6 +311,24 @@ def _stored(store: ResponseStore, request: Request, name: str) -> StoredResponse
     if found is None:
         raise _not_found(name, "response_id")
     return found
+
+
+def _told_items(items: bytes, response_id: str, query: Mapping[str, str]) -> bytes:
+    """The page of items that the query asks for, the last one first unless it says `order=asc`."""
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequestError("order must be 'asc' or 'desc'.", param="order")
+    told = [
+        {**item, "id": item.get("id") or f"item_{index}_{response_id}"}
+        for index, item in enumerate(from_json(items))
+    ]
+    if order == "desc":
+        told.reverse()
+    ids = [str(item["id"]) for item in told]
+    places, more = page(query, ids, most=_MOST_ITEMS, after="after", before="before")
+    ends = {"first_id": ids[places[0]], "last_id": ids[places[-1]]} if places else {}
+    data = [told[place] for place in places]
+    return object_json({"object": "list", "data": data, "has_more": more, **ends})
 
 
 def _not_found(name: str, param: str) -> ApiError:

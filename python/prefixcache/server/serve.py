@@ -170,6 +170,7 @@ def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOption
         batch_invariant=built.batch_invariant,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
+        template_variables=options.default_chat_template_kwargs or {},
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from prefixcache.chat.parser_names import ReasoningParserName, ToolCallParserName
 from prefixcache.chat.plan import ChatFormat
@@ -16,7 +18,8 @@ class ServedModel:
 
     `batch_invariant` says whether an answer's bits are the same in every batch; None where that
     is not known. `priorities` lets clients choose who is served first. `chat` is how chats are
-    written and answers read, by the two parsers named.
+    written and answers read, by the two parsers named, with `template_variables` where requests
+    give no others.
 
     With `any_name` clients may ask for any other name too. `clamps_max_tokens` shortens answers to
     what the context has room for, where requests that ask for more are refused otherwise. With
@@ -35,6 +38,7 @@ class ServedModel:
     strict: bool = False
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
+    template_variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
     chat: ChatFormat = field(init=False)
 
     def __post_init__(self) -> None:
@@ -42,5 +46,6 @@ class ServedModel:
             self.tokenizer,
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
+            variables=self.template_variables,
         )
         object.__setattr__(self, "chat", chat)

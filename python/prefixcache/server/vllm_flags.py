@@ -165,7 +165,6 @@ VLLM_FLAGS: tuple[ForeignFlag, ...] = (
         "asks for prompts without the tools that must not be called",
         "--exclude-tools-when-tool-choice-none",
     ),
-    *only((), "asks for other variables of the chat template", "--default-chat-template-kwargs"),
     *only((), "asks for plugins", "--tool-parser-plugin", "--tool-server", "--additional-config"),
     *only((), "asks for another cache of downloads; set HF_HOME", "--download-dir"),
 )

@@ -1,39 +1,34 @@
 """`POST /prefix_cache/warm`: computes the prompt of a body and keeps it, so that its next use hits.
 
-The body is that of a completion or of a chat, its caching controls and retention hints included.
+The body is that of a completion, a chat, a response or a message, its caching controls and
+retention hints included.
 What it says of the answer has no effect: there is none. The request waits for its turn as any.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 from fastapi import APIRouter, Request
 
 from prefixcache.request import Request as EngineRequest
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.answers import gathered, usage
-from prefixcache.server.body import read_body
-from prefixcache.server.context import new_call, tell_unknown
 from prefixcache.server.job_maker import Job, JobMaker
-from prefixcache.server.prompt_body import parse_prompt_body, prompt_job
-from prefixcache.server.protocol import ChatRequest
+from prefixcache.server.prompt_body import prompt_job
+from prefixcache.server.response_store import ResponseStore
 from prefixcache.server.sse import unless_disconnected
 
 _PROMPT_ALONE = SamplingParams(max_tokens=0, temperature=0)
 
 
-def warm_router(maker: JobMaker) -> APIRouter:
-    """The endpoint, for one served model."""
+def warm_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
+    """The endpoint, for one served model and the responses that a body may go on from."""
     router = APIRouter()
 
     @router.post("/prefix_cache/warm")
     async def warm_prefix_cache(request: Request) -> dict[str, int]:
-        body, call = await read_body(request), new_call(request, "warm")
-        parsed = await maker.workers.run(len(body), partial(parse_prompt_body, body))
-        tell_unknown(request, parsed if isinstance(parsed, ChatRequest) else parsed[0])
-        job = _prompts_alone(await prompt_job(maker, parsed, len(body), call))
+        job = _prompts_alone(await prompt_job(request, maker, store, "warm"))
         counts = usage(job, await unless_disconnected(request.receive, gathered(maker, job)))
         return {"prompt_tokens": counts["prompt_tokens"], **counts["prompt_tokens_details"]}
 

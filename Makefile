@@ -10,6 +10,7 @@ RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml C
 FUZZ_SECONDS   ?= 20
 STRESS_SECONDS ?= 20
 SCHEDULES      ?= 200
+MINUTES        ?= 1
 WORKERS        ?= auto
 LONG_CASES     ?= 1000
 LOOM    := RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
@@ -21,7 +22,7 @@ PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=load
 
 .PHONY: setup setup-dev model serve test test-long test-clients test-rust test-python test-wheel format clean
 .PHONY: lint lint-rust lint-python
-.PHONY: equality loom shuttle stress sanitize fuzz bench bench-peers bench-core bench-hybrid bench-elastic bench-eviction bench-gpu-dry
+.PHONY: equality loom shuttle stress sanitize fuzz soak bench bench-peers bench-core bench-hybrid bench-elastic bench-eviction bench-gpu-dry
 
 setup: .venv/.built                ## venv, pinned dependencies, release build
 setup-dev: .venv/.built .venv/.dev ## and what the tests need
@@ -105,6 +106,9 @@ fuzz:                              ## every target for FUZZ_SECONDS
 	for target in pool_ops cache_ops prefix_hashes; do mkdir -p fuzz/target/found/$$target; \
 	  RUSTC_BOOTSTRAP=1 cargo fuzz run $$target fuzz/target/found/$$target fuzz/corpus/$$target -- \
 	  -max_total_time=$(FUZZ_SECONDS) || exit 1; done
+
+soak: setup-dev                    ## hostile traffic on one server (MINUTES=60 ARGS="--report docs/soak --rate 6")
+	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(ARGS)
 
 bench: setup                       ## what the cache saves: table, picture, record
 	$(BIN)/prefixcache bench --dtype float32 --output benches/record/saves.json --plot docs/what-the-cache-saves.svg

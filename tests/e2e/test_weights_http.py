@@ -170,7 +170,9 @@ async def test_sleep_and_wake_up(server: Server, options: dict[str, Any]) -> Non
     old = await server.text()
     assert (await server.post("/sleep", **options)).status_code == 200
     assert await server.get("/is_sleeping") == {"is_sleeping": True}
-    error = error_of(await server.ask(), 503)
+    refused = await server.ask()
+    error = error_of(refused, 503)
+    assert refused.headers["Retry-After"] == "5"
     assert error["type"] == "service_unavailable_error"
     assert "asleep" in error["message"]
     assert error_of(await server.ask(stream=True), 503)

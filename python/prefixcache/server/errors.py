@@ -55,8 +55,9 @@ _ANTHROPIC_TYPES: dict[int, str] = {
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
 }
 
-
 _GROWING_SECONDS = 5
+# Until an engine that sleeps or died may have been called back or restarted.
+_UNAVAILABLE_SECONDS = 5
 
 
 class ApiError(PrefixCacheError):
@@ -164,8 +165,10 @@ def error_response(
         logger.error("The request %s failed.", request_id, exc_info=error)
     response = JSONResponse(body, status_code=status, headers=dict(headers or {}))
     retry_after = getattr(error, "retry_after", None)
+    if retry_after is None and status == HTTPStatus.SERVICE_UNAVAILABLE:
+        retry_after = _UNAVAILABLE_SECONDS
     if retry_after is not None:
-        response.headers["Retry-After"] = str(retry_after)
+        response.headers.setdefault("Retry-After", str(retry_after))
     return response
 
 

@@ -1,0 +1,35 @@
+"""Faults that a server of the soak is told to meet.
+
+A file `FOLDER/<point>.<number>` makes the next call of that point fail, once: the call takes the
+file away. So whoever writes the files knows what was injected, and what has happened.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+INJECTED = "injected fault"
+DISK = "disk"
+POINTS = ("forward-before", "forward-after", "forward-memory", "tokenizer", "detokenizer")
+
+
+class Faults:
+    """The fault files of a folder, as the server sees them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def meet(self, point: str, error: type[Exception] = RuntimeError) -> None:
+        """Raises `error` where a file says so."""
+        for name in os.listdir(self._folder):
+            if name.startswith(f"{point}."):
+                (self._folder / name).unlink()
+                raise error(f"{INJECTED}: {point}")
+
+
+def inject(folder: Path, point: str, number: int) -> Path:
+    """Lets the next call of `point` fail; the file that says so until it has."""
+    file = folder / f"{point}.{number}"
+    file.touch()
+    return file

@@ -1,0 +1,91 @@
+"""`prefixcache` with fault points: `python -m soak.faulty_server FOLDER serve ...`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from prefixcache.cli import main
+from prefixcache.engine.output import Answer
+from prefixcache.models import weights
+from prefixcache.runner.model_runner import ModelRunner
+from prefixcache.tokenization.tokenizer import Tokenizer
+from soak.faults import DISK, Faults
+
+# The tensor of a weight file whose reading fails: some were replaced, most were not.
+_BREAKS_AT = 5
+
+
+def plug_in(faults: Faults) -> None:
+    """Puts the fault points around the calls of this process."""
+    _plug_into_forward(faults)
+    _plug_into_texts(faults)
+    _plug_into_disk(faults)
+
+
+def _plug_into_forward(faults: Faults) -> None:
+    submit = ModelRunner.submit
+
+    def faulty(self: ModelRunner, plan: Any) -> Any:
+        faults.meet("forward-before")
+        faults.meet("forward-memory", MemoryError)
+        pending = submit(self, plan)
+
+        def outputs() -> Any:  # computed, and lost on the way
+            faults.meet("forward-after")
+            return pending.outputs()
+
+        return dataclasses.replace(pending, outputs=outputs)
+
+    ModelRunner.submit = faulty
+
+
+def _plug_into_texts(faults: Faults) -> None:
+    encode_batch, push = Tokenizer.encode_batch, Answer.push
+
+    def faulty_encode(self: Tokenizer, *args: Any, **options: Any) -> Any:
+        faults.meet("tokenizer")
+        return encode_batch(self, *args, **options)
+
+    def faulty_push(self: Answer, *args: Any) -> Any:
+        faults.meet("detokenizer")
+        return push(self, *args)
+
+    Tokenizer.encode_batch = faulty_encode
+    Answer.push = faulty_push
+
+
+def _plug_into_disk(faults: Faults) -> None:
+    safe_open = weights.safe_open
+
+    class FaultyFile:
+        """A weight file that breaks after a few tensors."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._opened = safe_open(*args, **options)
+            self._num_read = 0
+
+        def __enter__(self) -> Any:
+            self._file = self._opened.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> Any:
+            return self._opened.__exit__(*error)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+        def get_tensor(self, name: str) -> Any:
+            self._num_read += 1
+            if self._num_read == _BREAKS_AT:
+                faults.meet(DISK, OSError)
+            return self._file.get_tensor(name)
+
+    weights.safe_open = FaultyFile
+
+
+if __name__ == "__main__":
+    plug_in(Faults(Path(sys.argv.pop(1))))
+    main()

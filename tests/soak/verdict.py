@@ -1,0 +1,73 @@
+"""What the run proves, claim by claim."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from soak.slope import Slope, memory_slope
+from soak.tally import Tally
+from soak.watch import Watch, longest_life
+
+_MIB = 2**20
+# An idle server may keep a few connections; pools of threads fill up to their size.
+_SPARE_FILES, _SPARE_THREADS = 4, 40
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    claim: str
+    holds: bool
+    found: str
+
+
+def verdicts(tally: Tally, watch: Watch) -> list[Check]:
+    """All claims, the most telling first."""
+    rests = longest_life(watch.rests)
+    equal = tally.outcomes["equal"] + tally.outcomes["equal as far as it was read"]
+    refused = sum(n for outcome, n in tally.outcomes.items() if outcome.startswith("refused"))
+    return [
+        Check(
+            "nothing happened that must not (answers, errors, refusals, blocks, logs)",
+            tally.num_violations == 0,
+            f"{tally.num_violations} violations",
+        ),
+        Check(
+            "answers were bit for bit those of a quiet server",
+            equal > 0 and not any("answer differs" in told for told in tally.violations),
+            f"{equal:,} compared, {tally.outcomes['equal']:,} of them to their end",
+        ),
+        Check(
+            "the server refused what was too much, and said when to come again",
+            refused > 0,
+            f"{refused:,} refused",
+        ),
+        Check(
+            "an idle server holds no block and no request",
+            len(watch.rests) > 0,
+            f"looked at {len(watch.rests)} times",
+        ),
+        _memory_check(memory_slope([r.at for r in rests], [r.rss for r in rests])),
+        _leftover_check("files", [r.files for r in rests], _SPARE_FILES),
+        _leftover_check("threads", [r.threads for r in rests], _SPARE_THREADS),
+    ]
+
+
+def _memory_check(slope: Slope | None) -> Check:
+    if slope is None:
+        return Check("memory is flat", holds=True, found="too short a run to tell")
+    found = (
+        f"{slope.level / _MIB:.0f} MiB and {slope.per_hour / _MIB:+.2f} MiB an hour "
+        f"(95 %: {slope.low / _MIB:+.2f} to {slope.high / _MIB:+.2f}) "
+        f"over {slope.num_points} looks in {slope.hours * 60:.0f} minutes"
+    )
+    return Check("memory is flat", slope.is_flat, found)
+
+
+def _leftover_check(what: str, counts: list[int], spare: int) -> Check:
+    """Of an idle server, the last look beside the first ones."""
+    early = max(counts[: max(len(counts) // 4, 2)])
+    return Check(
+        f"no {what} are left open",
+        counts[-1] <= early + spare,
+        f"{early} at first, {counts[-1]} at last",
+    )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tiny_models import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer
 
@@ -50,7 +51,6 @@ _GEMMA_NAMES = _NAMES | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-_Q8 = gguf.GGMLQuantizationType.Q8_0
 # Where a block's float16 scales stand, and the largest integer that each is multiplied by.
 _SCALES = {
     "Q4_0": {0: 8},
@@ -69,11 +69,17 @@ _TOP_LEVEL = {
 }
 
 
-def write_gguf(file: Path, model: PreTrainedModel, *, pre: str = "smollm") -> Path:
-    """Matrices as Q8_0, the rest as float32; the model itself is rounded to what the file holds."""
-    for parameter in model.parameters():
-        if parameter.ndim == 2:
-            parameter.data = torch.from_numpy(_rounded(parameter.detach().numpy()))
+def write_gguf(
+    file: Path,
+    model: PreTrainedModel,
+    *,
+    pre: str = "smollm",
+    formats: Sequence[str] = ("Q8_0",),
+) -> Path:
+    """Matrices in these formats in turn, the rest as float32; the model becomes what the file says.
+
+    Formats that the gguf package cannot write get random blocks.
+    """
     config = model.config
     architecture = str(config.model_type).removesuffix("_text")
     writer = gguf.GGUFWriter(file, architecture)
@@ -97,9 +103,8 @@ def write_gguf(file: Path, model: PreTrainedModel, *, pre: str = "smollm") -> Pa
         _add_sentencepiece(writer)
     else:
         _add_tokenizer(writer, pre)
-    for name, tensor in model.state_dict().items():
-        if name != "lm_head.weight" or not config.tie_word_embeddings:
-            _add_tensor(writer, name, tensor, config)
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        _add_tensor(writer, name, parameter, config, formats[number % len(formats)], number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -145,7 +150,14 @@ def _add_sentencepiece(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template(GEMMA_CHAT_TEMPLATE)
 
 
-def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, config: object) -> None:
+def _add_tensor(
+    writer: gguf.GGUFWriter,
+    name: str,
+    parameter: torch.nn.Parameter,
+    config: PreTrainedConfig,
+    matrix_format: str,
+    seed: int,
+) -> None:
     module, kind = name.rsplit(".", 1)
     is_gemma = config.model_type == "gemma3_text"
     if module in _TOP_LEVEL:
@@ -154,17 +166,24 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, config
         _, _, layer, part = module.split(".", 3)
         names = _GEMMA_NAMES if is_gemma else _NAMES
         target = f"blk.{layer}.{names[part]}"
-    values = tensor.float().numpy()
-    if is_gemma and target.endswith("norm"):
-        values = values + np.float32(1)
-    if config.model_type == "llama" and target.endswith("attn_q"):
-        values = _permuted(values, config.num_attention_heads)
-    if config.model_type == "llama" and target.endswith("attn_k"):
-        values = _permuted(values, config.num_key_value_heads)
-    if values.ndim == 2:
-        writer.add_tensor(f"{target}.{kind}", gguf.quantize(values, _Q8), raw_dtype=_Q8)
-    else:
-        writer.add_tensor(f"{target}.{kind}", values)
+    offset = np.float32(is_gemma and target.endswith("norm"))
+    values = parameter.detach().numpy()
+    stored_format = gguf.GGMLQuantizationType[matrix_format if values.ndim == 2 else "F32"]
+    stored = _stored(values + offset, stored_format, seed)
+    read = gguf.dequantize(stored, stored_format).reshape(values.shape) - offset
+    parameter.data = torch.from_numpy(read)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    part = target.rpartition(".")[2]
+    if config.model_type == "llama" and part in heads:
+        stored = _permuted(stored, heads[part])
+    writer.add_tensor(f"{target}.{kind}", stored, raw_dtype=stored_format)
+
+
+def _stored(values: np.ndarray, kind: gguf.GGMLQuantizationType, seed: int) -> np.ndarray:
+    try:
+        return gguf.quantize(values, kind)
+    except NotImplementedError:
+        return random_blocks(kind.name, *values.shape, seed=seed)
 
 
 def random_blocks(block_format: str, outputs: int, inputs: int, *, seed: int) -> np.ndarray:
@@ -177,10 +196,6 @@ def random_blocks(block_format: str, outputs: int, inputs: int, *, seed: int) ->
         scales = rng.uniform(-1, 1, (outputs, inputs // numbers, 1)) / largest
         data[:, :, place : place + 2] = scales.astype(np.float16).view(np.uint8)
     return data.reshape(outputs, -1)
-
-
-def _rounded(values: np.ndarray) -> np.ndarray:
-    return gguf.dequantize(gguf.quantize(values, _Q8), _Q8)
 
 
 def _permuted(values: np.ndarray, heads: int) -> np.ndarray:

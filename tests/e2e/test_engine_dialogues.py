@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from dialogues import read_dialogues, requests_of
 from prefixcache import LLM, SamplingParams
 from prefixcache.config import DEFAULT_MODEL
+from prefixcache.models.blocks import WEIGHTS_FILE
 from prefixcache.models.hub import is_downloaded, resolve_model
 from repeatable import bounded
 from tiny_models import greedy
@@ -30,7 +31,9 @@ def test_greedy_text_equals_that_of_transformers() -> None:
     results = [llm.chat(messages, params, use_tqdm=False)[0] for messages in first_requests]
     assert [result.num_cached_tokens > SHARED for result in results] == [False, True, True]
     folder = resolve_model(DEFAULT_MODEL)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=WEIGHTS_FILE, dtype=torch.float32
+    ).eval()
     for result in results:
         expected = greedy(model, result.prompt_token_ids, NEW_TOKENS)
         assert result.outputs[0].token_ids == expected

@@ -14,6 +14,7 @@ from paged_driver import PagedDriver
 from prefixcache.cli import app
 from prefixcache.config import DEFAULT_MODEL
 from prefixcache.model_config import GenerationDefaults, ModelConfig
+from prefixcache.models.blocks import WEIGHTS_FILE
 from prefixcache.models.hub import is_downloaded, read_config, resolve_model
 from prefixcache.models.loader import load_model
 from repeatable import bounded
@@ -81,7 +82,9 @@ def test_greedy_tokens_equal_those_of_transformers(folder: Path) -> None:
     ours = driver.generate(prompt, bounded(usual=16, long=64))
     assert "Paris" in tokenizer.decode(ours)
 
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=WEIGHTS_FILE, dtype=torch.float32
+    )
     with torch.inference_mode():
         expected = theirs(torch.tensor([prompt + ours])).logits[0]
     logits = driver.forward([(0, 0, prompt + ours)])

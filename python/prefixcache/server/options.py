@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,10 +14,14 @@ from annotated_types import Le, MinLen
 
 from prefixcache.chat.parser_names import ReasoningParserName, ToolCallParserName
 from prefixcache.checked import Checked, Count, PositiveFloat, PositiveInt, ReadBy
+from prefixcache.exceptions import FieldError
 from prefixcache.flags import flag
 from prefixcache.server.cross_origin import CrossOrigin
+from prefixcache.server.tls_options import TlsOptions
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+
+_PERMISSIONS = re.compile(r"0?[0-7]{3}")
 
 LOG_LEVEL_HELP = "debug shows what the cache does."
 
@@ -36,6 +41,10 @@ class ServeOptions(Checked):
 
     host: str = flag("127.0.0.1", "Address to listen on.", "Server")
     port: Annotated[Count, Le(65535)] = flag(8000, "Port; 0 takes a free one.", "Server")
+    uds: Path | None = flag(None, "Unix socket to listen on, instead of a port.", "Server")
+    uds_permissions: str = flag(
+        "600", "Who may connect to the Unix socket, as for chmod.", "Server", metavar="<octal>"
+    )
     served_model_name: tuple[Annotated[str, MinLen(1)], ...] = flag(
         (),
         "Names for clients; * answers to any other, too.",
@@ -103,6 +112,7 @@ class ServeOptions(Checked):
         "Access",
         shown="addresses, localhost, --host and the machine's name",
     )
+    tls: TlsOptions = field(default_factory=TlsOptions)
     cross_origin: CrossOrigin = field(default_factory=CrossOrigin)
     public_metrics: bool = flag(False, "Let everybody read /metrics.", "Access")
     client_warming: bool = flag(
@@ -125,3 +135,9 @@ class ServeOptions(Checked):
         "once for every --max-num-seqs of them. 0 sets no limit.",
         "Scheduling",
     )
+
+    def check_together(self) -> None:
+        """Raises `FieldError` for what is no set of permissions."""
+        if not _PERMISSIONS.fullmatch(self.uds_permissions):
+            problem = f"must be three octal digits as 660, got {self.uds_permissions!r}."
+            raise FieldError("uds_permissions", problem)

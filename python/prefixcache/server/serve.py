@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -24,9 +24,11 @@ from prefixcache.exceptions import ConfigError
 from prefixcache.server.access import AccessRules, is_host_name, is_loopback
 from prefixcache.server.connections import Connection, ConnectionLimits
 from prefixcache.server.context import Lifecycle
+from prefixcache.server.listener import EVERY_ADDRESS, cannot_listen, listening, shown_address
 from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.options import ServeOptions
 from prefixcache.server.served_model import ServedModel
+from prefixcache.server.tls import Certificates, TlsListener
 
 if TYPE_CHECKING:
     from prefixcache.config import EngineConfig
@@ -39,21 +41,21 @@ _INFINITE = resource.RLIM_INFINITY
 _OWN_FILES = 256
 # For clients to read the last of what they were sent.
 _CLOSE_SECONDS = 1
-_EVERY_ADDRESS = ("", "0.0.0.0", "::")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(config: EngineConfig, options: ServeOptions) -> None:
     """Serves until SIGINT or SIGTERM; a second one ends it at once.
 
-    The port is taken before anything is loaded. Raises `ConfigError` when it is not free, and
-    whatever `engine.build` raises.
+    The port or socket is taken, and certificates are read, before anything is loaded. Raises
+    `ConfigError` where that fails, and whatever `engine.build` raises.
     """
     begun = time.perf_counter()
     _check_quantization(options, Path(config.model))
     rules, model_dirs = _access_rules(options), ModelDirs(options.allowed_model_dirs)
     _allow_open_files(options.limit_concurrency)
-    with _bound_socket(options.host, options.port) as listener:
+    certificates = None if options.tls.ssl_certfile is None else Certificates(options.tls)
+    with listening(options) as listener:
         _warn_if_open(options, listener)
         from prefixcache.engine.async_engine import AsyncEngine
         from prefixcache.engine.build import build
@@ -69,9 +71,10 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
                 engine, served, rules=rules, model_dirs=model_dirs, lifecycle=lifecycle
             )
             _collect_what_is_new_alone()
-            address = f"http://{_shown_host(options.host)}:{listener.getsockname()[1]}"
+            scheme = "http" if certificates is None else "https"
+            address = f"{scheme}://{shown_address(options, listener)}"
             ready = partial(_announce, address, served, options, begun)
-            _run(Server(app, options, lifecycle, ready), listener, options)
+            _run(Server(app, options, lifecycle, ready, certificates), listener, options)
         finally:
             gc.unfreeze()
             engine.close()
@@ -125,33 +128,15 @@ def _collect_what_is_new_alone() -> None:
     gc.freeze()
 
 
-def _bound_socket(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except (OSError, OverflowError) as error:
-        raise _cannot_listen(host, port, error) from error
-    return listener
-
-
-def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
-    reason = (isinstance(error, OSError) and error.strerror) or str(error)
-    return ConfigError(f"Cannot listen on {host}:{port}: {reason}. --port takes another port.")
-
-
 def _warn_if_open(options: ServeOptions, listener: socket.socket) -> None:
     """Who listens to the network without a key should know it."""
-    if options.api_key or is_loopback(listener.getsockname()[0]):
+    if options.api_key or options.uds is not None or is_loopback(listener.getsockname()[0]):
         return
     logger.warning(
         "WITHOUT A KEY, EVERYBODY WHO REACHES %s MAY USE THIS SERVER: set --api-key (or "
         "PREFIXCACHE_API_KEY), or leave --host out to listen on this machine alone. "
         "It answers to addresses and these names, others need --allowed-hosts: %s.",
-        "THIS MACHINE" if options.host in _EVERY_ADDRESS else options.host,
+        "THIS MACHINE" if options.host in EVERY_ADDRESS else options.host,
         ", ".join(("localhost", *_known_hosts(options))),
     )
 
@@ -178,12 +163,14 @@ def _run(server: Server, listener: socket.socket, options: ServeOptions) -> None
     try:
         server.run(sockets=[listener])
     except OSError as error:  # another process listened first
-        raise _cannot_listen(options.host, options.port, error) from error
+        raise cannot_listen(options, error) from error
 
 
-def server_config(app: FastAPI, options: ServeOptions) -> uvicorn.Config:
+def server_config(
+    app: FastAPI, options: ServeOptions, limits: ConnectionLimits | None = None
+) -> uvicorn.Config:
     """The settings of uvicorn: its fast parser and event loop, our limits of a connection."""
-    limits = ConnectionLimits(most=options.limit_concurrency, read_seconds=options.timeout_read)
+    limits = limits or connection_limits(options)
     return uvicorn.Config(
         app,
         http=cast("type[Connection]", partial(Connection, limits=limits)),
@@ -199,6 +186,11 @@ def server_config(app: FastAPI, options: ServeOptions) -> uvicorn.Config:
     )
 
 
+def connection_limits(options: ServeOptions) -> ConnectionLimits:
+    """What the connections of a server share."""
+    return ConnectionLimits(most=options.limit_concurrency, read_seconds=options.timeout_read)
+
+
 class Server(uvicorn.Server):
     """Tells when it is ready; ends without the traceback or exit status of a signal.
 
@@ -212,16 +204,36 @@ class Server(uvicorn.Server):
         options: ServeOptions,
         lifecycle: Lifecycle,
         ready: Callable[[], None] = lambda: None,
+        certificates: Certificates | None = None,
     ) -> None:
-        super().__init__(server_config(app, options))
+        self._limits = connection_limits(options)
+        super().__init__(server_config(app, options, self._limits))
+        self._certificates = certificates
+        self._watching: asyncio.Task[None] | None = None
         self._drain_seconds = options.drain_seconds
         self._lifecycle = lifecycle
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to listen."""
-        await super().startup(sockets)
+        """Begins to listen; with certificates it speaks HTTPS alone."""
+        if self._certificates is None:
+            await super().startup(sockets)
+        else:
+            self._speak_tls(self._certificates, sockets or [])
         self._ready()
+
+    def _speak_tls(self, certificates: Certificates, sockets: list[socket.socket]) -> None:
+        loop, state = asyncio.get_running_loop(), self.server_state
+
+        def new_connection() -> Connection:
+            return Connection(self.config, state, {}, limits=self._limits, _loop=loop)
+
+        self._watching = loop.create_task(certificates.watch())
+        self.servers: list[Any] = [
+            TlsListener(sock, new_connection, certificates, self._limits, state.connections)
+            for sock in sockets
+        ]
+        self.started = True
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -238,6 +250,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets answers end, cuts those that take too long, and only then closes the listener."""
         await self._drain()
+        if self._watching is not None:
+            self._watching.cancel()
         await self._cut_answers()
         await self._close_connections()
         await super().shutdown(sockets)
@@ -276,15 +290,12 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def _shown_host(host: str) -> str:
-    if host in _EVERY_ADDRESS:
-        return "localhost"
-    return f"[{host}]" if ":" in host else host
-
-
 def _announce(address: str, served: ServedModel, options: ServeOptions, begun: float) -> None:
     seconds = time.perf_counter() - begun
-    print(f"\n{served.names[0]} is ready after {seconds:.1f} s at {address}", flush=True)  # noqa: T201
+    place = address if options.uds is None else f"{options.uds} ({address})"
+    print(f"\n{served.names[0]} is ready after {seconds:.1f} s at {place}", flush=True)  # noqa: T201
+    if options.uds is not None:
+        address = f"--unix-socket {shlex.quote(str(options.uds))} {address}"
     example = _example(address, served, has_key=bool(options.api_key))
     print(f"Try it:\n\n  {example}\n", flush=True)  # noqa: T201
 

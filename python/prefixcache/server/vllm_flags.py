@@ -9,7 +9,6 @@ from prefixcache.foreign_flags import ForeignFlag, any_value, ignored, only, ref
 
 _ONE_DEVICE = "asks for more than one device"
 _NO_LORA = "asks for LoRA, which is not supported"
-_NO_TLS = "asks for TLS, which a proxy in front does"
 _OTHER_KV = "asks for the KV cache in another place"
 _NO_IMAGES = "asks for images or audio, which are not supported"
 
@@ -35,6 +34,7 @@ VLLM_FLAGS: tuple[ForeignFlag, ...] = (
         "--enable-reasoning",
         "--enable-request-id-headers",
         "--enable-sleep-mode",
+        "--enable-ssl-refresh",
         "--no-enable-sleep-mode",
         "--multi-step-stream-outputs",
         "--no-trust-remote-code",
@@ -149,16 +149,7 @@ VLLM_FLAGS: tuple[ForeignFlag, ...] = (
     *refused("asks for an endpoint that is not served", "--enable-tokenizer-info-endpoint"),
     *refused("asks for another spelling of tokens", "--return-tokens-as-token-ids"),
     *refused("asks for a model without a tokenizer", "--skip-tokenizer-init"),
-    *only(
-        (),
-        _NO_TLS,
-        "--ssl-keyfile",
-        "--ssl-certfile",
-        "--ssl-ca-certs",
-        "--ssl-cert-reqs",
-    ),
-    *refused(_NO_TLS, "--enable-ssl-refresh"),
-    *only((), "asks for what a proxy in front does", "--root-path", "--middleware", "--uds"),
+    *only((), "asks for what a proxy in front does", "--root-path", "--middleware"),
     *only((), "asks for a log of another form", "--log-config-file"),
     *only((), "asks for traces", "--otlp-traces-endpoint", "--collect-detailed-traces"),
     *refused(

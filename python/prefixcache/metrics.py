@@ -12,6 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +24,12 @@ from prometheus_client.registry import Collector
 from prefixcache.request import FinishReason
 
 PREFIX = "prefixcache:"
+MetricsPrefix = Literal["prefixcache", "vllm"]
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _OVERHEAD_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 1e-1)
 _TOKENS = tuple(2**power for power in range(15))
+_REQUEST_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +130,21 @@ class Metrics(Collector):
         self.request_latency = self._histogram(
             "e2e_request_latency_seconds", "From arrival to the end of a request.", _SECONDS
         )
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "From arrival to the first step of a request.", _SECONDS
+        )
+        self.prefill_time = self._histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", _SECONDS
+        )
+        self.decode_time = self._histogram(
+            "request_decode_time_seconds", "From the first token to the last.", _SECONDS
+        )
+        self.request_prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", _REQUEST_TOKENS
+        )
+        self.request_generation_tokens = self._histogram(
+            "request_generation_tokens", "Tokens generated for a request.", _REQUEST_TOKENS
+        )
         self.iteration_tokens = self._histogram(
             "iteration_tokens_total", "Tokens computed in a step.", _TOKENS
         )
@@ -188,19 +206,31 @@ class Metrics(Collector):
 
 
 class LabelledMetrics(Collector):
-    """Metrics of one engine under labels that all of them get, its model's name for one."""
+    """Metrics of one engine under labels that all of them get, its model's name for one.
 
-    def __init__(self, metrics: Metrics, **labels: str) -> None:
+    `prefix` takes the place of ours: under "vllm", with vLLM's label `engine` too, dashboards made
+    for vLLM find what they ask for.
+    """
+
+    def __init__(
+        self, metrics: Metrics, *, prefix: MetricsPrefix = "prefixcache", **labels: str
+    ) -> None:
         self._metrics = metrics
-        self._labels = labels
+        self._prefix = f"{prefix}:"
+        self._labels = labels | ({"engine": "0"} if prefix == "vllm" else {})
 
     def collect(self) -> Iterable[Metric]:
         """All metric families, for prometheus-client."""
         for family in self._metrics.collect():
+            family.name = self._named(family.name)
             family.samples = [
-                sample._replace(labels=self._labels | sample.labels) for sample in family.samples
+                sample._replace(name=self._named(sample.name), labels=self._labels | sample.labels)
+                for sample in family.samples
             ]
             yield family
+
+    def _named(self, name: str) -> str:
+        return self._prefix + name.removeprefix(PREFIX)
 
 
 def _labelled_counter(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -333,8 +335,9 @@ def test_unseeded_requests_take_their_seeds_from_the_engines() -> None:
 
 def test_metrics_count_what_happened() -> None:
     engine, _, _ = make_engine()
-    run(engine, make_request("a", range(18), max_tokens=3))
-    run(engine, make_request("b", range(18), max_tokens=2))
+    for name, max_tokens in (("a", 3), ("b", 2)):
+        request = make_request(name, range(18), max_tokens=max_tokens)
+        run(engine, dataclasses.replace(request, arrival_time=time.monotonic()))
     value = engine.metrics.registry.get_sample_value
     expected = {
         "prompt_tokens_total": 36,
@@ -350,7 +353,13 @@ def test_metrics_count_what_happened() -> None:
         "e2e_request_latency_seconds_count": 2,
         "iteration_tokens_total_sum": 18 + 1 + 1 + 2 + 1,
         "step_overhead_seconds_count": 5,
+        "request_prompt_tokens_sum": 36,
+        "request_generation_tokens_sum": 5,
     }
+    phases = ("request_queue_time", "request_prefill_time", "request_decode_time")
+    times = [value(f"prefixcache:{phase}_seconds_sum") for phase in phases]
+    assert min(times) > 0
+    assert sum(times) == pytest.approx(value("prefixcache:e2e_request_latency_seconds_sum"))
     assert {name: value(f"prefixcache:{name}") for name in expected} == expected
     assert value("prefixcache:request_success_total", {"finished_reason": "length"}) == 2
 

@@ -79,6 +79,30 @@ def test_every_sample_gets_the_labels_beside_its_own() -> None:
     assert not any("model_name" in name for name in samples(metrics))
 
 
+# Those of vLLM 0.11 that its own dashboard shows and that mean something here.
+_OF_VLLM = {
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+    *("prompt_tokens_total", "generation_tokens_total", "num_preemptions_total"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total", "request_success_total"),
+    *("time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket"),
+    *("e2e_request_latency_seconds_bucket", "request_queue_time_seconds_sum"),
+    *("request_prefill_time_seconds_sum", "request_decode_time_seconds_sum"),
+    *("request_prompt_tokens_bucket", "request_generation_tokens_bucket"),
+    "iteration_tokens_total_bucket",
+}
+
+
+def test_dashboards_of_vllm_find_its_names_and_its_labels() -> None:
+    metrics = Metrics(gauges)
+    metrics.finished["stop"] += 1
+    found = samples(LabelledMetrics(metrics, prefix="vllm", model_name="tiny"))
+    names = {name.partition("{")[0] for name in found}
+    assert {f"vllm:{name}" for name in _OF_VLLM} <= names
+    assert all(name.startswith("vllm:") for name in names)
+    assert all("{engine=0}" in name and "{model_name=tiny}" in name for name in found)
+    assert all(name.startswith("prefixcache:") for name in samples(metrics))
+
+
 def test_histogram_buckets_are_cumulative_and_bounds_belong_to_them() -> None:
     histogram = Histogram("x", "X.", (1, 2.5))
     for value in (0.5, 1, 2, 99):

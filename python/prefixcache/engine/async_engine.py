@@ -242,6 +242,13 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._command_threads, operation, self.control)
 
+    async def loop_passes(self) -> None:
+        """Returns when the loop has come round: after the step under way, or at once when idle.
+
+        Raises `EngineDeadError` when it never will.
+        """
+        await asyncio.wrap_future(self._submit(lambda: None))
+
     async def abort(self, request_id: str) -> None:
         """Ends the request, whose stream then ends with `finish_reason` "abort"."""
         abort = partial(self._engine.abort, [request_id])

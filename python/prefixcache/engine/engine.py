@@ -240,6 +240,7 @@ class Engine:
             for r in refused
         ]
         if plan.sequences:
+            self._note_begun(plan)
             self._submit(plan)
         elif not self._under_way:
             self._scheduler.wait_for_guides(_LONGEST_IDLE)
@@ -281,6 +282,11 @@ class Engine:
         newest = self._under_way[-1]
         alone = len(self._under_way) == 1
         return alone and not newest.step.is_known and self._scheduler.has_unfinished()
+
+    def _note_begun(self, plan: StepPlan) -> None:
+        now = time.monotonic()
+        for sequence in plan.sequences:
+            self._answers[sequence.request_id].begin(now)
 
     def _submit(self, plan: StepPlan) -> None:
         since = self._clock()

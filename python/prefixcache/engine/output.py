@@ -34,7 +34,14 @@ class Answer:
         self._num_tokens = 0
         self._num_cached_tokens = self._num_written_tokens = 0
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self._begun: float | None = None
+        self._first_token_time: float | None = None
         self._last_token_time: float | None = None
+
+    def begin(self, now: float) -> None:
+        """Its first step is submitted at `now`, in seconds of `time.monotonic`."""
+        if self._begun is None:
+            self._begun = now
 
     def restart(self, detokenizer: IncrementalDetokenizer) -> RequestOutput | None:
         """Begins anew, with an unused detokenizer; says so where tokens were handed out."""
@@ -111,6 +118,7 @@ class Answer:
             if self._last_token_time is None:
                 metrics.prompt_tokens += output.num_prompt_tokens
                 metrics.time_to_first_token.observe(now - arrival)
+                self._first_token_time = now
             else:
                 metrics.inter_token_latency.observe(now - self._last_token_time)
             self._last_token_time = now
@@ -119,6 +127,17 @@ class Answer:
         if output.finish_reason is not None:
             metrics.finished[output.finish_reason] += 1
             metrics.request_latency.observe(now - arrival)
+            metrics.request_prompt_tokens.observe(output.num_prompt_tokens)
+            metrics.request_generation_tokens.observe(self._num_tokens)
+            self._observe_phases(now, metrics)
+
+    def _observe_phases(self, now: float, metrics: Metrics) -> None:
+        """How long a request that had an answer waited, read its prompt, and wrote."""
+        if self._begun is None or self._first_token_time is None:
+            return
+        metrics.queue_time.observe(self._begun - (self.request.arrival_time or self._begun))
+        metrics.prefill_time.observe(self._first_token_time - self._begun)
+        metrics.decode_time.observe(now - self._first_token_time)
 
     def _finish_reason(self, ended_by_token: bool) -> FinishReason | None:
         if ended_by_token or self._detokenizer.stopped_by is not None:

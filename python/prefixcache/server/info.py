@@ -25,7 +25,9 @@ def info_router(maker: JobMaker, version: str) -> APIRouter:
     """The endpoints, for one engine."""
     router = APIRouter()
     engine, served = maker.engine, maker.served
-    labelled = LabelledMetrics(engine.metrics, model_name=served.names[0])
+    labelled = LabelledMetrics(
+        engine.metrics, prefix=served.metrics_prefix, model_name=served.names[0]
+    )
 
     @router.get(MODELS_PATH)
     async def list_models(request: Request) -> dict[str, Any]:

@@ -114,6 +114,9 @@ class ServeOptions(Checked):
     )
     tls: TlsOptions = field(default_factory=TlsOptions)
     cross_origin: CrossOrigin = field(default_factory=CrossOrigin)
+    metrics_prefix: Literal["prefixcache", "vllm"] = flag(
+        "prefixcache", "What names in /metrics begin with; vllm for its dashboards.", "Server"
+    )
     public_metrics: bool = flag(False, "Let everybody read /metrics.", "Access")
     client_warming: bool = flag(
         False, "Let clients, and not only administrators, call /prefix_cache/warm.", "Access"

@@ -28,6 +28,7 @@ from prefixcache.server.listener import EVERY_ADDRESS, cannot_listen, listening,
 from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.options import ServeOptions
 from prefixcache.server.served_model import ServedModel
+from prefixcache.server.systemd import Notifier
 from prefixcache.server.tls import Certificates, TlsListener
 
 if TYPE_CHECKING:
@@ -74,7 +75,9 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
             scheme = "http" if certificates is None else "https"
             address = f"{scheme}://{shown_address(options, listener)}"
             ready = partial(_announce, address, served, options, begun)
-            _run(Server(app, options, lifecycle, ready, certificates), listener, options)
+            notifier = Notifier(engine.loop_passes)
+            server = Server(app, options, lifecycle, ready, certificates, notifier)
+            _run(server, listener, options)
         finally:
             gc.unfreeze()
             engine.close()
@@ -151,6 +154,7 @@ def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOption
         root=config.model,
         generation=built.model.generation,
         created=int(time.time()),
+        metrics_prefix=options.metrics_prefix,
         priorities=options.scheduling_policy == "priority",
         batch_invariant=built.batch_invariant,
         tool_call_parser=options.tool_call_parser,
@@ -205,6 +209,7 @@ class Server(uvicorn.Server):
         lifecycle: Lifecycle,
         ready: Callable[[], None] = lambda: None,
         certificates: Certificates | None = None,
+        notifier: Notifier | None = None,
     ) -> None:
         self._limits = connection_limits(options)
         super().__init__(server_config(app, options, self._limits))
@@ -213,6 +218,7 @@ class Server(uvicorn.Server):
         self._drain_seconds = options.drain_seconds
         self._lifecycle = lifecycle
         self._ready = ready
+        self._notifier = notifier
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to listen; with certificates it speaks HTTPS alone."""
@@ -221,6 +227,8 @@ class Server(uvicorn.Server):
         else:
             self._speak_tls(self._certificates, sockets or [])
         self._ready()
+        if self._notifier is not None:
+            self._notifier.ready("requests are answered")
 
     def _speak_tls(self, certificates: Certificates, sockets: list[socket.socket]) -> None:
         loop, state = asyncio.get_running_loop(), self.server_state
@@ -260,6 +268,8 @@ class Server(uvicorn.Server):
         """Lets open answers end and takes nothing more; the second call cuts them at once."""
         if not self.should_exit:
             logger.info("Stopping: open answers may end; once more stops at once.")
+            if self._notifier is not None:
+                self._notifier.stopping()
             self._lifecycle.stopping = True
             self.should_exit = True
             return

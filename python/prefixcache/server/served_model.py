@@ -8,6 +8,7 @@ from typing import Any
 
 from prefixcache.chat.parser_names import ReasoningParserName, ToolCallParserName
 from prefixcache.chat.plan import ChatFormat
+from prefixcache.metrics import MetricsPrefix
 from prefixcache.model_config import GenerationDefaults
 from prefixcache.tokenization.tokenizer import Tokenizer
 
@@ -23,7 +24,8 @@ class ServedModel:
 
     With `any_name` clients may ask for any other name too. `clamps_max_tokens` shortens answers to
     what the context has room for, where requests that ask for more are refused otherwise. With
-    `strict` a field that nobody reads is an error instead of a warning.
+    `strict` a field that nobody reads is an error instead of a warning. `metrics_prefix` is what
+    names in `/metrics` begin with.
     """
 
     names: tuple[str, ...]
@@ -36,6 +38,7 @@ class ServedModel:
     any_name: bool = False
     clamps_max_tokens: bool = False
     strict: bool = False
+    metrics_prefix: MetricsPrefix = "prefixcache"
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
     template_variables: Mapping[str, Any] = field(default_factory=dict[str, Any])

@@ -3,7 +3,7 @@
 `python tests/equality.py --schedules 50` runs many and prints what was compared. The right answer
 is that of a lone run without the prefix cache; the right bytes of a full block are those of whoever
 wrote it first: a prefill, a chunk or a decode, before or after a preemption, with the cache or
-without.
+without. Where the model's weights are kept in blocks, lone runs compute with them widened.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -31,6 +32,7 @@ from prefixcache.grammar.guide import Guide
 from prefixcache.grammar.vocabulary import Words
 from prefixcache.kv.specs import kv_layout
 from prefixcache.model_config import ModelConfig
+from prefixcache.models.conversion import quantize_folder, widen_folder
 from prefixcache.request import (
     CacheOptions,
     FinishReason,
@@ -307,9 +309,19 @@ def _blocks_bytes(engine: Engine, row: int, index: int) -> bytes:
 
 
 class Bench:
-    """One tiny model; lone cold runs against schedules."""
+    """One tiny model; lone cold runs against schedules.
 
-    def __init__(self, folder: Path, dtype: str, *, invariant: bool = True) -> None:
+    `widened` is a folder with the same weights, dense, that lone runs then compute with.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        *,
+        invariant: bool = True,
+        widened: Path | None = None,
+    ) -> None:
         self._folder = folder
         self._dtype = dtype
         self._invariant = invariant
@@ -318,14 +330,14 @@ class Bench:
         lone = Schedule(
             seed=0, arrivals=(0,), max_num_batched_tokens=1024, enable_prefix_caching=False
         )
-        self._lone = self._engine(lone)
+        self._lone = self._engine(lone, widened or folder)
 
     def compare(self, schedule: Schedule) -> Counts:
         """Runs the schedule and counts answers and blocks that differ from those before."""
         compared, differing = self._witness.compared, self._witness.differences
         expected = self._lone_answers(schedule)
         self._chunks = 0
-        engine = self._engine(schedule)
+        engine = self._engine(schedule, self._folder)
         with late_masks(schedule.seed) as late:
             answers = run(engine, [request for request, _ in expected], schedule)
         different = sum(not answers[r.request_id].agrees(right) for r, right in expected)
@@ -357,8 +369,8 @@ class Bench:
             answered.append((request, answer))
         return answered
 
-    def _engine(self, schedule: Schedule) -> Engine:
-        engine = make_engine(self._folder, self._dtype, self._invariant, schedule)
+    def _engine(self, schedule: Schedule, folder: Path) -> Engine:
+        engine = make_engine(folder, self._dtype, self._invariant, schedule)
         submit = engine._runner.submit
 
         def watched(plan: StepPlan) -> PendingStep:
@@ -369,6 +381,21 @@ class Bench:
 
         engine._runner.submit = watched  # type: ignore[method-assign]
         return engine
+
+
+def make_pair(
+    scratch: Path, dtype: str, block_format: str | None, **shape: Any
+) -> tuple[Path, Path | None]:
+    """A tiny model's folder, in blocks of a format if one is given, and its weights widened."""
+    dense = make_checkpoint(scratch / "dense", "qwen3", dtype=getattr(torch, dtype), **shape)
+    if block_format is None:
+        return dense, None
+    blocks, widened = scratch / "blocks", scratch / "widened"
+    blocks.mkdir()
+    widened.mkdir()
+    quantize_folder(dense, blocks, block_format)
+    widen_folder(blocks, widened, getattr(torch, dtype))
+    return blocks, widened
 
 
 def make_engine(folder: Path, dtype: str, invariant: bool, schedule: Schedule) -> Engine:
@@ -453,16 +480,18 @@ def main() -> None:
     arguments = parser.parse_args()
     total = Counts()
     shape = with_windows(arguments.window) if arguments.window else WIDE
-    for dtype, torch_dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        with tempfile.TemporaryDirectory() as folder:
-            make_checkpoint(Path(folder), "qwen3", dtype=torch_dtype, **shape)
+    for dtype, block_format in product(("float32", "bfloat16"), (None, "Q4_1", "Q8_0")):
+        with tempfile.TemporaryDirectory() as scratch:
+            folder, widened = make_pair(Path(scratch), dtype, block_format, **shape)
             for threads in (1, 2):
                 torch.set_num_threads(threads)
-                bench = Bench(Path(folder), dtype, invariant=not arguments.no_batch_invariant)
+                bench = Bench(
+                    folder, dtype, invariant=not arguments.no_batch_invariant, widened=widened
+                )
                 counts = Counts()
                 for seed in range(arguments.seed, arguments.seed + arguments.schedules):
                     counts.add(bench.compare(random_schedule(seed)))
-                print(f"{dtype}, {threads} threads: {counts}", flush=True)
+                print(f"{dtype}, {block_format}, {threads} threads: {counts}", flush=True)
                 total.add(counts)
     print(f"all: {total}")
     raise SystemExit(total.differences + total.block_differences > 0)

@@ -1,6 +1,7 @@
 """Recorded dialogues through HTTP: the cache, the batch and preemption change no bit of an answer.
 
-`python tests/equality_http.py` asks a server without prefix caching one request at a time. Two
+`python tests/equality_http.py` asks a server without prefix caching one request at a time, which
+computes with the default model's weights widened, where all others keep them in their blocks. Two
 servers with it then get the same requests, shuffled, in waves of random size: one with room for
 everything, one whose small pool and short steps force evictions, preemptions and chunks. A few
 requests go to `LLM` as well. Every text and every log probability must be the same number.
@@ -13,10 +14,13 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -25,6 +29,8 @@ from prefixcache import LLM, SamplingParams
 from prefixcache.bench.targets import run_server
 from prefixcache.config import DEFAULT_MODEL
 from prefixcache.llm import CompletionOutput
+from prefixcache.models.conversion import widen_folder
+from prefixcache.models.hub import resolve_model
 from serving import metric
 
 Body = dict[str, Any]
@@ -43,13 +49,14 @@ Scored = tuple[str, list[tuple[float, list[float]]]]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is sent, and the flags of all servers."""
+    """What is sent, and the flags of all servers; `lone_model` is what the first one serves."""
 
     dialogues: int = 40
     requests: int | None = None
     tokens: int = 8
     seed: int = 0
     flags: dict[str, Any] = field(default_factory=dict)
+    lone_model: str = DEFAULT_MODEL
 
     def bodies(self) -> list[Body]:
         """The requests, greedy and seeded, of all dialogues turn by turn."""
@@ -161,7 +168,8 @@ async def connection(
 
 async def lone_answers(options: Options, bodies: Sequence[Body], progress: Progress) -> list[Reply]:
     """Without the cache, and never two requests in one batch."""
-    flags = options.flags | {"enable_prefix_caching": False}
+    flags = {"model": options.lone_model, "served_model_name": DEFAULT_MODEL, **options.flags}
+    flags["enable_prefix_caching"] = False
     async with connection(flags, progress, "cache off, one by one") as server:
         return await server.one_by_one(bodies)
 
@@ -216,7 +224,7 @@ def parse_options() -> Options:
     parser.add_argument("--requests", type=int, help="of these dialogues, at most")
     parser.add_argument("--tokens", type=int, default=8, help="of each answer")
     parser.add_argument("--seed", type=int, default=0, help="of orders and waves")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--no-batch-invariant", action="store_true", help="to see it fail")
     given = parser.parse_args()
     flags: dict[str, object] = {"dtype": given.dtype}
@@ -227,6 +235,14 @@ def parse_options() -> Options:
 
 def main() -> None:
     options = parse_options()
+    with TemporaryDirectory() as widened:
+        dtype = getattr(torch, options.flags["dtype"])
+        widen_folder(resolve_model(DEFAULT_MODEL), Path(widened), dtype)
+        run(replace(options, lone_model=widened))
+
+
+def run(options: Options) -> None:
+    """Compares, and ends the process."""
     console = Console()
     columns = (
         TextColumn("{task.description}"),

@@ -1,12 +1,14 @@
 """Side by side on this machine: prefixcache, transformers, llama.cpp. Prefill, decode, TTFT.
 
     python benches/serving/compare.py --output benches/record/DATE-compare.json
-    python benches/serving/compare.py --llama-python VENV/bin/python   # also llama-cpp-python
+    python benches/serving/compare.py --model MODEL.gguf --llama-python VENV/bin/python
+    python benches/serving/compare.py --contender served --contender read --context 128
 
 Each contender is a process of its own; they take turns, window by window, and medians are shown. A
 batch is computed once and then decoded in windows. One that overruns `--limit` is out, and says so.
-The model is the default one; its GGUF file is the shipped 4-bit one and a BF16 copy made of it, so
-all compute with the same numbers.
+Of a model in a GGUF file all compute with the same numbers: we and llama.cpp keep its blocks;
+transformers, and we in another column, compute with them widened to each `--dtype`, llama.cpp with
+a BF16 copy. The plain read goes over as many bytes as a token's weights have, and computes nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from enum import Enum
 from pathlib import Path
 from typing import IO, Annotated, Any
 
+import torch
 import typer
 from gguf_bf16 import convert
 from rich.box import MARKDOWN
@@ -37,6 +41,8 @@ from rich.table import Table
 from prefixcache.bench.machine import machine_facts, usable_cores
 from prefixcache.bench.workloads import SOURCE_TEXT
 from prefixcache.config import DEFAULT_MODEL
+from prefixcache.models.blocks import read_index
+from prefixcache.models.conversion import widen_folder
 from prefixcache.models.hub import resolve_model
 from prefixcache.tokenization.tokenizer import Tokenizer
 
@@ -49,14 +55,35 @@ REST = 0.25
 """Seconds between two turns, in which the last one's OpenMP threads stop to spin."""
 
 
+MEMORY = "memory of the weights (MB)"
+READ = "plain read"
+
+
+class Kind(str, Enum):
+    """What can be compared."""
+
+    SERVED = "served"
+    INT8 = "int8"
+    WIDENED = "widened"
+    TORCH = "torch"
+    TRANSFORMERS = "transformers"
+    LLAMA = "llama"
+    LLAMA_BFLOAT16 = "llama-bfloat16"
+    READ = "read"
+
+
 @dataclass(frozen=True)
 class Entry:
-    """A column of the table: which contender, under which interpreter, with which options."""
+    """A column of the table: which contender, under which interpreter, with which options.
+
+    One that `reads_file` keeps the GGUF file's bytes, so its speed can be put beside a plain read.
+    """
 
     label: str
     module: str
     options: dict[str, Any]
     python: str = sys.executable
+    reads_file: bool = False
 
 
 class Worker:
@@ -66,6 +93,7 @@ class Worker:
         self, entry: Entry, process: subprocess.Popen[str], log: IO[str], limit: float
     ) -> None:
         self.label = entry.label
+        self.reads_file = entry.reads_file
         self.is_out = False
         self._process = process
         self._log = log
@@ -102,8 +130,9 @@ class Worker:
 
 
 @contextmanager
-def started(entry: Entry, limit: float) -> Iterator[Worker]:
-    command = [entry.python, str(HERE / "worker.py"), entry.module, json.dumps(entry.options)]
+def started(entry: Entry, shared: dict[str, int], limit: float) -> Iterator[Worker]:
+    options = json.dumps({**shared, **entry.options})
+    command = [entry.python, str(HERE / "worker.py"), entry.module, options]
     with (
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(
@@ -131,67 +160,119 @@ class Results:
 
     def median(self, row: str, label: str) -> str:
         values = self.values[row].get(label)
-        return f"{statistics.median(values):,.1f}" if values else "too slow"
+        return f"{statistics.median(values):,.1f}" if values else "-"
 
 
 def main(
-    model: str = DEFAULT_MODEL,
+    model: Annotated[str, typer.Option(help="As --model of prefixcache serve.")] = DEFAULT_MODEL,
     dtype: Annotated[list[str] | None, typer.Option(help="May be given several times.")] = None,
     context: Annotated[list[int] | None, typer.Option(help="May be given several times.")] = None,
+    contender: Annotated[
+        list[Kind] | None, typer.Option(help="May be given several times; all that fit if not.")
+    ] = None,
     rounds: int = 5,
     threads: Annotated[int, typer.Option(help="Of each contender.")] = usable_cores(),
     llama_python: Annotated[
         str | None, typer.Option(help="Interpreter that has llama-cpp-python.")
     ] = None,
-    gguf: Annotated[Path | None, typer.Option(help="The model's GGUF file, for llama.cpp.")] = None,
     limit: Annotated[float, typer.Option(help="Seconds a task may take.")] = 120,
     output: Path | None = None,
 ) -> None:
     """Measure and print one table."""
-    if (llama_python is None) != (gguf is None):
-        raise typer.BadParameter("--llama-python and --gguf go together.")
     folder = resolve_model(model)
     dtypes, contexts = dtype or ["float32", "bfloat16"], context or [128, 1024]
     room = (max(contexts) + (rounds + 1) * WINDOW + NEW_TOKENS) * max(BATCHES)
     pool = Tokenizer.from_folder(folder).encode(SOURCE_TEXT, add_special_tokens=False).tolist()
     with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        forms = Forms(folder, scratch)
+        entries = list(_entries(forms, contender or list(Kind), dtypes, llama_python))
         shared = {"threads": threads, "max_tokens": room}
-        entries = _torch_entries(folder, dtypes, shared)
-        if llama_python is not None and gguf is not None:
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            entries += _llama_entries(llama_python, gguf, scratch, shared)
-        workers = [stack.enter_context(started(entry, limit)) for entry in entries]
+        workers = [stack.enter_context(started(entry, shared, limit)) for entry in entries]
         results = measure(workers, pool, contexts, rounds)
         for worker in workers:
+            results.add(MEMORY, worker.label, (worker("weight_bytes") or 0) / 1e6)
             Console(stderr=True).print(f"{worker.label}: {worker.version}")
     Console(width=200).print(table(results, [entry.label for entry in entries], rounds))
     if output is not None:
         output.write_text(json.dumps(_to_json(results, rounds, threads), indent=1) + "\n")
 
 
-def _torch_entries(folder: Path, dtypes: Sequence[str], shared: dict[str, int]) -> list[Entry]:
-    return [
-        Entry(f"{label} {dtype}", module, {**shared, "model": str(folder), "dtype": dtype, **extra})
-        for dtype in dtypes
-        for label, module, extra in (
-            ("prefixcache", "ours", {}),
-            (
-                "prefixcache, torch's kernels,",
-                "ours",
-                {"batch_invariant": False, "attention": "torch"},
-            ),
-            ("transformers", "with_transformers", {}),
-        )
-    ]
+class Forms:
+    """The model in the forms that contenders read; what is converted lies in `scratch`."""
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        self.folder = folder
+        self._scratch = scratch
+
+    @property
+    def gguf(self) -> Path | None:
+        """The file that the folder was made of, if it was."""
+        file = self.folder / "model.gguf"
+        return file if file.exists() else None
+
+    def widened(self, dtype: str) -> Path:
+        """A folder of dense weights of that type, rounded once; the folder itself if it is one."""
+        target = self._scratch / dtype
+        if self.gguf is None:
+            return self.folder
+        if not target.exists():
+            target.mkdir()
+            widen_folder(self.folder, target, getattr(torch, dtype))
+        return target
+
+    def bfloat16_gguf(self) -> Path:
+        """A copy of the GGUF file in BF16."""
+        assert self.gguf is not None
+        target = self._scratch / "bfloat16.gguf"
+        convert(self.gguf, target)
+        return target
+
+    def bytes_of_a_token(self) -> int:
+        """What a decode of one token reads of the file: all but an embedding that is no head."""
+        sizes = {tensor.name: tensor.nbytes for tensor in read_index(self.folder).tensors}
+        if "lm_head.weight" in sizes:
+            del sizes["model.embed_tokens.weight"]
+        return sum(sizes.values())
 
 
-def _llama_entries(python: str, gguf: Path, scratch: Path, shared: dict[str, int]) -> list[Entry]:
-    copy = scratch / "bfloat16.gguf"
-    convert(gguf, copy)
-    return [
-        Entry(f"llama.cpp {label}", "with_llama_cpp", {**shared, "model": str(file)}, python)
-        for label, file in (("4-bit", gguf), ("bfloat16", copy))
-    ]
+def _entries(
+    forms: Forms, kinds: Sequence[Kind], dtypes: Sequence[str], llama_python: str | None
+) -> Iterator[Entry]:
+    """Those of the kinds that there are for this model."""
+    for dtype in dtypes:
+        for kind in kinds:
+            yield from _torch_entries(forms, kind, dtype)
+    if forms.gguf is None:
+        return
+    if llama_python is not None and Kind.LLAMA in kinds:
+        options = {"model": str(forms.gguf)}
+        yield Entry("llama.cpp", "with_llama_cpp", options, llama_python, reads_file=True)
+    if llama_python is not None and Kind.LLAMA_BFLOAT16 in kinds:
+        options = {"model": str(forms.bfloat16_gguf())}
+        yield Entry("llama.cpp bfloat16", "with_llama_cpp", options, llama_python)
+    if Kind.READ in kinds:
+        yield Entry(READ, "plain_read", {"num_bytes": forms.bytes_of_a_token()}, reads_file=True)
+
+
+def _torch_entries(forms: Forms, kind: Kind, dtype: str) -> Iterator[Entry]:
+    has_blocks = forms.gguf is not None
+    if kind is Kind.SERVED:
+        options = {"model": str(forms.folder), "dtype": dtype}
+        yield Entry(f"prefixcache {dtype}", "ours", options, reads_file=has_blocks)
+    if kind is Kind.INT8 and has_blocks:
+        options = {"model": str(forms.folder), "dtype": dtype, "cpu_activations": "int8"}
+        yield Entry(f"prefixcache {dtype}, int8", "ours", options, reads_file=True)
+    widened = {"dtype": dtype}
+    if kind in (Kind.WIDENED, Kind.TORCH, Kind.TRANSFORMERS):
+        widened["model"] = str(forms.widened(dtype))
+    if kind is Kind.WIDENED and has_blocks:
+        yield Entry(f"prefixcache {dtype}, widened", "ours", widened)
+    if kind is Kind.TORCH:
+        options = {**widened, "batch_invariant": False, "attention": "torch"}
+        yield Entry(f"prefixcache, torch's kernels, {dtype}", "ours", options)
+    if kind is Kind.TRANSFORMERS:
+        yield Entry(f"transformers {dtype}", "with_transformers", widened)
 
 
 def measure(
@@ -215,9 +296,22 @@ def measure(
                 prompts = [draw.choices(pool, k=context) for _ in range(batch)]
                 for worker in workers:
                     worker("begin", prompts=prompts, max_steps=(rounds + 1) * WINDOW)
-                _decode(turns(), results, f"decode of {batch} at {context:,} (tok/s)", batch)
+                _decode(turns(), results, _decode_row(batch, context), batch)
                 results.greedy = {worker.label: worker("end") or [] for worker in workers}
+    _add_shares(results, workers, contexts)
     return results
+
+
+def _add_shares(results: Results, workers: Sequence[Worker], contexts: Sequence[int]) -> None:
+    """Round by round, the decode of one sequence beside the plain read of as many bytes."""
+    for context in contexts:
+        row = _decode_row(1, context)
+        read = results.values[row].get(READ, [])
+        for worker in workers:
+            if worker.reads_file and worker.label != READ:
+                for mine, most in zip(results.values[row][worker.label], read, strict=False):
+                    share = f"decode of 1 at {context:,}, of the plain read (%)"
+                    results.add(share, worker.label, 100 * mine / most)
 
 
 def _ttft(turns: Turns, results: Results, prompts: Sequence[list[int]]) -> None:
@@ -240,6 +334,10 @@ def _decode(turns: Turns, results: Results, row: str, batch: int) -> None:
         seconds = worker("go_on", steps=WINDOW)
         if number > 0 and seconds is not None:
             results.add(row, worker.label, batch * WINDOW / seconds)
+
+
+def _decode_row(batch: int, context: int) -> str:
+    return f"decode of {batch} at {context:,} (tok/s)"
 
 
 def table(results: Results, labels: Sequence[str], rounds: int) -> Table:

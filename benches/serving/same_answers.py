@@ -16,12 +16,14 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from prefixcache import LLM, SamplingParams
 from prefixcache.config import DEFAULT_MODEL
+from prefixcache.models.conversion import widen_folder
 from prefixcache.models.hub import resolve_model
 from prefixcache.request import CacheOptions
 from prefixcache.tokenization.tokenizer import Tokenizer
@@ -83,9 +85,12 @@ class Transformers:
 
     def __init__(self, dtype: str) -> None:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-        self._model = AutoModelForCausalLM.from_pretrained(
-            resolve_model(DEFAULT_MODEL), dtype=getattr(torch, dtype), attn_implementation="sdpa"
-        ).eval()
+        torch_dtype = getattr(torch, dtype)
+        with TemporaryDirectory() as widened:
+            widen_folder(resolve_model(DEFAULT_MODEL), Path(widened), torch_dtype)
+            self._model = AutoModelForCausalLM.from_pretrained(
+                widened, dtype=torch_dtype, attn_implementation="sdpa"
+            ).eval()
 
     def answer(self, prompts: list[list[int]], tokens: int) -> list[Pair]:
         kept = DynamicCache()

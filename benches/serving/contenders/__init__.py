@@ -6,4 +6,6 @@
 `go_on(steps)`: seconds of `steps` more decode steps of that batch.
 `end()`: drops the batch; the first prompt's greedy tokens, so that the same work can be seen to be
 done.
+`weight_bytes()`: bytes of memory that the weights take.
+A task that a contender does not do gives None.
 """

@@ -28,6 +28,11 @@ class Contender:
         self._numbers = itertools.count()
         self.version = f"prefixcache {__version__}, torch {torch.__version__}"
 
+    def weight_bytes(self) -> int:
+        weights = self._engine.control.weights_info()
+        assert weights is not None
+        return weights.bytes
+
     def ttft(self, prompt: list[int], first: list[int], second: list[int]) -> dict[str, float]:
         self._engine.control.reset_prefix_cache()
         cold = self._first_token(prompt + first)

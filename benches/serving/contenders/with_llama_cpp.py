@@ -33,6 +33,9 @@ class Contender:
         self._batch = llama_cpp.llama_batch_init(max_tokens, 0, 1)
         self.version = f"llama-cpp-python {version('llama-cpp-python')}"
 
+    def weight_bytes(self) -> int:
+        return llama_cpp.llama_model_size(self._model)
+
     def ttft(self, prompt: list[int], first: list[int], second: list[int]) -> dict[str, float]:
         cold = self._prefill({0: prompt + first})
         begun = time.perf_counter()

@@ -21,6 +21,9 @@ class Contender:
         ).eval()
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
 
+    def weight_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self._model.parameters())
+
     def ttft(self, prompt: list[int], first: list[int], second: list[int]) -> dict[str, float]:
         cache = DynamicCache()
         cold = self._timed(prompt + first, cache)

@@ -16,7 +16,17 @@ from prefixcache.exceptions import ConfigError
 T = TypeVar("T")
 
 # The groups of `--help`, in their order.
-Group = Literal["Answer", "Benchmark", "Server", "Access", "TLS", "Model", "Scheduling", "Cache"]
+Group = Literal[
+    "Answer",
+    "Conversion",
+    "Benchmark",
+    "Server",
+    "Access",
+    "TLS",
+    "Model",
+    "Scheduling",
+    "Cache",
+]
 
 
 def flag(

@@ -34,10 +34,14 @@ class NamedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a checkpoint's tensor goes: the shape it must have, and what writes it."""
+    """Where a checkpoint's tensor goes: the shape it must have, and what writes it.
+
+    `kept_format` tells how it is kept now: a type, as "bfloat16", or one of `BLOCK_FORMATS`.
+    """
 
     shape: tuple[int, ...]
     write: Callable[[Tensor | QuantizedTensor], object]
+    kept_format: Callable[[], str]
 
 
 Slots = Mapping[str, Slot]
@@ -50,8 +54,16 @@ def load_folder(slots: Slots, folder: Path, device: torch.device, names: TensorN
     Raises `ModelLoadError` naming the tensor and the file when one is missing, unexpected,
     misshapen or unreadable. What `names` does not read may be there or not.
     """
-    tensors = _read_indexed(folder, names) if has_index(folder) else _read(folder, device, names)
+    tensors = read_folder(folder, device, names)
     _check_complete(slots.keys() - copy_into(slots, tensors, names), folder)
+
+
+def read_folder(folder: Path, device: torch.device, names: TensorNames) -> Iterator[NamedTensor]:
+    """The folder's tensors that `names` reads, one after the other, mapped where they can be.
+
+    Dense ones of safetensors are on the device. Raises `ModelLoadError` when a file cannot be read.
+    """
+    return _read_indexed(folder, names) if has_index(folder) else _read(folder, device, names)
 
 
 def check_folder(shapes: Shapes, folder: Path, names: TensorNames) -> None:

@@ -1,0 +1,220 @@
+"""Models in another form: dense weights quantized to blocks, blocks widened to dense weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from rich.console import Console
+from rich.progress import track
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from prefixcache.exceptions import FieldError, ModelLoadError
+from prefixcache.model_config import ModelConfig, read_json_object
+from prefixcache.models.blocks import (
+    DENSE_TYPES,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    IndexedTensor,
+    write_index,
+)
+from prefixcache.models.hub import resolve_model
+from prefixcache.models.loader import make_model
+from prefixcache.models.names import TensorNames
+from prefixcache.models.quantize import QUANTIZABLE, quantized
+from prefixcache.models.weights import NamedTensor, check_folder, read_folder, shapes_of
+from prefixcache.ops.blocks import QuantizedTensor, block_size
+
+_CPU = torch.device("cpu")
+_SHARD_BYTES = 2 << 30
+_FORMATS = {dtype: name for name, dtype in DENSE_TYPES.items()}
+_OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model")
+_SAFETENSORS_INDEX = "model.safetensors.index.json"
+
+
+def quantize_folder(source: Path, target: Path, block_format: str) -> None:
+    """Writes the model into the empty folder `target`, its matrices in one of `QUANTIZABLE`.
+
+    Vectors become float32; matrices whose rows are no whole blocks stay as they are. One tensor is
+    in memory at a time. Raises `ModelLoadError` for weights that are not those of the folder's
+    configuration, that are quantized already, or that no block can hold.
+    """
+    names = _checked_names(source)
+    formats = {one.name: _format_of(one, block_format) for one in read_folder(source, _CPU, names)}
+    file = target / WEIGHTS_FILE
+    model_type = str(read_json_object(source / "config.json")["model_type"])
+    with closing(GGUFWriter(file, model_type)) as writer:
+        for one in read_folder(source, _CPU, names):
+            _announce(writer, one.name, tuple(one.tensor.shape), formats[one.name])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for one in _shown(read_folder(source, _CPU, names), len(formats), f"To {block_format}"):
+            writer.write_tensor_data(_data(one, formats[one.name]))
+    write_index(target, _indexed(file), size=file.stat().st_size)
+    _copy_others(source, target)
+
+
+def widen_folder(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """Writes the model into the empty folder `target` as safetensors, rounded once to `dtype`.
+
+    Vectors keep their type. Raises `ModelLoadError` for weights that are not those of the folder's
+    configuration.
+    """
+    names = _checked_names(source)
+    count = sum(1 for _ in read_folder(source, _CPU, names))
+    tensors = _shown(read_folder(source, _CPU, names), count, f"To {dtype}")
+    weight_map = dict[str, str]()
+    for number, shard in enumerate(_shards((one.name, _widened(one, dtype)) for one in tensors)):
+        file = f"model-{number:05d}.safetensors"
+        save_file(shard, target / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file))
+    index = {"metadata": {}, "weight_map": weight_map}
+    _write_json(target / _SAFETENSORS_INDEX, index)
+    _copy_others(source, target)
+    said = read_json_object(target / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
+    _write_json(target / "config.json", said)
+
+
+def convert_model(
+    model: str,
+    revision: str | None,
+    output: Path | None,
+    *,
+    block_format: str | None = None,
+    dtype: Literal["bfloat16", "float32"] | None = None,
+) -> Path:
+    """The folder `output` with the model in another form: one of `QUANTIZABLE`, or dense.
+
+    Without `output` it is named after model and form, in the current folder. It is complete or
+    absent. Raises `FieldError` when it is there already, and as `resolve_model`,
+    `quantize_folder` and `widen_folder`; what was begun is then gone.
+    """
+    source = resolve_model(model, revision)
+    form = (block_format or dtype or "").lower()
+    target = output or Path(f"{Path(model).name.removesuffix('.gguf')}-{form}")
+    if target.exists() or target.is_symlink():
+        raise FieldError("output", f"{target} is there already.")
+
+    def write(new: Path) -> None:
+        if block_format is not None:
+            quantize_folder(source, new, block_format)
+        else:
+            widen_folder(source, new, getattr(torch, form))
+
+    try:
+        _write_once(target, write)
+    except (OSError, SafetensorError) as error:
+        raise ModelLoadError(f"Cannot write {target}: {error}") from error
+    return target
+
+
+def _write_once(target: Path, write: Callable[[Path], None]) -> None:
+    """Moves what was written into place as a whole; nothing is left of what fails."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True
+    ) as scratch:
+        new = Path(scratch, target.name)
+        new.mkdir()
+        write(new)
+        new.rename(target)
+
+
+def _checked_names(folder: Path) -> TensorNames:
+    """What the folder's tensors are called, once all of them are known to be the model's."""
+    config = ModelConfig.from_hf(folder)
+    shapes = shapes_of(make_model(config, dtype=torch.float32, device=torch.device("meta")).slots)
+    names = TensorNames(config)
+    check_folder(shapes, folder, names)
+    return names
+
+
+def _shown(tensors: Iterable[NamedTensor], count: int, what: str) -> Iterator[NamedTensor]:
+    """Each of them, with a progress bar on stderr."""
+    return iter(track(tensors, what, total=count, console=Console(stderr=True), transient=True))
+
+
+def _format_of(one: NamedTensor, block_format: str) -> str:
+    """What the tensor becomes."""
+    tensor = one.tensor
+    if isinstance(tensor, QuantizedTensor):
+        raise ModelLoadError(
+            f"{one.name} in {one.source} is quantized to {tensor.format} already. Convert the "
+            "weights that it was made of."
+        )
+    if tensor.dim() != 2:
+        return "F32"
+    if tensor.shape[1] % block_size(block_format)[0] == 0:
+        return block_format
+    return _FORMATS.get(tensor.dtype, "F32")
+
+
+def _announce(writer: GGUFWriter, name: str, shape: tuple[int, ...], tensor_format: str) -> None:
+    """Gives the tensor its place in the file's header."""
+    kind = GGMLQuantizationType[tensor_format]
+    numbers, size = gguf.GGML_QUANT_SIZES[kind]
+    in_bytes = (*shape[:-1], shape[-1] // numbers * size)
+    writer.add_tensor_info(name, in_bytes, np.dtype(np.uint8), prod(in_bytes), raw_dtype=kind)
+
+
+def _data(one: NamedTensor, tensor_format: str) -> np.ndarray:
+    """The tensor's bytes in the file."""
+    assert isinstance(one.tensor, Tensor)
+    if tensor_format in QUANTIZABLE:
+        return quantized(one.name, one.tensor, tensor_format).blocks.numpy()
+    dense = one.tensor.to(DENSE_TYPES[tensor_format]).contiguous()
+    return dense.view(torch.uint8).numpy()
+
+
+def _indexed(file: Path) -> Iterator[IndexedTensor]:
+    for tensor in GGUFReader(file).tensors:
+        yield IndexedTensor(
+            name=tensor.name,
+            format=tensor.tensor_type.name,
+            shape=tuple(int(size) for size in reversed(tensor.shape)),
+            offset=int(tensor.data_offset),
+        )
+
+
+def _widened(one: NamedTensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(one.tensor, QuantizedTensor):
+        return one.tensor.widened(dtype)
+    return (one.tensor.to(dtype) if one.tensor.dim() == 2 else one.tensor).contiguous()
+
+
+def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Of bounded size, so that a large model is never in memory as a whole."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > _SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    yield shard
+
+
+def _copy_others(source: Path, target: Path) -> None:
+    """Configuration, tokenizer and chat template."""
+    for pattern in _OTHER_FILES:
+        for file in source.glob(pattern):
+            if file.name not in (_SAFETENSORS_INDEX, INDEX_FILE):
+                shutil.copyfile(file, target / file.name)
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The command `prefixcache`: serve, generate, download, bench.
+"""The command `prefixcache`: serve, generate, download, convert, bench.
 
 What is heavy is imported by the command that needs it, so that help comes at once.
 """
@@ -6,8 +6,10 @@ What is heavy is imported by the command that needs it, so that help comes at on
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 from annotated_types import MinLen
@@ -15,10 +17,10 @@ from annotated_types import MinLen
 from prefixcache import __version__
 from prefixcache.bench.command import bench
 from prefixcache.bench.options import BenchOptions
-from prefixcache.checked import Checked
+from prefixcache.checked import Checked, shown
 from prefixcache.command_line import FlagCommand, Given
 from prefixcache.config import EngineConfig
-from prefixcache.exceptions import ConfigError, PrefixCacheError
+from prefixcache.exceptions import ConfigError, FieldError, PrefixCacheError
 from prefixcache.flags import flag, leaves
 from prefixcache.server.options import LOG_LEVEL_HELP, LogLevel, ServeOptions
 from prefixcache.server.vllm_flags import VLLM_FLAGS
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from prefixcache.sampling_params import SamplingParams
     from prefixcache.token_ids import TokenIds
 
+QUANTIZABLE = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -48,6 +51,38 @@ class GenerateOptions(Checked):
     log_level: LogLevel = flag("warning", LOG_LEVEL_HELP, "Answer")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions(Checked):
+    """Flags of `prefixcache convert`: what the weights become, and where."""
+
+    quantize: str | None = flag(
+        None,
+        "Quantize matrices to blocks of this format: a third to a half of bfloat16's memory.",
+        "Conversion",
+        metavar=f"[{'|'.join(QUANTIZABLE)}]",
+    )
+    widen: Literal["bfloat16", "float32"] | None = flag(
+        None, "Write dense safetensors of this type, of a GGUF file for one.", "Conversion"
+    )
+    output: Path | None = flag(
+        None,
+        "Folder to write, which must not be there yet.",
+        "Conversion",
+        shown="the model's name and the format, in the current folder",
+    )
+
+    def check_together(self) -> None:
+        """Raises `FieldError`."""
+        if (self.quantize is None) == (self.widen is None):
+            raise FieldError("quantize", "or --widen must be given, one of them.")
+        if self.quantize is not None and self.quantize.lower() not in QUANTIZABLE:
+            raise FieldError(
+                "quantize",
+                f"must be one of {', '.join(QUANTIZABLE)}, got {shown(self.quantize)}. Other "
+                "formats, such as q4_k_m, come in GGUF files, which are served as they are.",
+            )
+
+
 def main() -> None:
     """The entry point of the command."""
     app()
@@ -57,6 +92,7 @@ def serve(given: Given) -> None:
     """Serve a model to OpenAI clients."""
     config, options = given.make(EngineConfig), given.make(ServeOptions)
     _set_up_logging(options.log_level)
+    _let_threads_sleep(config)
     from prefixcache.server.serve import serve as run_server
 
     run_server(config, options)
@@ -67,6 +103,7 @@ def generate(given: Given) -> None:
     options = given.make(GenerateOptions)
     config = given.make(EngineConfig, max_num_seqs=1)
     _set_up_logging(options.log_level)
+    _let_threads_sleep(config)
     _sampling_params(options, {})  # Wrong options are told before a model is loaded.
     from prefixcache.engine.build import build
     from prefixcache.models.hub import resolve_model
@@ -82,6 +119,21 @@ def download(given: Given) -> None:
 
     config = given.make(EngineConfig)
     click.echo(resolve_model(config.model, config.revision))
+
+
+def convert(given: Given) -> None:
+    """Quantize a model's weights, or widen quantized ones, into a folder that can be served."""
+    options, config = given.make(ConvertOptions), given.make(EngineConfig)
+    from prefixcache.models.conversion import convert_model
+
+    made = convert_model(
+        config.model,
+        config.revision,
+        options.output,
+        block_format=options.quantize and options.quantize.upper(),
+        dtype=options.widen,
+    )
+    click.echo(made)
 
 
 def _prompt_ids(built: BuiltEngine, options: GenerateOptions) -> TokenIds:
@@ -119,6 +171,16 @@ def _stream(built: BuiltEngine, prompt: TokenIds, params: SamplingParams) -> Non
     click.echo()
 
 
+def _let_threads_sleep(config: EngineConfig) -> None:
+    """Lets OpenMP's threads sleep between two operations of torch; it asks when torch is imported.
+
+    They spin otherwise, on the processors that the CPU's own kernels compute on. Where torch
+    computes the model too they had better.
+    """
+    if config.batch_invariant is not False:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def _set_up_logging(level: LogLevel) -> None:
     logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT, datefmt="%H:%M:%S")
     logging.getLogger("prefixcache").setLevel(level.upper())
@@ -142,6 +204,13 @@ app = click.Group(
         ),
         FlagCommand(
             download,
+            EngineConfig,
+            arguments=[_MODEL],
+            without=leaves(EngineConfig).keys() - {"model", "revision"},
+        ),
+        FlagCommand(
+            convert,
+            ConvertOptions,
             EngineConfig,
             arguments=[_MODEL],
             without=leaves(EngineConfig).keys() - {"model", "revision"},

@@ -355,7 +355,15 @@ class EngineConfig(Checked):
         DEFAULT_MODEL, "Alias, folder, GGUF file or hub id.", "Model"
     )
     revision: str | None = flag(None, "Branch, tag or commit of a hub id.", "Model")
-    dtype: DType = flag("auto", "Type of the weights and of the cache.", "Model")
+    dtype: DType = flag(
+        "auto", "Type that is computed with, of dense weights and of the cache.", "Model"
+    )
+    requantize: bool = flag(
+        False,
+        "Quantize new weights that are dense to the format of the blocks that they replace: q8_0, "
+        "q4_0, q4_1, q5_0 or q5_1.",
+        "Model",
+    )
     device: Device = flag("auto", "Where to compute.", "Model")
     seed: Annotated[int, Ge(0), Le(2**64 - 1)] = flag(
         0, "For requests without a seed of their own.", "Model"

@@ -70,6 +70,7 @@ class Gauges:
     num_hints_expired: int = 0
     num_below_threshold: Mapping[str, int] = field(default_factory=dict[str, int])
     pool: PoolGauges | None = None
+    weights_bytes: int | None = None
 
 
 class Histogram:
@@ -161,6 +162,10 @@ class Metrics(Collector):
         """All metric families, for prometheus-client."""
         gauges = self.gauges()
         yield from _gauge_families(gauges)
+        if gauges.weights_bytes is not None:
+            yield GaugeMetricFamily(
+                PREFIX + "weights_bytes", "Memory of the weights.", value=gauges.weights_bytes
+            )
         if gauges.pool is not None:
             yield from _pool_families(gauges.pool)
         yield from self._counter_families(gauges)

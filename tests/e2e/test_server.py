@@ -358,7 +358,13 @@ async def test_tokenize_and_detokenize_are_inverse(client):
 async def test_health_and_version(client):
     assert (await client.get("/health")).status_code == 200
     version = (await client.get("/version")).json()
-    assert set(version) == {"version", "batch_invariant", "prefix_hash"}
+    assert set(version) == {
+        "version",
+        "batch_invariant",
+        "dtype",
+        "weights",
+        "prefix_hash",
+    }
 
 
 async def test_a_request_id_is_kept_when_it_is_usable(client):

@@ -43,7 +43,7 @@ def test_version_is_shown():
     assert result.output.startswith("prefixcache ")
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "download", "bench"])
+@pytest.mark.parametrize("command", ["serve", "generate", "download", "convert", "bench"])
 def test_every_command_has_help(command):
     result = _run(command, "--help")
     assert result.exit_code == 0
@@ -139,6 +139,7 @@ def test_a_command_line_of_vllm_starts_here(served):
         "--gpu-memory-utilization 0.85 --enforce-eager --max-model-len 4096 --quantization gguf "
         "--swap-space 4 --uvicorn-log-level warning --no-enable-log-requests --dtype auto "
         "--distributed-executor-backend mp --enable-prefix-caching --shutdown-timeout 3 "
+        "--load-format gguf "
         "--served-model-name small other * --api-key secret"
     )
     config, options = served(*line.split())
@@ -153,10 +154,6 @@ def test_a_command_line_of_vllm_starts_here(served):
     [
         (["serve", "--host", "256.0.0.1"], "256.0.0.1"),
         (["serve", "--port", "0", "--model", "./nowhere"], "nowhere"),
-        (
-            ["serve", "--quantization", "gguf", "--model", "./x"],
-            "--quantization gguf: the model is",
-        ),
         (["generate", "x", "--model", "./nowhere"], "nowhere"),
         (["download", "./nowhere"], "nowhere"),
     ],
@@ -167,6 +164,13 @@ def test_what_cannot_be_started_is_one_line_and_status_1(arguments, told):
     assert result.stderr.startswith("error: ")
     assert told in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["--quantization", "--load-format"])
+def test_weights_of_another_form_than_said_are_refused(tiny_checkpoint, name):
+    result = _run("serve", "--port", "0", "--model", str(tiny_checkpoint()), name, "gguf")
+    assert result.exit_code == 2
+    assert f"error: {name} gguf: the model's weights are safetensors" in result.stderr
 
 
 def test_an_unknown_option_is_told_with_the_one_that_was_meant():

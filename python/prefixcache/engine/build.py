@@ -82,7 +82,9 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         config, model_config, folder, dtype, device, cpu
     )
     make = partial(make_model, model_config, dtype=dtype, device=device, cpu=cpu)
-    weights = ReplaceableModel(model, partial(make, max_positions=max_model_len), folder)
+    weights = ReplaceableModel(
+        model, partial(make, max_positions=max_model_len), folder, requantize=config.requantize
+    )
     kv = kv_tensors(config, model, attention, sizes.start, sizes=sizes)
     runner = _runner(config, weights, attention, kv.layout, max_model_len, device)
     memory = ModelMemory(

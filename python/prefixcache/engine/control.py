@@ -40,6 +40,7 @@ from prefixcache.exceptions import (
 from prefixcache.kv.cache_manager import HASH_FORMAT, CacheManager
 from prefixcache.kv.elastic import ElasticPool, ResizeStatus
 from prefixcache.models.hub import resolve_model
+from prefixcache.models.replaceable import WeightsInfo
 from prefixcache.models.weights import listed
 from prefixcache.scheduler.scheduler import Scheduler
 
@@ -208,6 +209,10 @@ class Control:
             is_paused=self.is_paused,
             memory=None if self._pool is None else self._pool.gauges(core["blocks_in_use"]),
         )
+
+    def weights_info(self) -> WeightsInfo | None:
+        """How the weights are kept; None where that is not known."""
+        return None if self._memory is None else self._memory.weights.info
 
     def prefix_hash_info(self) -> PrefixHashInfo:
         """What a client needs to compute the hashes of cached blocks."""

@@ -441,8 +441,10 @@ class Engine:
 
     def _gauges(self) -> Gauges:
         scheduler, core = self._scheduler, self._cache.stats()
+        weights = self.control.weights_info()
         return Gauges(
             pool=None if self._pool is None else self._pool.gauges(core["blocks_in_use"]),
+            weights_bytes=None if weights is None else weights.bytes,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             cache_usage=self._cache_usage,

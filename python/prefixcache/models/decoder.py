@@ -19,7 +19,7 @@ from prefixcache.model_config import ModelConfig
 from prefixcache.models.names import TensorNames
 from prefixcache.models.weights import Slot
 from prefixcache.ops.blocks import QuantizedTensor
-from prefixcache.ops.linear import Linear
+from prefixcache.ops.linear import Linear, dtype_name
 from prefixcache.ops.rope import RotaryEmbedding
 from prefixcache.ops.sets import Ops
 from prefixcache.ops.stack import LayerWeights
@@ -30,16 +30,28 @@ class Builder:
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
+        self._tensors: list[Tensor] = []
+        self._linears: list[Linear] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all that was made, as it is kept now."""
+        tensors = sum(tensor.nbytes for tensor in self._tensors)
+        return tensors + sum(linear.num_bytes for linear in self._linears)
 
     def tensor(self, *shape: int) -> Tensor:
         """An uninitialised parameter."""
-        return torch.empty(shape, dtype=self.ops.dtype, device=self.ops.device)
+        made = torch.empty(shape, dtype=self.ops.dtype, device=self.ops.device)
+        self._tensors.append(made)
+        return made
 
     def linear(
         self, inputs: int, outputs: int, *, bias: bool, tied: Tensor | None = None
     ) -> Linear:
         """An unfilled linear layer."""
-        return self.ops.linear(inputs, outputs, bias=bias, tied_to_OI=tied)
+        made = self.ops.linear(inputs, outputs, bias=bias, tied_to_OI=tied)
+        self._linears.append(made)
+        return made
 
 
 class Attention:
@@ -218,6 +230,7 @@ class DecoderModel:
         self.config = config
         self.dtype = builder.ops.dtype
         self.device = builder.ops.device
+        self._builder = builder
         self._rms_norm = _norm_of(config, builder.ops)
         self._embedding_VE = builder.tensor(config.vocab_size, config.hidden_size)
         self._layers = [DecoderLayer(config, i, builder) for i in range(config.num_layers)]
@@ -240,6 +253,11 @@ class DecoderModel:
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self.names = TensorNames(config)
         self.slots = dict(self._all_slots())
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights as they are kept now."""
+        return self._builder.num_bytes
 
     @property
     def attention_spec(self) -> AttentionSpec:
@@ -286,13 +304,16 @@ class DecoderModel:
     def _all_slots(self) -> Iterator[tuple[str, Slot]]:
         yield (
             "model.embed_tokens.weight",
-            Slot(tuple(self._embedding_VE.shape), self._write_embedding),
+            Slot(tuple(self._embedding_VE.shape), self._write_embedding, self._embedding_format),
         )
         for index, layer in enumerate(self._layers):
             yield from layer.slots(f"model.layers.{index}")
         yield "model.norm.weight", _tensor_slot(self._norm_E)
         if not self.config.tie_word_embeddings:
             yield from _linear_slots("lm_head", self._head, 0, self.config.vocab_size, bias=False)
+
+    def _embedding_format(self) -> str:
+        return dtype_name(self.dtype)
 
     def _write_embedding(self, weight_VE: Tensor | QuantizedTensor) -> None:
         if isinstance(weight_VE, QuantizedTensor):
@@ -314,12 +335,14 @@ def _rope_of(config: ModelConfig, layer: int) -> int:
 
 
 def _tensor_slot(parameter: Tensor) -> Slot:
-    return Slot(tuple(parameter.shape), partial(_copy_dense, parameter))
+    shape, write = tuple(parameter.shape), partial(_copy_dense, parameter)
+    return Slot(shape, write, partial(dtype_name, parameter.dtype))
 
 
 def _head_slot(parameter_ND: Tensor) -> Slot:
     """One checkpoint row [D] for all of N heads."""
-    return Slot((parameter_ND.shape[1],), partial(_copy_dense, parameter_ND))
+    shape, write = (parameter_ND.shape[1],), partial(_copy_dense, parameter_ND)
+    return Slot(shape, write, partial(dtype_name, parameter_ND.dtype))
 
 
 def _copy_dense(parameter: Tensor, tensor: Tensor | QuantizedTensor) -> None:
@@ -336,9 +359,14 @@ def _linear_slots(
     name: str, linear: Linear, start: int, rows: int, *, bias: bool
 ) -> Iterator[tuple[str, Slot]]:
     """The part of a (fused) linear that the checkpoint keeps under `name`."""
-    yield f"{name}.weight", Slot((rows, linear.in_features), partial(_copy_matrix, linear, start))
+    write, kept_format = partial(_copy_matrix, linear, start), partial(linear.kept_format, start)
+    yield f"{name}.weight", Slot((rows, linear.in_features), write, kept_format)
     if bias:
-        yield f"{name}.bias", Slot((rows,), lambda tensor: linear.copy_bias(start, _dense(tensor)))
+
+        def write_bias(tensor: Tensor | QuantizedTensor) -> None:
+            linear.copy_bias(start, _dense(tensor))
+
+        yield f"{name}.bias", Slot((rows,), write_bias, partial(dtype_name, linear.dtype))
 
 
 def _copy_matrix(linear: Linear, start: int, tensor: Tensor | QuantizedTensor) -> None:

@@ -12,9 +12,13 @@ from torch import Tensor
 from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.exceptions import ConfigError, ModelLoadError
 from prefixcache.model_config import GenerationDefaults, ModelConfig
+from prefixcache.models.blocks import has_index
 from prefixcache.models.decoder import DecoderModel
+from prefixcache.models.quantize import QUANTIZABLE, quantized
 from prefixcache.models.weights import (
     NamedTensor,
+    Slot,
+    Slots,
     check_folder,
     checked_name,
     copy_into,
@@ -22,10 +26,19 @@ from prefixcache.models.weights import (
     load_folder,
     shapes_of,
 )
+from prefixcache.ops.blocks import BLOCK_FORMATS, QuantizedTensor
 
 logger = logging.getLogger(__name__)
 
 _GIVEN_TENSOR = "The update"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightsInfo:
+    """The weights as they are kept: types and formats of blocks, and bytes of memory."""
+
+    formats: tuple[str, ...]
+    bytes: int
 
 
 class ReplaceableModel:
@@ -33,12 +46,21 @@ class ReplaceableModel:
 
     `make` makes the model anew with undefined weights, and `folder` is where those of `model` came
     from, if any; later it is the one that holds just these weights, None when some came from
-    elsewhere. Weights are usable when every tensor was written (`complete`). Letters of shapes:
-    T tokens in the step, E hidden size, R rows whose logits are wanted, V vocabulary.
+    elsewhere. Weights are usable when every tensor was written (`complete`); `info` tells how they
+    are kept, in any thread. Letters of shapes: T tokens in the step, E hidden size, R rows whose
+    logits are wanted, V vocabulary.
+
+    Where dense weights come in the place of blocks: with `requantize` they are quantized to the
+    format of those blocks. Without it a folder's are kept as they are, and single ones are refused.
     """
 
     def __init__(
-        self, model: DecoderModel, make: Callable[[], DecoderModel], folder: Path | None
+        self,
+        model: DecoderModel,
+        make: Callable[[], DecoderModel],
+        folder: Path | None,
+        *,
+        requantize: bool = False,
     ) -> None:
         self._model: DecoderModel | None = model
         self._make = make
@@ -47,6 +69,9 @@ class ReplaceableModel:
         self._shapes = shapes_of(model.slots)
         self._names = model.names
         self._unwritten: set[str] = set()
+        self._requantize = requantize
+        self._block_formats = _block_formats(model)
+        self.info = _info(model)
 
     @property
     def loaded(self) -> DecoderModel:
@@ -81,6 +106,9 @@ class ReplaceableModel:
             raise ModelLoadError(str(error)) from error
         _check_same(self._config, config, folder)
         check_folder(self._shapes, folder, self._names)
+        if self._requantize and not has_index(folder):
+            for name in self._block_formats:
+                self._check_requantizable(name)
 
     def load(self, folder: Path) -> None:
         """Writes all weights of a checked folder, in place if they are there.
@@ -96,10 +124,30 @@ class ReplaceableModel:
             raise
 
     def check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises `ModelLoadError` for a name or a shape that is none of this model's."""
+        """Raises `ModelLoadError` for tensors that cannot replace weights of this model.
+
+        That is a name or a shape that is none of its own, and dense numbers where blocks are kept,
+        unless they can be quantized and are to be.
+        """
         for name, tensor in tensors.items():
             _check_is_weight(name, tensor)
-            checked_name(self._shapes, self._names, name, tensor.shape, _GIVEN_TENSOR)
+            own = checked_name(self._shapes, self._names, name, tensor.shape, _GIVEN_TENSOR)
+            if own in self._block_formats:
+                self._check_requantizable(own)
+
+    def _check_requantizable(self, name: str) -> None:
+        block_format = self._block_formats[name]
+        if not self._requantize:
+            raise ModelLoadError(
+                f"{name} is kept in blocks of {block_format}, and dense numbers in its place would "
+                "take more memory. --requantize quantizes them to that format; a folder or a GGUF "
+                "file replaces all weights as they are."
+            )
+        if block_format not in QUANTIZABLE:
+            raise ModelLoadError(
+                f"{name} is kept in blocks of {block_format}, to which nothing can be quantized "
+                f"here. --requantize knows {', '.join(QUANTIZABLE)}."
+            )
 
     def check_all_named(self, names: Collection[str]) -> None:
         """Raises `ModelLoadError` when a tensor of the model is not among `names`."""
@@ -110,17 +158,26 @@ class ReplaceableModel:
     def write(self, tensors: Mapping[str, Tensor]) -> set[str]:
         """Replaces the named weights in place; returns the model's own names of them.
 
-        Raises as `check_tensors`, and then nothing is replaced.
+        Raises as `check_tensors`, and for numbers that cannot be quantized; then nothing is
+        replaced.
         """
         self.check_tensors(tensors)
+        named = [self._requantized(name, tensor) for name, tensor in tensors.items()]
         if self._model is None:
             self._model = self._make()
             self._unwritten = set(self._shapes)
         self.folder = None
-        named = [NamedTensor(name, tensor, _GIVEN_TENSOR) for name, tensor in tensors.items()]
         written = copy_into(self.loaded.slots, named, self._names)
         self._unwritten -= written
+        self.info = _info(self.loaded)
         return written
+
+    def _requantized(self, name: str, tensor: Tensor) -> NamedTensor:
+        """A given tensor in the format of the blocks that it replaces, if it replaces blocks."""
+        block_format = self._block_formats.get(self._names.own(name) or "")
+        if block_format is not None:
+            return NamedTensor(name, quantized(name, tensor, block_format), _GIVEN_TENSOR)
+        return NamedTensor(name, tensor, _GIVEN_TENSOR)
 
     def missing(self) -> set[str]:
         """Weights that were never written since the model was made again."""
@@ -130,6 +187,7 @@ class ReplaceableModel:
         """Frees the weights' memory."""
         self._model = None
         self._unwritten = set()
+        self.info = WeightsInfo((), 0)
 
     def _restore(self, folder: Path | None) -> None:
         """Undoes a load that broke off: half-replaced weights must never compute anything."""
@@ -144,10 +202,40 @@ class ReplaceableModel:
 
     def _load(self, folder: Path) -> None:
         model = self._model or self._make()
-        load_folder(model.slots, folder, model.device, self._names)
+        load_folder(self._requantizing(model.slots), folder, model.device, self._names)
         self._model = model
         self._unwritten = set()
+        self._block_formats = _block_formats(model)
+        self.info = _info(model)
         self.folder = folder
+
+    def _requantizing(self, slots: Slots) -> Slots:
+        """The slots, of which those that hold blocks take dense numbers as such, if they are to."""
+        if not self._requantize:
+            return slots
+        return {name: self._requantizing_slot(name, slot) for name, slot in slots.items()}
+
+    def _requantizing_slot(self, name: str, slot: Slot) -> Slot:
+        block_format = self._block_formats.get(name)
+        if block_format is None:
+            return slot
+
+        def write(tensor: Tensor | QuantizedTensor) -> None:
+            dense = isinstance(tensor, Tensor)
+            slot.write(quantized(name, tensor, block_format) if dense else tensor)
+
+        return dataclasses.replace(slot, write=write)
+
+
+def _block_formats(model: DecoderModel) -> dict[str, str]:
+    """Which weights are kept in blocks, and of which format."""
+    kept = {name: slot.kept_format() for name, slot in model.slots.items()}
+    return {name: one for name, one in kept.items() if one in BLOCK_FORMATS}
+
+
+def _info(model: DecoderModel) -> WeightsInfo:
+    formats = {slot.kept_format() for slot in model.slots.values()}
+    return WeightsInfo(tuple(sorted(formats)), model.num_bytes)
 
 
 def _check_is_weight(name: str, tensor: object) -> None:

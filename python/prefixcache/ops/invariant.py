@@ -34,7 +34,7 @@ from torch import Tensor
 from prefixcache._core import Cpu, DecoderLayer, DecoderStack, PackedLinear, PagedAttention, RowOps
 from prefixcache.exceptions import ConfigError
 from prefixcache.ops.blocks import QuantizedTensor
-from prefixcache.ops.linear import Linear
+from prefixcache.ops.linear import Linear, dtype_name
 from prefixcache.ops.stack import LayerWeights
 
 _DTYPES: dict[torch.dtype, Literal["bfloat16", "float32"]] = {
@@ -62,14 +62,23 @@ class InvariantLinear:
     ) -> None:
         self.in_features = inputs
         self.out_features = outputs
-        self._dtype = dtype
+        self.dtype = dtype
         self.packed = PackedLinear(cpu, inputs, outputs, kernel_dtype(dtype), bias=bias)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of weight and bias as they are kept."""
+        return self.in_features * self.out_features * self.dtype.itemsize
+
+    def kept_format(self, start: int) -> str:  # noqa: ARG002
+        """How the part of the weight that begins at row `start` is kept."""
+        return dtype_name(self.dtype)
 
     def copy_rows(self, start: int, weight_OI: Tensor) -> None:
         """Writes output rows `start:start + O` of the weight, converting their type."""
         if weight_OI.shape[1] != self.in_features:
             raise ValueError(f"weight_OI must have {self.in_features} columns")
-        dense = weight_OI.to("cpu", self._dtype).contiguous()
+        dense = weight_OI.to("cpu", self.dtype).contiguous()
         self.packed.copy_rows(start, dense.data_ptr(), len(dense))
 
     def copy_blocks(self, start: int, weight_OI: QuantizedTensor) -> None:
@@ -79,7 +88,7 @@ class InvariantLinear:
 
     def copy_bias(self, start: int, bias_O: Tensor) -> None:
         """Writes elements `start:start + O` of the bias."""
-        dense = bias_O.to("cpu", self._dtype).contiguous()
+        dense = bias_O.to("cpu", self.dtype).contiguous()
         self.packed.copy_bias(start, dense.data_ptr(), len(dense))
 
     def __call__(self, x_TI: Tensor, residual_TO: Tensor | None = None) -> Tensor:
@@ -97,8 +106,8 @@ class InvariantLinear:
     def _forward(
         self, x_TI: Tensor, residual_TO: Tensor | None, out_TO: Tensor, *, wide_out: bool
     ) -> None:
-        if x_TI.dtype is not self._dtype or x_TI.shape[1] != self.in_features:
-            raise ValueError(f"x_TI must be {self._dtype} [T, {self.in_features}]")
+        if x_TI.dtype is not self.dtype or x_TI.shape[1] != self.in_features:
+            raise ValueError(f"x_TI must be {self.dtype} [T, {self.in_features}]")
         x_TI = _dense_rows(x_TI)
         residual = 0
         if residual_TO is not None:

@@ -11,10 +11,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from prefixcache.ops.blocks import QuantizedTensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As users write it: bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 class Linear(Protocol):
@@ -22,6 +28,16 @@ class Linear(Protocol):
 
     in_features: int
     out_features: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of weight and bias as they are kept, without a weight that is another's too."""
+        ...
+
+    def kept_format(self, start: int) -> str:
+        """How the part of the weight that begins at row `start` is kept: a type, or of blocks."""
+        ...
 
     def copy_rows(self, start: int, weight_OI: Tensor) -> None:
         """Writes output rows `start:start + O` of the weight, converting their type."""
@@ -52,12 +68,29 @@ class Linear(Protocol):
 
 
 class TorchLinear:
-    """The plain form: a dense weight and torch's own matmul."""
+    """The plain form: a dense weight and torch's own matmul.
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
+    A weight that `is_tied` is another's memory.
+    """
+
+    def __init__(
+        self, weight_OI: Tensor, bias_O: Tensor | None = None, *, is_tied: bool = False
+    ) -> None:
         self.out_features, self.in_features = weight_OI.shape
+        self.dtype = weight_OI.dtype
+        self._is_tied = is_tied
         self._weight_OI = weight_OI
         self._bias_O = bias_O
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of weight and bias, without a weight that is another's too."""
+        weight = 0 if self._is_tied else self._weight_OI.nbytes
+        return weight + (0 if self._bias_O is None else self._bias_O.nbytes)
+
+    def kept_format(self, start: int) -> str:  # noqa: ARG002
+        """The type of the weight."""
+        return dtype_name(self.dtype)
 
     def copy_rows(self, start: int, weight_OI: Tensor) -> None:
         """Writes output rows `start:start + O` of the weight, converting their type."""

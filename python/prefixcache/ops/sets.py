@@ -91,7 +91,7 @@ class TorchOps:
         if weight_OI is None:
             weight_OI = torch.empty(outputs, inputs, dtype=self.dtype, device=self.device)
         bias_O = torch.empty(outputs, dtype=self.dtype, device=self.device) if bias else None
-        return self._linear(weight_OI, bias_O)
+        return self._linear(weight_OI, bias_O, is_tied=tied_to_OI is not None)
 
     def stack(self, layers: Sequence[LayerWeights], eps: float) -> None:  # noqa: ARG002
         """Torch computes op by op."""

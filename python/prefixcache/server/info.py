@@ -48,9 +48,12 @@ def info_router(maker: JobMaker, version: str) -> APIRouter:
 
     @router.get("/version")
     async def show_version() -> dict[str, Any]:
+        weights = engine.control.weights_info()
         return {
             "version": version,
             "batch_invariant": served.batch_invariant,
+            "dtype": served.dtype,
+            "weights": None if weights is None else asdict(weights),
             "prefix_hash": None if engine.dead else asdict(engine.control.prefix_hash_info()),
         }
 

@@ -271,7 +271,8 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
     ),
     ("get", "/health"): _Endpoint(summary="200 while answers can be computed."),
     ("get", "/version"): _Endpoint(
-        summary="The version, and what block hashes are made of.", answer=_object(version=_STRING)
+        summary="The version, what is computed with, and what block hashes are made of.",
+        answer=_object(version=_STRING),
     ),
     ("get", "/metrics"): _Endpoint(summary="Prometheus' text.", answer=_STRING),
     ("get", "/is_paused"): _Endpoint(summary="", answer=_object(is_paused={"type": "boolean"})),

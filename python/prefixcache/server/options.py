@@ -52,8 +52,16 @@ class ServeOptions(Checked):
         shown="--model",
         greedy=True,
     )
+    load_format: Literal["auto", "hf", "safetensors", "gguf"] = flag(
+        "auto",
+        "What the model's weights must be in: safetensors (hf is the same), or blocks of a GGUF "
+        "file or of prefixcache convert.",
+        "Model",
+    )
     quantization: Literal["auto", "none", "gguf"] = flag(
-        "auto", "What the model's file is; weights are served as they are.", "Model", metavar="gguf"
+        "auto",
+        "What the weights must be: quantized (gguf) or not (none); they are served as they are.",
+        "Model",
     )
     strict: bool = flag(
         False, "Refuse fields of requests that nobody reads, instead of a warning.", "Server"

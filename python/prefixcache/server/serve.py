@@ -14,13 +14,12 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from fastapi import FastAPI
 
-from prefixcache.exceptions import ConfigError
+from prefixcache.exceptions import ConfigError, FieldError
 from prefixcache.server.access import AccessRules, is_host_name, is_loopback
 from prefixcache.server.connections import Connection, ConnectionLimits
 from prefixcache.server.context import Lifecycle
@@ -52,7 +51,6 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     `ConfigError` where that fails, and whatever `engine.build` raises.
     """
     begun = time.perf_counter()
-    _check_quantization(options, Path(config.model))
     rules, model_dirs = _access_rules(options), ModelDirs(options.allowed_model_dirs)
     _allow_open_files(options.limit_concurrency)
     certificates = None if options.tls.ssl_certfile is None else Certificates(options.tls)
@@ -60,10 +58,13 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
         _warn_if_open(options, listener)
         from prefixcache.engine.async_engine import AsyncEngine
         from prefixcache.engine.build import build
+        from prefixcache.models.blocks import has_index
         from prefixcache.models.hub import resolve_model
         from prefixcache.server.app import create_app
 
-        built = build(config, resolve_model(config.model, config.revision))
+        folder = resolve_model(config.model, config.revision)
+        _check_weights(options, is_gguf=has_index(folder))
+        built = build(config, folder)
         served = _served_model(config, built, options)
         engine = AsyncEngine(built.engine, max_queue=options.max_queue or None)
         try:
@@ -83,12 +84,14 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
             engine.close()
 
 
-def _check_quantization(options: ServeOptions, model: Path) -> None:
-    if options.quantization == "gguf" and model.suffix != ".gguf":
-        raise ConfigError(
-            "--quantization gguf: the model is no GGUF file. Weights are served as they are, so "
-            "leave the option out."
-        )
+def _check_weights(options: ServeOptions, *, is_gguf: bool) -> None:
+    """Raises `FieldError` where the weights are something else than was said."""
+    said = {"load_format": options.load_format, "quantization": options.quantization}
+    found = "tensors of a GGUF file" if is_gguf else "safetensors"
+    for name, value in said.items():
+        if value != "auto" and (value == "gguf") != is_gguf:
+            problem = f"{value}: the model's weights are {found}, and are served as they are."
+            raise FieldError(name, problem)
 
 
 def _access_rules(options: ServeOptions) -> AccessRules:
@@ -157,6 +160,7 @@ def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOption
         metrics_prefix=options.metrics_prefix,
         priorities=options.scheduling_policy == "priority",
         batch_invariant=built.batch_invariant,
+        dtype=built.dtype,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         template_variables=options.default_chat_template_kwargs or {},

@@ -91,9 +91,6 @@ VLLM_FLAGS: tuple[ForeignFlag, ...] = (
         "--headless",
         "--enable-dbo",
     ),
-    *only(
-        ("auto", "gguf", "hf", "safetensors"), "asks for another loader of weights", "--load-format"
-    ),
     *only(("auto", "hf"), "asks for another form of configuration", "--config-format"),
     *only(("auto", "vllm"), "asks for another implementation of models", "--model-impl"),
     *only(("auto", "generate"), "asks for something else than text", "--task", "--runner"),

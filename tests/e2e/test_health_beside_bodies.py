@@ -132,6 +132,14 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], int]] = {
         lambda: _completion(prompt=[100] * 8000, echo=True, logprobs=20, stream=True),
         200,
     ),
+    "30 MB that an answer repeats": (
+        "/v1/responses",
+        lambda: json.dumps(
+            {"input": "x", "max_output_tokens": 1, "metadata": {"a": "中\n" * 6_000_000}},
+            ensure_ascii=False,
+        ).encode(),
+        200,
+    ),
     "a million token ids": ("/v1/completions", lambda: _completion(prompt=[100] * _MILLION), 400),
 }
 

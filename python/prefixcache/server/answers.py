@@ -10,7 +10,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
 
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,7 +17,7 @@ from prefixcache.chat.message import Message, MessageDelta, MessageParser
 from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.server.errors import ApiError, error_body, failed_answer, is_unexpected
 from prefixcache.server.job_maker import Job, JobMaker
-from prefixcache.server.json_text import json_response, object_json
+from prefixcache.server.json_text import json_response, json_text, object_json
 from prefixcache.server.protocol import SamplingFields, StreamOptions
 from prefixcache.server.sse import DONE, EventStream, event, named_event, unless_disconnected
 from prefixcache.server.workers import Workers
@@ -154,14 +153,15 @@ class EventForm(Protocol):
 
 
 async def answer_in_events(
-    request: Request, maker: JobMaker, job: Job, form: EventForm, *, stream: bool
+    request: Request, maker: JobMaker, job: Job, form: EventForm, *, stream: bool, size: int = 0
 ) -> Response:
     """The one answer of a job as a whole, or a stream of events with names.
 
-    What is wrong with the request is raised here, at once.
+    `size` is that of what it repeats of the request. What is wrong with the request is raised here,
+    at once.
     """
     if not stream:
-        work = _whole_body(maker, job, lambda choices: form.body(job, choices[0]))
+        work = _whole_body(maker, job, lambda choices: form.body(job, choices[0]), size)
         return json_response(await unless_disconnected(request.receive, work))
     outputs = await maker.engine.generate_all(job.requests)
     return EventStream(_named_to_the_end(_named_events(outputs, job, form), job, form))
@@ -212,16 +212,19 @@ async def gathered(maker: JobMaker, job: Job) -> list[Choice]:
 
 
 async def _whole_body(
-    maker: JobMaker, job: Job, response: Callable[[Sequence[Choice]], dict[str, Any]]
+    maker: JobMaker,
+    job: Job,
+    response: Callable[[Sequence[Choice]], dict[str, Any]],
+    repeated: int = 0,
 ) -> bytes:
     choices = await gathered(maker, job)
     size = _size(job, choices)
 
     def body() -> bytes:
-        write = to_json if size < _LONG_ANSWER else object_json
+        write = json_text if size < _LONG_ANSWER else object_json
         return write(response(choices))
 
-    return await maker.workers.run(size, body)
+    return await maker.workers.run(size + repeated, body)
 
 
 def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:

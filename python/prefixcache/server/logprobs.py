@@ -44,9 +44,12 @@ def chat_logprobs(
 
 def prompt_logprobs(
     logprobs: Sequence[TokenLogprobs | None], num_top: int, tokenizer: Tokenizer
-) -> list[dict[str, Any] | None]:
-    """The form of vLLM: one map from token id to details for each token of the prompt."""
-    return [known and _prompt_token(known, num_top, tokenizer) for known in logprobs]
+) -> Iterator[dict[str, Any] | None]:
+    """The form of vLLM: one map from token id to details for each token of the prompt.
+
+    The maps of a long prompt take so much memory that they are made as they are written.
+    """
+    return (known and _prompt_token(known, num_top, tokenizer) for known in logprobs)
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:

@@ -22,7 +22,7 @@ from prefixcache.server.chat import chat_job, chat_plan
 from prefixcache.server.context import Call, new_call, tell_unknown
 from prefixcache.server.errors import RESPONSES_PATH, ApiError
 from prefixcache.server.job_maker import Job, JobMaker, fields_named
-from prefixcache.server.json_text import json_response, object_json
+from prefixcache.server.json_text import Written, json_response, json_text, object_json
 from prefixcache.server.limits import MAX_MESSAGES
 from prefixcache.server.paging import page
 from prefixcache.server.protocol import (
@@ -194,13 +194,13 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
         before = _before(store, fields, call)
         job = await _job(maker, fields, before, len(body), call)
         asked = await maker.workers.run(len(body), partial(_asked, fields))
+        told = await maker.workers.run(len(body), partial(_told_settings, fields, job))
+        keep = partial(_keep, store, asked, before, call)
+        form = ResponseForm(maker.served.tokenizer, told, fields.num_logprobs, keep)
         with fields_named(_NAMES):
-            params = {"temperature": job.params.temperature, "top_p": job.params.top_p}
-            keep = partial(_keep, store, asked, before, call)
-            form = ResponseForm(
-                maker.served.tokenizer, fields.settings(params), fields.num_logprobs, keep
+            return await answer_in_events(
+                request, maker, job, form, stream=bool(fields.stream), size=len(body)
             )
-            return await answer_in_events(request, maker, job, form, stream=bool(fields.stream))
 
     @router.post(f"{RESPONSES_PATH}/input_tokens")
     async def count_input_tokens(request: Request) -> dict[str, Any]:
@@ -279,12 +279,21 @@ def _before(store: ResponseStore, fields: ResponsesRequest, call: Call) -> Store
     return found
 
 
+def _told_settings(fields: ResponsesRequest, job: Job) -> dict[str, Any]:
+    """Those settings that may be long are written once, for all events that have them."""
+    params = {"temperature": job.params.temperature, "top_p": job.params.top_p}
+    return {
+        name: Written(value) if isinstance(value, (str, list, dict)) else value
+        for name, value in fields.settings(params).items()
+    }
+
+
 def _asked(fields: ResponsesRequest) -> StoredResponse | None:
     """What is remembered of a request before its answer; None where the client says no."""
     if fields.store is False or fields.is_prewarm:
         return None
     items, messages = items_of(fields.input), messages_of(fields.input)
-    return StoredResponse(body=b"", items=to_json(items), messages=(to_json(messages),))
+    return StoredResponse(body=b"", items=object_json(items), messages=(object_json(messages),))
 
 
 def _keep(
@@ -299,7 +308,7 @@ def _keep(
         return
     answered = to_json(answer_messages(body["output"]))
     kept = StoredResponse(
-        body=to_json(body),
+        body=json_text(body),
         items=asked.items,
         messages=(*before.messages, *asked.messages, answered),
     )

@@ -8,10 +8,11 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from prefixcache.server.json_text import json_pieces, json_text
 
 T = TypeVar("T")
 
@@ -21,12 +22,14 @@ _COMMENT = b": ping\n\n"
 
 def event(payload: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: %b\n\n" % to_json(payload)
+    return b"data: %b\n\n" % json_text(payload)
 
 
 def named_event(payload: dict[str, Any]) -> bytes:
     """One server-sent event under the name that its payload has as `type`."""
-    return b"event: %b\ndata: %b\n\n" % (payload["type"].encode(), to_json(payload))
+    return b"".join(
+        (b"event: ", payload["type"].encode(), b"\ndata: ", *json_pieces(payload), b"\n\n")
+    )
 
 
 class EventStream(Response):

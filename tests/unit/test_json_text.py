@@ -1,0 +1,27 @@
+"""Answers written in pieces say what is written in one go."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from prefixcache.server.json_text import Written, json_text, object_json
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(values, values)
+@example('"\\\n中🦙' * 2**16, ["x" * 2**16, {}])
+def test_pieces_make_the_same_text(first: Any, second: Any) -> None:
+    assert json.loads(object_json(first)) == first
+    told = {"a": Written(first), "b": [second, Written(second)], "c": second}
+    expected = {"a": first, "b": [second, second], "c": second}
+    assert json.loads(json_text(told)) == json.loads(object_json(told)) == expected
+    assert json.loads(object_json({"a": iter([first, second])})) == {"a": [first, second]}

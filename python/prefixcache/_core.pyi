@@ -493,6 +493,7 @@ class BlockPool:
         """Make the calling thread the one that may write; nothing changes for a shared pool."""
 
 _KernelDType: TypeAlias = Literal["bfloat16", "float32"]
+_BlockFormat: TypeAlias = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 
 # The kernels take tensors as addresses (`Tensor.data_ptr()`): the caller vouches for their type,
 # their size, and that they outlive the call. Strides count numbers, and numbers of a row are
@@ -523,14 +524,52 @@ class Cpu:
 
 @final
 class PackedLinear:
-    """A linear layer, its weight packed for the kernels of the CPU."""
+    """A linear layer, its weight packed for the kernels of the CPU.
+
+    It is made of parts, each of some outputs, which are kept as dense numbers or as GGUF's blocks.
+    Blocks compute the very bits that dense numbers do: theirs, in float32, rounded once to the
+    layer's type.
+    """
 
     def __new__(
-        cls, cpu: Cpu, inputs: int, outputs: int, dtype: _KernelDType, *, bias: bool = False
+        cls,
+        cpu: Cpu,
+        inputs: int,
+        outputs: int,
+        dtype: _KernelDType,
+        *,
+        bias: bool = False,
+        parts: _Sequence[int] | None = None,
     ) -> PackedLinear:
-        """A layer of zeros; `inputs` is even for bfloat16. MemoryError where it does not fit."""
+        """A layer of zeros; `inputs` is even for bfloat16. MemoryError where it cannot fit.
+
+        `parts` are the numbers of outputs of each part, in their order; by default there is one.
+        A part takes memory once it is written.
+        """
     def copy_rows(self, start: int, address: int, rows: int) -> None:
-        """Write `rows` rows of the weight, from output `start` on, from dense numbers."""
+        """Write `rows` rows of the weight, from output `start` on, from dense numbers.
+
+        A part that held blocks becomes dense; its rows that are not written keep their numbers.
+        MemoryError where it does not fit; nothing is written then.
+        """
+    def copy_blocks(self, start: int, address: int, rows: int, format: _BlockFormat) -> None:  # noqa: A002
+        """Write the weight of the part that starts at output `start` and has `rows` outputs.
+
+        A row is `inputs` numbers in dense blocks as GGUF has them; `inputs` is a multiple of their
+        size. ValueError where a scale is NaN or infinite, MemoryError where it does not fit; the
+        part is as it was then.
+        """
+    def read_rows(self, ids: int, count: int, out: int) -> None:
+        """Write the rows of the weight that `count` int64 ids name, dense, in the layer's type.
+
+        ValueError where an id is not that of an output; nothing is written then.
+        """
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weight and bias as they are kept."""
+    @property
+    def formats(self) -> list[_KernelDType | _BlockFormat]:
+        """What the parts are kept as; the layer's type where a part is dense or never written."""
     def copy_bias(self, start: int, address: int, count: int) -> None:
         """Write `count` biases, from output `start` on; ValueError where the layer has none."""
     def forward(

@@ -17,6 +17,10 @@ pub trait Element: Copy + Send + Sync + 'static {
     /// acc + the product of two words, number by number.
     fn dot<L: Lanes>(lanes: L, acc: L::V, a: L::V, b: L::V) -> L::V;
 
+    /// Lines of words from two vectors of numbers, in which the two numbers of each of `L::LANES`
+    /// columns are adjacent: one line or two, in the order of the depth.
+    fn lines<L: Lanes>(lanes: L, a: L::V, b: L::V) -> (L::V, Option<L::V>);
+
     /// Loads a vector.
     ///
     /// # Safety
@@ -85,6 +89,12 @@ impl Element for f32 {
     }
 
     #[inline(always)]
+    fn lines<L: Lanes>(lanes: L, a: L::V, b: L::V) -> (L::V, Option<L::V>) {
+        let (even, odd) = lanes.unzip(a, b);
+        (even, Some(odd))
+    }
+
+    #[inline(always)]
     unsafe fn load<L: Lanes>(lanes: L, from: *const Self) -> L::V {
         // SAFETY: the caller's promise is the same.
         unsafe { lanes.load(from) }
@@ -113,6 +123,11 @@ impl Element for Bf16 {
     #[inline(always)]
     fn dot<L: Lanes>(lanes: L, acc: L::V, a: L::V, b: L::V) -> L::V {
         lanes.dot_pair(acc, a, b)
+    }
+
+    #[inline(always)]
+    fn lines<L: Lanes>(lanes: L, a: L::V, b: L::V) -> (L::V, Option<L::V>) {
+        (lanes.round_pairs(a, b), None)
     }
 
     #[inline(always)]

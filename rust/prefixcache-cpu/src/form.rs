@@ -71,6 +71,18 @@ impl Form {
         }
     }
 
+    /// Whether a product of words is one instruction: see [`Lanes::DOT_IN_REGISTERS`].
+    pub fn dots_in_registers(self) -> bool {
+        struct Asked;
+        impl Kernel for Asked {
+            type Output = bool;
+            fn run<L: Lanes>(self, _: L) -> bool {
+                L::DOT_IN_REGISTERS
+            }
+        }
+        self.run(Asked)
+    }
+
     /// Runs the kernel with this form's instructions.
     #[inline]
     pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
@@ -90,19 +102,19 @@ impl Form {
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
+#[target_feature(enable = "avx2,fma,f16c")]
 fn with_avx2<K: Kernel>(lanes: Avx2, kernel: K) -> K::Output {
     kernel.run(lanes)
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 fn with_avx512<K: Kernel>(lanes: Avx512, kernel: K) -> K::Output {
     kernel.run(lanes)
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 fn with_avx512_bf16<K: Kernel>(lanes: Avx512Bf16, kernel: K) -> K::Output {
     kernel.run(lanes)
 }

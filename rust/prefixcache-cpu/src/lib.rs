@@ -13,6 +13,7 @@
 pub mod aligned;
 pub mod bf16;
 pub mod element;
+pub mod f16;
 pub mod form;
 pub mod lanes;
 pub mod memory;

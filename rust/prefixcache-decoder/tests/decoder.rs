@@ -33,8 +33,9 @@ impl<E: KvElement> Linear<E> {
     fn random(seed: u64, inputs: usize, outputs: usize) -> Self {
         let weight = noise::<E>(seed, inputs * outputs);
         let memory = WeightMemory::default();
-        let mut packed = PackedLinear::zeroed(&memory, inputs, outputs, false).expect("memory");
-        packed.copy_rows(0, Rows::new(&weight, inputs));
+        let mut packed = PackedLinear::new(inputs, &[outputs], false).expect("memory");
+        let rows = Rows::new(&weight, inputs);
+        packed.copy_rows(&memory, 0, rows).expect("memory");
         Self { weight, packed }
     }
 

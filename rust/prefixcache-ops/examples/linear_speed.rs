@@ -36,8 +36,9 @@ fn speed<E: Element>(form: Form, team: &Team, outputs: usize, inputs: usize, row
         .collect();
     let memory = WeightMemory::default();
     let layer = || {
-        let mut layer = PackedLinear::zeroed(&memory, inputs, outputs, false).expect("memory");
-        layer.copy_rows(0, Rows::new(&weight, inputs));
+        let mut layer = PackedLinear::new(inputs, &[outputs], false).expect("memory");
+        let rows = Rows::new(&weight, inputs);
+        layer.copy_rows(&memory, 0, rows).expect("memory");
         layer
     };
     let layers: Vec<_> = (0..copies).map(|_| layer()).collect();

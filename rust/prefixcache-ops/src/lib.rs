@@ -3,7 +3,12 @@
 //! Each row of a result is a function of that row of the input alone, bit for bit: not of how many
 //! rows are computed with it, nor of the number of threads.
 
+mod dense;
 pub mod linear;
+mod panel;
+mod part;
+pub mod quant;
 pub mod rowwise;
 
-pub use linear::PackedLinear;
+pub use linear::{BlocksError, PackedLinear};
+pub use quant::blocks::Format;

@@ -1,27 +1,28 @@
 //! y = x W^T + b, with the weight packed once.
 //!
-//! The weight lies in panels of 64 output columns, one line of words per step of the depth (see
-//! [`prefixcache_cpu::tile`]). Each output element is one chain of additions over the depth, in
-//! `f32`, so it is the same whether its row is computed alone or among a thousand. A few rows
-//! stream the weight from memory once; many rows reuse each panel from the cache.
+//! The weight lies in panels of 64 output columns. Each output element is one chain of additions over
+//! the depth, in `f32`, so it is the same whether its row is computed alone or among a thousand. A few
+//! rows stream the weight from memory once; many rows reuse each panel from the cache.
+//!
+//! A layer is made of parts, one for each tensor that a fused projection joins, which may be kept as
+//! different things: dense numbers, or blocks that are widened as they are multiplied. What they are
+//! kept as leaves no trace in the result.
 //!
 //! Processors with AMX run the same code: AMX adds in blocks of 16 rows with an order of its own,
 //! and would have to be used for every row count or for none.
 
-use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use prefixcache_cpu::memory::{OutOfMemory, filled};
 use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
-use prefixcache_cpu::{
-    AlignedWords, Element, Form, Kernel, Lanes, Rows, RowsMut, Team, WeightMemory,
-};
+use prefixcache_cpu::{Element, Form, Kernel, Lanes, Rows, RowsMut, Team, WeightMemory};
 
-/// Output columns of a panel.
-const PANEL: usize = 64;
-
-/// Rows that one task computes with a panel: with the panel they stay in the second-level cache.
-const MAX_TASK_ROWS: usize = 192;
+use crate::dense::PackedDense;
+use crate::panel::{MAX_TASK_ROWS, PANEL, Sums, TaskRows};
+use crate::part::{Part, Storage};
+use crate::quant::blocks::Format;
+use crate::quant::packed::PackedBlocks;
 
 /// Rows below which a task is not worth splitting.
 const MIN_TASK_ROWS: usize = 24;
@@ -29,58 +30,180 @@ const MIN_TASK_ROWS: usize = 24;
 /// Tasks wanted for an even split over a few threads.
 const ENOUGH_TASKS: usize = 24;
 
+/// Bytes above which no weight is asked for: more than processes can address.
+const MOST_BYTES: usize = 1 << 47;
+
+/// Why blocks cannot become a weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BlocksError {
+    /// A row is no whole number of blocks.
+    #[error("inputs must be a multiple of {block} for {0}", block = .0.block())]
+    Inputs(Format),
+    /// They are not the rows of one part.
+    #[error("start and rows must be those of a whole part")]
+    NoPart,
+    /// A scale or minimum is NaN or infinite.
+    #[error("blocks: row {0} has a scale that is no number")]
+    Scale(usize),
+    /// There is no memory for them.
+    #[error(transparent)]
+    OutOfMemory(#[from] OutOfMemory),
+}
+
 /// A linear layer's weight and bias, packed.
 pub struct PackedLinear<E> {
-    words: AlignedWords,
+    parts: Vec<Part<E>>,
     bias: Vec<f32>,
     inputs: usize,
     outputs: usize,
-    element: PhantomData<E>,
 }
 
 impl<E: Element> PackedLinear<E> {
-    /// A layer of zeros, without a bias or with one, its weight in `memory`.
+    /// A layer of zeros, without a bias or with one. Its parts have so many outputs each, and take
+    /// memory for their weight once it is written.
     ///
     /// # Errors
-    /// There is no memory for the weight.
+    /// There is no memory for the bias, or no process has enough for the weight.
     ///
     /// # Panics
     /// `inputs` does not fill whole words (bfloat16: it is odd).
-    pub fn zeroed(
-        memory: &WeightMemory,
-        inputs: usize,
-        outputs: usize,
-        with_bias: bool,
-    ) -> Result<Self, OutOfMemory> {
+    pub fn new(inputs: usize, parts: &[usize], with_bias: bool) -> Result<Self, OutOfMemory> {
         assert!(
             inputs.is_multiple_of(E::PER_WORD),
             "inputs must fill whole words"
         );
-        let padded = outputs.checked_next_multiple_of(PANEL).ok_or(OutOfMemory)?;
-        let words = padded.checked_mul(inputs / E::PER_WORD);
+        let mut outputs = 0_usize;
+        let mut made = Vec::new();
+        for &count in parts {
+            let end = outputs.checked_add(count).ok_or(OutOfMemory)?;
+            made.push(Part {
+                outputs: outputs..end,
+                storage: Storage::Zeros,
+            });
+            outputs = end;
+        }
+        let bytes = outputs
+            .checked_mul(inputs)
+            .and_then(|numbers| numbers.checked_mul(size_of::<E>()));
+        if bytes.is_none_or(|bytes| bytes > MOST_BYTES) {
+            return Err(OutOfMemory);
+        }
+        // A vector of biases is read from any output on.
+        let padded = outputs.checked_add(PANEL).ok_or(OutOfMemory)?;
         Ok(Self {
-            words: memory.zeroed(words.ok_or(OutOfMemory)?)?,
+            parts: made,
             bias: filled(0.0, usize::from(with_bias), padded)?,
             inputs,
             outputs,
-            element: PhantomData,
         })
     }
 
     /// Packs rows of the weight, the first of which belongs to output `first`.
     ///
+    /// A part that held blocks becomes dense; those of its rows that are not written stay as they were.
+    ///
+    /// # Errors
+    /// There is no memory for the weight; nothing is written.
+    ///
     /// # Panics
     /// They are not rows of `inputs` numbers, or there are no such outputs.
-    pub fn copy_rows(&mut self, first: usize, weight: Rows<'_, E>) {
+    pub fn copy_rows(
+        &mut self,
+        memory: &WeightMemory,
+        first: usize,
+        weight: Rows<'_, E>,
+    ) -> Result<(), OutOfMemory> {
         assert_eq!(weight.width(), self.inputs, "width of the weight");
         assert!(self.has_outputs(first, weight.rows()), "outputs");
-        let words = self.inputs / E::PER_WORD * PANEL;
-        for row in 0..weight.rows() {
-            let output = first + row;
-            let start = output / PANEL * words;
-            let panel = &mut self.words.as_mut_slice()[start..start + words];
-            pack_column(weight.row(row), output % PANEL, panel);
+        let rows = first..first + weight.rows();
+        let made = self.parts.iter();
+        let made = made.map(|part| part.made_dense(memory, self.inputs, &rows));
+        let made: Vec<Option<PackedDense<E>>> = made.collect::<Result<_, _>>()?;
+        for (part, made) in self.parts.iter_mut().zip(made) {
+            if let Some(dense) = made {
+                part.storage = Storage::Dense(dense);
+            }
+            part.copy_rows(first, weight);
         }
+        Ok(())
+    }
+
+    /// Packs the blocks of a part, the one that starts at output `first`: a row of bytes an output.
+    ///
+    /// # Errors
+    /// See [`BlocksError`]; nothing is written.
+    ///
+    /// # Panics
+    /// A row has not the bytes of `inputs` numbers.
+    pub fn copy_blocks(
+        &mut self,
+        memory: &WeightMemory,
+        team: &Team,
+        first: usize,
+        format: Format,
+        blocks: Rows<'_, u8>,
+    ) -> Result<(), BlocksError> {
+        let inputs = self.inputs;
+        let part = self.check_blocks(first, blocks.rows(), format)?;
+        assert_eq!(blocks.width(), format.row_bytes(inputs), "bytes of a row");
+        let finite = |row| {
+            let mut of_row = blocks.row(row).chunks_exact(format.bytes());
+            let finite = of_row.all(|block| format.is_finite(block));
+            finite.then_some(()).ok_or(BlocksError::Scale(row))
+        };
+        team.try_run(blocks.rows(), finite)?;
+        let part = &mut self.parts[part];
+        if let Some(made) = part.made_blocks(memory, inputs, format)? {
+            part.storage = Storage::Blocks(made);
+        }
+        part.copy_blocks(team, blocks);
+        Ok(())
+    }
+
+    /// Which part `rows` rows of blocks from output `first` on are the weight of.
+    ///
+    /// # Errors
+    /// They are not the rows of a part, or `inputs` numbers are not whole blocks.
+    pub fn check_blocks(
+        &self,
+        first: usize,
+        rows: usize,
+        format: Format,
+    ) -> Result<usize, BlocksError> {
+        if !self.inputs.is_multiple_of(format.block()) {
+            return Err(BlocksError::Inputs(format));
+        }
+        let is_part = |part: &Part<E>| part.outputs.start == first && part.outputs.len() == rows;
+        self.parts
+            .iter()
+            .position(is_part)
+            .ok_or(BlocksError::NoPart)
+    }
+
+    /// Writes rows `ids` of the weight to the rows of `out`, in the layer's type.
+    ///
+    /// # Panics
+    /// There is no such row, or the shapes do not fit.
+    pub fn read_rows(&self, team: &Team, ids: &[usize], out: &RowsMut<'_, E>) {
+        assert_eq!(out.shape(), (ids.len(), self.inputs), "shape of out");
+        team.run(ids.len(), |i| {
+            let row = ids[i];
+            let part = self.parts.iter().find(|part| part.outputs.contains(&row));
+            // SAFETY: each task has a row of its own.
+            let out = unsafe { out.part(i, 0, self.inputs) };
+            part.expect("a row of the weight").read_row(row, out);
+        });
+    }
+
+    /// Bytes of weight and bias as they are kept.
+    pub fn num_bytes(&self) -> usize {
+        let weights: usize = self.parts.iter().map(Part::num_bytes).sum();
+        weights + size_of_val(self.bias.as_slice())
+    }
+
+    /// The formats of the parts; `None` where a part is dense.
+    pub fn formats(&self) -> impl Iterator<Item = Option<Format>> {
+        self.parts.iter().map(Part::format)
     }
 
     /// Sets the biases from output `first` on.
@@ -135,32 +258,37 @@ impl<E: Element> PackedLinear<E> {
         if let Some(residual) = &residual {
             assert_eq!(residual.shape(), out.shape(), "residual");
         }
-        let split = Split::new(x.rows(), self.outputs.div_ceil(PANEL));
+        let panels = self.parts.iter().map(Part::panels).sum();
+        let split = Split::new(x.rows(), panels);
         team.run(split.tasks(), |task| {
             let (panel, rows) = split.task(task);
-            form.run(PanelTask {
+            let (part, panel) = self.part_of(panel);
+            let task = PanelTask {
                 layer: self,
+                outputs: part.outputs.clone(),
                 x,
                 residual,
                 out,
                 panel,
                 rows,
-            });
+            };
+            match &part.storage {
+                Storage::Zeros => task.finish_zeros(form),
+                Storage::Dense(dense) => form.run(DenseTask { task, dense }),
+                Storage::Blocks(blocks) => task.multiply_blocks(form, blocks),
+            }
         });
     }
 
-    fn panel(&self, panel: usize) -> &[u32] {
-        let words = self.inputs / E::PER_WORD * PANEL;
-        &self.words.as_slice()[panel * words..(panel + 1) * words]
-    }
-}
-
-/// Spreads one row of the weight over its column of a panel.
-fn pack_column<E: Element>(row: &[E], column: usize, panel: &mut [u32]) {
-    let words = row.as_ptr().cast::<u32>();
-    for (w, line) in panel.chunks_exact_mut(PANEL).enumerate() {
-        // SAFETY: the row holds as many whole words as the panel has lines.
-        line[column] = unsafe { words.add(w).read_unaligned() };
+    /// The part that panel `panel` of the layer is of, and which one it is there.
+    fn part_of(&self, mut panel: usize) -> (&Part<E>, usize) {
+        for part in &self.parts {
+            if panel < part.panels() {
+                return (part, panel);
+            }
+            panel -= part.panels();
+        }
+        unreachable!("the layer has as many panels as its parts")
     }
 }
 
@@ -200,9 +328,11 @@ impl Split {
     }
 }
 
-/// One panel times a few rows.
+/// One panel of a part times a few rows.
 struct PanelTask<'a, E, O> {
     layer: &'a PackedLinear<E>,
+    /// Outputs of the part.
+    outputs: Range<usize>,
     x: Rows<'a, E>,
     residual: Option<Rows<'a, O>>,
     out: &'a RowsMut<'a, O>,
@@ -210,20 +340,27 @@ struct PanelTask<'a, E, O> {
     rows: Range<usize>,
 }
 
-impl<E: Element, O: Element> Kernel for PanelTask<'_, E, O> {
+/// A panel of dense numbers times a few rows.
+struct DenseTask<'a, E, O> {
+    task: PanelTask<'a, E, O>,
+    dense: &'a PackedDense<E>,
+}
+
+impl<E: Element, O: Element> Kernel for DenseTask<'_, E, O> {
     type Output = ();
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        let used = PANEL.min(self.layer.outputs - self.panel * PANEL);
-        for (first, height) in heights(self.rows.len()) {
+        let used = PANEL.min(self.task.outputs.len() - self.task.panel * PANEL);
+        for (first, height) in heights(self.task.rows.len()) {
             for column in (0..used).step_by(L::WIDTH * L::LANES) {
-                let row = self.rows.start + first;
+                let row = self.task.rows.start + first;
                 run_tile(
                     height,
                     L::WIDTH,
                     Tile {
-                        task: &self,
+                        task: &self.task,
+                        panel: self.dense.panel(self.task.panel),
                         lanes,
                         row,
                         column,
@@ -237,6 +374,7 @@ impl<E: Element, O: Element> Kernel for PanelTask<'_, E, O> {
 /// A register tile: a few rows times a few vectors of the panel, from `row` and `column`.
 struct Tile<'a, E, O, L> {
     task: &'a PanelTask<'a, E, O>,
+    panel: &'a [u32],
     lanes: L,
     row: usize,
     column: usize,
@@ -248,7 +386,7 @@ impl<E: Element, O: Element, L: Lanes> TileWork for Tile<'_, E, O, L> {
         let (task, lanes) = (self.task, self.lanes);
         let depth = task.layer.inputs / E::PER_WORD;
         let rows = std::array::from_fn(|r| task.x.row(self.row + r).as_ptr().cast());
-        let panel = &task.layer.panel(task.panel)[self.column..];
+        let panel = &self.panel[self.column..];
         let panels = std::array::from_fn(|c| panel[c * L::LANES..].as_ptr());
         let mut acc = [[lanes.splat(0.0); W]; H];
         // SAFETY: a row of x holds `depth` words, and a panel `depth` lines of 64 of which
@@ -256,20 +394,68 @@ impl<E: Element, O: Element, L: Lanes> TileWork for Tile<'_, E, O, L> {
         unsafe { dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, &panels, PANEL, depth) };
         for (r, sums) in acc.iter().enumerate() {
             for (c, &sum) in sums.iter().enumerate() {
-                let column = task.panel * PANEL + self.column + c * L::LANES;
-                if column < task.layer.outputs {
-                    task.finish(lanes, self.row + r, column, sum);
-                }
+                task.finish(lanes, self.row + r, self.column + c * L::LANES, sum);
             }
         }
     }
 }
 
 impl<E: Element, O: Element> PanelTask<'_, E, O> {
-    /// Adds bias and residual to a vector of sums and stores what of it lies inside the row.
+    fn finish_zeros(self, form: Form) {
+        form.run(Finish {
+            sums: &[[0.0; PANEL]; MAX_TASK_ROWS][..self.rows.len()],
+            task: self,
+        });
+    }
+
+    fn multiply_blocks(self, form: Form, blocks: &PackedBlocks) {
+        let mut sums: [MaybeUninit<Sums>; MAX_TASK_ROWS] = [const { MaybeUninit::uninit() }; _];
+        let sums = &mut sums[..self.rows.len()];
+        for sum in &mut *sums {
+            sum.write([0.0; PANEL]);
+        }
+        // SAFETY: all of them were written; the type is the same but for that.
+        let sums = unsafe { &mut *(std::ptr::from_mut(sums) as *mut [Sums]) };
+        let rows = TaskRows {
+            x: self.x,
+            first: self.rows.start,
+        };
+        blocks.multiply(form, self.panel, rows, sums);
+        form.run(Finish { sums, task: self });
+    }
+}
+
+/// Writes the outputs that a task's sums become.
+struct Finish<'a, E, O> {
+    task: PanelTask<'a, E, O>,
+    sums: &'a [Sums],
+}
+
+impl<E: Element, O: Element> Kernel for Finish<'_, E, O> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        for (row, sums) in self.task.rows.clone().zip(self.sums) {
+            for (i, sums) in sums.chunks_exact(L::LANES).enumerate() {
+                // SAFETY: the chunk holds LANES numbers.
+                let sums = unsafe { lanes.load(sums.as_ptr()) };
+                self.task.finish(lanes, row, i * L::LANES, sums);
+            }
+        }
+    }
+}
+
+impl<E: Element, O: Element> PanelTask<'_, E, O> {
+    /// Adds bias and residual to the sums of a vector of the panel's columns and stores what of it lies
+    /// inside the part.
     #[inline(always)]
     fn finish<L: Lanes>(&self, lanes: L, row: usize, column: usize, mut sum: L::V) {
-        let count = L::LANES.min(self.layer.outputs - column);
+        let column = self.outputs.start + self.panel * PANEL + column;
+        if column >= self.outputs.end {
+            return;
+        }
+        let count = L::LANES.min(self.outputs.end - column);
         if self.layer.has_bias() {
             let bias = self.layer.bias[column..column + L::LANES].as_ptr();
             // SAFETY: the slice holds LANES numbers.

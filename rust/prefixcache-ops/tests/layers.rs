@@ -57,11 +57,16 @@ fn check_linear<E: Element + PartialEq + std::fmt::Debug>(
     );
     let (bias, residual) = (noise::<E>(3, outputs), noise::<E>(4, rows * outputs));
     let team = Team::new(threads).expect("threads");
-    let mut layer =
-        PackedLinear::zeroed(&WeightMemory::default(), inputs, outputs, with_bias).expect("memory");
+    let mut layer = PackedLinear::new(inputs, &[outputs], with_bias).expect("memory");
     let half = outputs / 2;
-    layer.copy_rows(half, Rows::new(&weight[half * inputs..], inputs));
-    layer.copy_rows(0, Rows::new(&weight[..half * inputs], inputs));
+    let memory = WeightMemory::default();
+    for (first, rows) in [
+        (half, &weight[half * inputs..]),
+        (0, &weight[..half * inputs]),
+    ] {
+        let rows = Rows::new(rows, inputs);
+        layer.copy_rows(&memory, first, rows).expect("memory");
+    }
     if with_bias {
         layer.copy_bias(0, &bias);
     }
@@ -349,8 +354,9 @@ fn a_norm_without_an_offset_leaves_its_weights_as_they_are() {
 #[test]
 fn logits_leave_a_bf16_layer_in_f32() {
     let (weight, x) = (noise::<Bf16>(1, 64 * 100), noise::<Bf16>(2, 64));
-    let mut layer = PackedLinear::zeroed(&WeightMemory::default(), 64, 100, false).expect("memory");
-    layer.copy_rows(0, Rows::new(&weight, 64));
+    let mut layer = PackedLinear::new(64, &[100], false).expect("memory");
+    let (memory, rows) = (WeightMemory::default(), Rows::new(&weight, 64));
+    layer.copy_rows(&memory, 0, rows).expect("memory");
     let mut out = vec![0.0_f32; 100];
     let out_rows = RowsMut::new(&mut out, 100);
     layer.forward(

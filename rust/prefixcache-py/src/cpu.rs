@@ -148,7 +148,7 @@ impl Matrix {
     }
 
     /// Where the matrix starts, and its stride: rows that can lie in memory and do not overlap.
-    fn checked<E: Element>(&self) -> PyResult<(*mut E, usize)> {
+    fn checked<E>(&self) -> PyResult<(*mut E, usize)> {
         if self.rows == 0 || self.width == 0 {
             return Ok((std::ptr::NonNull::dangling().as_ptr(), 0));
         }
@@ -181,11 +181,11 @@ impl Matrix {
         self.rows.saturating_mul(self.width)
     }
 
-    /// The matrix, to read.
+    /// The matrix, to read: of numbers, or of bytes or ids.
     ///
     /// # Safety
-    /// Numbers of this type stand there while `'a` lasts, and nobody writes to them.
-    pub unsafe fn rows<'a, E: Element>(&self) -> PyResult<Rows<'a, E>> {
+    /// Such numbers stand there while `'a` lasts, and nobody writes to them.
+    pub unsafe fn rows<'a, E>(&self) -> PyResult<Rows<'a, E>> {
         let (start, stride) = self.checked::<E>()?;
         // SAFETY: the caller's promise.
         Ok(unsafe { Rows::from_raw(start, self.rows, self.width, stride) })

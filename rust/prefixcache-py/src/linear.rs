@@ -2,11 +2,14 @@
 
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use prefixcache_core::error::Argument;
 use prefixcache_cpu::{Bf16, Element};
 use prefixcache_ops as ops;
+use prefixcache_ops::{BlocksError, Format};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::arguments::{Number, OneOf};
+use crate::arguments::{Number, Numbers, OneOf, Word};
 use crate::cpu::{Cpu, DType, Matrix};
 use crate::detach::run_on_numbers;
 use crate::errors::{IntoPyErr, in_use, out_of_range};
@@ -25,6 +28,39 @@ pub struct PackedLinear {
 pub enum Layer {
     Bf16(ops::PackedLinear<Bf16>),
     F32(ops::PackedLinear<f32>),
+}
+
+/// Evaluates an expression with `$layer` as the layer of whichever type.
+macro_rules! with_layer {
+    ($of:expr, $layer:ident => $body:expr) => {
+        match $of {
+            Layer::Bf16($layer) => $body,
+            Layer::F32($layer) => $body,
+        }
+    };
+}
+
+/// The format of blocks.
+impl Word for Format {
+    const ARGUMENT: &'static str = "format";
+    const WORDS: &'static [(&'static str, Self)] = &{
+        let mut words = [("", Self::Q4_0); Self::ALL.len()];
+        let mut i = 0;
+        while i < words.len() {
+            words[i] = (Self::ALL[i].name(), Self::ALL[i]);
+            i += 1;
+        }
+        words
+    };
+}
+
+impl IntoPyErr for BlocksError {
+    fn into_py_err(self) -> PyErr {
+        match self {
+            Self::OutOfMemory(error) => error.into_py_err(),
+            invalid => PyValueError::new_err(invalid.to_string()),
+        }
+    }
 }
 
 /// A number type of layers.
@@ -58,6 +94,23 @@ impl PackedLinear {
 
     fn write(&self) -> PyResult<RwLockWriteGuard<'_, Layer>> {
         self.layer.try_write().map_err(|_| in_use("the layer"))
+    }
+
+    /// The ids at an address, each that of a row.
+    ///
+    /// # Safety
+    /// Such ids stand there.
+    unsafe fn checked_ids(&self, ids: Matrix) -> PyResult<Vec<usize>> {
+        // SAFETY: the caller's promise.
+        let ids = unsafe { ids.rows::<i64>()? }.row(0);
+        let row = |(index, id): (usize, &i64)| match usize::try_from(*id) {
+            Ok(row) if row < self.outputs => Ok(row),
+            _ => {
+                let reason = format!("must be from 0 to {}, not {id}", self.outputs - 1);
+                Err(out_of_range(Argument::element("ids", index), reason))
+            }
+        };
+        ids.iter().enumerate().map(row).collect()
     }
 
     fn check_outputs(&self, start: usize, count: usize) -> PyResult<()> {
@@ -100,8 +153,10 @@ impl Product {
 #[pymethods]
 impl PackedLinear {
     /// A layer of zeros from `inputs` to `outputs` numbers of type "bfloat16" or "float32".
+    ///
+    /// `parts` are the numbers of outputs of the tensors that it is made of; by default it is one.
     #[new]
-    #[pyo3(signature = (cpu, inputs, outputs, dtype, *, bias=false))]
+    #[pyo3(signature = (cpu, inputs, outputs, dtype, *, bias=false, parts=None))]
     fn new(
         py: Python<'_>,
         cpu: Py<Cpu>,
@@ -109,6 +164,7 @@ impl PackedLinear {
         outputs: Number<names::Outputs>,
         dtype: OneOf<DType>,
         bias: bool,
+        parts: Option<Numbers<names::Parts>>,
     ) -> PyResult<Self> {
         let (inputs, outputs, dtype) = (inputs.0, outputs.0, dtype.0);
         let per_word = if dtype == DType::Bf16 { 2 } else { 1 };
@@ -121,13 +177,20 @@ impl PackedLinear {
         if outputs == 0 {
             return Err(out_of_range("outputs", "must be positive"));
         }
-        let memory = &cpu.get().weights;
-        // Only the bias is written: the weight's zeroes are the system's.
+        let parts = parts.map_or_else(|| vec![outputs], |parts| parts.0);
+        let sum = parts
+            .iter()
+            .try_fold(0_usize, |sum, part| sum.checked_add(*part));
+        if parts.contains(&0) || sum != Some(outputs) {
+            return Err(out_of_range(
+                "parts",
+                format!("must be positive, and {outputs} together"),
+            ));
+        }
+        // Only the bias takes memory yet.
         let layer = run_on_numbers(py, outputs, || match dtype {
-            DType::Bf16 => {
-                ops::PackedLinear::zeroed(memory, inputs, outputs, bias).map(Layer::Bf16)
-            }
-            DType::F32 => ops::PackedLinear::zeroed(memory, inputs, outputs, bias).map(Layer::F32),
+            DType::Bf16 => ops::PackedLinear::new(inputs, &parts, bias).map(Layer::Bf16),
+            DType::F32 => ops::PackedLinear::new(inputs, &parts, bias).map(Layer::F32),
         });
         let layer = RwLock::new(layer.map_err(IntoPyErr::into_py_err)?);
         Ok(Self {
@@ -150,15 +213,71 @@ impl PackedLinear {
         let (start, rows) = (start.0, rows.0);
         self.check_outputs(start, rows)?;
         let weight = Matrix::dense(address, rows, self.inputs);
-        let layer = &mut *self.write()?;
+        let (memory, layer) = (&self.cpu.get().weights, &mut *self.write()?);
         // SAFETY: the caller gives the address of a weight of the layer's type, and keeps it.
         run_on_numbers(py, weight.numbers(), || unsafe {
-            match layer {
-                Layer::Bf16(layer) => layer.copy_rows(start, weight.rows()?),
-                Layer::F32(layer) => layer.copy_rows(start, weight.rows()?),
-            }
+            let written =
+                with_layer!(layer, layer => layer.copy_rows(memory, start, weight.rows()?));
+            written.map_err(IntoPyErr::into_py_err)
+        })
+    }
+
+    /// Write the weight of the part that starts at output `start`, a row of GGUF's blocks an output.
+    fn copy_blocks(
+        &self,
+        py: Python<'_>,
+        start: Number<names::Start>,
+        address: Number<names::Address>,
+        rows: Number<names::RowCount>,
+        format: OneOf<Format>,
+    ) -> PyResult<()> {
+        let (start, rows, format) = (start.0, rows.0, format.0);
+        let (cpu, layer) = (self.cpu.get(), &mut *self.write()?);
+        with_layer!(&*layer, layer => layer.check_blocks(start, rows, format))
+            .map_err(IntoPyErr::into_py_err)?;
+        let blocks = Matrix::dense(address, rows, format.row_bytes(self.inputs));
+        // SAFETY: the caller gives the address of blocks of this format, and keeps them.
+        run_on_numbers(py, blocks.numbers(), || unsafe {
+            let (memory, team, blocks) = (&cpu.weights, &cpu.team, blocks.rows()?);
+            let written =
+                with_layer!(layer, layer => layer.copy_blocks(memory, team, start, format, blocks));
+            written.map_err(IntoPyErr::into_py_err)
+        })
+    }
+
+    /// Copy rows of the weight, named by `count` int64 ids, to `out`, dense, in the layer's type.
+    fn read_rows(
+        &self,
+        py: Python<'_>,
+        ids: Number<names::Ids>,
+        count: Number<names::Count>,
+        out: Number<names::Out>,
+    ) -> PyResult<()> {
+        let count = count.0;
+        let out = Matrix::dense(out, count, self.inputs);
+        let (cpu, layer) = (self.cpu.get(), self.read()?);
+        // SAFETY: the caller gives the addresses of ids and of rows of the layer's type, and keeps them.
+        run_on_numbers(py, out.numbers(), || unsafe {
+            let ids = self.checked_ids(Matrix::dense(ids, 1, count))?;
+            with_layer!(&*layer, layer => layer.read_rows(&cpu.team, &ids, &out.rows_mut()?));
             Ok(())
         })
+    }
+
+    /// Bytes of weight and bias as they are kept.
+    #[getter]
+    fn num_bytes(&self) -> PyResult<usize> {
+        Ok(with_layer!(&*self.read()?, layer => layer.num_bytes()))
+    }
+
+    /// What the parts are kept as: "bfloat16" or "float32", or the format of their blocks.
+    #[getter]
+    fn formats(&self) -> PyResult<Vec<&'static str>> {
+        let dense = DType::WORDS.iter().find(|(_, dtype)| *dtype == self.dtype);
+        let dense = dense.map_or("", |(name, _)| name);
+        let layer = self.read()?;
+        let names = |format: Option<Format>| format.map_or(dense, Format::name);
+        Ok(with_layer!(&*layer, layer => layer.formats().map(names).collect()))
     }
 
     /// Write `count` biases, from output `start` on, from dense numbers at an address.
@@ -172,11 +291,7 @@ impl PackedLinear {
         self.check_outputs(start, count)?;
         let bias = Matrix::dense(address, 1, count);
         let mut layer = self.write()?;
-        let with_bias = match &*layer {
-            Layer::Bf16(layer) => layer.has_bias(),
-            Layer::F32(layer) => layer.has_bias(),
-        };
-        if !with_bias {
+        if !with_layer!(&*layer, layer => layer.has_bias()) {
             return Err(out_of_range(
                 "bias",
                 "cannot be written: the layer has none",
@@ -184,10 +299,7 @@ impl PackedLinear {
         }
         // SAFETY: the caller gives the address of biases of the layer's type, and keeps them.
         unsafe {
-            match &mut *layer {
-                Layer::Bf16(layer) => layer.copy_bias(start, bias.rows()?.row(0)),
-                Layer::F32(layer) => layer.copy_bias(start, bias.rows()?.row(0)),
-            }
+            with_layer!(&mut *layer, layer => layer.copy_bias(start, bias.rows()?.row(0)));
         }
         Ok(())
     }

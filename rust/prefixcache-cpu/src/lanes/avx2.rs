@@ -5,14 +5,17 @@ use std::arch::x86_64::*;
 use super::Lanes;
 use crate::bf16::Bf16;
 
-/// Proof that the processor has AVX2 and FMA.
+/// Proof that the processor has AVX2, FMA and F16C.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Avx2(());
 
 impl Avx2 {
     /// The proof, where the processor has the instructions.
     pub fn detect() -> Option<Self> {
-        (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(Self(()))
+        let found = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c");
+        found.then_some(Self(()))
     }
 }
 
@@ -63,6 +66,95 @@ impl Lanes for Avx2 {
             let packed = _mm256_packus_epi32(words, words);
             let packed = _mm256_permute4x64_epi64::<0b1000>(packed);
             _mm_storeu_si128(to.cast(), _mm256_castsi256_si128(packed));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const u16) -> __m256 {
+        // SAFETY: the caller vouches for 8 readable numbers; `self` proves F16C.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_u8(self, from: *const u8) -> __m256 {
+        // SAFETY: the caller vouches for 8 readable bytes.
+        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()))) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(self, from: *const i8) -> __m256 {
+        // SAFETY: the caller vouches for 8 readable bytes.
+        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast()))) }
+    }
+
+    #[inline(always)]
+    fn field<const BITS: u32, const SIGNED: bool>(self, words: __m256, at: u32) -> __m256 {
+        // SAFETY: `self` proves AVX2.
+        unsafe {
+            let left = _mm256_set1_epi32((32 - at - BITS) as i32);
+            let top = _mm256_sllv_epi32(_mm256_castps_si256(words), left);
+            let right = _mm256_set1_epi32(32 - BITS as i32);
+            _mm256_cvtepi32_ps(match SIGNED {
+                true => _mm256_srav_epi32(top, right),
+                false => _mm256_srlv_epi32(top, right),
+            })
+        }
+    }
+
+    #[inline(always)]
+    fn join(self, low: __m256, high: __m256, at: u32) -> __m256 {
+        // SAFETY: `self` proves AVX2.
+        unsafe {
+            let (low, high) = (_mm256_castps_si256(low), _mm256_castps_si256(high));
+            let low = _mm256_srlv_epi32(low, _mm256_set1_epi32(at as i32));
+            let high = _mm256_sllv_epi32(high, _mm256_set1_epi32(32 - at as i32));
+            _mm256_castsi256_ps(_mm256_or_si256(low, high))
+        }
+    }
+
+    #[inline(always)]
+    fn twice(self, v: __m256) -> (__m256, __m256) {
+        // SAFETY: `self` proves AVX2.
+        unsafe {
+            let (low, high) = (
+                _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3),
+                _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7),
+            );
+            (
+                _mm256_permutevar8x32_ps(v, low),
+                _mm256_permutevar8x32_ps(v, high),
+            )
+        }
+    }
+
+    #[inline(always)]
+    fn round_pairs(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: `self` proves AVX2.
+        unsafe {
+            let rounded = |v| {
+                let bits = _mm256_castps_si256(v);
+                let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+                let bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+                _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, bias))
+            };
+            // It packs each half of `a` beside that of `b`.
+            let packed = _mm256_packus_epi32(rounded(a), rounded(b));
+            _mm256_castsi256_ps(_mm256_permute4x64_epi64::<0b11_01_10_00>(packed))
+        }
+    }
+
+    #[inline(always)]
+    fn unzip(self, a: __m256, b: __m256) -> (__m256, __m256) {
+        // SAFETY: `self` proves AVX2.
+        unsafe {
+            // It shuffles each half of `a` beside that of `b`.
+            let in_order = |v| {
+                let v = _mm256_permute4x64_pd::<0b11_01_10_00>(_mm256_castps_pd(v));
+                _mm256_castpd_ps(v)
+            };
+            let even = _mm256_shuffle_ps::<0b10_00_10_00>(a, b);
+            let odd = _mm256_shuffle_ps::<0b11_01_11_01>(a, b);
+            (in_order(even), in_order(odd))
         }
     }
 

@@ -16,8 +16,7 @@ pub struct Avx512Bf16(());
 impl Avx512 {
     /// The proof, where the processor has the instructions.
     pub fn detect() -> Option<Self> {
-        let found = is_x86_feature_detected!("avx2")
-            && is_x86_feature_detected!("fma")
+        let found = super::avx2::Avx2::detect().is_some()
             && is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
@@ -69,6 +68,41 @@ macro_rules! common {
         }
 
         #[inline(always)]
+        unsafe fn load_f16(self, from: *const u16) -> __m512 {
+            // SAFETY: the caller vouches for 16 readable numbers.
+            unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_u8(self, from: *const u8) -> __m512 {
+            // SAFETY: the caller vouches for 16 readable bytes.
+            unsafe { _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()))) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_i8(self, from: *const i8) -> __m512 {
+            // SAFETY: the caller vouches for 16 readable bytes.
+            unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast()))) }
+        }
+
+        #[inline(always)]
+        fn field<const BITS: u32, const SIGNED: bool>(self, words: __m512, at: u32) -> __m512 {
+            // SAFETY: `self` proves that the processor has AVX-512.
+            unsafe { field::<BITS, SIGNED>(_mm512_castps_si512(words), at) }
+        }
+
+        #[inline(always)]
+        fn join(self, low: __m512, high: __m512, at: u32) -> __m512 {
+            // SAFETY: `self` proves that the processor has AVX-512.
+            unsafe {
+                let (low, high) = (_mm512_castps_si512(low), _mm512_castps_si512(high));
+                let low = _mm512_srlv_epi32(low, _mm512_set1_epi32(at as i32));
+                let high = _mm512_sllv_epi32(high, _mm512_set1_epi32(32 - at as i32));
+                _mm512_castsi512_ps(_mm512_or_si512(low, high))
+            }
+        }
+
+        #[inline(always)]
         unsafe fn transpose(
             self,
             from: &[*const u32; 16],
@@ -80,6 +114,33 @@ macro_rules! common {
                 let count = (words - start).min(16);
                 // SAFETY: as the caller vouches; masks keep to `count` words of a row.
                 unsafe { transpose_16(from, start, count, to.add(start * stride), stride) }
+            }
+        }
+
+        #[inline(always)]
+        fn twice(self, v: __m512) -> (__m512, __m512) {
+            // SAFETY: `self` proves that the processor has AVX-512.
+            unsafe {
+                let low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+                let high = _mm512_or_si512(low, _mm512_set1_epi32(8));
+                (
+                    _mm512_permutexvar_ps(low, v),
+                    _mm512_permutexvar_ps(high, v),
+                )
+            }
+        }
+
+        #[inline(always)]
+        fn unzip(self, a: __m512, b: __m512) -> (__m512, __m512) {
+            // SAFETY: `self` proves that the processor has AVX-512.
+            unsafe {
+                let even =
+                    _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+                let odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+                (
+                    _mm512_permutex2var_ps(a, even, b),
+                    _mm512_permutex2var_ps(a, odd, b),
+                )
             }
         }
 
@@ -118,6 +179,21 @@ macro_rules! common {
 impl Lanes for Avx512 {
     common!();
 
+    #[inline(always)]
+    fn round_pairs(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: `self` proves that the processor has AVX-512.
+        unsafe {
+            let rounded = |v| {
+                let bits = _mm512_castps_si512(v);
+                let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+                let bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+                _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(_mm512_add_epi32(bits, bias)))
+            };
+            let (a, b) = (_mm512_castsi256_si512(rounded(a)), rounded(b));
+            _mm512_castsi512_ps(_mm512_inserti64x4::<1>(a, b))
+        }
+    }
+
     arithmetic! {
         __m512;
         fn dot_pair(acc, a, b) {
@@ -147,6 +223,13 @@ impl Lanes for Avx512 {
 
 impl Lanes for Avx512Bf16 {
     common!();
+    const DOT_IN_REGISTERS: bool = true;
+
+    #[inline(always)]
+    fn round_pairs(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: `self` proves the instructions; both types are 64 bytes of bits.
+        unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(b, a)) }
+    }
 
     arithmetic! {
         __m512;
@@ -165,6 +248,43 @@ impl Lanes for Avx512Bf16 {
             _mm256_storeu_si256(to.cast(), rounded);
         }
     }
+}
+
+/// See [`Lanes::field`]: fields of 4 and 5 bits are looked up, which takes fewer instructions.
+#[inline(always)]
+unsafe fn field<const BITS: u32, const SIGNED: bool>(words: __m512i, at: u32) -> __m512 {
+    // SAFETY: the caller has the proof that the processor has AVX-512.
+    unsafe {
+        let at_bottom = _mm512_srlv_epi32(words, _mm512_set1_epi32(at as i32));
+        match (BITS, SIGNED) {
+            (4, _) => _mm512_permutexvar_ps(at_bottom, numbers::<BITS, SIGNED>(0)),
+            (5, _) => {
+                let (low, high) = (numbers::<BITS, SIGNED>(0), numbers::<BITS, SIGNED>(16));
+                _mm512_permutex2var_ps(low, at_bottom, high)
+            }
+            (_, false) => {
+                let mask = _mm512_set1_epi32((1 << BITS) - 1);
+                _mm512_cvtepi32_ps(_mm512_and_si512(at_bottom, mask))
+            }
+            (_, true) => {
+                let left = _mm512_set1_epi32((32 - at - BITS) as i32);
+                let right = _mm512_set1_epi32(32 - BITS as i32);
+                _mm512_cvtepi32_ps(_mm512_srav_epi32(_mm512_sllv_epi32(words, left), right))
+            }
+        }
+    }
+}
+
+/// The numbers that the fields `first` to `first + 15` are.
+#[inline(always)]
+unsafe fn numbers<const BITS: u32, const SIGNED: bool>(first: i32) -> __m512 {
+    let numbers: [f32; 16] = std::array::from_fn(|i| {
+        let field = first + i as i32;
+        let negative = SIGNED && field >= 1 << (BITS - 1);
+        (if negative { field - (1 << BITS) } else { field }) as f32
+    });
+    // SAFETY: the array holds 16 numbers; the caller has the proof that the processor has AVX-512.
+    unsafe { _mm512_loadu_ps(numbers.as_ptr()) }
 }
 
 /// Transposes up to 16 words of 16 rows: four rounds of interleaving, 1, 2, 4 and 8 words wide.

@@ -36,6 +36,10 @@ pub trait Lanes: Copy + Send + Sync {
     /// Vectors side by side in a register tile.
     const WIDTH: usize;
 
+    /// Whether a product of words is one instruction, so that what was just made of blocks is best
+    /// multiplied in registers.
+    const DOT_IN_REGISTERS: bool = false;
+
     /// All lanes `x`.
     fn splat(self, x: f32) -> Self::V;
 
@@ -71,6 +75,40 @@ pub trait Lanes: Copy + Send + Sync {
     /// # Safety
     /// `to` is writable for `LANES * 2` bytes.
     unsafe fn store_bf16(self, to: *mut Bf16, v: Self::V);
+
+    /// Loads `LANES` float16 numbers.
+    ///
+    /// # Safety
+    /// `from` is readable for `LANES * 2` bytes.
+    unsafe fn load_f16(self, from: *const u16) -> Self::V;
+
+    /// Loads `LANES` bytes as the numbers 0 to 255.
+    ///
+    /// # Safety
+    /// `from` is readable for `LANES` bytes.
+    unsafe fn load_u8(self, from: *const u8) -> Self::V;
+
+    /// Loads `LANES` bytes as the numbers -128 to 127.
+    ///
+    /// # Safety
+    /// `from` is readable for `LANES` bytes.
+    unsafe fn load_i8(self, from: *const i8) -> Self::V;
+
+    /// The numbers that `BITS` (4, 5, 6 or 8) bits of each word are, from bit `at` on; `at + BITS` is at most 32.
+    fn field<const BITS: u32, const SIGNED: bool>(self, words: Self::V, at: u32) -> Self::V;
+
+    /// Words of which the low bits are those of `low` from bit `at` (1 to 31) on, and the others of `high`.
+    fn join(self, low: Self::V, high: Self::V, at: u32) -> Self::V;
+
+    /// The lower half of the lanes, each twice, then the upper half so.
+    fn twice(self, v: Self::V) -> (Self::V, Self::V);
+
+    /// The numbers of `a` and then of `b`, rounded to bfloat16 (nearest, ties to even), two to a word.
+    /// None of them is NaN or subnormal.
+    fn round_pairs(self, a: Self::V, b: Self::V) -> Self::V;
+
+    /// The lanes of `a` and then of `b`: those of even number, and those of odd.
+    fn unzip(self, a: Self::V, b: Self::V) -> (Self::V, Self::V);
 
     /// a + b
     fn add(self, a: Self::V, b: Self::V) -> Self::V;

@@ -2,6 +2,7 @@
 
 use super::Lanes;
 use crate::bf16::Bf16;
+use crate::f16::f16_to_f32;
 
 /// Eight lanes in plain Rust.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -63,6 +64,58 @@ impl Lanes for Portable {
             to.cast::<[Bf16; 8]>()
                 .write_unaligned(v.map(Bf16::from_f32))
         }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const u16) -> V {
+        // SAFETY: the caller vouches for 8 readable numbers.
+        unsafe { from.cast::<[u16; 8]>().read_unaligned() }.map(f16_to_f32)
+    }
+
+    #[inline(always)]
+    unsafe fn load_u8(self, from: *const u8) -> V {
+        // SAFETY: the caller vouches for 8 readable bytes.
+        unsafe { from.cast::<[u8; 8]>().read() }.map(f32::from)
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(self, from: *const i8) -> V {
+        // SAFETY: the caller vouches for 8 readable bytes.
+        unsafe { from.cast::<[i8; 8]>().read() }.map(f32::from)
+    }
+
+    #[inline(always)]
+    fn field<const BITS: u32, const SIGNED: bool>(self, words: V, at: u32) -> V {
+        words.map(|word| {
+            let top = word.to_bits() << (32 - at - BITS);
+            match SIGNED {
+                true => (top.cast_signed() >> (32 - BITS)) as f32,
+                false => (top >> (32 - BITS)) as f32,
+            }
+        })
+    }
+
+    #[inline(always)]
+    fn join(self, low: V, high: V, at: u32) -> V {
+        each(|i| f32::from_bits(low[i].to_bits() >> at | high[i].to_bits() << (32 - at)))
+    }
+
+    #[inline(always)]
+    fn twice(self, v: V) -> (V, V) {
+        (each(|i| v[i / 2]), each(|i| v[4 + i / 2]))
+    }
+
+    #[inline(always)]
+    fn round_pairs(self, a: V, b: V) -> V {
+        let bits = |x: f32| u32::from(Bf16::from_f32(x).to_bits());
+        let (even, odd) = self.unzip(a, b);
+        each(|i| f32::from_bits(bits(even[i]) | bits(odd[i]) << 16))
+    }
+
+    #[inline(always)]
+    fn unzip(self, a: V, b: V) -> (V, V) {
+        let lane = |i: usize| if i < 8 { a[i] } else { b[i - 8] };
+        (each(|i| lane(2 * i)), each(|i| lane(2 * i + 1)))
     }
 
     #[inline(always)]

@@ -1,0 +1,120 @@
+//! A part of a layer's outputs, whose weight is one tensor of a checkpoint.
+
+use std::ops::Range;
+
+use prefixcache_cpu::{Element, OutOfMemory, Rows, Team, WeightMemory};
+
+use crate::dense::PackedDense;
+use crate::panel::PANEL;
+use crate::quant::blocks::Format;
+use crate::quant::packed::PackedBlocks;
+
+/// What the numbers of a part are kept as.
+pub enum Storage<E> {
+    /// All are zero; nothing is kept.
+    Zeros,
+    /// As numbers of the layer's type.
+    Dense(PackedDense<E>),
+    /// As blocks, exactly.
+    Blocks(PackedBlocks),
+}
+
+/// Outputs that belong together, and their weight.
+pub struct Part<E> {
+    /// Which outputs of the layer they are.
+    pub outputs: Range<usize>,
+    /// The weight.
+    pub storage: Storage<E>,
+}
+
+impl<E: Element> Part<E> {
+    /// Panels of the weight.
+    pub fn panels(&self) -> usize {
+        self.outputs.len().div_ceil(PANEL)
+    }
+
+    /// Bytes of the weight.
+    pub fn num_bytes(&self) -> usize {
+        match &self.storage {
+            Storage::Zeros => 0,
+            Storage::Dense(dense) => dense.num_bytes(),
+            Storage::Blocks(blocks) => blocks.num_bytes(),
+        }
+    }
+
+    /// Format of its blocks, if that is what it is kept as.
+    pub fn format(&self) -> Option<Format> {
+        match &self.storage {
+            Storage::Blocks(blocks) => Some(blocks.format()),
+            _ => None,
+        }
+    }
+
+    /// The rows among `rows` of the layer that are of this part.
+    pub fn overlap(&self, rows: &Range<usize>) -> Range<usize> {
+        let start = rows.start.max(self.outputs.start);
+        start..rows.end.min(self.outputs.end).max(start)
+    }
+
+    /// Storage for dense numbers, where it has none and some of `rows` are its rows.
+    ///
+    /// Those of its rows that are not among them have the numbers that they had.
+    pub fn made_dense(
+        &self,
+        memory: &WeightMemory,
+        inputs: usize,
+        rows: &Range<usize>,
+    ) -> Result<Option<PackedDense<E>>, OutOfMemory> {
+        let written = self.overlap(rows);
+        if written.is_empty() || matches!(self.storage, Storage::Dense(_)) {
+            return Ok(None);
+        }
+        let mut dense = PackedDense::zeroed(memory, inputs, self.outputs.len())?;
+        let mut numbers = vec![E::from_f32(0.0); inputs];
+        for row in self.outputs.clone().filter(|row| !written.contains(row)) {
+            self.read_row(row, &mut numbers);
+            dense.copy_row(row - self.outputs.start, &numbers);
+        }
+        Ok(Some(dense))
+    }
+
+    /// Storage for blocks of this format, where it has none.
+    pub fn made_blocks(
+        &self,
+        memory: &WeightMemory,
+        inputs: usize,
+        format: Format,
+    ) -> Result<Option<PackedBlocks>, OutOfMemory> {
+        if self.format() == Some(format) {
+            return Ok(None);
+        }
+        PackedBlocks::zeroed(memory, format, inputs, self.outputs.len()).map(Some)
+    }
+
+    /// Packs those of the dense rows from `first` on that are of this part, which is dense.
+    pub fn copy_rows(&mut self, first: usize, weight: Rows<'_, E>) {
+        let rows = self.overlap(&(first..first + weight.rows()));
+        if let Storage::Dense(dense) = &mut self.storage {
+            for row in rows {
+                dense.copy_row(row - self.outputs.start, weight.row(row - first));
+            }
+        }
+    }
+
+    /// Packs its blocks; it has storage for them.
+    pub fn copy_blocks(&mut self, team: &Team, rows: Rows<'_, u8>) {
+        if let Storage::Blocks(blocks) = &mut self.storage {
+            blocks.pack(team, rows);
+        }
+    }
+
+    /// Widens row `row` of the layer, which is of this part.
+    pub fn read_row(&self, row: usize, out: &mut [E]) {
+        let row = row - self.outputs.start;
+        match &self.storage {
+            Storage::Zeros => out.fill(E::from_f32(0.0)),
+            Storage::Dense(dense) => dense.read_row(row, out),
+            Storage::Blocks(blocks) => blocks.read_row(row, out),
+        }
+    }
+}

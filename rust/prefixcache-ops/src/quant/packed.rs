@@ -1,0 +1,711 @@
+//! Blocks laid out for the kernels, and their products.
+//!
+//! The columns of a panel lie block by block: what the 64 blocks at one depth say, side by side. First
+//! the blocks' scales, then, for each group of 32 numbers of the depth, the scales of the group and
+//! four tiles of 16 columns. A tile holds the codes of 16 columns as 16 streams of bits: code c of
+//! stream l belongs, with e = 16 * (c % 2) + l, to column e / 2 and to depth 2 * (c / 2) + e % 2. So one
+//! shift brings two codes of 8 columns to where two vectors of numbers need them, and rounding both
+//! into one vector gives words of the order that a dense panel has.
+
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
+use prefixcache_cpu::f16::f16_to_f32;
+use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
+use prefixcache_cpu::{
+    AlignedWords, Element, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team, WeightMemory,
+};
+
+use super::blocks::{Block, Format};
+use crate::panel::{PANEL, Sums, TaskRows};
+
+/// Numbers of the depth that have the same scale; Q6_K has two scales among them.
+const GROUP: usize = 32;
+
+/// Columns of a tile.
+const TILE: usize = 16;
+
+/// Numbers of the depth that are widened before they are multiplied with many rows.
+const CHUNK: usize = 256;
+
+/// The most rows whose products are taken from registers, without a widened panel in between.
+const MAX_FEW: usize = 8;
+
+/// Which scales a format has.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Scales {
+    /// A scale for each block.
+    Plain,
+    /// A scale and a minimum for each block.
+    Minimum,
+    /// A scale and a minimum for each block, times those of each group of 32.
+    GroupMinimum,
+    /// A scale for each block, times that of each group of 16.
+    Sixteens,
+}
+
+/// How the blocks of a format are laid out, known to the compiler.
+trait Layout: Send + Sync {
+    const FORMAT: Format;
+    /// Bits of a code.
+    const BITS: u32;
+    /// Whether codes are in two's complement.
+    const SIGNED: bool;
+    const SCALES: Scales;
+
+    /// Bytes of the blocks' own scales: float16, a column each.
+    const HEADER: usize = match Self::SCALES {
+        Scales::Plain | Scales::Sixteens => 2 * PANEL,
+        Scales::Minimum | Scales::GroupMinimum => 4 * PANEL,
+    };
+    /// Bytes of a group's scales: a byte, a column each.
+    const GROUP_HEADER: usize = match Self::SCALES {
+        Scales::Plain | Scales::Minimum => 0,
+        Scales::GroupMinimum | Scales::Sixteens => 2 * PANEL,
+    };
+    /// Bytes of a group.
+    const GROUP_BYTES: usize = Self::GROUP_HEADER + PANEL * GROUP * Self::BITS as usize / 8;
+    /// Groups of a block.
+    const GROUPS: usize = Self::FORMAT.block() / GROUP;
+    /// Bytes of the blocks at one depth.
+    const BLOCK_BYTES: usize = Self::HEADER + Self::GROUPS * Self::GROUP_BYTES;
+
+    /// Where the scales of the blocks with group `group` of a panel start, and the group.
+    #[inline(always)]
+    fn group_at(group: usize) -> (usize, usize) {
+        let header = group / Self::GROUPS * Self::BLOCK_BYTES;
+        (
+            header,
+            header + Self::HEADER + group % Self::GROUPS * Self::GROUP_BYTES,
+        )
+    }
+}
+
+macro_rules! layouts {
+    ($($format:ident: $bits:literal, $signed:literal, $scales:ident;)*) => {$(
+        struct $format;
+
+        impl Layout for $format {
+            const FORMAT: Format = Format::$format;
+            const BITS: u32 = $bits;
+            const SIGNED: bool = $signed;
+            const SCALES: Scales = Scales::$scales;
+        }
+    )*};
+}
+
+layouts! {
+    Q4_0: 4, true, Plain;
+    Q4_1: 4, false, Minimum;
+    Q5_0: 5, true, Plain;
+    Q5_1: 5, false, Minimum;
+    Q8_0: 8, true, Plain;
+    Q4K: 4, false, GroupMinimum;
+    Q5K: 5, false, GroupMinimum;
+    Q6K: 6, true, Sixteens;
+}
+
+/// Evaluates an expression with `$layout` as the layout of a format.
+macro_rules! with_layout {
+    ($format:expr, $layout:ident => $body:expr) => {
+        with_layout!($format, $layout, $body, Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4K Q5K Q6K)
+    };
+    ($format:expr, $layout:ident, $body:expr, $($name:ident)*) => {
+        match $format {
+            $(Format::$name => {
+                type $layout = $name;
+                $body
+            })*
+        }
+    };
+}
+
+/// Rows of blocks, laid out in panels.
+pub struct PackedBlocks {
+    words: AlignedWords,
+    format: Format,
+    inputs: usize,
+    outputs: usize,
+}
+
+impl PackedBlocks {
+    /// Room for the blocks of `outputs` rows of `inputs` numbers; all numbers are zero.
+    ///
+    /// # Panics
+    /// `inputs` numbers are not whole blocks.
+    pub fn zeroed(
+        memory: &WeightMemory,
+        format: Format,
+        inputs: usize,
+        outputs: usize,
+    ) -> Result<Self, OutOfMemory> {
+        assert!(inputs.is_multiple_of(format.block()), "whole blocks");
+        let panels = outputs.div_ceil(PANEL);
+        let words = panel_words(format, inputs).checked_mul(panels);
+        Ok(Self {
+            words: memory.zeroed(words.ok_or(OutOfMemory)?)?,
+            format,
+            inputs,
+            outputs,
+        })
+    }
+
+    /// Format of the blocks.
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// Bytes that they take.
+    pub fn num_bytes(&self) -> usize {
+        size_of_val(self.words.as_slice())
+    }
+
+    /// Lays out blocks, a row of them for each output.
+    ///
+    /// # Panics
+    /// They are not as many, or not of `inputs` numbers.
+    pub fn pack(&mut self, team: &Team, blocks: Rows<'_, u8>) {
+        let width = self.format.row_bytes(self.inputs);
+        assert_eq!(blocks.shape(), (self.outputs, width), "shape of the blocks");
+        let format = self.format;
+        let words = panel_words(format, self.inputs);
+        let panels = RowsMut::new(self.words.as_mut_slice(), words);
+        team.run(panels.rows(), |panel| {
+            // SAFETY: each task has a panel of its own.
+            let to = unsafe { panels.part(panel, 0, words) };
+            with_layout!(format, F => pack_panel::<F>(blocks, panel * PANEL, to));
+        });
+    }
+
+    /// Widens a row.
+    ///
+    /// # Panics
+    /// There is no such row, or `out` has not `inputs` numbers.
+    pub fn read_row<E: Element>(&self, row: usize, out: &mut [E]) {
+        assert!(row < self.outputs && out.len() == self.inputs, "row");
+        let panel = self.panel(row / PANEL);
+        with_layout!(self.format, F => read_column::<E, F>(panel, row % PANEL, out));
+    }
+
+    /// Adds the products of a task's rows with a panel to the rows' sums, in the order of the depth.
+    ///
+    /// # Panics
+    /// There is no such panel, or a row of `x` has not `inputs` numbers.
+    pub fn multiply<E: Element>(
+        &self,
+        form: Form,
+        panel: usize,
+        rows: TaskRows<'_, E>,
+        sums: &mut [Sums],
+    ) {
+        assert_eq!(rows.x.width(), self.inputs, "width of x");
+        let used = PANEL.min(self.outputs - panel * PANEL);
+        let product = Product {
+            panel: self.panel(panel).as_ptr().cast(),
+            inputs: self.inputs,
+            used,
+            rows,
+        };
+        with_layout!(self.format, F => product.run::<F>(form, sums));
+    }
+
+    fn panel(&self, panel: usize) -> &[u32] {
+        let words = panel_words(self.format, self.inputs);
+        &self.words.as_slice()[panel * words..(panel + 1) * words]
+    }
+}
+
+fn panel_words(format: Format, inputs: usize) -> usize {
+    let bytes = with_layout!(format, F => F::BLOCK_BYTES);
+    inputs / format.block() * (bytes / size_of::<u32>())
+}
+
+/// Lays out the blocks of the rows from `first` on, as many as there are in a panel.
+fn pack_panel<F: Layout>(blocks: Rows<'_, u8>, first: usize, to: &mut [u32]) {
+    to.fill(0);
+    for row in first..blocks.rows().min(first + PANEL) {
+        let bytes = blocks.row(row).chunks_exact(F::FORMAT.bytes());
+        for (at, bytes) in bytes.enumerate() {
+            let to = &mut to[at * F::BLOCK_BYTES / 4..][..F::BLOCK_BYTES / 4];
+            pack_block::<F>(&Block::read(F::FORMAT, bytes), row - first, to);
+        }
+    }
+}
+
+fn pack_block<F: Layout>(block: &Block, column: usize, to: &mut [u32]) {
+    put(to, 0, 2 * column, block.d.into());
+    match F::SCALES {
+        Scales::Plain | Scales::Sixteens => {}
+        Scales::Minimum => put(to, 2 * PANEL, 2 * column, block.m.into()),
+        // With the other sign, it is added.
+        Scales::GroupMinimum => put(to, 2 * PANEL, 2 * column, (block.m ^ 0x8000).into()),
+    }
+    for group in 0..F::GROUPS {
+        let at = F::group_at(group).1;
+        for (i, scale) in group_scales::<F>(block, group).into_iter().enumerate() {
+            put(to, at + i * PANEL, column, scale.into());
+        }
+        let tile = &mut to[(at + F::GROUP_HEADER) / 4..];
+        let tile = &mut tile[column / TILE * TILE * F::BITS as usize..];
+        for depth in 0..GROUP {
+            let code = u32::from(block.codes[group * GROUP + depth].cast_unsigned());
+            let (word, bit) = code_at::<F>(column % TILE, depth);
+            let code = u64::from(code & ((1 << F::BITS) - 1)) << bit;
+            tile[word] |= code as u32;
+            if bit + F::BITS > 32 {
+                tile[word + TILE] |= (code >> 32) as u32;
+            }
+        }
+    }
+}
+
+/// The bytes that a group's header has of a block.
+fn group_scales<F: Layout>(block: &Block, group: usize) -> impl IntoIterator<Item = u8> {
+    let bytes = match F::SCALES {
+        Scales::Plain | Scales::Minimum => [0, 0],
+        Scales::GroupMinimum => [block.scales[group].cast_unsigned(), block.minimums[group]],
+        Scales::Sixteens => {
+            [block.scales[2 * group], block.scales[2 * group + 1]].map(i8::cast_unsigned)
+        }
+    };
+    bytes.into_iter().take(F::GROUP_HEADER / PANEL)
+}
+
+/// Sets bits that were zero, from byte `start + at` on.
+fn put(to: &mut [u32], start: usize, at: usize, bits: u32) {
+    to[(start + at) / 4] |= bits << (at % 4 * 8);
+}
+
+/// The word of a tile, and the bit in it, where the code of a column starts.
+fn code_at<F: Layout>(column: usize, depth: usize) -> (usize, u32) {
+    let element = 2 * column + depth % 2;
+    let bit = F::BITS * (depth / 2 * 2 + element / TILE) as u32;
+    (bit as usize / 32 * TILE + element % TILE, bit % 32)
+}
+
+/// Widens one column of a panel.
+fn read_column<E: Element, F: Layout>(panel: &[u32], column: usize, out: &mut [E]) {
+    let bytes =
+        |at: usize, count: u32| panel[at / 4] >> (at % 4 * 8) & (u32::MAX >> (32 - 8 * count));
+    for (group, out) in out.chunks_exact_mut(GROUP).enumerate() {
+        let (header, at) = F::group_at(group);
+        let half = |start| f16_to_f32(bytes(header + start + 2 * column, 2) as u16);
+        let byte = |start| bytes(at + start + column, 1) as u8;
+        let d = half(0);
+        let (scales, offset) = match F::SCALES {
+            Scales::Plain => ([d, d], None),
+            Scales::Minimum => ([d, d], Some(half(2 * PANEL))),
+            Scales::GroupMinimum => {
+                let offset = half(2 * PANEL) * f32::from(byte(PANEL));
+                ([d * f32::from(byte(0)); 2], Some(offset))
+            }
+            Scales::Sixteens => (
+                [byte(0), byte(PANEL)].map(|scale| d * f32::from(scale.cast_signed())),
+                None,
+            ),
+        };
+        let tile = &panel[(at + F::GROUP_HEADER) / 4..][column / TILE * TILE * F::BITS as usize..];
+        for (depth, out) in out.iter_mut().enumerate() {
+            let product = scales[depth / 16] * code::<F>(tile, column % TILE, depth);
+            *out = E::from_f32(offset.map_or(product, |offset| product + offset));
+        }
+    }
+}
+
+/// The code of a column of a tile.
+fn code<F: Layout>(tile: &[u32], column: usize, depth: usize) -> f32 {
+    let (word, bit) = code_at::<F>(column, depth);
+    let mut bits = u64::from(tile[word]);
+    if bit + F::BITS > 32 {
+        bits |= u64::from(tile[word + TILE]) << 32;
+    }
+    let top = ((bits >> bit) as u32) << (32 - F::BITS);
+    match F::SIGNED {
+        true => (top.cast_signed() >> (32 - F::BITS)) as f32,
+        false => (top >> (32 - F::BITS)) as f32,
+    }
+}
+
+/// A panel times the rows of a task.
+struct Product<'a, E> {
+    panel: *const u8,
+    inputs: usize,
+    /// Columns of the panel that are outputs.
+    used: usize,
+    rows: TaskRows<'a, E>,
+}
+
+impl<E: Element> Product<'_, E> {
+    fn run<F: Layout>(&self, form: Form, sums: &mut [Sums]) {
+        if !form.dots_in_registers() {
+            return self.multiply_widened::<F>(form, sums);
+        }
+        match sums.len() {
+            0 => {}
+            1 => form.run(Few::<_, F, 1>::new(self, sums)),
+            2 => form.run(Few::<_, F, 2>::new(self, sums)),
+            3..=4 => form.run(Few::<_, F, 4>::new(self, sums)),
+            5..=MAX_FEW => form.run(Few::<_, F, MAX_FEW>::new(self, sums)),
+            _ => self.multiply_widened::<F>(form, sums),
+        }
+    }
+
+    /// Widens one chunk of the depth after the other, and multiplies it with all rows.
+    fn multiply_widened<F: Layout>(&self, form: Form, sums: &mut [Sums]) {
+        let mut panel = Widened([const { MaybeUninit::uninit() }; CHUNK * PANEL]);
+        for start in (0..self.inputs).step_by(CHUNK) {
+            let depth = start..self.inputs.min(start + CHUNK);
+            form.run(Widen::<E, F> {
+                product: self,
+                groups: depth.start / GROUP..depth.end / GROUP,
+                panel: &mut panel,
+                layout: PhantomData,
+            });
+            form.run(MultiplyWidened {
+                product: self,
+                panel: &panel,
+                depth,
+                sums,
+            });
+        }
+    }
+}
+
+/// What becomes of the lines of words that blocks are widened to.
+trait TakeLine<L: Lanes> {
+    /// Takes the words of some columns at word `line` of the group.
+    ///
+    /// # Safety
+    /// There is such a word.
+    unsafe fn take(&mut self, line: usize, words: L::V);
+}
+
+/// Multiplies them with `H` rows.
+struct Multiply<L: Lanes, E, const H: usize> {
+    lanes: L,
+    rows: [*const u32; H],
+    sums: [L::V; H],
+    element: PhantomData<E>,
+}
+
+impl<L: Lanes, E: Element, const H: usize> TakeLine<L> for Multiply<L, E, H> {
+    #[inline(always)]
+    unsafe fn take(&mut self, line: usize, words: L::V) {
+        for (sum, row) in self.sums.iter_mut().zip(self.rows) {
+            // SAFETY: the row has this word, as the caller vouches.
+            let x = self
+                .lanes
+                .splat_word(unsafe { row.add(line).read_unaligned() });
+            *sum = E::dot(self.lanes, *sum, words, x);
+        }
+    }
+}
+
+/// Stores them in the widened panel.
+struct Store<L> {
+    lanes: L,
+    /// Where the group's first line has these columns.
+    to: *mut u32,
+}
+
+impl<L: Lanes> TakeLine<L> for Store<L> {
+    #[inline(always)]
+    unsafe fn take(&mut self, line: usize, words: L::V) {
+        // SAFETY: the panel has this line, as the caller vouches.
+        unsafe { self.lanes.store(self.to.add(line * PANEL).cast(), words) }
+    }
+}
+
+/// Repeats for each pair of numbers of a group, known to the compiler.
+macro_rules! for_pairs {
+    ($pair:ident => $body:block) => {
+        for_pairs!($pair, $body, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15)
+    };
+    ($pair:ident, $body:block, $($number:literal)*) => {
+        $({
+            const $pair: usize = $number;
+            $body
+        })*
+    };
+}
+
+/// A vector's columns of a group of the depth.
+struct Columns<L: Lanes, F> {
+    lanes: L,
+    /// The words of the tile in which the first vector of numbers has its codes, and the second.
+    codes: [*const u32; 2],
+    /// What their numbers are multiplied by: for the first 16 of the depth, and the others.
+    scales: [[L::V; 2]; 2],
+    /// What is added, if anything.
+    offsets: Option<[L::V; 2]>,
+    layout: PhantomData<F>,
+}
+
+impl<L: Lanes, F: Layout> Columns<L, F> {
+    /// The columns from `column` on, a multiple of the vector's lanes.
+    ///
+    /// # Safety
+    /// The panel has such a group, and 64 columns.
+    #[inline(always)]
+    unsafe fn new(lanes: L, panel: *const u8, group: usize, column: usize) -> Self {
+        let (header, at) = F::group_at(group);
+        // SAFETY: inside the headers and the tile of these columns.
+        unsafe {
+            let (header, group) = (panel.add(header), panel.add(at));
+            let half = |start: usize| lanes.load_f16(header.add(start).cast::<u16>().add(column));
+            let byte = |start: usize| group.add(start + column);
+            let twice = |v| <[L::V; 2]>::from(lanes.twice(v));
+            let d = half(0);
+            let (scales, offsets) = match F::SCALES {
+                Scales::Plain => ([twice(d); 2], None),
+                Scales::Minimum => ([twice(d); 2], Some(twice(half(2 * PANEL)))),
+                Scales::GroupMinimum => {
+                    let scale = lanes.mul(d, lanes.load_u8(byte(0)));
+                    let offset = lanes.mul(half(2 * PANEL), lanes.load_u8(byte(PANEL)));
+                    ([twice(scale); 2], Some(twice(offset)))
+                }
+                Scales::Sixteens => {
+                    let scale = |at| twice(lanes.mul(d, lanes.load_i8(byte(at).cast())));
+                    ([scale(0), scale(PANEL)], None)
+                }
+            };
+            let tile = column / TILE * TILE * F::BITS as usize;
+            let tile = group.add(F::GROUP_HEADER).cast::<u32>().add(tile);
+            Self {
+                lanes,
+                codes: [tile, tile.add(L::LANES % TILE)],
+                scales,
+                offsets,
+                layout: PhantomData,
+            }
+        }
+    }
+
+    /// Widens the group. `HALF` says in which half of the tile the columns are, where they are a half.
+    ///
+    /// # Safety
+    /// `take` has the lines of a group.
+    #[inline(always)]
+    unsafe fn widen<E: Element, const HALF: usize>(&self, take: &mut impl TakeLine<L>) {
+        for_pairs!(PAIR => {
+            // SAFETY: the tile has 32 codes in each of its streams, and `take` these lines.
+            unsafe {
+                let first = self.number::<0>(2 * PAIR + HALF, PAIR / 8);
+                let second = 2 * PAIR + if L::LANES == TILE { 1 } else { HALF };
+                let second = self.number::<1>(second, PAIR / 8);
+                let (words, more) = E::lines(self.lanes, first, second);
+                let line = PAIR * (2 / E::PER_WORD);
+                take.take(line, words);
+                if let Some(more) = more {
+                    take.take(line + 1, more);
+                }
+            }
+        });
+    }
+
+    /// The numbers of a vector's codes `code`.
+    #[inline(always)]
+    unsafe fn number<const VECTOR: usize>(&self, code: usize, sixteen: usize) -> L::V {
+        let bit = F::BITS as usize * code;
+        let (word, at) = (bit / 32 * TILE, (bit % 32) as u32);
+        // SAFETY: the stream has this code, so the words with its bits.
+        let mut words = unsafe { self.lanes.load(self.codes[VECTOR].add(word).cast()) };
+        let mut from = at;
+        if at + F::BITS > 32 {
+            // SAFETY: as above.
+            let next = unsafe { self.lanes.load(self.codes[VECTOR].add(word + TILE).cast()) };
+            words = self.lanes.join(words, next, at);
+            from = 0;
+        }
+        let code = match (F::BITS, F::SIGNED) {
+            (4, true) => self.lanes.field::<4, true>(words, from),
+            (4, false) => self.lanes.field::<4, false>(words, from),
+            (5, true) => self.lanes.field::<5, true>(words, from),
+            (5, false) => self.lanes.field::<5, false>(words, from),
+            (6, _) => self.lanes.field::<6, true>(words, from),
+            _ => self.lanes.field::<8, true>(words, from),
+        };
+        let scale = self.scales[sixteen][VECTOR];
+        match self.offsets {
+            Some(offsets) => self.lanes.mul_add(code, scale, offsets[VECTOR]),
+            None => self.lanes.mul(code, scale),
+        }
+    }
+}
+
+/// Widens a vector's columns of a group.
+///
+/// # Safety
+/// As [`Columns::new`] and [`Columns::widen`] demand.
+#[inline(always)]
+unsafe fn widen<E: Element, F: Layout, L: Lanes>(
+    lanes: L,
+    panel: *const u8,
+    group: usize,
+    column: usize,
+    take: &mut impl TakeLine<L>,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let columns = Columns::<L, F>::new(lanes, panel, group, column);
+        match column % TILE {
+            0 => columns.widen::<E, 0>(take),
+            _ => columns.widen::<E, 1>(take),
+        }
+    }
+}
+
+/// At most `H` rows, multiplied as the blocks are widened.
+struct Few<'a, E, F, const H: usize> {
+    product: &'a Product<'a, E>,
+    sums: &'a mut [Sums],
+    layout: PhantomData<F>,
+}
+
+impl<'a, E, F, const H: usize> Few<'a, E, F, H> {
+    fn new(product: &'a Product<'a, E>, sums: &'a mut [Sums]) -> Self {
+        Self {
+            product,
+            sums,
+            layout: PhantomData,
+        }
+    }
+}
+
+impl<E: Element, F: Layout, const H: usize> Kernel for Few<'_, E, F, H> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        if !L::DOT_IN_REGISTERS {
+            // Not compiled for the forms that it is not run with.
+            unreachable!("the form widens all panels");
+        }
+        let product = self.product;
+        // Rows that there are not are the last one, computed for nothing.
+        let last = self.sums.len() - 1;
+        let mut sums = [[0.0; PANEL]; H];
+        for group in 0..product.inputs / GROUP {
+            let rows = std::array::from_fn(|r| product.rows.words(r.min(last), group * GROUP));
+            for column in (0..product.used).step_by(L::LANES) {
+                // SAFETY: `sums` has 64 columns, the rows the words of the group, the panel the group.
+                unsafe {
+                    let mut multiply = Multiply::<L, E, H> {
+                        lanes,
+                        rows,
+                        sums: sums
+                            .each_ref()
+                            .map(|sums| lanes.load(sums.as_ptr().add(column))),
+                        element: PhantomData,
+                    };
+                    widen::<E, F, L>(lanes, product.panel, group, column, &mut multiply);
+                    for (to, sum) in sums.iter_mut().zip(multiply.sums) {
+                        lanes.store(to.as_mut_ptr().add(column), sum);
+                    }
+                }
+            }
+        }
+        self.sums.copy_from_slice(&sums[..=last]);
+    }
+}
+
+/// Words of a widened panel, of `CHUNK` numbers of the depth.
+#[repr(align(64))]
+struct Widened([MaybeUninit<u32>; CHUNK * PANEL]);
+
+/// Widens groups of the depth.
+struct Widen<'a, E, F> {
+    product: &'a Product<'a, E>,
+    groups: Range<usize>,
+    panel: &'a mut Widened,
+    layout: PhantomData<F>,
+}
+
+impl<E: Element, F: Layout> Kernel for Widen<'_, E, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        let lines = GROUP / E::PER_WORD;
+        // The register tiles read the columns up to their width.
+        let used = self.product.used.next_multiple_of(L::WIDTH * L::LANES);
+        for (i, group) in self.groups.enumerate() {
+            for column in (0..used).step_by(L::LANES) {
+                let to = &mut self.panel.0[i * lines * PANEL + column..];
+                let to = to.as_mut_ptr().cast();
+                // SAFETY: the panel has room for the lines of a chunk of groups.
+                unsafe {
+                    let take = &mut Store { lanes, to };
+                    widen::<E, F, L>(lanes, self.product.panel, group, column, take);
+                }
+            }
+        }
+    }
+}
+
+/// Multiplies the widened part of a panel, which is `depth`, with the rows.
+struct MultiplyWidened<'a, E> {
+    product: &'a Product<'a, E>,
+    panel: &'a Widened,
+    depth: Range<usize>,
+    sums: &'a mut [Sums],
+}
+
+impl<E: Element> Kernel for MultiplyWidened<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        for (first, height) in heights(self.sums.len()) {
+            for column in (0..self.product.used).step_by(L::WIDTH * L::LANES) {
+                let tile = Tile {
+                    lanes,
+                    rows: self.product.rows,
+                    sums: &mut self.sums[first..first + height],
+                    first,
+                    panel: self.panel,
+                    column,
+                    depth: self.depth.clone(),
+                };
+                run_tile(height, L::WIDTH, tile);
+            }
+        }
+    }
+}
+
+/// A register tile: a few rows times a few vectors of the widened panel.
+struct Tile<'a, E, L> {
+    lanes: L,
+    rows: TaskRows<'a, E>,
+    sums: &'a mut [Sums],
+    /// The task's first row of the tile.
+    first: usize,
+    panel: &'a Widened,
+    column: usize,
+    depth: Range<usize>,
+}
+
+impl<E: Element, L: Lanes> TileWork for Tile<'_, E, L> {
+    #[inline(always)]
+    fn run<const H: usize, const W: usize>(self) {
+        let lanes = self.lanes;
+        let rows = std::array::from_fn(|r| self.rows.words(self.first + r, self.depth.start));
+        let column = |c: usize| self.column + c * L::LANES;
+        let panels = std::array::from_fn(|c| self.panel.0[column(c)..].as_ptr().cast());
+        let words = self.depth.len() / E::PER_WORD;
+        // SAFETY: a row has these words, and the panel as many lines of 64 columns, of which those of
+        // this tile were written.
+        unsafe {
+            let mut acc: [[L::V; W]; H] = std::array::from_fn(|r| {
+                std::array::from_fn(|c| lanes.load(self.sums[r][column(c)..].as_ptr()))
+            });
+            dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, &panels, PANEL, words);
+            for (sums, acc) in self.sums.iter_mut().zip(acc) {
+                for (c, acc) in acc.into_iter().enumerate() {
+                    lanes.store(sums[column(c)..].as_mut_ptr(), acc);
+                }
+            }
+        }
+    }
+}

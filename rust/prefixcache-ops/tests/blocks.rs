@@ -1,0 +1,337 @@
+//! Layers of blocks against dense layers of the numbers that the blocks stand for: the same bits, in
+//! every form, for one row and for many.
+
+#[path = "../../prefixcache-cpu/tests/common/noise.rs"]
+mod noise;
+
+use noise::noise;
+use prefixcache_cpu::{Bf16, Element, Form, Rows, RowsMut, Team, WeightMemory};
+use prefixcache_ops::quant::blocks::Block;
+use prefixcache_ops::{BlocksError, Format, PackedLinear};
+use proptest::prelude::*;
+use proptest::test_runner::FileFailurePersistence;
+
+/// Random rows of blocks. One scale in four is an extreme: zeros of both signs, the smallest and the
+/// largest numbers.
+fn random_rows(seed: u64, format: Format, inputs: usize, rows: usize) -> Vec<u8> {
+    let count = rows * format.row_bytes(inputs);
+    let random = noise::<f32>(seed, 3 * count);
+    let byte = |i: usize| ((random[i] + 1.0) * 127.99) as u8;
+    let mut bytes: Vec<u8> = (0..count).map(byte).collect();
+    for (i, block) in bytes.chunks_exact_mut(format.bytes()).enumerate() {
+        let halves: &[usize] = match format {
+            Format::Q6K => &[208],
+            Format::Q4_0 | Format::Q5_0 | Format::Q8_0 => &[0],
+            _ => &[0, 2],
+        };
+        for &at in halves {
+            let choice = byte(count + 3 * i + at % 3) as usize;
+            let extremes = [
+                0x0000, 0x8000, 0x0001, 0x8001, 0x7bff, 0xfbff, 0x0400, 0x3c00,
+            ];
+            // Up to 2^-3 otherwise, so that sums stay numbers.
+            let bits = u16::from(byte(2 * count + i)) << 8 & 0xaf00 | choice as u16;
+            let bits = if choice % 4 == 0 {
+                extremes[choice / 4 % 8]
+            } else {
+                bits
+            };
+            block[at..at + 2].copy_from_slice(&bits.to_le_bytes());
+        }
+    }
+    bytes
+}
+
+/// The numbers of rows of blocks, rounded once.
+fn numbers<E: Element>(format: Format, bytes: &[u8]) -> Vec<E> {
+    let blocks = bytes.chunks_exact(format.bytes());
+    let numbers = blocks.flat_map(|bytes| {
+        let block = Block::read(format, bytes);
+        (0..format.block()).map(move |i| E::from_f32(block.number(i)))
+    });
+    numbers.collect()
+}
+
+fn bits<E: Element>(numbers: &[E]) -> Vec<u32> {
+    numbers
+        .iter()
+        .map(|number| number.to_f32().to_bits())
+        .collect()
+}
+
+/// Layers of the same weight: one kept as blocks, part by part, and one of dense numbers.
+struct Pair<E> {
+    kept: PackedLinear<E>,
+    dense: PackedLinear<E>,
+    numbers: Vec<E>,
+}
+
+impl<E: Element> Pair<E> {
+    /// Parts of so many outputs; `None` is dense.
+    fn new(inputs: usize, parts: &[(Option<Format>, usize)], with_bias: bool) -> Self {
+        let (memory, team) = (WeightMemory::default(), Team::new(2).expect("threads"));
+        let sizes: Vec<usize> = parts.iter().map(|part| part.1).collect();
+        let outputs = sizes.iter().sum();
+        let new = |parts: &[usize]| PackedLinear::new(inputs, parts, with_bias).expect("memory");
+        let (mut kept, mut dense) = (new(&sizes), new(&[outputs]));
+        let (mut all, mut first) = (Vec::new(), 0);
+        for (seed, &(format, count)) in (1..).zip(parts) {
+            let part = match format {
+                None => noise(seed, count * inputs),
+                Some(format) => {
+                    let bytes = random_rows(seed, format, inputs, count);
+                    let blocks = Rows::new(&bytes, format.row_bytes(inputs));
+                    kept.copy_blocks(&memory, &team, first, format, blocks)
+                        .expect("a part");
+                    numbers(format, &bytes)
+                }
+            };
+            if format.is_none() {
+                kept.copy_rows(&memory, first, Rows::new(&part, inputs))
+                    .expect("memory");
+            }
+            first += count;
+            all.extend(part);
+        }
+        dense
+            .copy_rows(&memory, 0, Rows::new(&all, inputs))
+            .expect("memory");
+        if with_bias {
+            let bias = noise(7, outputs);
+            kept.copy_bias(0, &bias);
+            dense.copy_bias(0, &bias);
+        }
+        Self {
+            kept,
+            dense,
+            numbers: all,
+        }
+    }
+
+    /// Both compute the same bits of `O` numbers.
+    fn check<O: Element>(&self, form: Form, threads: usize, rows: usize, with_residual: bool) {
+        let (inputs, outputs) = (self.kept.inputs(), self.kept.outputs());
+        let team = Team::new(threads).expect("threads");
+        let x = noise::<E>(8, rows * inputs);
+        let residual = noise::<O>(9, rows * outputs);
+        let forward = |layer: &PackedLinear<E>| {
+            let mut out = vec![O::from_f32(7.0); rows * outputs];
+            let residual = with_residual.then_some(Rows::new(&residual, outputs));
+            let to = RowsMut::new(&mut out, outputs);
+            layer.forward(form, &team, Rows::new(&x, inputs), residual, &to);
+            bits(&out)
+        };
+        let (kept, dense) = (forward(&self.kept), forward(&self.dense));
+        let differs =
+            (0..kept.len()).find(|&i| kept[i] != dense[i] && !both_nan(kept[i], dense[i]));
+        assert_eq!(
+            differs, None,
+            "{form:?}, {rows} rows of {inputs} to {outputs}"
+        );
+    }
+}
+
+/// Largest scales make infinities, which cancel to NaN; its bits are nobody's promise.
+fn both_nan(a: u32, b: u32) -> bool {
+    f32::from_bits(a).is_nan() && f32::from_bits(b).is_nan()
+}
+
+fn format() -> impl Strategy<Value = Option<Format>> {
+    prop::option::weighted(0.9, prop::sample::select(Format::ALL.to_vec()))
+}
+
+/// PROPTEST_CASES asks for more. A failing case is kept beside this file, and drawn first from then on.
+fn cases(usual: u32) -> ProptestConfig {
+    let asked = std::env::var("PROPTEST_CASES").ok();
+    ProptestConfig {
+        cases: asked.and_then(|cases| cases.parse().ok()).unwrap_or(usual),
+        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("regressions"))),
+        ..ProptestConfig::default()
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(48))]
+
+    #[test]
+    fn blocks_compute_what_their_numbers_do(
+        form in prop::sample::select(Form::available()),
+        threads in 1_usize..=2,
+        rows in prop_oneof![4 => 1_usize..=14, 1 => 15_usize..220],
+        groups in 1_usize..=20,
+        parts in prop::collection::vec((format(), 1_usize..150), 1..=3),
+        (with_bias, with_residual) in any::<(bool, bool)>(),
+    ) {
+        let block = parts.iter().filter_map(|part| part.0).map(Format::block).max();
+        let inputs = match block {
+            Some(256) => 256 * groups.div_ceil(7),
+            _ => 32 * groups,
+        };
+        let pair = Pair::<Bf16>::new(inputs, &parts, with_bias);
+        pair.check::<Bf16>(form, threads, rows, with_residual);
+        pair.check::<f32>(form, threads, rows, with_residual);
+        Pair::<f32>::new(inputs, &parts, with_bias).check::<f32>(form, threads, rows, with_residual);
+    }
+}
+
+#[test]
+fn every_format_in_every_form_at_the_row_counts_where_kernels_change() {
+    for format in Format::ALL {
+        let parts = [(Some(format), 72)];
+        let (narrow, wide) = (
+            Pair::<Bf16>::new(512, &parts, true),
+            Pair::<f32>::new(512, &parts, true),
+        );
+        for form in Form::available() {
+            for rows in [1, 2, 3, 5, 8, 9, 200] {
+                narrow.check::<Bf16>(form, 1, rows, true);
+                wide.check::<f32>(form, 1, rows, false);
+            }
+        }
+    }
+}
+
+/// Every block's numbers, read back as rows: the signs of zeros too, which sums do not show.
+fn check_rows<E: Element>(format: Format) {
+    let (inputs, outputs) = (512, 130);
+    let pair = Pair::<E>::new(
+        inputs,
+        &[(Some(format), 70), (None, 3), (Some(format), 57)],
+        false,
+    );
+    let ids: Vec<usize> = (0..outputs).rev().chain([5, 5]).collect();
+    let mut out = vec![E::from_f32(7.0); ids.len() * inputs];
+    let team = Team::new(2).expect("threads");
+    pair.kept
+        .read_rows(&team, &ids, &RowsMut::new(&mut out, inputs));
+    for (id, row) in ids.into_iter().zip(out.chunks_exact(inputs)) {
+        assert_eq!(
+            bits(row),
+            bits(&pair.numbers[id * inputs..][..inputs]),
+            "{format}: row {id}"
+        );
+    }
+}
+
+#[test]
+fn rows_are_read_as_they_were_written() {
+    for format in Format::ALL {
+        check_rows::<Bf16>(format);
+        check_rows::<f32>(format);
+    }
+}
+
+#[test]
+fn blocks_take_the_memory_of_their_file() {
+    for format in Format::ALL {
+        let pair = Pair::<Bf16>::new(512, &[(Some(format), 128)], false);
+        let file = 128 * format.row_bytes(512);
+        assert!(pair.kept.num_bytes() * 100 <= file * 103, "{format}");
+        assert_eq!(pair.dense.num_bytes(), 2 * 128 * 512);
+    }
+}
+
+#[test]
+fn a_part_changes_what_it_is_kept_as() {
+    let (memory, team) = (WeightMemory::default(), Team::new(1).expect("threads"));
+    let pair = Pair::<Bf16>::new(
+        256,
+        &[(Some(Format::Q4K), 40), (Some(Format::Q6K), 30)],
+        false,
+    );
+    let Pair {
+        mut kept, numbers, ..
+    } = pair;
+    let rows = noise::<Bf16>(3, 5 * 256);
+    kept.copy_rows(&memory, 38, Rows::new(&rows, 256))
+        .expect("memory");
+    assert_eq!(kept.formats().collect::<Vec<_>>(), [None, None]);
+    let wanted = [&numbers[..38 * 256], &rows, &numbers[43 * 256..]].concat();
+    let read = |layer: &PackedLinear<Bf16>| {
+        let mut out = vec![Bf16::default(); 70 * 256];
+        let ids: Vec<usize> = (0..70).collect();
+        layer.read_rows(&team, &ids, &RowsMut::new(&mut out, 256));
+        out
+    };
+    assert_eq!(read(&kept), wanted);
+    let bytes = random_rows(1, Format::Q5_1, 256, 30);
+    let blocks = Rows::new(&bytes, Format::Q5_1.row_bytes(256));
+    kept.copy_blocks(&memory, &team, 40, Format::Q5_1, blocks)
+        .expect("a part");
+    assert_eq!(
+        kept.formats().collect::<Vec<_>>(),
+        [None, Some(Format::Q5_1)]
+    );
+    let wanted = [&wanted[..40 * 256], &super_numbers(&bytes)].concat();
+    assert_eq!(read(&kept), wanted);
+}
+
+fn super_numbers(bytes: &[u8]) -> Vec<Bf16> {
+    numbers(Format::Q5_1, bytes)
+}
+
+fn rows_of(format: Format, bytes: &[u8]) -> Rows<'_, u8> {
+    Rows::new(bytes, format.row_bytes(256))
+}
+
+#[test]
+fn what_is_no_weight_is_refused_and_nothing_written() {
+    let (memory, team) = (WeightMemory::default(), Team::new(2).expect("threads"));
+    for format in Format::ALL {
+        let mut layer = PackedLinear::<f32>::new(256, &[20, 30], false).expect("memory");
+        let good = random_rows(1, format, 256, 30);
+        layer
+            .copy_blocks(&memory, &team, 20, format, rows_of(format, &good))
+            .expect("a part");
+        let before = layer.num_bytes();
+        for at in [208, 0, 2] {
+            let is_half = match format {
+                Format::Q6K => at == 208,
+                Format::Q4_0 | Format::Q5_0 | Format::Q8_0 => at == 0,
+                _ => at < 208,
+            };
+            for bits in [0x7c00_u16, 0xfc00, 0x7e01] {
+                let mut bad = random_rows(2, format, 256, 30);
+                let block = 17 * format.row_bytes(256) + format.row_bytes(256) - format.bytes();
+                if is_half {
+                    bad[block + at..][..2].copy_from_slice(&bits.to_le_bytes());
+                    let refused =
+                        layer.copy_blocks(&memory, &team, 20, format, rows_of(format, &bad));
+                    assert_eq!(refused, Err(BlocksError::Scale(17)), "{format}");
+                }
+            }
+        }
+        for (first, count) in [(0, 30), (20, 20), (21, 29), (0, 50), (50, 0)] {
+            assert_eq!(
+                layer.check_blocks(first, count, format),
+                Err(BlocksError::NoPart)
+            );
+        }
+        let mut out = vec![0.0; 30 * 256];
+        let ids: Vec<usize> = (20..50).collect();
+        layer.read_rows(&team, &ids, &RowsMut::new(&mut out, 256));
+        assert_eq!(bits(&out), bits(&numbers::<f32>(format, &good)));
+        assert_eq!(layer.num_bytes(), before);
+        let odd = PackedLinear::<f32>::new(format.block() + 16, &[4], false).expect("memory");
+        assert_eq!(
+            odd.check_blocks(0, 4, format),
+            Err(BlocksError::Inputs(format))
+        );
+    }
+}
+
+#[test]
+fn outputs_that_were_never_written_are_bias_and_residual() {
+    let (memory, team) = (WeightMemory::default(), Team::new(1).expect("threads"));
+    let mut layer = PackedLinear::<f32>::new(32, &[3, 2], true).expect("memory");
+    layer
+        .copy_rows(&memory, 3, Rows::new(&[1.0; 64], 32))
+        .expect("memory");
+    layer.copy_bias(0, &[1.0; 5]);
+    for form in Form::available() {
+        let (x, residual, mut out) = ([1.0; 64], [0.5; 10], [7.0_f32; 10]);
+        let (x, residual) = (Rows::new(&x, 32), Rows::new(&residual, 5));
+        layer.forward(form, &team, x, Some(residual), &RowsMut::new(&mut out, 5));
+        assert_eq!(out, [1.5, 1.5, 1.5, 33.5, 33.5, 1.5, 1.5, 1.5, 33.5, 33.5]);
+    }
+}

@@ -21,7 +21,7 @@ PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.F
 PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
 .PHONY: setup setup-dev model serve test test-long test-clients test-rust test-python test-wheel format clean
-.PHONY: lint lint-rust lint-python
+.PHONY: lint lint-rust lint-python lint-deploy
 .PHONY: equality loom shuttle stress sanitize fuzz soak bench bench-peers bench-core bench-hybrid bench-elastic bench-eviction bench-gpu-dry
 
 setup: .venv/.built                ## venv, pinned dependencies, release build
@@ -139,10 +139,20 @@ equality: setup-dev model          ## no bit of an answer changes (SCHEDULES=...
 	$(BIN)/python tests/equality.py --schedules $(SCHEDULES)
 	$(BIN)/python tests/equality_http.py $(ARGS)
 
+lint-deploy: .venv-release/.built   ## deploy/, as far as it goes without the systems; passes over tools that are not installed
+	.venv-release/bin/hadolint deploy/docker/Dockerfile
+	.venv-release/bin/kubernetes-validate deploy/kubernetes/prefixcache.yaml
+	deploy/lint.sh
+
+.venv-release/.built: requirements/release.txt
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install --disable-pip-version-check -r $<
+	touch $@
+
 format:
 	cargo fmt --all
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .venv-clients target fuzz/target
+	rm -rf .venv .venv-clients .venv-release target fuzz/target

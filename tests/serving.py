@@ -25,6 +25,7 @@ from prefixcache.exceptions import EngineDeadError, InvalidRequestError
 from prefixcache.metrics import Gauges, Metrics
 from prefixcache.model_config import GenerationDefaults
 from prefixcache.request import Request, RequestOutput
+from prefixcache.server.access import AccessRules
 from prefixcache.server.app import create_app
 from prefixcache.server.context import Lifecycle
 from prefixcache.server.serve import ServeOptions, Server
@@ -194,11 +195,17 @@ async def _merged(
 
 
 def fake_app(
-    engine: FakeEngine, tokenizer: Tokenizer, *, lifecycle: Lifecycle | None = None, **served: Any
+    engine: FakeEngine,
+    tokenizer: Tokenizer,
+    *,
+    lifecycle: Lifecycle | None = None,
+    rules: AccessRules | None = None,
+    **served: Any,
 ) -> FastAPI:
     """The application around a scripted engine."""
     model = {"names": (MODEL,), "generation": GenerationDefaults(), **served}
-    return create_app(engine, ServedModel(tokenizer=tokenizer, **model), lifecycle=lifecycle)
+    served_model = ServedModel(tokenizer=tokenizer, **model)
+    return create_app(engine, served_model, lifecycle=lifecycle, rules=rules)
 
 
 async def says(request: Request, *texts: str) -> AsyncIterator[RequestOutput]:

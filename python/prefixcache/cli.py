@@ -5,7 +5,6 @@ What is heavy is imported by the command that needs it, so that help comes at on
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -22,7 +21,8 @@ from prefixcache.command_line import FlagCommand, Given
 from prefixcache.config import EngineConfig
 from prefixcache.exceptions import ConfigError, FieldError, PrefixCacheError
 from prefixcache.flags import flag, leaves
-from prefixcache.server.options import LOG_LEVEL_HELP, LogLevel, ServeOptions
+from prefixcache.logs import LogLevel, set_up_logging
+from prefixcache.server.options import LOG_LEVEL_HELP, ServeOptions
 from prefixcache.server.vllm_flags import VLLM_FLAGS
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from prefixcache.token_ids import TokenIds
 
 QUANTIZABLE = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +90,12 @@ def main() -> None:
 def serve(given: Given) -> None:
     """Serve a model to OpenAI clients."""
     config, options = given.make(EngineConfig), given.make(ServeOptions)
-    _set_up_logging(options.log_level)
+    set_up_logging(
+        options.log_level,
+        options.log_format,
+        file=options.log_file,
+        shows_prompts=options.log_prompts,
+    )
     _let_threads_sleep(config)
     from prefixcache.server.serve import serve as run_server
 
@@ -102,7 +106,7 @@ def generate(given: Given) -> None:
     """Go on with a text in the terminal, or with --chat answer it."""
     options = given.make(GenerateOptions)
     config = given.make(EngineConfig, max_num_seqs=1)
-    _set_up_logging(options.log_level)
+    set_up_logging(options.log_level, shows_prompts=True)
     _let_threads_sleep(config)
     _sampling_params(options, {})  # Wrong options are told before a model is loaded.
     from prefixcache.engine.build import build
@@ -179,11 +183,6 @@ def _let_threads_sleep(config: EngineConfig) -> None:
     """
     if config.batch_invariant is not False:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def _set_up_logging(level: LogLevel) -> None:
-    logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT, datefmt="%H:%M:%S")
-    logging.getLogger("prefixcache").setLevel(level.upper())
 
 
 _MODEL = click.Argument(["model_argument"], metavar="[MODEL]", required=False, help="As --model.")

@@ -142,8 +142,10 @@ class RequestOutput:
     first entry is None, since nothing precedes the first token. `num_cached_tokens` of the prompt
     came from the cache, `num_written_tokens` of it are in blocks that this request was the first to
     publish. `error_code` tells errors that are no failure of the engine: a cache that has become
-    too small for the request, a grammar that cannot be followed any further. `restarted` says that
-    the weights were replaced: all that came before is void, the answer begins anew.
+    too small for the request, a grammar that cannot be followed any further. `started_at`, in
+    seconds of `time.monotonic`, comes with the first token: when its first step was submitted.
+    `restarted` says that the weights were replaced: all that came before is void, the answer begins
+    anew.
     """
 
     request_id: str
@@ -158,6 +160,7 @@ class RequestOutput:
     stop_reason: str | int | None = None
     error: str | None = None
     error_code: ErrorCode | None = None
+    started_at: float | None = None
     restarted: bool = False
 
     @property

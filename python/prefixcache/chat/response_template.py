@@ -59,7 +59,8 @@ class ResponseTemplateParser:
             if finished:
                 events += self._parser.finalize()[1]
         except (ValueError, KeyError) as error:
-            logger.debug("An answer does not follow its response template: %s", error)
+            kind = type(error).__name__  # its message quotes the answer
+            logger.debug("An answer does not follow its response template (%s).", kind)
             self._broken = True
             return MessageDelta("".join(self._unread) + text)
         return self._follow(events)

@@ -28,6 +28,7 @@ from prefixcache.engine.pool_watch import PoolWatch
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError, QueueFullError
 from prefixcache.grammar.guide import Grammar
 from prefixcache.grammar.trial import Trial
+from prefixcache.logs import SHOWS_ERROR
 from prefixcache.metrics import Metrics
 from prefixcache.request import Request, RequestOutput
 from prefixcache.structured_output import StructuredOutput
@@ -332,7 +333,7 @@ class AsyncEngine:
             self._serve()
             self._die(EngineDeadError("The engine was shut down."))
         except BaseException as cause:
-            logger.exception("The engine stopped.")
+            logger.exception("The engine stopped.", extra=SHOWS_ERROR)
             error = EngineDeadError(f"The engine stopped: {cause}")
             error.__cause__ = cause
             self._die(error)

@@ -24,6 +24,7 @@ from prefixcache.grammar.guide import Grammar, Guide
 from prefixcache.grammar.trial import Trial
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.elastic import ElasticPool
+from prefixcache.logs import SHOWS_ERROR
 from prefixcache.metrics import Gauges, Metrics
 from prefixcache.request import ErrorCode, FinishReason, Request, RequestOutput
 from prefixcache.runner.model_runner import ModelRunner
@@ -268,7 +269,7 @@ class Engine:
         try:
             pool.advance()
         except Exception:  # the requests can be served
-            logger.exception("A resize of the KV cache is given up.")
+            logger.exception("A resize of the KV cache is given up.", extra=SHOWS_ERROR)
         return outputs
 
     def _note_usage(self) -> None:
@@ -305,7 +306,7 @@ class Engine:
             with self._host_time.paused():
                 results = step.outputs()
         except Exception as error:  # whatever the model raised, the others can be served
-            logger.exception("A step failed; its requests end.")
+            logger.exception("A step failed; its requests end.", extra=SHOWS_ERROR)
             return self._fail_steps(error)
         self._observe_time(plan, since)
         outputs = self._take(plan, results)

@@ -90,6 +90,7 @@ class Answer:
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_cached_tokens=num_cached_tokens,
             num_written_tokens=num_written_tokens,
+            started_at=self._begun if first else None,
             finish_reason=finish_reason,
             stop_reason=self._detokenizer.stopped_by or (token_id if stop_id else None),
         )

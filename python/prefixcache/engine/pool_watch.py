@@ -9,6 +9,7 @@ from typing import Protocol
 
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import EngineDeadError
+from prefixcache.logs import SHOWS_ERROR
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class PoolWatch:
                 except EngineDeadError:
                     return
                 except Exception:
-                    logger.exception("The KV cache keeps its size for now.")
+                    logger.exception("The KV cache keeps its size for now.", extra=SHOWS_ERROR)
                 finally:
                     self._turn.release()
             del engine

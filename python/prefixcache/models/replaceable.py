@@ -11,6 +11,7 @@ from torch import Tensor
 
 from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.exceptions import ConfigError, ModelLoadError
+from prefixcache.logs import SHOWS_ERROR
 from prefixcache.model_config import GenerationDefaults, ModelConfig
 from prefixcache.models.blocks import has_index
 from prefixcache.models.decoder import DecoderModel
@@ -197,7 +198,7 @@ class ReplaceableModel:
             else:
                 self._load(folder)
         except ModelLoadError:
-            logger.exception("The weights of %s are gone too.", folder)
+            logger.exception("The weights of %s are gone too.", folder, extra=SHOWS_ERROR)
             self.give_up()
 
     def _load(self, folder: Path) -> None:

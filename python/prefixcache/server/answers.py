@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ class Choice:
     text_offset: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    started_at: float | None = None
+    first_token_at: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -65,6 +68,7 @@ class Choice:
         if output.finish_reason == "error":
             raise failed_answer(output.error, output.error_code)
         if not self.num_tokens:
+            self.started_at, self.first_token_at = output.started_at, time.monotonic()
             self.num_cached_tokens = output.num_cached_tokens
             self.num_written_tokens = output.num_written_tokens
             self.prompt_logprobs = output.prompt_logprobs
@@ -301,6 +305,14 @@ def _told_to_the_log(job: Job, choices: Sequence[Choice]) -> Generator[None, Non
         outcome.num_cached_tokens = counts["prompt_tokens_details"]["cached_tokens"]
         outcome.num_completion_tokens = counts["completion_tokens"]
         outcome.finish_reasons = {choice.finish_reason or "unfinished" for choice in choices}
+        outcome.model, outcome.arrived_at = job.model, job.requests[0].arrival_time
+        outcome.started_at = _first(choice.started_at for choice in choices)
+        outcome.first_token_at = _first(choice.first_token_at for choice in choices)
+        outcome.ended_at = time.monotonic()
+
+
+def _first(times: Iterable[float | None]) -> float | None:
+    return min((time for time in times if time is not None), default=None)
 
 
 def _raise_if_void(output: RequestOutput) -> None:

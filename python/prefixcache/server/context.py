@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import time
 import uuid
-from collections.abc import Collection
 from dataclasses import dataclass, field
-from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -24,11 +21,8 @@ from prefixcache.server.errors import (
     stream_error,
 )
 from prefixcache.server.protocol import RequestFields, shortened
+from prefixcache.server.request_log import CLIENT_LEFT, Outcome, log_request
 
-logger = logging.getLogger(__name__)
-
-_QUIET_PATHS = frozenset({"/health", "/metrics"})
-_CLIENT_LEFT = 499
 # Unknown fields that a warning names.
 _MOST_NAMED = 10
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -39,32 +33,6 @@ class Lifecycle:
     """Whether the server is about to end: it answers what it has begun, and takes nothing more."""
 
     stopping: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class Outcome:
-    """What the log tells of an answer, and its head of a `warning`.
-
-    `failed_status` is set when a stream ended with an error; `num_events` of one are counted where
-    they have numbers.
-    """
-
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_completion_tokens: int = 0
-    finish_reasons: Collection[str] = ()
-    failed_status: int | None = None
-    num_events: int = 0
-    warning: str = ""
-
-    def __str__(self) -> str:
-        if not self.num_prompt_tokens:
-            return ""
-        return (
-            f", {self.num_prompt_tokens} prompt tokens ({self.num_cached_tokens} cached), "
-            f"{self.num_completion_tokens} completion tokens, "
-            f"{'+'.join(sorted(self.finish_reasons))}"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +95,7 @@ class RequestContext:
             await self._answer(scope, receive, answer)
         finally:
             status = outcome.failed_status or answer.final_status
-            _log(scope, status, time.perf_counter() - begun, request_id, outcome)
+            log_request(scope, status, time.perf_counter() - begun, request_id, outcome)
 
     async def _answer(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         try:
@@ -160,7 +128,7 @@ class _Answer:
     @property
     def final_status(self) -> int:
         """What was told, or nginx's status for a client who left before the end."""
-        return self._status if self._status is not None and self._complete else _CLIENT_LEFT
+        return self._status if self._status is not None and self._complete else CLIENT_LEFT
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -197,12 +165,3 @@ class _Answer:
 def _request_id(headers: Headers) -> str:
     given = headers.get("x-request-id", "")
     return given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def _log(scope: Scope, status: int, seconds: float, request_id: str, outcome: Outcome) -> None:
-    level = logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
-    phrase = "Client Closed Request" if status == _CLIENT_LEFT else HTTPStatus(status).phrase
-    what = f"{scope['method']} {scope['path'].encode('unicode_escape').decode()}"
-    client = (scope.get("client") or ("-",))[0]
-    shown = f"{status} {phrase} in {seconds:.3f} s{outcome}"
-    logger.log(level, "%s: %s from %s (%s)", what, shown, client, request_id)

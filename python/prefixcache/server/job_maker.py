@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 import time
 import uuid
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 from prefixcache.chat.grammars import schema_problem
 from prefixcache.chat.message import MessageParser
 from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError
+from prefixcache.logs import with_fields
 from prefixcache.request import CacheOptions, Request
 from prefixcache.retention_range import RetentionRange
 from prefixcache.sampling_params import SamplingParams
@@ -42,6 +44,8 @@ from prefixcache.tokenization.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from prefixcache.engine.async_engine import AsyncEngine
     from prefixcache.grammar.guide import Grammar
+
+logger = logging.getLogger(__name__)
 
 # Characters that are encoded in one go; then it is another client's turn.
 _SLICE = 2**18
@@ -222,6 +226,8 @@ class JobMaker:
         cache_options = _cache_options(fields, call.caller, caching or PromptCaching())
         make = partial(self._requests, fields, prompts, params, call, cache_options)
         grammar = await self._grammar(fields, params)
+        if self.served.num_logged_characters:
+            self._log_prompts(prompts, call)
         return Job(
             call=call,
             model=self.check_model(fields.model),
@@ -234,6 +240,19 @@ class JobMaker:
             new_parser=new_parser,
             grammar=grammar,
         )
+
+    def _log_prompts(self, prompts: Sequence[TokenIds], call: Call) -> None:
+        """As the model gets them, up to the limit together."""
+        room, texts = self.served.num_logged_characters, list[str]()
+        for prompt in prompts:
+            if room <= 0:
+                break
+            # A token has a character or is a part of one: more tokens are not looked at.
+            text = self.served.tokenizer.decode(prompt[:room].tolist(), skip_special_tokens=False)
+            texts.append(text[:room])
+            room -= len(texts[-1]) + 1
+        told = with_fields(event="prompts", message=f"Prompts of {call.id}", prompts=texts)
+        logger.info("Prompts of %s: %s", call.id, texts, extra=told)
 
     async def _grammar(self, fields: SamplingFields, params: SamplingParams) -> Grammar | None:
         """What answers must look like, compiled. Errors name the field that says so."""

@@ -16,10 +16,9 @@ from prefixcache.chat.parser_names import ReasoningParserName, ToolCallParserNam
 from prefixcache.checked import Checked, Count, PositiveFloat, PositiveInt, ReadBy
 from prefixcache.exceptions import FieldError
 from prefixcache.flags import flag
+from prefixcache.logs import LogFormat, LogLevel
 from prefixcache.server.cross_origin import CrossOrigin
 from prefixcache.server.tls_options import TlsOptions
-
-LogLevel = Literal["debug", "info", "warning", "error"]
 
 _PERMISSIONS = re.compile(r"0?[0-7]{3}")
 
@@ -104,6 +103,16 @@ class ServeOptions(Checked):
         20, "Seconds for a request's head to come, and each part of its body.", "Server"
     )
     log_level: LogLevel = flag("info", LOG_LEVEL_HELP, "Server")
+    log_format: LogFormat = flag("text", "json writes an object a line.", "Server")
+    log_file: Path | None = flag(
+        None, "File for the log, which may be rotated.", "Server", shown="stderr"
+    )
+    log_prompts: bool = flag(
+        False, "Put prompts into the log, and messages of errors that may quote them.", "Server"
+    )
+    max_log_len: PositiveInt = flag(
+        2048, "Most characters of a request's prompts in the log.", "Server"
+    )
     api_key: tuple[str, ...] = flag(
         (), "Key that clients must send; may be given several times.", "Access", secret=True
     )

@@ -152,6 +152,7 @@ def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOption
         names=tuple(name for name in options.served_model_name if name != "*") or (config.model,),
         any_name="*" in options.served_model_name,
         strict=options.strict,
+        num_logged_characters=options.max_log_len if options.log_prompts else 0,
         clamps_max_tokens=options.clamp_max_tokens,
         tokenizer=built.tokenizer,
         root=config.model,
@@ -226,6 +227,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to listen; with certificates it speaks HTTPS alone."""
+        asyncio.get_running_loop().set_exception_handler(_log_loop_error)
         if self._certificates is None:
             await super().startup(sockets)
         else:
@@ -302,6 +304,11 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0.01)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+
+
+def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Asyncio's own handler shows the exception in its message, and with it what that quotes."""
+    logger.error("In the event loop: %s", context["message"], exc_info=context.get("exception"))
 
 
 def _announce(address: str, served: ServedModel, options: ServeOptions, begun: float) -> None:

@@ -25,7 +25,7 @@ class ServedModel:
     With `any_name` clients may ask for any other name too. `clamps_max_tokens` shortens answers to
     what the context has room for, where requests that ask for more are refused otherwise. With
     `strict` a field that nobody reads is an error instead of a warning. `metrics_prefix` is what
-    names in `/metrics` begin with.
+    names in `/metrics` begin with. The log shows `num_logged_characters` of a request's prompts.
     """
 
     names: tuple[str, ...]
@@ -40,6 +40,7 @@ class ServedModel:
     clamps_max_tokens: bool = False
     strict: bool = False
     metrics_prefix: MetricsPrefix = "prefixcache"
+    num_logged_characters: int = 0
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
     template_variables: Mapping[str, Any] = field(default_factory=dict[str, Any])

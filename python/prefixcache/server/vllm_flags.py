@@ -51,7 +51,6 @@ VLLM_FLAGS: tuple[ForeignFlag, ...] = (
         "--kv-cache-metrics-sample",
         "--limit-mm-per-prompt",
         "--max-cudagraph-capture-size",
-        "--max-log-len",
         "--max-num-partial-prefills",
         "--max-long-partial-prefills",
         "--max-parallel-loading-workers",

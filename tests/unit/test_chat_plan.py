@@ -17,6 +17,7 @@ NAMED = {"type": "function", "function": {"name": "get_time"}}
 CALL = '{"name": "get_weather", "arguments": {"city": "Rome", "unit": "C"}}'
 OTHER = '{"name": "get_time", "arguments": {}}'
 HERMES, HERMES_OTHER = (f"<tool_call>\n{one}\n</tool_call>" for one in (CALL, OTHER))
+LLAMA = CALL.replace("arguments", "parameters")
 WRONG = HERMES.replace('"C"', '"K"')
 
 
@@ -78,8 +79,17 @@ def grammar(family: str, choice: object = None, **options) -> StructuredOutput |
         ("smollm2", "required", True, f"<tool_call>[\n{CALL},\n{OTHER}\n]</tool_call>", True),
         ("smollm2", "required", True, f"<tool_call>[\n{CALL},\n{CALL}", False),
         ("smollm2", "auto", True, "a < b", True),
-        ("llama3", "required", True, CALL.replace("arguments", "parameters"), True),
+        ("llama3", "required", True, LLAMA, True),
         ("llama3", "required", True, CALL, False),
+        ("llama3", "auto", True, LLAMA, True),
+        ("llama3", "auto", True, LLAMA.replace('": "get', '":"get').replace(", ", ",", 1), True),
+        ("llama3", "auto", True, f"<|python_tag|>{LLAMA}", True),
+        ("llama3", "auto", True, f"Well. {LLAMA}", True),
+        ("llama3", "auto", True, '{"name": "Ann", "age": 3}', True),
+        ("llama3", "auto", True, '{"name": "get_times"}', True),
+        ("llama3", "auto", True, LLAMA.replace('"C"', '"K"'), False),
+        ("llama3", "auto", True, CALL, False),
+        ("llama3", "auto", True, f"<|python_tag|>{CALL}", False),
         ("mistral", "required", True, f"[TOOL_CALLS][{CALL}, {OTHER}]", True),
         ("mistral", "auto", True, f"Well[TOOL_CALLS][{OTHER}]", True),
         ("mistral", "auto", True, f"Well[TOOL_CALLS][{CALL}", False),
@@ -91,11 +101,6 @@ def test_grammars_hold_what_the_choice_asks_for(family, choice, parallel, text, 
     output = grammar(family, choice, parallel=parallel)
     assert output is not None
     assert holds(family, output, text) == expected
-
-
-def test_without_a_marker_a_free_answer_is_free():
-    assert grammar("llama3", "auto") is None
-    assert grammar("qwen2", "none") is None
 
 
 @pytest.mark.parametrize(
@@ -124,8 +129,19 @@ def test_what_an_answer_must_look_like_holds_behind_reasoning():
     assert chat_format("qwen2").plan(QUESTION, structured_output=answer).structured_output is answer
 
 
+def test_a_chat_that_may_call_nothing_has_no_grammar():
+    assert grammar("qwen2", "none") is None
+
+
+def test_tools_that_may_not_be_called_are_not_begun():
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_time"}}]}
+    output = grammar("llama3", {"type": "allowed_tools", "allowed_tools": allowed})
+    assert not holds("llama3", output, LLAMA)
+    assert holds("llama3", output, '{"name": "get_time", "parameters": {}}')
+
+
 def test_strict_tools_refuse_what_a_grammar_cannot_keep():
-    schema = {"type": "object", "properties": {"a": {"not": {"type": "null"}}}}
+    schema = {"type": "object", "properties": {"a": {"not": {"required": ["b"]}}}}
     for strict in (False, True):
         tool = {
             "type": "function",

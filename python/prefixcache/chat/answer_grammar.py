@@ -12,8 +12,11 @@ from prefixcache.chat.grammars import FREE, SPACING, Markers, escaped, literal
 from prefixcache.chat.reasoning import CLOSING, OPENING, Begin
 from prefixcache.chat.tools import ToolUse
 from prefixcache.exceptions import InvalidRequestError
+from prefixcache.grammar.json_schema import known_schema
 from prefixcache.structured_output import StructuredOutput
 
+# Tools whose calls begin with nothing but their name: with more, masks reach llguidance's limits.
+_MOST_BARE = 128
 # Models write it between reasoning and what follows.
 _GAP = "\n\n"
 
@@ -25,7 +28,7 @@ def tool_grammar(
     begin: Begin,
     markers: Markers,
 ) -> StructuredOutput | None:
-    """The grammar of an answer that may or must call tools; None where anything goes.
+    """The grammar of an answer that may or must call tools; None where it may say anything.
 
     An answer that calls none is free text, or what `output` says.
     """
@@ -37,8 +40,10 @@ def tool_grammar(
         rules.append(f"main: {calls}")
     elif output is not None:
         rules += [f"main: {calls} | answer", _answer_rule("answer", output)]
+    elif call_format.syntax.bare and len(use.tools) > _MOST_BARE:
+        return None
     elif call_format.syntax.bare:
-        return None  # what begins a call may begin an answer too
+        rules += _bare_rules(use, call_format, markers)
     else:
         plain = "unreasoned"
         rules += _free_rules(opening, markers)
@@ -55,6 +60,24 @@ def _free_rules(opening: str, markers: Markers) -> list[str]:
         f"PLAIN: {FREE}{unlike}",
         "unreasoned: PLAIN | plain_head calls",
         markers.head("plain_head", opening, unlike),
+    ]
+
+
+def _bare_rules(use: ToolUse, call_format: ToolFormat, markers: Markers) -> list[str]:
+    """`main` is free unless it begins with an object that names a tool, which is a call."""
+    begin = r'\s*\{\s*"name"\s*:\s*"'
+    names = "|".join(re.escape(tool.name) for tool in use.tools)
+    unlike = f' & ~/{begin}({names})"(?s:.*)/'
+    behind = rf'"\s{{0,2}},\s{{0,2}}"{call_format.arguments}"\s{{0,2}}:\s{{0,2}}'
+    bare = (
+        rf"/{begin}{re.escape(tool.name)}{behind}/ args_{tool.index} /\s{{0,2}}\}}/"
+        for tool in use.callable_tools
+    )
+    return [
+        f"FREE: {FREE}{unlike}",
+        "main: FREE | bare | head calls",
+        f"bare: {' | '.join(bare)}",
+        markers.head("head", call_format.syntax.opening, unlike),
     ]
 
 
@@ -102,4 +125,5 @@ def _answer(output: StructuredOutput) -> str:
     if output.kind == "choice":
         return " | ".join(literal(choice) for choice in json.loads(output.text))
     schema = json.loads(output.text) if output.kind == "json" else {"type": "object"}
-    return f"%json {json.dumps({**schema, 'x-guidance': SPACING}, ensure_ascii=False)}"
+    schema = {**known_schema(schema), "x-guidance": {**SPACING, "coerce_one_of": True}}
+    return f"%json {json.dumps(schema, ensure_ascii=False)}"

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from prefixcache.chat.tools import Tool
+from prefixcache.grammar.json_schema import known_schema
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 # Schemas made of others: closing one part of them may leave nothing that fits all.
@@ -73,8 +74,9 @@ def _schema(tool: Tool) -> str:
     schema.setdefault("type", "object")
     if "properties" in schema and not any(key in schema for key in _COMPOSED):
         schema.setdefault("additionalProperties", False)
-    schema["x-guidance"] = {**SPACING, "lenient": not tool.strict}
-    return json.dumps(schema, ensure_ascii=False)
+    lenient = not tool.strict
+    schema["x-guidance"] = {**SPACING, "lenient": lenient, "coerce_one_of": lenient}
+    return json.dumps(known_schema(schema), ensure_ascii=False)
 
 
 def schema_problem(grammar: str, error: str) -> tuple[str, str] | None:

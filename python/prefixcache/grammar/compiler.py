@@ -12,6 +12,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from prefixcache.exceptions import GrammarError
+from prefixcache.grammar.json_schema import known_schema
 from prefixcache.grammar.vocabulary import Vocabulary, Words
 from prefixcache.structured_output import StructuredOutput
 
@@ -101,9 +102,10 @@ def _schema(text: str) -> dict[str, Any]:
 def _schema_source(schema: dict[str, Any]) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(
-            json.dumps(schema), defaults={"whitespace_pattern": _WHITESPACE}
+            json.dumps(known_schema(schema)),
+            defaults={"whitespace_pattern": _WHITESPACE, "coerce_one_of": True},
         )
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GrammarError(str(error)) from None
 
 

@@ -21,7 +21,7 @@ PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.F
 PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
 .PHONY: setup setup-dev model serve test test-long test-clients test-rust test-python test-wheel format clean
-.PHONY: lint lint-rust lint-python lint-deploy
+.PHONY: lint lint-rust lint-python lint-deploy dist audit licences
 .PHONY: equality loom shuttle stress sanitize fuzz soak bench bench-peers bench-core bench-hybrid bench-elastic bench-eviction bench-gpu-dry
 
 setup: .venv/.built                ## venv, pinned dependencies, release build
@@ -138,6 +138,23 @@ bench-gpu-dry: setup-dev           ## what runs on a GPU, with a tiny model on t
 equality: setup-dev model          ## no bit of an answer changes (SCHEDULES=..., ARGS="--dialogues 4")
 	$(BIN)/python tests/equality.py --schedules $(SCHEDULES)
 	$(BIN)/python tests/equality_http.py $(ARGS)
+
+dist: .venv-release/.built          ## sdist, and from it the manylinux wheel; lists of what they depend on
+	python3 release/licences.py --check
+	rm -rf dist && mkdir dist
+	.venv-release/bin/maturin sdist --out dist
+	MATURIN_PEP517_ARGS="--zig --compatibility manylinux2014" \
+	  CARGO_ZIGBUILD_ZIG_PATH=$$(.venv-release/bin/python -c "import ziglang; print(ziglang.__path__[0])")/zig \
+	  .venv-release/bin/pip wheel --no-deps --wheel-dir dist dist/prefixcache-*.tar.gz
+	.venv-release/bin/auditwheel show dist/prefixcache-*.whl
+	.venv-release/bin/cyclonedx-py requirements requirements/runtime.txt --output-file dist/python.cyclonedx.json
+
+audit: .venv-release/.built         ## known advisories: what the note says; ARGS=--run asks cargo-deny and pip-audit again
+	PATH="$(CURDIR)/.venv-release/bin:$(PATH)" python3 release/audit.py $(ARGS)
+
+licences:                          ## of the Rust crates in the wheel; cargo-deny says whether they may be
+	python3 release/licences.py
+	command -v cargo-deny && cargo deny check licenses bans sources
 
 lint-deploy: .venv-release/.built   ## deploy/, as far as it goes without the systems; passes over tools that are not installed
 	.venv-release/bin/hadolint deploy/docker/Dockerfile

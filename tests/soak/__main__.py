@@ -13,7 +13,7 @@ from pathlib import Path
 
 from soak.answers import Answer
 from soak.bank import answers_of, make_bank
-from soak.clients import Crowd, Expected
+from soak.clients import Crowd, Expected, Limits
 from soak.commands import Operator, break_copy
 from soak.lives import Lives, unexpected_tracebacks
 from soak.options import Options, parse_options
@@ -26,7 +26,7 @@ from tiny_models import make_checkpoint
 ADMIN, KEYS = "admin-key", ("first-key", "second-key", "third-key")
 _BANK_SIZE = 126
 _USUAL_BLOCKS, _SIZES = 400, (240, 640)
-_READ_SECONDS = 5
+_LIMITS = Limits(read_seconds=5, request_seconds=60)
 _DRAIN_SECONDS = 5
 _COMMON_FLAGS = ("--port", "0", "--dtype", "float32", "--served-model-name", "soak")
 _QUIET_FLAGS = (*_COMMON_FLAGS, "--no-enable-prefix-caching", "--admin-api-key", ADMIN)
@@ -61,7 +61,7 @@ class Soak:
         """The quiet server's answers, then all of it."""
         expected: Expected = {name: await self._quiet_answers(name) for name in self._folders}
         self._crowd = Crowd(
-            self.lives, self.tally, self._bank, expected, KEYS, self._choose, _READ_SECONDS
+            self.lives, self.tally, self._bank, expected, KEYS, self._choose, _LIMITS
         )
         await self.lives.start("first")
         self.tally.begun = time.monotonic()
@@ -183,7 +183,7 @@ def _flags(folder: Path) -> list[str | Path]:
         "num-blocks": _USUAL_BLOCKS,
         "kv-cache-max-memory": "1GiB",
         "limit-concurrency": 2048,
-        "timeout-read": _READ_SECONDS,
+        "timeout-read": _LIMITS.read_seconds,
         "drain-seconds": _DRAIN_SECONDS,
         "admin-api-key": ADMIN,
         "allowed-model-dirs": folder,

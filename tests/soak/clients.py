@@ -8,6 +8,7 @@ import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from soak.answers import Answer, EventReader
@@ -31,6 +32,24 @@ _CONNECTION_ERRORS = (BadReplyError, ConnectionError, asyncio.LimitOverrunError)
 Expected = Mapping[str, Sequence[Answer]]
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds that the server gives a request to come, and to be answered."""
+
+    read_seconds: float
+    request_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A question to a process, at a monotonic time, by a client who reads slowly or not."""
+
+    life: Life
+    question: Question
+    since: float
+    is_slow: bool
+
+
 class Crowd:
     """The clients. `may_ask` is closed while the server is to be quiet; `hurry` ends dawdling."""
 
@@ -42,7 +61,7 @@ class Crowd:
         expected: Expected,
         keys: Sequence[str],
         choose: random.Random,
-        read_seconds: float,
+        limits: Limits,
     ) -> None:
         self._lives = lives
         self._tally = tally
@@ -50,7 +69,7 @@ class Crowd:
         self._expected = expected
         self._keys = keys
         self._choose = choose
-        self._read_seconds = read_seconds
+        self._limits = limits
         self.may_ask = asyncio.Event()
         self.hurry = asyncio.Event()
         self.num_active = 0
@@ -158,7 +177,9 @@ class Crowd:
             hurried = asyncio.ensure_future(self.hurry.wait())
             both = {ended, hurried}
             await asyncio.wait(
-                both, timeout=3 * self._read_seconds + 30, return_when=asyncio.FIRST_COMPLETED
+                both,
+                timeout=3 * self._limits.read_seconds + 30,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             if not (ended.done() or hurried.done()):
                 self._tally.blame("a half-open connection was kept")
@@ -254,27 +275,26 @@ class Crowd:
         answer.is_complete |= events.is_done
         if content and (leave_after is None or num_parts <= leave_after):
             answer.add_body(question.path, json.loads(content))
-        self._judge(life, question, head, answer, bytes(content), since, first)
+        asked = _Asked(life, question, since, is_slow=pause > 0)
+        self._judge(asked, head, answer, bytes(content), first)
         return head
 
     # Judgement.
 
     def _judge(
         self,
-        life: Life,
-        question: Question,
+        asked: _Asked,
         head: Head,
         answer: Answer,
         content: bytes,
-        since: float,
         first_token: float | None,
     ) -> None:
-        now = time.monotonic()
+        life, question, since, now = asked.life, asked.question, asked.since, time.monotonic()
         if head.status in REFUSALS:
             self._judge_refusal(life, head, content, since)
             return
         if answer.error is not None or head.status != 200:
-            self._judge_error(life, question, head, answer, since)
+            self._judge_error(asked, head, answer)
             return
         names = life.weights_between(since, now)
         rights = self._rights(question, names)
@@ -301,10 +321,8 @@ class Crowd:
         else:
             self._tally.add(f"refused: {head.status} {code}", since=since)
 
-    def _judge_error(
-        self, life: Life, question: Question, head: Head, answer: Answer, since: float
-    ) -> None:
-        now = time.monotonic()
+    def _judge_error(self, asked: _Asked, head: Head, answer: Answer) -> None:
+        life, question, since, now = asked.life, asked.question, asked.since, time.monotonic()
         error = answer.error or {}
         told = f"{error.get('code')} {error.get('message')}"
         names = life.weights_between(since, now)
@@ -316,6 +334,10 @@ class Crowd:
             self._tally.add("refused: asleep, told in its stream", since=since)
         elif "shutting down" in told and life.ending is not None:
             self._tally.add("cut by SIGTERM, told so", since=since)
+        elif "request_timeout" in told and now - since >= self._limits.request_seconds:
+            self._tally.add("cut by --request-timeout, told so", since=since)
+        elif "slow_reader" in told and asked.is_slow:
+            self._tally.add("cut while reading slowly, told so", since=since, timed=False)
         elif INJECTED in told or life.was_disturbed("fault", since, now):
             self._tally.add("failed by an injected fault", since=since)
         else:

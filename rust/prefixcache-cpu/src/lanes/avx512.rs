@@ -257,9 +257,10 @@ unsafe fn field<const BITS: u32, const SIGNED: bool>(words: __m512i, at: u32) ->
     unsafe {
         let at_bottom = _mm512_srlv_epi32(words, _mm512_set1_epi32(at as i32));
         match (BITS, SIGNED) {
-            (4, _) => _mm512_permutexvar_ps(at_bottom, numbers::<BITS, SIGNED>(0)),
+            (4, _) => _mm512_permutexvar_ps(at_bottom, Numbers::<BITS, SIGNED, 0>::load()),
             (5, _) => {
-                let (low, high) = (numbers::<BITS, SIGNED>(0), numbers::<BITS, SIGNED>(16));
+                let low = Numbers::<BITS, SIGNED, 0>::load();
+                let high = Numbers::<BITS, SIGNED, 16>::load();
                 _mm512_permutex2var_ps(low, at_bottom, high)
             }
             (_, false) => {
@@ -275,16 +276,27 @@ unsafe fn field<const BITS: u32, const SIGNED: bool>(words: __m512i, at: u32) ->
     }
 }
 
-/// The numbers that the fields `first` to `first + 15` are.
-#[inline(always)]
-unsafe fn numbers<const BITS: u32, const SIGNED: bool>(first: i32) -> __m512 {
-    let numbers: [f32; 16] = std::array::from_fn(|i| {
-        let field = first + i as i32;
-        let negative = SIGNED && field >= 1 << (BITS - 1);
-        (if negative { field - (1 << BITS) } else { field }) as f32
-    });
-    // SAFETY: the array holds 16 numbers; the caller has the proof that the processor has AVX-512.
-    unsafe { _mm512_loadu_ps(numbers.as_ptr()) }
+/// The numbers that the fields `FIRST` to `FIRST + 15` are.
+struct Numbers<const BITS: u32, const SIGNED: bool, const FIRST: i32>;
+
+impl<const BITS: u32, const SIGNED: bool, const FIRST: i32> Numbers<BITS, SIGNED, FIRST> {
+    const TABLE: [f32; 16] = {
+        let mut table = [0.0; 16];
+        let mut i = 0;
+        while i < 16 {
+            let field = FIRST + i as i32;
+            let negative = SIGNED && field >= 1 << (BITS - 1);
+            table[i] = (if negative { field - (1 << BITS) } else { field }) as f32;
+            i += 1;
+        }
+        table
+    };
+
+    #[inline(always)]
+    unsafe fn load() -> __m512 {
+        // SAFETY: the table holds 16 numbers; the caller has the proof that the processor has AVX-512.
+        unsafe { _mm512_loadu_ps(Self::TABLE.as_ptr()) }
+    }
 }
 
 /// Transposes up to 16 words of 16 rows: four rounds of interleaving, 1, 2, 4 and 8 words wide.

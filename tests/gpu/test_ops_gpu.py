@@ -80,7 +80,7 @@ def test_a_row_of_a_linear_in_fixed_tiles_does_not_depend_on_the_others(
     linear = FixedTileLinear((torch.randn(outputs, width, device=device) / 64).bfloat16())
     residual = torch.randn(300, outputs, device=device).bfloat16()
     whole = linear(x, residual.clone())
-    plain = torch.nn.functional.linear(x.float(), linear._weight_OI.float()) + residual.float()
+    plain = torch.nn.functional.linear(x.float(), linear.weight_OI.float()) + residual.float()
     torch.testing.assert_close(whole.float(), plain, atol=0.02, rtol=0.02)
     for count in (1, 7, 63, 65, 128, 299):
         assert torch.equal(linear(x[:count], residual[:count].clone()), whole[:count])

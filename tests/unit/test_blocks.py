@@ -38,13 +38,33 @@ def test_a_linear_takes_blocks_as_the_numbers_they_stand_for(
 ) -> None:
     ops = make_ops(dtype, torch.device("cpu"), Cpu(2) if kernels else None)
     upper, lower = quantized("Q4_K", 40, 256), quantized("Q8_0", 24, 256, seed=1)
-    kept, dense = (ops.linear(256, 64) for _ in range(2))
+    kept, dense = (ops.linear(256, 64, parts=[40, 24]) for _ in range(2))
     for start, part in ((0, upper), (40, lower)):
         kept.copy_blocks(start, part)
         dense.copy_rows(start, part.widened(dtype))
     x = torch.randn(7, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert torch.equal(kept(x), dense(x))
     assert torch.equal(kept.wide(x), dense.wide(x))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "cpu"])
+def test_an_embedding_is_read_from_the_blocks_it_was_written_as(kernels: bool, tied: bool) -> None:
+    ops = make_ops(torch.bfloat16, torch.device("cpu"), Cpu(2) if kernels else None)
+    head = ops.linear(256, 48)
+    embedding = ops.embedding(head if tied else None, 48, 256)
+    ids = torch.tensor([47, 0, 5, 5], dtype=torch.int32)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    first, last = quantized("Q4_K", 48, 256), quantized("Q6_K", 48, 256, seed=1)
+    for weight in (first, first.widened(torch.float32), last):
+        embedding.write(weight)
+        is_dense = isinstance(weight, torch.Tensor)
+        numbers = (weight if is_dense else weight.widened(torch.float32)).bfloat16()
+        assert torch.equal(embedding(ids), numbers[ids.long()])
+        if tied:
+            dense = ops.linear(256, 48)
+            dense.copy_rows(0, numbers)
+            assert torch.equal(head(x), dense(x))
 
 
 @pytest.mark.parametrize("scale", [np.nan, np.inf])

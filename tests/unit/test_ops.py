@@ -73,12 +73,13 @@ def test_linear_rows_can_be_replaced_after_use(form: str) -> None:
     torch.testing.assert_close(after[:, 12:], before[:, 12:])
 
 
-def test_a_tied_linear_gives_the_embeddings_products(form: str) -> None:
-    embedding = random(40, 24)
-    layer = ops(form).linear(24, 40, tied_to_OI=embedding)
-    layer.copy_rows(0, embedding)
+def test_a_tied_head_gives_the_embeddings_products(form: str) -> None:
+    head, weight = ops(form).linear(24, 40), random(40, 24)
+    embedding = ops(form).embedding(head, 40, 24)
+    embedding.write(weight)
     x = random(2, 24, seed=3)
-    torch.testing.assert_close(layer(x), x @ embedding.T)
+    torch.testing.assert_close(head(x), x @ weight.T)
+    assert torch.equal(embedding(torch.tensor([39, 0])), weight[[39, 0]])
 
 
 def test_a_bias_for_a_linear_without_one_is_refused(form: str) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from prefixcache.attention.base import AttentionSpec
@@ -19,6 +18,7 @@ from prefixcache.model_config import ModelConfig
 from prefixcache.models.names import TensorNames
 from prefixcache.models.weights import Slot
 from prefixcache.ops.blocks import QuantizedTensor
+from prefixcache.ops.embedding import Embedding
 from prefixcache.ops.linear import Linear, dtype_name
 from prefixcache.ops.rope import RotaryEmbedding
 from prefixcache.ops.sets import Ops
@@ -31,13 +31,13 @@ class Builder:
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
         self._tensors: list[Tensor] = []
-        self._linears: list[Linear] = []
+        self._layers: list[Linear | Embedding] = []
 
     @property
     def num_bytes(self) -> int:
         """Memory of all that was made, as it is kept now."""
         tensors = sum(tensor.nbytes for tensor in self._tensors)
-        return tensors + sum(linear.num_bytes for linear in self._linears)
+        return tensors + sum(layer.num_bytes for layer in self._layers)
 
     def tensor(self, *shape: int) -> Tensor:
         """An uninitialised parameter."""
@@ -46,11 +46,17 @@ class Builder:
         return made
 
     def linear(
-        self, inputs: int, outputs: int, *, bias: bool, tied: Tensor | None = None
+        self, inputs: int, outputs: int, *, bias: bool, parts: Sequence[int] | None = None
     ) -> Linear:
-        """An unfilled linear layer."""
-        made = self.ops.linear(inputs, outputs, bias=bias, tied_to_OI=tied)
-        self._linears.append(made)
+        """An unfilled linear layer, fused of projections with these numbers of outputs."""
+        made = self.ops.linear(inputs, outputs, bias=bias, parts=parts)
+        self._layers.append(made)
+        return made
+
+    def embedding(self, head: Linear | None, vocab_size: int, hidden_size: int) -> Embedding:
+        """An unfilled table of embeddings, and the head tied to it if there is one."""
+        made = self.ops.embedding(head, vocab_size, hidden_size)
+        self._layers.append(made)
         return made
 
 
@@ -63,9 +69,8 @@ class Attention:
         self._rms_norm = _norm_of(config, builder.ops)
         self._heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self._head_dim = config.head_dim
-        self.qkv = builder.linear(
-            config.hidden_size, sum(self._heads) * config.head_dim, bias=config.qkv_bias
-        )
+        parts = [heads * config.head_dim for heads in self._heads]
+        self.qkv = builder.linear(config.hidden_size, sum(parts), bias=config.qkv_bias, parts=parts)
         self.out = builder.linear(
             config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias
         )
@@ -121,7 +126,9 @@ class MLP:
         self._gate = gates[config.activation]
         self._size = size
         self._bias = config.mlp_bias
-        self.gate_up = builder.linear(config.hidden_size, 2 * size, bias=config.mlp_bias)
+        self.gate_up = builder.linear(
+            config.hidden_size, 2 * size, bias=config.mlp_bias, parts=[size, size]
+        )
         self.down = builder.linear(size, config.hidden_size, bias=config.mlp_bias)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
@@ -232,17 +239,16 @@ class DecoderModel:
         self.device = builder.ops.device
         self._builder = builder
         self._rms_norm = _norm_of(config, builder.ops)
-        self._embedding_VE = builder.tensor(config.vocab_size, config.hidden_size)
         self._layers = [DecoderLayer(config, i, builder) for i in range(config.num_layers)]
         self._stack = builder.ops.stack(
             [layer.weights for layer in self._layers], config.rms_norm_eps
         )
         self._norm_E = builder.tensor(config.hidden_size)
-        self._head = builder.linear(
-            config.hidden_size,
+        self._head = builder.linear(config.hidden_size, config.vocab_size, bias=False)
+        self._embedding = builder.embedding(
+            self._head if config.tie_word_embeddings else None,
             config.vocab_size,
-            bias=False,
-            tied=self._embedding_VE if config.tie_word_embeddings else None,
+            config.hidden_size,
         )
         self._ropes = [
             RotaryEmbedding(rope, config.head_dim, max_positions, self.device)
@@ -279,7 +285,7 @@ class DecoderModel:
         return self._rms_norm(x_TE, self._norm_E)
 
     def _embedded(self, token_ids_T: Tensor) -> Tensor:
-        x_TE = F.embedding(token_ids_T, self._embedding_VE)
+        x_TE = self._embedding(token_ids_T)
         return x_TE if self._embedding_scale == 1.0 else x_TE.mul_(self._embedding_scale)
 
     def _through_layers(
@@ -302,25 +308,16 @@ class DecoderModel:
         return self._head.wide(hidden_RE)
 
     def _all_slots(self) -> Iterator[tuple[str, Slot]]:
+        shape = (self.config.vocab_size, self.config.hidden_size)
         yield (
             "model.embed_tokens.weight",
-            Slot(tuple(self._embedding_VE.shape), self._write_embedding, self._embedding_format),
+            Slot(shape, self._embedding.write, self._embedding.kept_format),
         )
         for index, layer in enumerate(self._layers):
             yield from layer.slots(f"model.layers.{index}")
         yield "model.norm.weight", _tensor_slot(self._norm_E)
         if not self.config.tie_word_embeddings:
             yield from _linear_slots("lm_head", self._head, 0, self.config.vocab_size, bias=False)
-
-    def _embedding_format(self) -> str:
-        return dtype_name(self.dtype)
-
-    def _write_embedding(self, weight_VE: Tensor | QuantizedTensor) -> None:
-        if isinstance(weight_VE, QuantizedTensor):
-            weight_VE = weight_VE.widened(self.dtype)
-        self._embedding_VE.copy_(weight_VE)
-        if self.config.tie_word_embeddings:
-            self._head.copy_rows(0, weight_VE)
 
 
 def _norm_of(config: ModelConfig, ops: Ops) -> Callable[[Tensor, Tensor], Tensor]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-# The formats of blocks that linears compute with, by GGUF's names.
-BLOCK_FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+BlockFormat = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+"""The formats of blocks that linears compute with, by GGUF's names."""
+BLOCK_FORMATS: tuple[BlockFormat, ...] = get_args(BlockFormat)
 
 _CHUNK_NUMBERS = 1 << 20
 
@@ -59,12 +61,15 @@ class QuantizedTensor:
         Raises `ValueError` where a scale is no finite number.
         """
         out = torch.empty(self.shape, dtype=dtype)
-        for start, rows in self.widened_rows():
-            out[start : start + len(rows)] = rows
+        self.widen_into(out)
         return out
 
-    def widened_rows(self) -> Iterator[tuple[int, Tensor]]:
-        """The numbers in float32, a few rows at a time with the number of the first."""
+    def widen_into(self, out: Tensor) -> None:
+        """Writes the numbers to `out`, as `widened`; a few rows at a time are in float32."""
+        for start, rows in self._float32_rows():
+            out[start : start + len(rows)].copy_(rows)
+
+    def _float32_rows(self) -> Iterator[tuple[int, Tensor]]:
         from gguf import GGMLQuantizationType, dequantize
 
         kind = GGMLQuantizationType[self.format]

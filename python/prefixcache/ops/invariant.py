@@ -25,15 +25,17 @@ against float64 and against themselves, one row alone against many. On whole mod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Literal, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from prefixcache._core import Cpu, DecoderLayer, DecoderStack, PackedLinear, PagedAttention, RowOps
 from prefixcache.exceptions import ConfigError
-from prefixcache.ops.blocks import QuantizedTensor
+from prefixcache.ops.blocks import BlockFormat, QuantizedTensor
 from prefixcache.ops.linear import Linear, dtype_name
 from prefixcache.ops.stack import LayerWeights
 
@@ -58,21 +60,31 @@ class InvariantLinear:
     """
 
     def __init__(
-        self, cpu: Cpu, dtype: torch.dtype, inputs: int, outputs: int, *, bias: bool
+        self,
+        cpu: Cpu,
+        dtype: torch.dtype,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = False,
+        parts: Sequence[int] | None = None,
     ) -> None:
         self.in_features = inputs
         self.out_features = outputs
         self.dtype = dtype
-        self.packed = PackedLinear(cpu, inputs, outputs, kernel_dtype(dtype), bias=bias)
+        self._starts = list(accumulate(parts or [], initial=0))
+        self.packed = PackedLinear(
+            cpu, inputs, outputs, kernel_dtype(dtype), bias=bias, parts=parts
+        )
 
     @property
     def num_bytes(self) -> int:
         """Memory of weight and bias as they are kept."""
-        return self.in_features * self.out_features * self.dtype.itemsize
+        return self.packed.num_bytes
 
-    def kept_format(self, start: int) -> str:  # noqa: ARG002
+    def kept_format(self, start: int) -> str:
         """How the part of the weight that begins at row `start` is kept."""
-        return dtype_name(self.dtype)
+        return self.packed.formats[self._starts.index(start)]
 
     def copy_rows(self, start: int, weight_OI: Tensor) -> None:
         """Writes output rows `start:start + O` of the weight, converting their type."""
@@ -82,9 +94,22 @@ class InvariantLinear:
         self.packed.copy_rows(start, dense.data_ptr(), len(dense))
 
     def copy_blocks(self, start: int, weight_OI: QuantizedTensor) -> None:
-        """Writes output rows `start:start + O` of the weight: the dense numbers of the blocks."""
-        for first, rows in weight_OI.widened_rows():
-            self.copy_rows(start + first, rows)
+        """Writes output rows `start:start + O` of the weight, a whole part, which stays in blocks.
+
+        Raises `ValueError` where the rows are no part, or a scale is no finite number.
+        """
+        if weight_OI.shape[1] != self.in_features:
+            raise ValueError(f"weight_OI must have {self.in_features} columns")
+        blocks = weight_OI.blocks.contiguous()
+        block_format = cast("BlockFormat", weight_OI.format)
+        self.packed.copy_blocks(start, blocks.data_ptr(), len(blocks), block_format)
+
+    def read_rows(self, ids_T: Tensor) -> Tensor:
+        """Returns the rows [T, I] of the weight that these numbers of outputs name."""
+        ids_T = ids_T.to(torch.int64).contiguous()
+        out_TI = torch.empty(len(ids_T), self.in_features, dtype=self.dtype)
+        self.packed.read_rows(ids_T.data_ptr(), len(ids_T), out_TI.data_ptr())
+        return out_TI
 
     def copy_bias(self, start: int, bias_O: Tensor) -> None:
         """Writes elements `start:start + O` of the bias."""
@@ -123,6 +148,53 @@ class InvariantLinear:
             residual,
             wide_out=wide_out,
         )
+
+
+class InvariantEmbedding:
+    """A table of embeddings, dense or in blocks, whichever it was written as last.
+
+    Blocks are kept as a linear keeps its weight: that of a tied head are the only ones. Beside a
+    dense table the head has its own copy, packed for its kernel.
+    """
+
+    def __init__(
+        self, head: InvariantLinear | None, make_table: Callable[[], InvariantLinear]
+    ) -> None:
+        self._head = head
+        self._make_table = make_table
+        self._table = head or make_table()
+        self._dense_VE: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the table as it is kept, without that of a head."""
+        dense = 0 if self._dense_VE is None else self._dense_VE.nbytes
+        return dense + (self._table.num_bytes if self._head is None else 0)
+
+    def kept_format(self) -> str:
+        """How the table is kept."""
+        is_dense = self._dense_VE is not None
+        return dtype_name(self._table.dtype) if is_dense else self._table.kept_format(0)
+
+    def write(self, weight_VE: Tensor | QuantizedTensor) -> None:
+        """Writes all of the table, and of the head tied to it."""
+        if isinstance(weight_VE, QuantizedTensor):
+            self._table.copy_blocks(0, weight_VE)
+            self._dense_VE = None
+            return
+        if self._head is None:
+            self._table = self._make_table()
+        else:
+            self._head.copy_rows(0, weight_VE)
+        if self._dense_VE is None:
+            self._dense_VE = torch.empty(weight_VE.shape, dtype=self._table.dtype)
+        self._dense_VE.copy_(weight_VE)
+
+    def __call__(self, ids_T: Tensor) -> Tensor:
+        """Returns the rows [T, E] of these tokens."""
+        if self._dense_VE is not None:
+            return F.embedding(ids_T, self._dense_VE)
+        return self._table.read_rows(ids_T)
 
 
 class InvariantStack:
@@ -216,10 +288,17 @@ class InvariantOps:
         outputs: int,
         *,
         bias: bool = False,
-        tied_to_OI: Tensor | None = None,  # noqa: ARG002
+        parts: Sequence[int] | None = None,
     ) -> InvariantLinear:
-        """Makes an unfilled layer. A packed weight is always a copy, also of a tied one."""
-        return InvariantLinear(self._cpu, self.dtype, inputs, outputs, bias=bias)
+        """Makes an unfilled layer."""
+        return InvariantLinear(self._cpu, self.dtype, inputs, outputs, bias=bias, parts=parts)
+
+    def embedding(
+        self, head: Linear | None, vocab_size: int, hidden_size: int
+    ) -> InvariantEmbedding:
+        """Makes an unfilled table, which takes no memory until it is written."""
+        tied = head if isinstance(head, InvariantLinear) else None
+        return InvariantEmbedding(tied, lambda: self.linear(hidden_size, vocab_size))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
         """Normalises the last dimension, rounding once, after the scaling."""

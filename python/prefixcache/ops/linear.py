@@ -32,7 +32,7 @@ class Linear(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of weight and bias as they are kept, without a weight that is another's too."""
+        """Memory of weight and bias as they are kept."""
         ...
 
     def kept_format(self, start: int) -> str:
@@ -68,25 +68,18 @@ class Linear(Protocol):
 
 
 class TorchLinear:
-    """The plain form: a dense weight and torch's own matmul.
+    """The plain form: a dense weight, `weight_OI`, and torch's own matmul."""
 
-    A weight that `is_tied` is another's memory.
-    """
-
-    def __init__(
-        self, weight_OI: Tensor, bias_O: Tensor | None = None, *, is_tied: bool = False
-    ) -> None:
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight_OI.shape
         self.dtype = weight_OI.dtype
-        self._is_tied = is_tied
-        self._weight_OI = weight_OI
+        self.weight_OI = weight_OI
         self._bias_O = bias_O
 
     @property
     def num_bytes(self) -> int:
-        """Memory of weight and bias, without a weight that is another's too."""
-        weight = 0 if self._is_tied else self._weight_OI.nbytes
-        return weight + (0 if self._bias_O is None else self._bias_O.nbytes)
+        """Memory of weight and bias."""
+        return self.weight_OI.nbytes + (0 if self._bias_O is None else self._bias_O.nbytes)
 
     def kept_format(self, start: int) -> str:  # noqa: ARG002
         """The type of the weight."""
@@ -94,12 +87,11 @@ class TorchLinear:
 
     def copy_rows(self, start: int, weight_OI: Tensor) -> None:
         """Writes output rows `start:start + O` of the weight, converting their type."""
-        self._weight_OI[start : start + weight_OI.shape[0]].copy_(weight_OI)
+        self.weight_OI[start : start + weight_OI.shape[0]].copy_(weight_OI)
 
     def copy_blocks(self, start: int, weight_OI: QuantizedTensor) -> None:
         """Writes output rows `start:start + O` of the weight: the dense numbers of the blocks."""
-        for first, rows in weight_OI.widened_rows():
-            self.copy_rows(start + first, rows)
+        weight_OI.widen_into(self.weight_OI[start : start + weight_OI.shape[0]])
 
     def copy_bias(self, start: int, bias_O: Tensor) -> None:
         """Writes elements `start:start + O` of the bias."""
@@ -110,10 +102,10 @@ class TorchLinear:
     def __call__(self, x_TI: Tensor, residual_TO: Tensor | None = None) -> Tensor:
         """Returns [T, O]; the matmul itself adds to the residual, in its place, before rounding."""
         if residual_TO is None:
-            return F.linear(x_TI, self._weight_OI, self._bias_O)
+            return F.linear(x_TI, self.weight_OI, self._bias_O)
         if self._bias_O is not None:
             residual_TO += self._bias_O
-        return residual_TO.addmm_(x_TI, self._weight_OI.T)
+        return residual_TO.addmm_(x_TI, self.weight_OI.T)
 
     def wide(self, x_TI: Tensor) -> Tensor:
         """Returns [T, O] as torch's matmul rounds it."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from prefixcache._core import Cpu
 from prefixcache.ops import activation, norm, rope
+from prefixcache.ops.embedding import Embedding, TorchEmbedding
 from prefixcache.ops.linear import Linear, TorchLinear
 from prefixcache.ops.stack import LayerWeights
 
@@ -27,13 +28,22 @@ class Ops(Protocol):
     device: torch.device
 
     def linear(
-        self, inputs: int, outputs: int, *, bias: bool = False, tied_to_OI: Tensor | None = None
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = False,
+        parts: Sequence[int] | None = None,
     ) -> Linear:
         """Makes an unfilled layer.
 
-        `tied_to_OI` is a dense weight of the same shape (the embedding) that the layer may read
-        instead of keeping a copy; the caller writes both all the same.
+        `parts` are the outputs of those projections, in order, that it is fused of: each may be
+        written in another format.
         """
+        ...
+
+    def embedding(self, head: Linear | None, vocab_size: int, hidden_size: int) -> Embedding:
+        """Makes an unfilled table; `head` is the layer tied to it, made by `linear`."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
@@ -84,14 +94,25 @@ class TorchOps:
             self._linear = FixedTileLinear
 
     def linear(
-        self, inputs: int, outputs: int, *, bias: bool = False, tied_to_OI: Tensor | None = None
-    ) -> Linear:
-        """Makes an unfilled layer with a dense weight."""
-        weight_OI = tied_to_OI
-        if weight_OI is None:
-            weight_OI = torch.empty(outputs, inputs, dtype=self.dtype, device=self.device)
-        bias_O = torch.empty(outputs, dtype=self.dtype, device=self.device) if bias else None
-        return self._linear(weight_OI, bias_O, is_tied=tied_to_OI is not None)
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = False,
+        parts: Sequence[int] | None = None,  # noqa: ARG002
+    ) -> TorchLinear:
+        """Makes an unfilled layer with a dense weight, whatever its parts come as."""
+        bias_O = self._empty(outputs) if bias else None
+        return self._linear(self._empty(outputs, inputs), bias_O)
+
+    def embedding(self, head: Linear | None, vocab_size: int, hidden_size: int) -> TorchEmbedding:
+        """Makes an unfilled dense table: the weight of the head, if there is one."""
+        if isinstance(head, TorchLinear):
+            return TorchEmbedding(head.weight_OI, is_tied=True)
+        return TorchEmbedding(self._empty(vocab_size, hidden_size), is_tied=False)
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def stack(self, layers: Sequence[LayerWeights], eps: float) -> None:  # noqa: ARG002
         """Torch computes op by op."""

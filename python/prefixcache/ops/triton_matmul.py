@@ -40,7 +40,7 @@ class FixedTileLinear(TorchLinear):
             kernel: Any = _linear
             kernel[(tiles,)](
                 x_TI,
-                self._weight_OI,
+                self.weight_OI,
                 # Pointers that are not read where there is no such tensor.
                 out_TO if self._bias_O is None else self._bias_O,
                 out_TO,

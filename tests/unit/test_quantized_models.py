@@ -1,0 +1,100 @@
+"""Models whose weights stay in blocks: every bit is that of the same numbers kept dense."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paged_driver import PagedDriver
+from prefixcache._core import Cpu
+from prefixcache.config import DEFAULT_MODEL
+from prefixcache.model_config import ModelConfig
+from prefixcache.models.decoder import DecoderModel
+from prefixcache.models.hub import is_downloaded, resolve_model
+from prefixcache.models.loader import load_model
+from prefixcache.ops.blocks import BLOCK_FORMATS
+from repeatable import bounded
+from tiny_gguf import write_gguf
+from tiny_models import make_model, save_tokenizer
+from widened import save_widened
+
+CPU = Cpu(2)
+PROMPT = [(7 * i * i + 3 * i) % 380 + 3 for i in range(70)]
+K_MIX = ("Q4_K", "Q6_K", "Q5_K", "Q4_K", "Q8_0")  # as in files called Q4_K_M, the order drawn out
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+GEMMA = {"layer_types": None, "query_pre_attn_scalar": 64, "num_hidden_layers": 3}
+CASES: dict[str, tuple[str, dict[str, Any], Sequence[str]]] = {
+    "all formats": ("llama", {}, ("F16", *BLOCK_FORMATS, "BF16", "F32")),
+    "K mix, tied": ("smollm2", {}, K_MIX),
+    "biases": ("qwen2", {}, ("Q5_K", "Q4_0", "BF16")),
+    "query and key norms": ("qwen3", {}, ("Q6_K", "Q5_1")),
+    "four norms, windows": ("gemma3", GEMMA, ("Q4_1", "Q5_0", "Q6_K")),
+}
+
+
+def load(folder: Path, dtype: torch.dtype) -> DecoderModel:
+    config = ModelConfig.from_hf(folder)
+    return load_model(config, folder, dtype=dtype, device=torch.device("cpu"), cpu=CPU)
+
+
+def greedy_logits(model: DecoderModel, prompt: list[int], count: int) -> Tensor:
+    """All logits of the prompt and of `count` greedy tokens after it, one step each."""
+    driver = PagedDriver(model, attention="cpu", cpu=CPU)
+    rows = [driver.forward([(0, 0, prompt)])]
+    for position in range(len(prompt), len(prompt) + count):
+        token = int(rows[-1][-1].argmax())
+        rows.append(driver.forward([(0, position, [token])]))
+    return torch.cat(rows)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """The folder of a GGUF file, and the same numbers written by transformers, in float32."""
+    architecture, arguments, formats = CASES[request.param]
+    place = tmp_path_factory.mktemp("pair")
+    original = make_model(architecture, **WIDE | arguments)
+    pre = "qwen2" if architecture.startswith("qwen") else "smollm"
+    file = write_gguf(place / "kept.gguf", original, pre=pre, formats=formats)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREFIXCACHE_HOME", str(place / "home"))
+        kept = resolve_model(str(file))
+    original.save_pretrained(place / "dense")
+    save_tokenizer(place / "dense")
+    return kept, place / "dense"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_greedy_answers_are_those_of_dense_weights_bit_for_bit(
+    pair: tuple[Path, Path], dtype: torch.dtype
+) -> None:
+    kept, dense = (load(folder, dtype) for folder in pair)
+    count = bounded(usual=16, long=64)
+    assert torch.equal(greedy_logits(kept, PROMPT, count), greedy_logits(dense, PROMPT, count))
+
+
+def test_torchs_linears_compute_with_the_same_numbers(pair: tuple[Path, Path]) -> None:
+    options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    kept, dense = (
+        PagedDriver(load_model(ModelConfig.from_hf(folder), folder, **options)) for folder in pair
+    )
+    work = [(0, 0, PROMPT)]
+    assert torch.equal(kept.forward(work), dense.forward(work))
+
+
+@pytest.mark.model
+@pytest.mark.skipif(not is_downloaded(DEFAULT_MODEL), reason="prefixcache download was not run")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_default_model_answers_as_if_it_were_widened(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    folder = resolve_model(DEFAULT_MODEL)
+    kept, dense = load(folder, dtype), load(save_widened(folder, tmp_path / "dense"), dtype)
+    count = bounded(usual=4, long=64)
+    assert torch.equal(greedy_logits(kept, PROMPT, count), greedy_logits(dense, PROMPT, count))

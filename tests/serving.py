@@ -41,13 +41,14 @@ def serve_folder(
     *,
     served: Mapping[str, Any] | None = None,
     access: Mapping[str, Any] | None = None,
+    bounds: Mapping[str, int | None] | None = None,
     max_queue: int | None = None,
     **flags: Any,
 ) -> tuple[FastAPI, AsyncEngine]:
     """The application around a real engine; the caller shuts the engine down."""
     options = {"dtype": "float32", "device": "cpu", "num_blocks": 200, "max_num_seqs": 16}
     built = build(EngineConfig.from_flags(model=str(folder), **options | flags))
-    engine = AsyncEngine(built.engine, max_queue=max_queue)
+    engine = AsyncEngine(built.engine, max_queue=max_queue, **(bounds or {}))
     model = {"names": (MODEL,), "tokenizer": built.tokenizer, **(served or {})}
     return create_app(engine, ServedModel(**model), **(access or {})), engine
 
@@ -147,7 +148,7 @@ class FakeEngine:
         return self._outputs(request)
 
     async def generate_all(
-        self, requests: Sequence[Request]
+        self, requests: Sequence[Request], **_limits: object
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         return _merged([self.generate(request) for request in requests])
 

@@ -303,6 +303,12 @@ class SchedulerConfig(Checked):
         "Scheduling",
         shown="250 on a CPU, 0 on CUDA",
     )
+    max_running_per_key: PositiveInt | None = flag(
+        None,
+        "Most sequences of one API key in a step; its others wait.",
+        "Scheduling",
+        shown="no limit",
+    )
     max_model_len: PositiveInt | None = flag(
         None, "Most tokens of a sequence.", "Model", shown="the model's context length"
     )

@@ -10,6 +10,9 @@ PrefixCacheError
 ├── ModelLoadError           weights are missing, broken or could not be fetched
 ├── OutOfMemoryError         the asked cache does not fit into memory
 ├── QueueFullError           too many requests wait; says when to come again
+├── RateLimitError           too many requests of one client wait; says when to come again
+├── RequestTimeoutError      the answer took longer than answers may
+├── SlowReaderError          nobody read the answer while it grew
 ├── EngineHaltedError        the engine is asleep or paused; it can be called back
 └── EngineDeadError          the engine stopped; nothing can be served any more
 """
@@ -74,6 +77,28 @@ class QueueFullError(PrefixCacheError, RuntimeError):
     def __init__(self, message: str, *, retry_after: int) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class RateLimitError(PrefixCacheError, RuntimeError):
+    """Too many requests of this client wait already. Come again in `retry_after` seconds."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class RequestTimeoutError(PrefixCacheError, TimeoutError):
+    """The time for a request was over before its last token; its work was cancelled."""
+
+    code = "request_timeout"
+
+
+class SlowReaderError(PrefixCacheError, RuntimeError):
+    """A stream was read so slowly that its work was cancelled."""
+
+    code = "slow_reader"
 
 
 class EngineHaltedError(PrefixCacheError, RuntimeError):

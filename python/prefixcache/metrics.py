@@ -120,6 +120,7 @@ class Metrics(Collector):
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.queue_full_refusals = 0
+        self.key_limit_refusals = 0
         self.finished: Counter[FinishReason] = Counter()
         self._histograms: list[Histogram] = []
         self.time_to_first_token = self._histogram(
@@ -184,6 +185,7 @@ class Metrics(Collector):
             ("prefix_cache_queries", "Tokens looked up.", gauges.num_queried_tokens),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", gauges.num_hit_tokens),
             ("queue_full_refusals", "Refused: too many waited.", self.queue_full_refusals),
+            ("key_limit_refusals", "Refused: too many of a key waited.", self.key_limit_refusals),
             ("in_flight_waits", "Waits for another's blocks.", gauges.num_in_flight_waits),
             (
                 "window_missed_tokens",

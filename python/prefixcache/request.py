@@ -91,7 +91,8 @@ class Request:
 
     A lower `priority` value is served earlier, as in vLLM. `arrival_time` is in seconds of
     `time.monotonic`. Requests of one `job_id` came together: jobs take turns, and without an id a
-    request is a job of its own. Raises `InvalidRequestError` for token ids that `as_token_ids`
+    request is a job of its own. So do clients, whatever number of jobs each has; `client` None is
+    one of them. Raises `InvalidRequestError` for token ids that `as_token_ids`
     refuses, for a retention hint that leaves the prompt, and for a priority or a time that has no
     place in an order.
     """
@@ -103,6 +104,7 @@ class Request:
     priority: int = 0
     arrival_time: float = 0.0
     job_id: str | None = None
+    client: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", as_token_ids(self.prompt_token_ids))

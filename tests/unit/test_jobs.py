@@ -1,6 +1,8 @@
-"""Requests that came together take turns with others; how many of them wait."""
+"""Requests that came together, and clients, take turns with others; how many of them wait."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +10,8 @@ from hypothesis import strategies as st
 from prefixcache.request import Request
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.jobs import Jobs
+from prefixcache.scheduler.queue import WaitingQueue
+from prefixcache.scheduler.state import RequestState
 from scheduler_bench import Bench, counts, prompt_of
 
 
@@ -184,3 +188,149 @@ def test_the_newest_turn_is_preempted_rather_than_a_newcomer() -> None:
             preempted = ({"big 0", "big 1", "big 2", "small"} - running).pop()
     assert preempted != "small"
     bench.run()
+
+
+class Clients:
+    """Starts one request after another of `WaitingQueue`, and remembers whose they were."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.jobs = Jobs(batch_size=1)
+        held = (lambda client: self.jobs.running[client] >= limit) if limit else None
+        self.queue = WaitingQueue(held)
+        self.started: list[str | None] = []
+        self._serial = 0
+
+    def arrive(self, client: str | None, count: int = 1, job: str | None = None) -> None:
+        for _ in range(count):
+            self._serial += 1
+            request = Request(
+                request_id=str(self._serial),
+                prompt_token_ids=[1],
+                params=SamplingParams(),
+                job_id=job or str(self._serial),
+                client=client,
+            )
+            state = RequestState(request, seed=0, serial=self._serial, max_num_tokens=9)
+            state.turn = self.jobs.add(request)
+            self.queue.push(state)
+
+    def start(self) -> RequestState | None:
+        """Lets the next one start, and run on."""
+        state = self.queue.head()
+        if state is None:
+            return None
+        assert self.queue.pop() is state
+        self.jobs.start(state.request, state.turn)
+        self.started.append(state.request.client)
+        return state
+
+
+ARRIVALS = st.lists(
+    st.tuples(st.sampled_from(["a", "b", "c", None]), st.integers(1, 12), st.integers(0, 8)),
+    min_size=1,
+    max_size=30,
+)
+
+
+@given(ARRIVALS)
+def test_a_client_waits_for_at_most_two_of_each_other_one(
+    arrivals: list[tuple[str | None, int, int]],
+) -> None:
+    """Between two starts of a client that waits, and before its first, whatever the others sent."""
+    server = Clients()
+    since: dict[str | None, int] = {}  # whoever waits: how many had started before its turn
+    for client, size, starts in [*arrivals, ("a", 1, 10_000)]:
+        since.setdefault(client, len(server.started))
+        server.arrive(client, size)
+        for _ in range(starts):
+            state = server.start()
+            if state is None:
+                break
+            begun = since.pop(state.request.client)
+            others = Counter(server.started[begun:-1])
+            assert max(others.values(), default=0) <= 2
+            if server.jobs.waiting[state.request.client]:
+                since[state.request.client] = len(server.started)
+    assert not since
+    assert not server.queue.num_entries
+
+
+def test_thousands_of_requests_of_one_key_delay_another_by_two() -> None:
+    server = Clients()
+    server.arrive("greedy", 2000)
+    for _ in range(500):
+        server.start()
+    server.arrive("small", 3)
+    for _ in range(7):
+        server.start()
+    assert server.started[500:].count("small") == 3
+
+
+def test_who_sends_the_next_request_when_one_starts_does_not_go_before_all_others() -> None:
+    server = Clients()
+    server.arrive("patient", 40)
+    for _ in range(60):
+        if not server.jobs.waiting["prompt"]:
+            server.arrive("prompt")
+        server.start()
+    assert server.started.count("patient") >= 30
+
+
+def test_jobs_of_one_client_take_turns_within_its_own() -> None:
+    server = Clients()
+    server.arrive("one", 100, job="large")
+    server.arrive("two", 100)
+    for _ in range(20):
+        server.start()
+    server.arrive("one", 1, job="urgent")
+    jobs = [state.request.job for _ in range(6) if (state := server.start())]
+    assert "urgent" in jobs
+
+
+def test_a_client_starts_no_more_than_its_limit_and_gathers_no_turns_meanwhile() -> None:
+    server = Clients(limit=2)
+    server.arrive("held", 50)
+    first = [server.start(), server.start()]
+    for _ in range(20):
+        server.arrive("other", 1)
+        end(server, server.start())
+    assert server.start() is None
+    server.arrive("other", 10)
+    for state in first:
+        end(server, state)
+    for _ in range(8):
+        end(server, server.start())
+    assert server.started[-8:].count("other") >= 3
+
+
+def end(server: Clients, state: RequestState | None) -> None:
+    assert state is not None
+    server.jobs.remove(state.request, waited=False)
+
+
+def test_the_scheduler_gives_keys_turns_and_bounds_what_runs_of_each() -> None:
+    bench = Bench(max_num_seqs=4, max_running_per_key=2, num_blocks=200)
+    for number in range(50):
+        bench.add(f"a{number}", prompt_of(4, number), max_tokens=6, client="a")
+    bench.step()
+    assert set(counts(bench.step())) == {"a0", "a1"}
+    bench.add("b0", prompt_of(4, 90), max_tokens=1, client="b")
+    assert "b0" in counts(bench.step())
+    assert bench.scheduler.client_queue("a") == (48, 1)
+    bench.run()
+    assert bench.scheduler.client_queue("a") == (0, 0)
+
+
+def test_a_preempted_request_keeps_the_round_of_its_client() -> None:
+    """Whoever came first is never preempted for others, so everybody ends."""
+    bench = Bench(num_blocks=9, max_model_len=32, max_num_seqs=3)
+    for number, client in enumerate("aabbc"):
+        bench.add(f"{client}{number}", prompt_of(8, number), max_tokens=20, client=client)
+    order: list[str] = []
+    for _ in range(400):
+        plan = bench.step()
+        order += [one.request_id for one in plan.sequences if one.request_id not in order]
+        if not bench.scheduler.has_unfinished():
+            break
+    assert bench.scheduler.num_preemptions
+    assert [name[0] for name in order] == ["a", "b", "c", "a", "b"]

@@ -25,7 +25,14 @@ from typing import Any, TypeVar
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.pool_watch import PoolWatch
-from prefixcache.exceptions import EngineDeadError, InvalidRequestError, QueueFullError
+from prefixcache.exceptions import (
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    RateLimitError,
+    RequestTimeoutError,
+    SlowReaderError,
+)
 from prefixcache.grammar.guide import Grammar
 from prefixcache.grammar.trial import Trial
 from prefixcache.logs import SHOWS_ERROR
@@ -46,16 +53,37 @@ _AT_ONCE = 2**16
 _REQUEST_COST = 256
 """Tokens of requests that are checked or added in one go, and what a request costs beside them."""
 
+_TOO_LONG = "The answer took longer than this server lets one take; its work was cancelled."
+_TOO_SLOW = "The answer was read so slowly that its work was cancelled."
+
 
 class _Stream:
-    """Outputs of a job on their way to the event loop that waits for them."""
+    """Outputs of a job on their way to the event loop that waits for them, at most `most_unread`.
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    Its methods are called in that event loop alone.
+    """
+
+    def __init__(self, requests: Sequence[Request], most_unread: int | None) -> None:
         self.requests = requests
         self.is_open = True
         self.sent = time.monotonic()
         self.loop = asyncio.get_running_loop()
         self.items: asyncio.Queue[_Item] = asyncio.Queue()
+        self._most_unread = math.inf if most_unread is None else most_unread
+        self._is_cut = False
+
+    def put(self, item: _Item) -> bool:
+        """Lets the reader have an output; False when there are too many."""
+        if not self._is_cut:
+            self.items.put_nowait(item)
+        return self.items.qsize() <= self._most_unread
+
+    def cut(self, error: Exception) -> None:
+        """The reader gets the error next, and nothing more."""
+        self._is_cut = True
+        while not self.items.empty():
+            self.items.get_nowait()
+        self.items.put_nowait(error)
 
 
 @dataclass(slots=True)
@@ -72,41 +100,68 @@ _Delivery = tuple[_Stream, _Item]
 
 
 class _QueueBound:
-    """Who may join the queue.
+    """Who may join the queue: at most `limit` jobs of all, and `limit_per_client` of each client.
 
     A job that was let in counts as soon as it is, not when the loop's thread takes it: a burst
-    between two steps is bounded too.
+    between two steps is bounded too. A full queue still takes jobs of a client that has less than
+    its share, the limit divided by the clients that wait: nobody fills it for the others.
     """
 
-    def __init__(self, engine: Engine, limit: int | None) -> None:
+    def __init__(self, engine: Engine, limit: int | None, limit_per_client: int | None) -> None:
         self._engine = engine
         self._limit = limit
-        self._on_their_way: set[str] = set()
+        self._limit_per_client = limit_per_client
+        self._on_their_way: dict[str, str | None] = {}
         self._last_wait = 0.0
 
-    def raise_if_full(self, job: str) -> None:
-        """Raises `QueueFullError` unless the job may join, or has done so before."""
-        if self._limit is None or job in self._on_their_way or self._engine.has_job(job):
+    @property
+    def _is_bounded(self) -> bool:
+        return self._limit is not None or self._limit_per_client is not None
+
+    def raise_if_full(self, request: Request) -> None:
+        """Raises unless the request's job may join, or has done so before.
+
+        Raises `QueueFullError`, or `RateLimitError` where it is the client who has too many.
+        """
+        job, client = request.job, request.client
+        if not self._is_bounded or job in self._on_their_way or self._engine.has_job(job):
             return
+        own, share = (0, 0) if client is None else self._own(client)
+        if client is not None and own >= (self._limit_per_client or math.inf):
+            self._engine.metrics.key_limit_refusals += 1
+            raise RateLimitError(
+                f"{own} requests with this API key wait already, and {self._limit_per_client} may. "
+                "Try again later.",
+                retry_after=self._retry_after(),
+            )
         length = self._engine.queue_length + len(self._on_their_way)
-        if length >= self._limit:
+        if self._limit is not None and length >= self._limit and own >= share:
             self._engine.metrics.queue_full_refusals += 1
             raise QueueFullError(
                 f"The server is busy: {length} requests wait already, and the queue holds "
                 f"{self._limit}. Try again later.",
-                retry_after=min(max(math.ceil(self._last_wait), 1), _LONGEST_RETRY),
+                retry_after=self._retry_after(),
             )
 
-    def let_in(self, job: str, outputs: AsyncGenerator[Any, None]) -> None:
+    def _own(self, client: str) -> tuple[int, int]:
+        """How many jobs of a client wait, and its share of the queue."""
+        waiting, num_clients = self._engine.client_queue(client)
+        own = waiting + list(self._on_their_way.values()).count(client)
+        return own, (self._limit or 0) // (num_clients + (not waiting))
+
+    def _retry_after(self) -> int:
+        return min(max(math.ceil(self._last_wait), 1), _LONGEST_RETRY)
+
+    def let_in(self, request: Request, outputs: AsyncGenerator[Any, None]) -> None:
         """Counts the job until it has arrived, or until a stream that nobody read is dropped."""
-        if self._limit is None:
+        if not self._is_bounded:
             return
-        self._on_their_way.add(job)
-        weakref.finalize(outputs, self.has_arrived, job).atexit = False
+        self._on_their_way[request.job] = request.client
+        weakref.finalize(outputs, self.has_arrived, request.job).atexit = False
 
     def has_arrived(self, job: str) -> None:
         """The engine has the job, or nobody ever will."""
-        self._on_their_way.discard(job)
+        self._on_their_way.pop(job, None)
 
     def observe(self, place: _Place) -> None:
         """Remembers how long the first output of a request took: others may wait as long."""
@@ -127,13 +182,20 @@ class AsyncEngine:
     Takes the engine over: nobody else may call it afterwards. After `shutdown`, or when the engine
     died, every call raises `EngineDeadError`, and so does every stream that is still open.
 
-    While `max_queue` jobs wait, requests of others are refused (None: never). A job counts once for
-    every `max_num_seqs` of its waiting requests.
+    While `max_queue` jobs wait, requests of others are refused, and while `max_waiting_per_client`
+    jobs of one client wait, others of that client (None: never). A job counts once for every
+    `max_num_seqs` of its waiting requests.
     """
 
-    def __init__(self, engine: Engine, *, max_queue: int | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_queue: int | None = None,
+        max_waiting_per_client: int | None = None,
+    ) -> None:
         self._engine = engine
-        self._queue = _QueueBound(engine, max_queue)
+        self._queue = _QueueBound(engine, max_queue, max_waiting_per_client)
         self._trial = Trial()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._places: dict[str, _Place] = {}
@@ -184,20 +246,29 @@ class AsyncEngine:
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Streams what each step adds to the request; closing the stream aborts the request.
 
-        Raises `InvalidRequestError`, `QueueFullError`, `EngineHaltedError` and `EngineDeadError` at
-        once. The request is handed over when the iteration starts. A stream whose engine dies
-        raises `EngineDeadError`. An output that is `restarted` takes back all before it.
+        Raises `InvalidRequestError`, `QueueFullError`, `RateLimitError`, `EngineHaltedError` and
+        `EngineDeadError` at once. The request is handed over when the iteration starts. A stream
+        whose engine dies raises `EngineDeadError`. An output that is `restarted` takes back all
+        before it.
         """
         self.check(request)
         return _without_index(self._open([request]))
 
     async def generate_all(
-        self, requests: Sequence[Request]
+        self,
+        requests: Sequence[Request],
+        *,
+        deadline: float | None = None,
+        max_unread: int | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """As `generate` for the requests of one job: outputs come with the request's index.
 
         All are checked before the first one runs; other coroutines take turns with many. One that
         cannot be added ends the stream with its error. Closing the stream aborts them all.
+
+        The requests are aborted, and the stream ends with `RequestTimeoutError`, at `deadline`, in
+        seconds of `time.monotonic`; with `SlowReaderError` when more than `max_unread` outputs for
+        each of them wait for the reader.
         """
         if len({request.job for request in requests}) != 1:
             raise InvalidRequestError("Requests of one stream need one job_id.", param="job_id")
@@ -208,8 +279,8 @@ class AsyncEngine:
             begin, end = end, _end_of_part(requests, end)
             for request in requests[begin:end]:
                 self.check(request)
-            self._queue.raise_if_full(requests[0].job)
-        return self._open(requests)
+            self._queue.raise_if_full(requests[0])
+        return self._open(requests, deadline, max_unread)
 
     def compile(self, output: StructuredOutput) -> Grammar:
         """The grammar of such answers, within bounds of time and memory; not for an event loop.
@@ -267,19 +338,24 @@ class AsyncEngine:
         self._thread.join()
         self._trial.close()
 
-    def _open(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    def _open(
+        self,
+        requests: Sequence[Request],
+        deadline: float | None = None,
+        max_unread: int | None = None,
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """The stream of checked requests."""
-        job = requests[0].job
-        self._queue.raise_if_full(job)
-        outputs = self._outputs(requests)
-        self._queue.let_in(job, outputs)
+        self._queue.raise_if_full(requests[0])
+        outputs = self._outputs(requests, deadline, max_unread)
+        self._queue.let_in(requests[0], outputs)
         return outputs
 
     async def _outputs(
-        self, requests: Sequence[Request]
+        self, requests: Sequence[Request], deadline: float | None, max_unread: int | None
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        stream = _Stream(requests)
+        stream = _Stream(requests, None if max_unread is None else max_unread * len(requests))
         self._send(partial(self._add, stream))
+        timer = self._end_at(deadline, stream)
         num_open = len(requests)
         try:
             while num_open:
@@ -290,8 +366,22 @@ class AsyncEngine:
                 num_open -= item[1].finished
                 yield item
         finally:
+            if timer is not None:
+                timer.cancel()
             if num_open:
                 self._inbox.put(partial(self._abandon, stream))
+
+    def _end_at(self, deadline: float | None, stream: _Stream) -> asyncio.TimerHandle | None:
+        """Aborts the requests at the deadline, whether or not the stream is read then."""
+        if deadline is None:
+            return None
+        seconds = max(deadline - time.monotonic(), 0.0)
+        return stream.loop.call_later(seconds, self._cut, stream, RequestTimeoutError(_TOO_LONG))
+
+    def _cut(self, stream: _Stream, error: Exception) -> None:
+        """Ends a stream with an error in the place of what nobody has read."""
+        stream.cut(error)
+        self._inbox.put(partial(self._abandon, stream))
 
     def _run_between_steps(self, command: Callable[[], T]) -> T:
         """Waits for the loop to run a command, unless it is a part of another one."""
@@ -453,17 +543,18 @@ class AsyncEngine:
         for loop, batch in by_loop.items():
             self._hand_over(loop, batch)
 
+    def _put_all(self, batch: Sequence[_Delivery]) -> None:
+        """Runs on the event loop."""
+        for stream, item in batch:
+            if not stream.put(item):
+                self._cut(stream, SlowReaderError(_TOO_SLOW))
+
     def _hand_over(self, loop: asyncio.AbstractEventLoop, batch: Sequence[_Delivery]) -> None:
         try:
-            loop.call_soon_threadsafe(_put_all, batch)
+            loop.call_soon_threadsafe(self._put_all, batch)
         except RuntimeError:  # the event loop is closed: nobody listens
             for stream, _ in batch:
                 self._abandon(stream)
-
-
-def _put_all(batch: Sequence[_Delivery]) -> None:
-    for stream, item in batch:
-        stream.items.put_nowait(item)
 
 
 async def _without_index(

@@ -134,6 +134,10 @@ class Engine:
         """Jobs that wait; see `scheduler.jobs`. From any thread."""
         return self._scheduler.queue_length
 
+    def client_queue(self, client: str) -> tuple[int, int]:
+        """`queue_length` of one client, and how many clients have any. From any thread."""
+        return self._scheduler.client_queue(client)
+
     def has_job(self, job: str) -> bool:
         """Whether a request of the job waits or runs. From any thread."""
         return self._scheduler.has_job(job)

@@ -1,4 +1,4 @@
-"""Requests that came together are a job, and jobs take turns.
+"""Requests that came together are a job, and the jobs of a client take turns.
 
 The k-th request of a job starts in the k-th round after the job came. Whoever comes with one
 request waits for one or two of every waiting job, not for the thousands that another brought.
@@ -23,14 +23,17 @@ class Jobs:
     """The jobs of the requests that a scheduler has.
 
     `queue_length` counts the jobs that wait; one with more than `batch_size` waiting requests
-    counts once for every `batch_size` of them.
+    counts once for every `batch_size` of them. `waiting` is the same for each client that has any,
+    and `running` are its requests that have started.
     """
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
         self._jobs: dict[str, _Job] = {}
-        self._rounds: Counter[int] = Counter()
+        self._rounds: Counter[tuple[int, str | None]] = Counter()
         self.queue_length = 0
+        self.waiting: Counter[str | None] = Counter()
+        self.running: Counter[str | None] = Counter()
 
     def __contains__(self, job: str) -> bool:
         return job in self._jobs
@@ -38,36 +41,55 @@ class Jobs:
     def add(self, request: Request) -> int:
         """Lets the request wait; returns its turn, a number that grows with the rounds."""
         job = self._jobs.setdefault(request.job, _Job())
-        job.last_turn = 1 + max(job.last_turn, self._rounds[request.priority])
+        job.last_turn = 1 + max(job.last_turn, self._rounds[_line(request)])
         job.num_requests += 1
-        self._change_waiting(job, 1)
+        self._change_waiting(request, job, 1)
         return job.last_turn
 
     def start(self, request: Request, turn: int) -> None:
         """The request waits no more: its round has begun."""
-        self._rounds[request.priority] = max(self._rounds[request.priority], turn)
-        self._change_waiting(self._jobs[request.job], -1)
+        line = _line(request)
+        self._rounds[line] = max(self._rounds[line], turn)
+        self._change_waiting(request, self._jobs[request.job], -1)
+        _change(self.running, request.client, 1)
 
     def put_back(self, request: Request) -> None:
         """A request that has started waits again."""
-        self._change_waiting(self._jobs[request.job], 1)
+        self._change_waiting(request, self._jobs[request.job], 1)
+        _change(self.running, request.client, -1)
 
     def remove(self, request: Request, *, waited: bool) -> None:
         """The request has ended."""
         job = self._jobs[request.job]
         if waited:
-            self._change_waiting(job, -1)
+            self._change_waiting(request, job, -1)
+        else:
+            _change(self.running, request.client, -1)
         job.num_requests -= 1
         if not job.num_requests:
             del self._jobs[request.job]
         if not self._jobs:
             self._rounds.clear()
 
-    def _change_waiting(self, job: _Job, change: int) -> None:
+    def _change_waiting(self, request: Request, job: _Job, change: int) -> None:
         before = self._places(job)
         job.num_waiting += change
-        self.queue_length += self._places(job) - before
+        more = self._places(job) - before
+        self.queue_length += more
+        _change(self.waiting, request.client, more)
 
     def _places(self, job: _Job) -> int:
         """How many a job counts for in the queue."""
         return -(-job.num_waiting // self._batch_size)
+
+
+def _line(request: Request) -> tuple[int, str | None]:
+    """Turns are compared among requests of one client and one priority alone."""
+    return (request.priority, request.client)
+
+
+def _change(counts: Counter[str | None], client: str | None, change: int) -> None:
+    """Keeps no client that has none."""
+    counts[client] += change
+    if not counts[client]:
+        del counts[client]

@@ -9,7 +9,8 @@ A step may be planned while the one before is under way: its tokens are pending 
 the plan by their places. What depends on which tokens they are waits until they are known: blocks
 are published and requests preempted only then.
 
-Requests start by priority; jobs of the same priority take turns (`jobs.py`).
+Requests start by priority; clients of the same priority take turns (`queue.py`), and so do the jobs
+of a client (`jobs.py`).
 
 Nobody starves: the first request in order is never preempted for another one, so it always ends,
 and then another is first.
@@ -98,7 +99,8 @@ class Scheduler:
         )
         self._states: dict[str, RequestState] = {}
         self._jobs = Jobs(config.max_num_seqs)
-        self._waiting = WaitingQueue()
+        self._max_running_per_client = config.max_running_per_key
+        self._waiting = WaitingQueue(None if config.max_running_per_key is None else self._is_held)
         self._running: list[RequestState] = []
         self._under_way: deque[list[RequestState]] = deque()
         self._refused: list[Refusal] = []
@@ -119,6 +121,11 @@ class Scheduler:
     def queue_length(self) -> int:
         """Jobs that wait, one of many waiting requests counted several times. From any thread."""
         return self._jobs.queue_length
+
+    def client_queue(self, client: str) -> tuple[int, int]:
+        """`queue_length` of one client, and how many clients have any. From any thread."""
+        waiting = self._jobs.waiting
+        return waiting[client], len(waiting)
 
     @property
     def num_in_flight_waits(self) -> int:
@@ -265,6 +272,8 @@ class Scheduler:
                 self._withdraw(state)
         if known:
             self._cache.free(known, ended_well=ended_well)
+        if not self._states:
+            self._waiting.forget_rounds()
         return known
 
     def requeue_running(self) -> None:
@@ -419,6 +428,11 @@ class Scheduler:
             self._announce(state)
             count = budget.take_chunk(state.num_computed_tokens, state.num_remaining)
             chunks.append(_Chunk(state, count))
+
+    def _is_held(self, client: str | None) -> bool:
+        """Whether as many requests of a client run as may."""
+        most = self._max_running_per_client
+        return client is not None and most is not None and self._jobs.running[client] >= most
 
     def _keep_for_next(self) -> None:
         """Lets running requests keep the windows where the first waiting one parts from them."""

@@ -22,8 +22,8 @@ class RequestState:
     `end_token_ids` are the ids that end the answer; they may not be sampled before `min_tokens`.
     `num_tokens` counts the prompt and what was generated, up to `max_num_tokens`. What a planned
     step computes and samples counts from its planning on: a token is pending until the step's
-    outputs are known. `turn` is the round in which its job lets the request start. `guide`
-    keeps the answer to its grammar.
+    outputs are known. `turn` is the round in which its job lets the request start, `round` that of
+    its client, once it has come. `guide` keeps the answer to its grammar.
 
     Blocks of the first `write_limit` tokens, a multiple of the block size, are published.
     `num_written_tokens` of the prompt are in blocks that this request published first; it took its
@@ -49,6 +49,7 @@ class RequestState:
         "num_written_tokens",
         "request",
         "request_id",
+        "round",
         "tokens",
         "turn",
         "write_limit",
@@ -70,6 +71,7 @@ class RequestState:
         self.max_num_tokens = max_num_tokens
         self.has_ended = False
         self.turn = 0
+        self.round = sys.maxsize
         self.end_token_ids = end_token_ids
         self.guide = guide
         self.num_cached_tokens: int | None = None
@@ -85,9 +87,15 @@ class RequestState:
         self.restart()
 
     @property
-    def order(self) -> tuple[int, int, float, int]:
-        """Sorts requests: lower priority value first, then the earlier turn, then arrival."""
-        return (self.request.priority, self.turn, self.request.arrival_time, self._serial)
+    def order(self) -> tuple[int, int, int, float, int]:
+        """Sorts requests: lower priority value first, then earlier round, turn and arrival."""
+        request = self.request
+        return (request.priority, self.round, self.turn, request.arrival_time, self._serial)
+
+    @property
+    def has_round(self) -> bool:
+        """Whether its round has come: it is behind all of earlier ones, wherever it waits."""
+        return self.round < sys.maxsize
 
     @property
     def num_remaining(self) -> int:

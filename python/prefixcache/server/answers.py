@@ -19,6 +19,7 @@ from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.server.errors import ApiError, error_body, failed_answer, is_unexpected
 from prefixcache.server.job_maker import Job, JobMaker
 from prefixcache.server.json_text import json_response, json_text, object_json
+from prefixcache.server.limits import MAX_UNREAD_OUTPUTS
 from prefixcache.server.protocol import SamplingFields, StreamOptions
 from prefixcache.server.sse import DONE, EventStream, event, named_event, unless_disconnected
 from prefixcache.server.workers import Workers
@@ -116,22 +117,27 @@ class AnswerForm(Protocol):
         ...
 
 
-async def answer(
-    request: Request, maker: JobMaker, job: Job, form: AnswerForm, fields: SamplingFields
-) -> Response:
-    """The answer as a whole, or a stream of events where `fields` ask for one.
+def streaming(fields: SamplingFields) -> StreamOptions | None:
+    """How the answer is streamed; None where it comes as a whole."""
+    return (fields.stream_options or StreamOptions()) if fields.stream else None
 
-    What is wrong with the request is raised here, at once.
+
+async def answer(
+    request: Request, maker: JobMaker, job: Job, form: AnswerForm, options: StreamOptions | None
+) -> Response:
+    """The answer as a whole, or as a stream of events where there are `options` of one.
+
+    What is wrong with the request is raised here, at once. Callers hold nothing of the body any
+    more, which does not count as kept from here on.
     """
-    if not fields.stream:
+    if options is None:
         work = _whole_body(
             maker,
             job,
             lambda choices: {**form.response(job, choices), "usage": usage(job, choices)},
         )
         return json_response(await unless_disconnected(request.receive, work))
-    outputs = await maker.engine.generate_all(job.requests)
-    options = fields.stream_options or StreamOptions()
+    outputs = await _outputs(maker, job)
     chunks = _chunk_events(outputs, job, form, options, maker.workers)
     return EventStream(_to_the_end(chunks, job))
 
@@ -167,7 +173,7 @@ async def answer_in_events(
     if not stream:
         work = _whole_body(maker, job, lambda choices: form.body(job, choices[0]), size)
         return json_response(await unless_disconnected(request.receive, work))
-    outputs = await maker.engine.generate_all(job.requests)
+    outputs = await _outputs(maker, job)
     return EventStream(_named_to_the_end(_named_events(outputs, job, form), job, form))
 
 
@@ -209,10 +215,19 @@ async def gathered(maker: JobMaker, job: Job) -> list[Choice]:
     """All answers, when they have ended. Raises `ApiError` when the engine failed on one."""
     choices = _new_choices(job)
     with _told_to_the_log(job, choices):
-        async with aclosing(await maker.engine.generate_all(job.requests)) as outputs:
+        async with aclosing(await _outputs(maker, job)) as outputs:
             async for index, output in outputs:
                 choices[index].add(output)
     return choices
+
+
+async def _outputs(maker: JobMaker, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Hands the job to the engine."""
+    outputs = await maker.engine.generate_all(
+        job.requests, deadline=job.call.deadline, max_unread=MAX_UNREAD_OUTPUTS
+    )
+    job.call.release_body()
+    return outputs
 
 
 async def _whole_body(

@@ -18,6 +18,7 @@ from prefixcache.server.cross_origin import CrossOrigin
 from prefixcache.server.errors import on_http_exception
 from prefixcache.server.info import info_router
 from prefixcache.server.job_maker import JobMaker
+from prefixcache.server.limits import ServerLimits
 from prefixcache.server.messages import messages_router
 from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.not_served import not_served_router
@@ -43,11 +44,12 @@ def create_app(
     rules: AccessRules | None = None,
     model_dirs: ModelDirs | None = None,
     lifecycle: Lifecycle | None = None,
+    limits: ServerLimits | None = None,
 ) -> FastAPI:
     """The application that serves `engine`; who made the engine shuts it down.
 
-    `rules` say who may use it, `model_dirs` where new weights come from, and `lifecycle` whether
-    the server is about to end.
+    `rules` say who may use it, `model_dirs` where new weights come from, `lifecycle` whether the
+    server is about to end, and `limits` what requests may take together.
     """
     release = package_version()
     app = FastAPI(
@@ -72,7 +74,12 @@ def create_app(
     app.add_exception_handler(HTTPException, on_http_exception)
     rules = rules or AccessRules()
     app.add_middleware(AccessCheck, rules=rules)
-    app.add_middleware(RequestContext, lifecycle=lifecycle or Lifecycle(), strict=served.strict)
+    app.add_middleware(
+        RequestContext,
+        lifecycle=lifecycle or Lifecycle(),
+        limits=limits or ServerLimits(),
+        strict=served.strict,
+    )
     if rules.cross_origin.allowed_origins:
         _let_pages_in(app, rules.cross_origin)
     return app

@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from prefixcache._core import parse_json
 from prefixcache.exceptions import InvalidRequestError
+from prefixcache.server.body_budget import Body
 from prefixcache.server.errors import ApiError
 from prefixcache.server.limits import MAX_BODY_BYTES, MAX_NUMBERS, MAX_OTHER_VALUES
 from prefixcache.server.protocol import RequestFields, invalid_field, shortened
@@ -63,16 +64,16 @@ def _check_content_type(request: Request) -> None:
 
 async def _read(request: Request) -> bytes:
     """The body. Past the limit nothing is kept, so a long body takes no memory."""
-    kept, size = bytearray(), 0
+    body, size = cast("Body", request.state.body), 0
     try:
         async for chunk in request.stream():
             size += len(chunk)
             if size <= MAX_BODY_BYTES:
-                kept += chunk
+                body.add(chunk)
             elif size > _MAX_DRAINED_BYTES:
                 break
             else:
-                kept.clear()
+                body.release()
     except ClientDisconnect:
         raise InvalidRequestError("The client went away before the body ended.") from None
     if size > MAX_BODY_BYTES:
@@ -81,7 +82,7 @@ async def _read(request: Request) -> bytes:
             f"The body is larger than {MAX_BODY_BYTES} bytes.",
             code="body_too_large",
         )
-    return bytes(kept)
+    return body.take()
 
 
 def _refused(kind: str, message: str, field: str | None = None) -> InvalidRequestError:

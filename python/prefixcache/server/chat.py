@@ -16,7 +16,7 @@ from prefixcache.chat.tools import shown_tool
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
-from prefixcache.server.answers import Choice, answer
+from prefixcache.server.answers import Choice, answer, streaming
 from prefixcache.server.body import parse_fields, parse_object, read_body
 from prefixcache.server.caching import CachingControls, Place, changed_behind, marked_parts
 from prefixcache.server.context import Call, new_call, tell_unknown
@@ -28,7 +28,7 @@ from prefixcache.server.job_maker import (
     sampling_params,
 )
 from prefixcache.server.logprobs import chat_logprobs, prompt_logprobs
-from prefixcache.server.protocol import ChatFields, ChatRequest
+from prefixcache.server.protocol import ChatFields, ChatRequest, StreamOptions
 from prefixcache.structured_output import StructuredOutput
 from prefixcache.tokenization.tokenizer import Tokenizer
 
@@ -39,17 +39,26 @@ def chat_router(maker: JobMaker) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
-        body = await read_body(request)
-        fields = await maker.workers.run(
-            len(body), lambda: parse_fields(parse_object(body), ChatRequest)
-        )
-        tell_unknown(request, fields)
-        with fields_named(chat_names(fields)):
-            job = await chat_job(maker, fields, len(body), new_call(request, "chatcmpl"))
-            form = ChatForm(maker.served.tokenizer, fields)
-            return await answer(request, maker, job, form, fields)
+        job, form, options, names = await _asked(maker, request)
+        with fields_named(names):
+            return await answer(request, maker, job, form, options)
 
     return router
+
+
+async def _asked(
+    maker: JobMaker, request: Request
+) -> tuple[Job, ChatForm, StreamOptions | None, dict[str, str]]:
+    """What a body asks, and nothing of the body itself."""
+    body = await read_body(request)
+    fields = await maker.workers.run(
+        len(body), lambda: parse_fields(parse_object(body), ChatRequest)
+    )
+    tell_unknown(request, fields)
+    names = chat_names(fields)
+    with fields_named(names):
+        job = await chat_job(maker, fields, len(body), new_call(request, "chatcmpl"))
+        return job, ChatForm(maker.served.tokenizer, fields), streaming(fields), names
 
 
 async def chat_plan(

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
-from prefixcache.server.answers import Choice, answer
+from prefixcache.server.answers import Choice, answer, streaming
 from prefixcache.server.body import parse_fields, parse_object, read_body
 from prefixcache.server.caching import prompt_caching
 from prefixcache.server.context import Call, new_call, tell_unknown
@@ -28,7 +28,7 @@ from prefixcache.server.job_maker import (
     sampling_params,
 )
 from prefixcache.server.logprobs import ScoredToken, completion_logprobs, prompt_logprobs
-from prefixcache.server.protocol import CompletionRequest
+from prefixcache.server.protocol import CompletionRequest, StreamOptions
 from prefixcache.token_ids import TokenIds
 from prefixcache.tokenization.tokenizer import Tokenizer
 
@@ -41,14 +41,21 @@ def completions_router(maker: JobMaker) -> APIRouter:
 
     @router.post("/v1/completions")
     async def create_completion(request: Request) -> Response:
-        body = await read_body(request)
-        fields, prompts = await maker.workers.run(len(body), partial(parse_completion, body))
-        tell_unknown(request, fields)
-        job = await completion_job(maker, fields, prompts, new_call(request, "cmpl"))
-        form = CompletionForm(maker.served.tokenizer, fields, prompts)
-        return await answer(request, maker, job, form, fields)
+        return await answer(request, maker, *await _asked(maker, request))
 
     return router
+
+
+async def _asked(
+    maker: JobMaker, request: Request
+) -> tuple[Job, CompletionForm, StreamOptions | None]:
+    """What a body asks, and nothing of the body itself but for prompts to echo."""
+    body = await read_body(request)
+    fields, prompts = await maker.workers.run(len(body), partial(parse_completion, body))
+    tell_unknown(request, fields)
+    job = await completion_job(maker, fields, prompts, new_call(request, "cmpl"))
+    form = CompletionForm(maker.served.tokenizer, fields, prompts if fields.echo else ())
+    return job, form, streaming(fields)
 
 
 def parse_completion(body: bytes) -> tuple[CompletionRequest, list[str | TokenIds]]:

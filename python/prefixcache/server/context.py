@@ -14,12 +14,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.server.access import Caller
+from prefixcache.server.body_budget import Body, BodyBudget
 from prefixcache.server.errors import (
     error_response,
     server_stopping,
     speaks_anthropic,
     stream_error,
 )
+from prefixcache.server.limits import ServerLimits
 from prefixcache.server.protocol import RequestFields, shortened
 from prefixcache.server.request_log import CLIENT_LEFT, Outcome, log_request
 
@@ -37,17 +39,34 @@ class Lifecycle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One HTTP request: the id of its answer, who asks, and what the log is to tell."""
+    """One HTTP request: the id of its answer, who asks, and what the log is to tell.
+
+    The answer must be complete at `deadline`, in seconds of `time.monotonic`. `body` is kept until
+    it has been turned into requests of the engine.
+    """
 
     id: str
     caller: Caller
     outcome: Outcome = field(default_factory=Outcome)
+    deadline: float | None = None
+    body: Body | None = None
+
+    def release_body(self) -> None:
+        """The body has been turned into requests."""
+        if self.body is not None:
+            self.body.release()
 
 
 def new_call(request: Request, prefix: str) -> Call:
     """The answer's id tells the request's own."""
     state = request.state
-    return Call(id=f"{prefix}-{state.request_id}", caller=state.caller, outcome=state.outcome)
+    return Call(
+        id=f"{prefix}-{state.request_id}",
+        caller=state.caller,
+        outcome=state.outcome,
+        deadline=state.deadline,
+        body=state.body,
+    )
 
 
 def tell_unknown(request: Request, fields: RequestFields) -> None:
@@ -75,9 +94,18 @@ def tell_unknown(request: Request, fields: RequestFields) -> None:
 class RequestContext:
     """ASGI middleware. The id is the client's `X-Request-Id` where that is usable."""
 
-    def __init__(self, app: ASGIApp, lifecycle: Lifecycle, *, strict: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        lifecycle: Lifecycle,
+        limits: ServerLimits,
+        *,
+        strict: bool = False,
+    ) -> None:
         self._app = app
         self._lifecycle = lifecycle
+        self._request_seconds = limits.request_seconds
+        self._bodies = BodyBudget(limits.body_bytes)
         self._strict = strict
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,16 +114,27 @@ class RequestContext:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(Headers(scope=scope))
-        outcome = Outcome()
-        state = {"request_id": request_id, "outcome": outcome, "strict": self._strict}
+        outcome, body = Outcome(), self._bodies.open()
+        state = {
+            "request_id": request_id,
+            "outcome": outcome,
+            "strict": self._strict,
+            "deadline": self._deadline(),
+            "body": body,
+        }
         scope.setdefault("state", {}).update(state)
         answer = _Answer(scope, receive, send, request_id, outcome)
         begun = time.perf_counter()
         try:
             await self._answer(scope, receive, answer)
         finally:
+            body.release()
             status = outcome.failed_status or answer.final_status
             log_request(scope, status, time.perf_counter() - begun, request_id, outcome)
+
+    def _deadline(self) -> float | None:
+        seconds = self._request_seconds
+        return None if seconds is None else time.monotonic() + seconds
 
     async def _answer(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         try:

@@ -25,6 +25,9 @@ from prefixcache.exceptions import (
     OutOfMemoryError,
     PrefixCacheError,
     QueueFullError,
+    RateLimitError,
+    RequestTimeoutError,
+    SlowReaderError,
 )
 from prefixcache.request import ErrorCode
 from prefixcache.server.sse import DONE, event, named_event
@@ -37,14 +40,25 @@ MODELS_PATH = "/v1/models"
 # Paths that clients of both APIs ask.
 _SHARED = (MODELS_PATH, "/prefix_cache/")
 
-# Told to clients as 503. What lacks memory or weights here is an engine that could not wake up.
-_UNAVAILABLE = (
-    EngineDeadError,
-    EngineHaltedError,
-    ModelLoadError,
-    OutOfMemoryError,
-    QueueFullError,
-)
+# What lacks memory or weights here is an engine that could not wake up.
+_STATUSES: dict[type[PrefixCacheError], HTTPStatus] = {
+    EngineDeadError: HTTPStatus.SERVICE_UNAVAILABLE,
+    EngineHaltedError: HTTPStatus.SERVICE_UNAVAILABLE,
+    InvalidRequestError: HTTPStatus.BAD_REQUEST,
+    ModelLoadError: HTTPStatus.SERVICE_UNAVAILABLE,
+    OutOfMemoryError: HTTPStatus.SERVICE_UNAVAILABLE,
+    QueueFullError: HTTPStatus.SERVICE_UNAVAILABLE,
+    RateLimitError: HTTPStatus.TOO_MANY_REQUESTS,
+    RequestTimeoutError: HTTPStatus.GATEWAY_TIMEOUT,
+    SlowReaderError: HTTPStatus.REQUEST_TIMEOUT,
+}
+
+# By status where it is neither `invalid_request_error` nor `internal_server_error`.
+_TYPES: dict[int, str] = {
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+}
 
 _ANTHROPIC_TYPES: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -53,6 +67,7 @@ _ANTHROPIC_TYPES: dict[int, str] = {
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
 
 _GROWING_SECONDS = 5
@@ -169,12 +184,14 @@ def error_response(
         retry_after = _UNAVAILABLE_SECONDS
     if retry_after is not None:
         response.headers.setdefault("Retry-After", str(retry_after))
+    if status == HTTPStatus.GATEWAY_TIMEOUT:  # clients of OpenAI and Anthropic would send it again
+        response.headers["X-Should-Retry"] = "false"
     return response
 
 
 def is_unexpected(error: Exception) -> bool:
     """Whether clients are told nothing of the error, so that it belongs into the log."""
-    return not isinstance(error, (ApiError, InvalidRequestError, *_UNAVAILABLE))
+    return not isinstance(error, (ApiError, *_STATUSES))
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -193,14 +210,11 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 def _status_and_message(error: Exception) -> tuple[int, str]:
     if isinstance(error, ApiError):
         return error.status, str(error)
-    if isinstance(error, InvalidRequestError):
-        return HTTPStatus.BAD_REQUEST, str(error)
-    if isinstance(error, _UNAVAILABLE):
-        return HTTPStatus.SERVICE_UNAVAILABLE, str(error)
+    for kind, status in _STATUSES.items():
+        if isinstance(error, kind):
+            return status, str(error)
     return HTTPStatus.INTERNAL_SERVER_ERROR, "The server failed to answer; its log says why."
 
 
 def _type_of(status: int) -> str:
-    if status == HTTPStatus.SERVICE_UNAVAILABLE:
-        return "service_unavailable_error"
-    return "invalid_request_error" if status < 500 else "internal_server_error"
+    return _TYPES.get(status, "invalid_request_error" if status < 500 else "internal_server_error")

@@ -296,6 +296,7 @@ class JobMaker:
                     cache=cache_options,
                     priority=fields.priority or 0,
                     arrival_time=now,
+                    client=call.caller.namespace,
                 )
 
 

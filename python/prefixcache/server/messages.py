@@ -143,12 +143,7 @@ def messages_router(maker: JobMaker) -> APIRouter:
 
     @router.post(MESSAGES_PATH)
     async def create_message(request: Request) -> Response:
-        body = await read_body(request)
-        parsed = await maker.workers.run(len(body), lambda: parse_message(parse_object(body)))
-        tell_unknown(request, parsed.fields)
-        call = dataclasses.replace(new_call(request, "msg"), id=f"msg_{uuid.uuid4().hex}")
-        job = await message_job(maker, parsed, len(body), call)
-        stream = bool(parsed.fields.stream)
+        job, stream = await _asked(maker, request)
         with fields_named(_NAMES):
             form = MessageForm(request.state.request_id)
             return await answer_in_events(request, maker, job, form, stream=stream)
@@ -167,6 +162,16 @@ def messages_router(maker: JobMaker) -> APIRouter:
         return {"input_tokens": len(ids)}
 
     return router
+
+
+async def _asked(maker: JobMaker, request: Request) -> tuple[Job, bool]:
+    """What a body asks, and whether as a stream; nothing of the body itself."""
+    body = await read_body(request)
+    parsed = await maker.workers.run(len(body), lambda: parse_message(parse_object(body)))
+    tell_unknown(request, parsed.fields)
+    call = dataclasses.replace(new_call(request, "msg"), id=f"msg_{uuid.uuid4().hex}")
+    job = await message_job(maker, parsed, len(body), call)
+    return job, bool(parsed.fields.stream)
 
 
 def parse_message(values: dict[str, Any]) -> ParsedMessage[MessagesRequest]:

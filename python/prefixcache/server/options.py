@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from annotated_types import Le, MinLen
+from annotated_types import Ge, Le, MinLen
 
 from prefixcache.chat.parser_names import ReasoningParserName, ToolCallParserName
 from prefixcache.checked import Checked, Count, PositiveFloat, PositiveInt, ReadBy
+from prefixcache.config import ByteSize
 from prefixcache.exceptions import FieldError
 from prefixcache.flags import flag
 from prefixcache.logs import LogFormat, LogLevel
 from prefixcache.server.cross_origin import CrossOrigin
+from prefixcache.server.limits import MAX_BODY_BYTES
 from prefixcache.server.tls_options import TlsOptions
 
 _PERMISSIONS = re.compile(r"0?[0-7]{3}")
@@ -95,6 +97,20 @@ class ServeOptions(Checked):
         "Server",
         aliases=("shutdown_timeout",),
     )
+    request_timeout: PositiveFloat | None = flag(
+        None,
+        "Seconds from a request to the last token of its answer, which is then cut with a 504.",
+        "Server",
+        shown="no limit",
+        metavar="<seconds>",
+    )
+    max_total_body_bytes: Annotated[ByteSize, Ge(MAX_BODY_BYTES)] = flag(
+        8 * MAX_BODY_BYTES,
+        "Most memory of all bodies that are being read and checked; more get a 503.",
+        "Server",
+        shown="256MiB",
+        metavar="<bytes or size>",
+    )
     limit_concurrency: PositiveInt = flag(2048, "Most connections at once; more get 503.", "Server")
     timeout_keep_alive: PositiveInt = flag(
         5, "Seconds that a connection stays open without a request.", "Server"
@@ -154,6 +170,12 @@ class ServeOptions(Checked):
         "Most requests that wait; more get a 503 with Retry-After. One with many prompts counts "
         "once for every --max-num-seqs of them. 0 sets no limit.",
         "Scheduling",
+    )
+    max_waiting_per_key: PositiveInt | None = flag(
+        None,
+        "Most requests of one API key that wait; more get a 429 with Retry-After.",
+        "Scheduling",
+        shown="no limit",
     )
 
     def check_together(self) -> None:

@@ -190,7 +190,10 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
             len(body), lambda: parse_fields(parse_object(body), ResponsesRequest)
         )
         tell_unknown(request, fields)
-        call = dataclasses.replace(new_call(request, "resp"), id=f"resp_{uuid.uuid4().hex}")
+        # What was asked is remembered with the answer, so the body counts until that has come.
+        call = dataclasses.replace(
+            new_call(request, "resp"), id=f"resp_{uuid.uuid4().hex}", body=None
+        )
         before = _before(store, fields, call)
         job = await _job(maker, fields, before, len(body), call)
         asked = await maker.workers.run(len(body), partial(_asked, fields))

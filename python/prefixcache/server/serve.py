@@ -23,6 +23,7 @@ from prefixcache.exceptions import ConfigError, FieldError
 from prefixcache.server.access import AccessRules, is_host_name, is_loopback
 from prefixcache.server.connections import Connection, ConnectionLimits
 from prefixcache.server.context import Lifecycle
+from prefixcache.server.limits import ServerLimits
 from prefixcache.server.listener import EVERY_ADDRESS, cannot_listen, listening, shown_address
 from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.options import ServeOptions
@@ -66,11 +67,20 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
         _check_weights(options, is_gguf=has_index(folder))
         built = build(config, folder)
         served = _served_model(config, built, options)
-        engine = AsyncEngine(built.engine, max_queue=options.max_queue or None)
+        engine = AsyncEngine(
+            built.engine,
+            max_queue=options.max_queue or None,
+            max_waiting_per_client=options.max_waiting_per_key,
+        )
         try:
             lifecycle = Lifecycle()
             app = create_app(
-                engine, served, rules=rules, model_dirs=model_dirs, lifecycle=lifecycle
+                engine,
+                served,
+                rules=rules,
+                model_dirs=model_dirs,
+                lifecycle=lifecycle,
+                limits=_server_limits(options),
             )
             _collect_what_is_new_alone()
             scheme = "http" if certificates is None else "https"
@@ -102,6 +112,12 @@ def _access_rules(options: ServeOptions) -> AccessRules:
         cross_origin=options.cross_origin,
         public_metrics=options.public_metrics,
         client_warming=options.client_warming,
+    )
+
+
+def _server_limits(options: ServeOptions) -> ServerLimits:
+    return ServerLimits(
+        request_seconds=options.request_timeout, body_bytes=options.max_total_body_bytes
     )
 
 

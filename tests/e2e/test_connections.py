@@ -237,7 +237,14 @@ class _Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
-        self.closed = False
+        self.closed = self.aborted = False
+        self.num_unread = 0
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unread
+
+    def abort(self) -> None:
+        self.aborted = True
 
     def write(self, data: Any) -> None:
         assert not self.closed
@@ -261,7 +268,7 @@ def _connection(app: Any) -> Iterator[tuple[Connection, _Transport, _Clock]]:
     config = serve.server_config(app, options)
     config.load()
     clock, transport = _Clock(), _Transport()
-    limits = ConnectionLimits(most=9, read_seconds=2)
+    limits = ConnectionLimits(most=9, read_seconds=2, write_seconds=30)
     loop: Any = clock
     connection = Connection(config, ServerState(), {}, limits=limits, _loop=loop)
     connection.connection_made(transport)
@@ -309,6 +316,80 @@ async def test_a_client_is_not_late_while_the_server_is() -> None:
 async def _answered(transport: _Transport) -> None:
     while not transport.written.endswith(b"0\r\n\r\n"):
         await asyncio.sleep(0)
+
+
+async def test_an_answer_that_is_read_slowly_may_take_its_time_and_an_unread_one_not() -> None:
+    streams = Streams()
+    streams.may_end = True
+    with _connection(streams) as (connection, transport, clock):
+        connection.data_received(GET)
+        await asyncio.wait_for(_answered(transport), 30)
+        transport.num_unread = 200_000
+        connection.pause_writing()
+        for _ in range(3):
+            transport.num_unread -= 30 * 1024
+            clock.fire()
+            assert not transport.aborted
+        connection.resume_writing()
+        connection.pause_writing()
+        transport.num_unread -= 30 * 1024 - 1
+        clock.fire()
+        assert transport.aborted
+
+
+async def test_what_is_left_of_an_answer_when_it_is_complete_must_be_read_too() -> None:
+    streams = Streams()
+    streams.may_end = True
+    with _connection(streams) as (connection, transport, clock):
+        transport.num_unread = 5000
+        connection.data_received(GET)
+        await asyncio.wait_for(_answered(transport), 30)
+        clock.fire()  # uvicorn's, for the time between two requests
+        clock.fire()
+        assert transport.aborted
+
+
+def test_a_stream_that_nobody_reads_is_cut_and_others_go_on() -> None:
+    ended = threading.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/short":
+            await respond(send, b"short")
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while (await _next(receive, send))["type"] != "http.disconnect":
+            pass
+        ended.set()
+
+    with running(endless, timeout_write=0.2) as address:
+        reader = connect(address, GET)
+        assert httpx.get(f"{address}/short").text == "short"
+        assert ended.wait(30)
+        reader.close()
+
+
+async def _next(receive: Any, send: Any) -> Any:
+    """Sends more until that waits for the client, and then what the client says."""
+    leaving = asyncio.ensure_future(receive())
+    while not leaving.done():
+        await send({"type": "http.response.body", "body": b"x" * 2**20, "more_body": True})
+        await asyncio.sleep(0)
+    return await leaving
+
+
+def test_lost_clients_are_noticed_by_the_system() -> None:
+    probed: list[tuple[int, int]] = []
+
+    async def tells(scope: Any, receive: Any, send: Any) -> None:
+        transport = receive.__self__.transport
+        own = transport.get_extra_info("socket")
+        alive = own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        probed.append((alive, own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)))
+        await respond(send, b"")
+
+    with running(tells, timeout_write=7) as address:
+        assert httpx.get(address).is_success
+    assert probed == [(1, 7000)]
 
 
 def test_who_left_is_not_written_to(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,14 @@ from prefixcache.engine import async_engine
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
-from prefixcache.exceptions import EngineDeadError, InvalidRequestError, QueueFullError
+from prefixcache.exceptions import (
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    RateLimitError,
+    RequestTimeoutError,
+    SlowReaderError,
+)
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.request import Request, RequestOutput
 
@@ -30,10 +37,18 @@ PROMPT = [1, 2, 3, 4, 5]
 class Served:
     """An `AsyncEngine`, its parts, and a gate that can hold the runner."""
 
-    def __init__(self, *, max_queue: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        max_queue: int | None = None,
+        max_waiting_per_client: int | None = None,
+        **options: Any,
+    ) -> None:
         engine, self.runner, self.cache = make_engine(**options)
         self.gate = StepGate(self.runner)
-        self.engine = AsyncEngine(engine, max_queue=max_queue)
+        self.engine = AsyncEngine(
+            engine, max_queue=max_queue, max_waiting_per_client=max_waiting_per_client
+        )
 
     @property
     def num_waiting(self) -> float | None:
@@ -275,6 +290,84 @@ async def test_one_job_of_many_requests_takes_turns_with_another(serve: Make) ->
     await served.engine.run(lambda control: control.resume())
     await asyncio.gather(*large, small)
     assert ended.index("small") < 4
+
+
+def of_key(name: str, client: str) -> Request:
+    return dataclasses.replace(make_request(name), client=client)
+
+
+async def test_a_key_may_have_so_many_requests_wait_and_others_go_on(serve: Make) -> None:
+    served = serve(max_waiting_per_client=2, max_num_seqs=1)
+    running = await start_held(served)
+    waiting = [
+        asyncio.create_task(collect(served.engine, of_key(f"a{number}", "a")))
+        for number in range(2)
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(RateLimitError, match=r"2 requests with this API key .* and 2 may"):
+        served.engine.generate(of_key("a2", "a"))
+    other = asyncio.create_task(collect(served.engine, of_key("b", "b")))
+    await asyncio.sleep(0)
+    served.gate.open()
+    for answer in await asyncio.gather(running, *waiting, other):
+        assert answer[-1].finish_reason == "length"
+    assert (await collect(served.engine, of_key("a2", "a")))[-1].finished
+
+
+async def test_a_queue_filled_by_one_key_still_takes_others_up_to_their_share(serve: Make) -> None:
+    served = serve(max_queue=4, max_num_seqs=1)
+    running = await start_held(served)
+    open_streams = [served.engine.generate(of_key(f"a{number}", "a")) for number in range(4)]
+    with pytest.raises(QueueFullError):
+        served.engine.generate(of_key("a4", "a"))
+    open_streams += [served.engine.generate(of_key(f"b{number}", "b")) for number in range(4)]
+    with pytest.raises(QueueFullError):
+        served.engine.generate(of_key("b4", "b"))
+    with pytest.raises(QueueFullError):
+        served.engine.generate(make_request("without a key"))
+    del open_streams
+    served.gate.open()
+    await running
+
+
+async def test_at_its_deadline_a_request_is_cut_whether_or_not_it_is_read(serve: Make) -> None:
+    served = serve()
+    served.gate.hold_after(3)
+    soon = time.monotonic() + 0.05
+    stream = await served.engine.generate_all(job_of([PROMPT] * 3, max_tokens=100), deadline=soon)
+    await anext(stream)
+    await served.gate.until_held()
+    await asyncio.sleep(0.1)
+    served.gate.open()
+    await until(all_free(served.cache))
+    with pytest.raises(RequestTimeoutError):
+        await anext(stream)
+    assert served.engine.num_streams == 0
+
+
+async def test_a_request_that_waits_is_cut_at_its_deadline_too(serve: Make) -> None:
+    served = serve(max_num_seqs=1)
+    running = await start_held(served)
+    with pytest.raises(RequestTimeoutError):
+        async for _ in await served.engine.generate_all(
+            [make_request("late")], deadline=time.monotonic() + 0.05
+        ):
+            pass
+    served.gate.open()
+    assert tokens_of(await running) == answer_alone(PROMPT, 100)
+    assert all_free(served.cache)()
+
+
+async def test_outputs_that_nobody_reads_are_bounded(serve: Make) -> None:
+    served = serve()
+    stream = await served.engine.generate_all(
+        [make_request(max_tokens=100)], deadline=time.monotonic() + 60, max_unread=5
+    )
+    await anext(stream)
+    await until(all_free(served.cache))
+    assert len(served.runner.plans) < 100
+    with pytest.raises(SlowReaderError):
+        await anext(stream)
 
 
 def job_of(prompts: Sequence[Sequence[int]], **params: Any) -> list[Request]:

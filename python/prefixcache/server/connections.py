@@ -1,12 +1,14 @@
 """Connections that cannot be held for ever, nor all be held by one client.
 
-uvicorn waits without end for a request's head and body, and takes any number of connections and any
-length of a head. Here a request must come in time; where there are too many connections, the one
-whose request has been awaited longest makes room.
+uvicorn waits without end for a request's head and body, and for clients who read nothing, and takes
+any number of connections and any length of a head. Here a request must come in time, and an answer
+be read in time; where there are too many connections, the one whose request has been awaited
+longest makes room.
 """
 
 from __future__ import annotations
 
+import socket
 from asyncio import BaseTransport, TimerHandle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,11 +23,13 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from prefixcache.server.errors import ApiError, error_response
 
-# A body may take longer than the time to read when it comes at this pace.
+# A body may take longer than the time to read when it comes at this pace, and so may an answer.
 _LEAST_BYTES_A_SECOND = 1024
 _MAX_HEAD_BYTES = 64 * 2**10
 # Around a body: its head, what frames its chunks, and trailers.
 _MAX_FRAMING_BYTES = 2**20
+# Whether a silent client is still there: asked after so many seconds, then so often, so many times.
+_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 
 
 class Awaited(Protocol):
@@ -41,11 +45,13 @@ class ConnectionLimits:
     """Limits of one server's connections, and those whose request has not come in full.
 
     `read_seconds` is the time for a request's head to come, and then for its body, which may take
-    longer while it keeps coming.
+    longer while it keeps coming. `write_seconds` is the time for a client to read what waits for
+    it, which may take longer while it keeps reading.
     """
 
     most: int
     read_seconds: float
+    write_seconds: float
     awaited: dict[Awaited, None] = field(default_factory=dict["Awaited", None])
 
 
@@ -56,6 +62,8 @@ class Connection(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self._limits = limits
         self._timer: TimerHandle | None = None
+        self._write_timer: TimerHandle | None = None
+        self._num_unread_bytes = 0
         self._in_head = True
         self._num_framing_bytes = 0
         self._num_body_bytes = 0
@@ -63,6 +71,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: BaseTransport) -> None:
         """Takes the connection, if need be in the place of another."""
         super().connection_made(cast("Any", _WhileOpen(transport)))
+        _notice_lost_clients(transport.get_extra_info("socket"), self._limits.write_seconds)
         self._await_request()
         self._start_timer()
         if len(self.connections) > self._limits.most:
@@ -80,6 +89,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends what waits for the connection."""
         self._forget_request()
+        self._stop_write_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -90,6 +100,16 @@ class Connection(HttpToolsProtocol):
         if self._num_framing_bytes > most and not self.transport.is_closing():
             status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
             self._end(ApiError(status, f"The request's head is longer than {most} bytes."))
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than the answer comes; the application waits."""
+        super().pause_writing()
+        self._start_write_timer()
+
+    def resume_writing(self) -> None:
+        """The client has read what waited."""
+        super().resume_writing()
+        self._stop_write_timer()
 
     def on_message_begin(self) -> None:
         """The first byte of a request has come."""
@@ -120,6 +140,8 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """The answer has gone out; uvicorn bounds the wait for the next request's first byte."""
         super().on_response_complete()
+        if self._write_timer is None and self.transport.get_write_buffer_size():
+            self._start_write_timer()
         if self._is_answered() and not self.transport.is_closing():
             self._await_request()
 
@@ -139,6 +161,28 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _start_write_timer(self) -> None:
+        self._stop_write_timer()
+        self._num_unread_bytes = self.transport.get_write_buffer_size()
+        seconds = self._limits.write_seconds
+        self._write_timer = self.loop.call_later(seconds, self._on_write_timer)
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _on_write_timer(self) -> None:
+        """Waits on for who reads; for others what they did not read is thrown away."""
+        unread = self.transport.get_write_buffer_size()
+        num_read = self._num_unread_bytes - unread
+        if not unread:
+            self._write_timer = None
+        elif num_read >= self._limits.write_seconds * _LEAST_BYTES_A_SECOND:
+            self._start_write_timer()
+        else:
+            self.transport.abort()
 
     def _on_timer(self) -> None:
         if self._may_go_on():
@@ -167,6 +211,20 @@ class Connection(HttpToolsProtocol):
             head = b"".join([STATUS_LINE[response.status_code], *lines, b"\r\n"])
             self.transport.write(head + bytes(response.body))
         self.transport.close()
+
+
+def _notice_lost_clients(connection: socket.socket | None, seconds: float) -> None:
+    """Lets the system end a connection whose other end is gone, or takes nothing for so long.
+
+    Without it a client that vanished while it waited would hold its place for ever.
+    """
+    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {**_PROBES, "TCP_USER_TIMEOUT": max(int(seconds * 1000), 1)}
+    for name, value in options.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class _WhileOpen:

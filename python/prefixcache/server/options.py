@@ -118,6 +118,9 @@ class ServeOptions(Checked):
     timeout_read: PositiveFloat = flag(
         20, "Seconds for a request's head to come, and each part of its body.", "Server"
     )
+    timeout_write: PositiveFloat = flag(
+        30, "Seconds for a client to read some of what it was sent.", "Server"
+    )
     log_level: LogLevel = flag("info", LOG_LEVEL_HELP, "Server")
     log_format: LogFormat = flag("text", "json writes an object a line.", "Server")
     log_file: Path | None = flag(

@@ -213,7 +213,11 @@ def server_config(
 
 def connection_limits(options: ServeOptions) -> ConnectionLimits:
     """What the connections of a server share."""
-    return ConnectionLimits(most=options.limit_concurrency, read_seconds=options.timeout_read)
+    return ConnectionLimits(
+        most=options.limit_concurrency,
+        read_seconds=options.timeout_read,
+        write_seconds=options.timeout_write,
+    )
 
 
 class Server(uvicorn.Server):

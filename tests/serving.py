@@ -28,6 +28,7 @@ from prefixcache.request import Request, RequestOutput
 from prefixcache.server.access import AccessRules
 from prefixcache.server.app import create_app
 from prefixcache.server.context import Lifecycle
+from prefixcache.server.limits import ServerLimits
 from prefixcache.server.serve import ServeOptions, Server
 from prefixcache.server.served_model import ServedModel
 from prefixcache.server.tls import Certificates
@@ -201,12 +202,13 @@ def fake_app(
     *,
     lifecycle: Lifecycle | None = None,
     rules: AccessRules | None = None,
+    limits: ServerLimits | None = None,
     **served: Any,
 ) -> FastAPI:
     """The application around a scripted engine."""
     model = {"names": (MODEL,), "generation": GenerationDefaults(), **served}
     served_model = ServedModel(tokenizer=tokenizer, **model)
-    return create_app(engine, served_model, lifecycle=lifecycle, rules=rules)
+    return create_app(engine, served_model, lifecycle=lifecycle, rules=rules, limits=limits)
 
 
 async def says(request: Request, *texts: str) -> AsyncIterator[RequestOutput]:

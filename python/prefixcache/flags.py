@@ -83,6 +83,18 @@ def build(kind: type[T], given: Mapping[str, Any]) -> T:
     return kind(**values)
 
 
+def shown_values(options: Any) -> dict[str, Any]:
+    """The values of a dataclass and of its parts; of secret ones whether there are any."""
+    shown: dict[str, Any] = {}
+    for one in fields(options):
+        value = getattr(options, one.name)
+        if is_dataclass(value):
+            shown |= shown_values(value)
+        else:
+            shown[one.name] = value if one.repr else bool(value)
+    return shown
+
+
 def named(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """What is given, by the fields' own names instead of aliases; None counts as not given.
 

@@ -28,6 +28,7 @@ BOTH = AccessRules(api_keys=("first",), admin_api_keys=("root",))
 REMOTE = "10.0.0.7"
 FOR_CLIENTS = {
     "/detokenize",
+    "/load",
     "/openapi.json",
     "/prefix_cache/probe",
     "/tokenize",
@@ -44,6 +45,7 @@ FOR_CLIENTS = {
     "/v1/responses/{response_id}/input_items",
     "/version",
 }
+FOR_ALL = {"/health", "/ping", "/ready"}
 CONTROL = [
     ("POST", "/pause"),
     ("POST", "/resume"),
@@ -57,6 +59,7 @@ CONTROL = [
     ("POST", "/prefix_cache/resize"),
     ("POST", "/prefix_cache/warm"),
     ("GET", "/metrics"),
+    ("GET", "/server_info"),
 ]
 
 
@@ -153,7 +156,7 @@ async def test_every_path_but_the_declared_ones_is_the_administrators(make_app: 
     app.add_api_route("/v1/added/later", lambda: "secret")
     paths = set(_paths(app))
     assert paths > FOR_CLIENTS
-    assert paths - FOR_CLIENTS - {"/health"} == {
+    assert paths - FOR_CLIENTS - FOR_ALL == {
         "/added/later",
         "/v1/added/later",
         *(path for _, path in CONTROL),
@@ -161,7 +164,7 @@ async def test_every_path_but_the_declared_ones_is_the_administrators(make_app: 
     async with client_of(app, REMOTE) as client:
         for path in paths:
             refused = (await client.get(path)).status_code == 403
-            assert refused == (path not in FOR_CLIENTS | {"/health"}), path
+            assert refused == (path not in FOR_CLIENTS | FOR_ALL), path
 
 
 def _paths(app: FastAPI) -> Iterator[str]:

@@ -37,7 +37,7 @@ from prefixcache.exceptions import (
     ModelLoadError,
     OutOfMemoryError,
 )
-from prefixcache.kv.cache_manager import HASH_FORMAT, CacheManager
+from prefixcache.kv.cache_manager import HASH_FORMAT, CacheManager, GroupKind
 from prefixcache.kv.elastic import ElasticPool, ResizeStatus
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.replaceable import WeightsInfo
@@ -213,6 +213,16 @@ class Control:
     def weights_info(self) -> WeightsInfo | None:
         """How the weights are kept; None where that is not known."""
         return None if self._memory is None else self._memory.weights.info
+
+    @property
+    def groups(self) -> tuple[GroupKind, ...]:
+        """The kinds of attention that have block tables of their own."""
+        return self._cache.groups
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool now, the null block included."""
+        return self._cache.num_blocks
 
     def prefix_hash_info(self) -> PrefixHashInfo:
         """What a client needs to compute the hashes of cached blocks."""

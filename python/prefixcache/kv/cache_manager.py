@@ -88,6 +88,7 @@ class CacheManager:
         self.max_blocks = num_blocks if max_blocks is None else max_blocks
         self.attainable_blocks = num_blocks
         self.make_room: Callable[[int], bool] = lambda _: False
+        self.groups = tuple(groups)
         self._num_groups = len(groups)
         self._windows = [kind[1] for kind in groups if kind != "full"]
         self._retention = retention or Retention()

@@ -29,10 +29,11 @@ from prefixcache.exceptions import FieldError
 from prefixcache.server.cross_origin import CrossOrigin
 from prefixcache.server.errors import ApiError, error_response, speaks_anthropic
 
-_PUBLIC_PATHS = frozenset({"/health"})
+_PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready"})
 _CLIENT_PATHS = frozenset(
     {
         "/detokenize",
+        "/load",
         "/openapi.json",
         "/prefix_cache/probe",
         "/tokenize",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -16,6 +17,7 @@ from prefixcache.server.completions import completions_router
 from prefixcache.server.context import Lifecycle, RequestContext
 from prefixcache.server.cross_origin import CrossOrigin
 from prefixcache.server.errors import on_http_exception
+from prefixcache.server.health import health_router
 from prefixcache.server.info import info_router
 from prefixcache.server.job_maker import JobMaker
 from prefixcache.server.limits import ServerLimits
@@ -45,11 +47,13 @@ def create_app(
     model_dirs: ModelDirs | None = None,
     lifecycle: Lifecycle | None = None,
     limits: ServerLimits | None = None,
+    flags: Mapping[str, Any] | None = None,
 ) -> FastAPI:
     """The application that serves `engine`; who made the engine shuts it down.
 
     `rules` say who may use it, `model_dirs` where new weights come from, `lifecycle` whether the
-    server is about to end, and `limits` what requests may take together.
+    server is about to end, and `limits` what requests may take together. Administrators are shown
+    the `flags`.
     """
     release = package_version()
     app = FastAPI(
@@ -68,6 +72,7 @@ def create_app(
     app.include_router(probe_router(maker, responses))
     app.include_router(warm_router(maker, responses))
     app.include_router(info_router(maker, release))
+    app.include_router(health_router(maker, release, flags or {}))
     app.include_router(not_served_router())
     app.include_router(admin_router(engine, model_dirs or ModelDirs()))
     describe(app, command_options(engine))

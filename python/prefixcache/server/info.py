@@ -1,4 +1,4 @@
-"""What operators ask for: the model's name, health, version, metrics."""
+"""What is served: the model's names, version, metrics."""
 
 from __future__ import annotations
 
@@ -39,12 +39,6 @@ def info_router(maker: JobMaker, version: str) -> APIRouter:
     async def show_model(name: str, request: Request) -> dict[str, Any]:
         card = _anthropic_card if has_anthropic_header(request.scope) else _card
         return card(maker, maker.check_model(name))
-
-    @router.get("/health")
-    async def health() -> Response:
-        if engine.dead is not None:
-            raise engine.dead
-        return Response()
 
     @router.get("/version")
     async def show_version() -> dict[str, Any]:

@@ -270,6 +270,16 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
         parameters=(_VERSION,),
     ),
     ("get", "/health"): _Endpoint(summary="200 while answers can be computed."),
+    ("get", "/ping"): _Endpoint(summary="As /health, for probes that ask there."),
+    ("get", "/ready"): _Endpoint(summary="200 while requests are computed: not asleep or paused."),
+    ("get", "/load"): _Endpoint(
+        summary="How many requests the engine has.",
+        answer=_object(server_load=_COUNT, running=_COUNT, waiting=_COUNT),
+    ),
+    ("get", "/server_info"): _Endpoint(
+        summary="What the server was started with, and what block hashes are made of.",
+        answer=_object(version=_STRING, prefix_hash=_object(root_hash=_STRING), flags=_object()),
+    ),
     ("get", "/version"): _Endpoint(
         summary="The version, what is computed with, and what block hashes are made of.",
         answer=_object(version=_STRING),
@@ -333,6 +343,7 @@ def _fill(operation: Schema, path: str, endpoint: _Endpoint, schemas: dict[str, 
     answers = {} if path == "/v1/embeddings" else {"200": _answer(path, endpoint)}
     statuses = {400, 401, 403, 405, 503, *endpoint.statuses}
     statuses |= {404, 413, 415} if endpoint.models else set()
+    statuses |= {429, 504} if endpoint.streams else set()
     forms = ["AnthropicError"] if is_anthropic(path) else ["OpenAIError"]
     if _VERSION in endpoint.parameters:
         forms.append("AnthropicError")
@@ -408,7 +419,9 @@ _MEANINGS = {
     405: "Another method is needed.",
     413: "The body is too large.",
     415: "The body must be JSON.",
+    429: "Too many requests of this API key wait.",
     503: "Busy, asleep or ending: send it again later.",
+    504: "The answer took longer than --request-timeout.",
 }
 
 

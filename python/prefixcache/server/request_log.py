@@ -16,7 +16,7 @@ from prefixcache.logs import with_fields
 logger = logging.getLogger("prefixcache.server.context")
 
 CLIENT_LEFT = 499
-_QUIET_PATHS = frozenset({"/health", "/metrics"})
+_QUIET_PATHS = frozenset({"/health", "/load", "/metrics", "/ping", "/ready"})
 
 
 @dataclass(slots=True, kw_only=True)

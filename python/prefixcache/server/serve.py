@@ -20,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from prefixcache.exceptions import ConfigError, FieldError
+from prefixcache.flags import shown_values
 from prefixcache.server.access import AccessRules, is_host_name, is_loopback
 from prefixcache.server.connections import Connection, ConnectionLimits
 from prefixcache.server.context import Lifecycle
@@ -81,6 +82,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
                 model_dirs=model_dirs,
                 lifecycle=lifecycle,
                 limits=_server_limits(options),
+                flags={**shown_values(config), **shown_values(options)},
             )
             _collect_what_is_new_alone()
             scheme = "http" if certificates is None else "https"

@@ -1,0 +1,70 @@
+"""What probes and balancers ask: whether the server lives, is ready, and what it has to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter
+from pydantic_core import to_jsonable_python
+from starlette.responses import Response
+
+from prefixcache.server.errors import ApiError
+from prefixcache.server.job_maker import JobMaker
+
+if TYPE_CHECKING:
+    from prefixcache.engine.control import Control
+
+
+def health_router(maker: JobMaker, version: str, flags: Mapping[str, Any]) -> APIRouter:
+    """The endpoints, for one engine that was started with `flags`."""
+    router, engine = APIRouter(), maker.engine
+
+    async def health() -> Response:
+        if engine.dead is not None:
+            raise engine.dead
+        return Response()
+
+    async def ready() -> Response:
+        control = engine.control
+        if control.is_halted:
+            raise _not_ready(control)
+        return Response()
+
+    for path, probe in {"/health": health, "/ping": health, "/ready": ready}.items():
+        router.get(path)(probe)
+        router.head(path, include_in_schema=False)(probe)
+    router.post("/ping", include_in_schema=False)(health)
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        gauges = engine.metrics.gauges()
+        running, waiting = gauges.num_running, gauges.num_waiting
+        return {"server_load": running + waiting, "running": running, "waiting": waiting}
+
+    @router.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        control = engine.control
+        return {
+            "version": version,
+            "model": maker.served.root,
+            "served_model_names": maker.served.names,
+            "max_model_len": engine.max_model_len,
+            "prefix_hash": asdict(control.prefix_hash_info()),
+            "groups": control.groups,
+            "num_blocks": control.num_blocks,
+            "flags": to_jsonable_python(flags, fallback=str),
+        }
+
+    return router
+
+
+def _not_ready(control: Control) -> ApiError:
+    state = "asleep" if control.is_sleeping else "paused" if control.is_paused else "updating"
+    return ApiError(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        f"The engine is {state}: it computes nothing until an administrator calls it back.",
+        code=f"engine_{state}",
+    )

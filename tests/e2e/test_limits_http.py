@@ -1,0 +1,201 @@
+"""What operators limit: time, memory of bodies, requests of a key; and what probes are told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from prefixcache.engine.async_engine import AsyncEngine
+from prefixcache.request import Request, RequestOutput
+from prefixcache.server.access import AccessRules
+from prefixcache.server.limits import ServerLimits
+from prefixcache.tokenization.tokenizer import Tokenizer
+from serving import MODEL, FakeEngine, client_of, fake_app, served_folder
+from tiny_models import save_tokenizer
+
+BODY = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
+PATH, JSON = "/v1/completions", {"Content-Type": "application/json"}
+SHORT = b'{"prompt": [1, 2, 3]}' + b" " * 10_000
+KEYS = AccessRules(api_keys=("a", "b"), admin_api_keys=("root",))
+
+
+def key(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {name}"}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async def poll() -> None:
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(poll(), 30)
+
+
+def in_use(engine: AsyncEngine) -> int:
+    return engine.control.stats()["blocks_in_use"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+async def test_an_answer_that_takes_too_long_is_a_504_and_gives_its_blocks_back(
+    tiny_checkpoint: Callable[..., Path], path: str
+) -> None:
+    access = {"limits": ServerLimits(request_seconds=0.2)}
+    body = {**BODY, "messages": [{"role": "user", "content": "hi"}]}
+    async with served_folder(tiny_checkpoint(), access=access) as (client, engine):
+        await engine.run(lambda control: control.pause())
+        whole = await client.post(path, json=body)
+        streamed = await client.post(path, json={**body, "stream": True})
+        await engine.run(lambda control: control.resume())
+        await until(lambda: not in_use(engine) and not engine.num_streams)
+    assert whole.status_code == 504
+    assert whole.headers["X-Should-Retry"] == "false"
+    assert whole.json()["error"]["type"] == "timeout_error"
+    assert (streamed.status_code, "timeout_error" in streamed.text) == (200, True)
+
+
+async def test_a_key_that_has_too_many_waiting_is_told_so_and_others_are_served(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    bounds = {"max_waiting_per_client": 2}
+    options: dict[str, Any] = {
+        "bounds": bounds,
+        "access": {"rules": KEYS},
+        "max_running_per_key": 1,
+    }
+    small = {**BODY, "max_tokens": 2}
+    async with served_folder(tiny_checkpoint(), **options) as (client, engine):
+        await engine.run(lambda control: control.pause())
+        async with AsyncExitStack() as stack:
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            first = [
+                tasks.create_task(client.post("/v1/completions", json=small, headers=key("a")))
+                for _ in range(2)
+            ]
+            await until(lambda: engine.num_streams == 2)
+            refused = await client.post("/v1/completions", json=small, headers=key("a"))
+            other = tasks.create_task(client.post("/v1/completions", json=small, headers=key("b")))
+            await until(lambda: engine.num_streams == 3)
+            load = (await client.get("/load", headers=key("b"))).json()
+            await engine.run(lambda control: control.resume())
+        assert [task.result().status_code for task in (*first, other)] == [200] * 3
+    assert refused.status_code == HTTPStatus.TOO_MANY_REQUESTS
+    assert int(refused.headers["Retry-After"]) >= 1
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert load == {"server_load": 3, "running": 0, "waiting": 3}
+
+
+class Bodies:
+    """Sends bodies in parts, of which the last is held back."""
+
+    def __init__(self) -> None:
+        self.ends = asyncio.Event()
+        self.num_sent = 0
+
+    async def parts(self, size: int) -> AsyncIterator[bytes]:
+        yield b'{"prompt": "' + b"x" * size
+        self.num_sent += 1
+        await self.ends.wait()
+        yield b'"}'
+
+
+async def test_bodies_are_bounded_together_and_the_largest_unfinished_gives_way(
+    tmp_path: Path,
+) -> None:
+    save_tokenizer(tmp_path)
+    waiting = asyncio.Event()
+
+    async def held(request: Request) -> AsyncIterator[RequestOutput]:
+        await waiting.wait()
+        yield RequestOutput(request_id=request.request_id, finish_reason="stop")
+
+    engine, bodies = FakeEngine(held), Bodies()
+    app = fake_app(engine, Tokenizer.from_folder(tmp_path), limits=ServerLimits(body_bytes=30_000))
+
+    async with client_of(app) as client:
+
+        def post(content: Any) -> asyncio.Task[httpx.Response]:
+            headers = {"Content-Type": "application/json"}
+            return asyncio.create_task(
+                client.post("/v1/completions", content=content, headers=headers)
+            )
+
+        slow = [post(bodies.parts(size)) for size in (12_000, 15_000)]
+        await until(lambda: bodies.num_sent == 2)
+        # No more has room, so the largest that has not come in full gives way to a short one.
+        asked: list[asyncio.Task[httpx.Response]] = []
+        for number in range(2):
+            asked.append(post(SHORT))
+            await until(lambda number=number: len(engine.requests) > number)
+        bodies.ends.set()
+        answers = [await task for task in slow]
+        waiting.set()
+        assert [(await task).status_code for task in asked] == [200, 200]
+    assert [answer.status_code for answer in answers] == [400, 503]  # 12,000 x are no prompt here
+    assert answers[1].json()["error"]["code"] == "bodies_full"
+    assert answers[1].headers["Retry-After"] == "1"
+
+
+async def test_a_body_counts_no_more_once_it_is_a_request(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    waiting = asyncio.Event()
+
+    async def held(request: Request) -> AsyncIterator[RequestOutput]:
+        await waiting.wait()
+        yield RequestOutput(request_id=request.request_id, finish_reason="stop")
+
+    engine = FakeEngine(held)
+    app = fake_app(engine, Tokenizer.from_folder(tmp_path), limits=ServerLimits(body_bytes=15_000))
+    asked: list[asyncio.Task[httpx.Response]] = []
+    async with client_of(app) as client:
+        for number in range(5):
+            asked.append(asyncio.create_task(client.post(PATH, content=SHORT, headers=JSON)))
+            await until(lambda number=number: len(engine.requests) > number)
+        waiting.set()
+        assert [(await task).status_code for task in asked] == [200] * 5
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready"])
+async def test_probes_need_no_key_and_no_body(
+    tiny_checkpoint: Callable[..., Path], path: str
+) -> None:
+    async with served_folder(tiny_checkpoint(), access={"rules": KEYS}) as (client, engine):
+        for method in ("GET", "HEAD"):
+            response = await client.request(method, path)
+            assert (response.status_code, response.content) == (200, b"")
+        await engine.run(lambda control: control.pause())
+        paused = await client.get(path)
+        await engine.run(lambda control: control.resume())
+        await engine.run(lambda control: control.sleep(1))
+        asleep = await client.get(path)
+    expected = 503 if path == "/ready" else 200
+    assert [paused.status_code, asleep.status_code] == [expected] * 2
+    if path == "/ready":
+        codes = [answer.json()["error"]["code"] for answer in (paused, asleep)]
+        assert codes == ["engine_paused", "engine_asleep"]
+
+
+async def test_server_info_is_the_administrators_and_shows_no_secrets(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    from prefixcache.flags import shown_values
+    from prefixcache.server.options import ServeOptions
+
+    flags = shown_values(ServeOptions(api_key=("hidden",), max_waiting_per_key=3))
+    access = {"rules": KEYS, "flags": flags}
+    async with served_folder(tiny_checkpoint(), access=access) as (client, _):
+        forbidden = await client.get("/server_info", headers=key("a"))
+        shown = await client.get("/server_info", headers=key("root"))
+        hashed = (await client.get("/version", headers=key("a"))).json()["prefix_hash"]
+    assert forbidden.status_code == 403
+    assert "hidden" not in shown.text
+    info = shown.json()
+    assert (info["prefix_hash"], info["groups"]) == (hashed, ["full"])
+    assert (info["flags"]["api_key"], info["flags"]["max_waiting_per_key"]) == (True, 3)

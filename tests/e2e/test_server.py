@@ -348,6 +348,7 @@ async def test_health_and_version(client):
         "version",
         "batch_invariant",
         "dtype",
+        "cpu_activations",
         "weights",
         "prefix_hash",
     }

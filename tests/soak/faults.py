@@ -9,9 +9,22 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-INJECTED = "injected fault"
+# In the names of all of them: the log of a server has no messages of errors.
+INJECTED = "Injected"
 DISK = "disk"
 POINTS = ("forward-before", "forward-after", "forward-memory", "tokenizer", "detokenizer")
+
+
+class InjectedError(RuntimeError):
+    """A failure of ours."""
+
+
+class InjectedMemoryError(MemoryError):
+    """No memory, says a fault of ours."""
+
+
+class InjectedDiskError(OSError):
+    """A disk that fails, says a fault of ours."""
 
 
 class Faults:
@@ -20,12 +33,12 @@ class Faults:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def meet(self, point: str, error: type[Exception] = RuntimeError) -> None:
+    def meet(self, point: str, error: type[Exception] = InjectedError) -> None:
         """Raises `error` where a file says so."""
         for name in os.listdir(self._folder):
             if name.startswith(f"{point}."):
                 (self._folder / name).unlink()
-                raise error(f"{INJECTED}: {point}")
+                raise error(point)
 
 
 def inject(folder: Path, point: str, number: int) -> Path:

@@ -12,7 +12,7 @@ from prefixcache.engine.output import Answer
 from prefixcache.models import weights
 from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.tokenization.tokenizer import Tokenizer
-from soak.faults import DISK, Faults
+from soak.faults import DISK, Faults, InjectedDiskError, InjectedMemoryError
 
 # The tensor of a weight file whose reading fails: some were replaced, most were not.
 _BREAKS_AT = 5
@@ -30,7 +30,7 @@ def _plug_into_forward(faults: Faults) -> None:
 
     def faulty(self: ModelRunner, plan: Any) -> Any:
         faults.meet("forward-before")
-        faults.meet("forward-memory", MemoryError)
+        faults.meet("forward-memory", InjectedMemoryError)
         pending = submit(self, plan)
 
         def outputs() -> Any:  # computed, and lost on the way
@@ -80,7 +80,7 @@ def _plug_into_disk(faults: Faults) -> None:
         def get_tensor(self, name: str) -> Any:
             self._num_read += 1
             if self._num_read == _BREAKS_AT:
-                faults.meet(DISK, OSError)
+                faults.meet(DISK, InjectedDiskError)
             return self._file.get_tensor(name)
 
     weights.safe_open = FaultyFile

@@ -15,6 +15,10 @@ from pathlib import Path
 
 from soak.faults import INJECTED
 
+_CHAINED = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
 _COMMAND = (sys.executable, "-m", "soak.faulty_server")
 _START_SECONDS = 120
 _END_SECONDS = 60
@@ -132,17 +136,20 @@ class Lives:
 
 
 def unexpected_tracebacks(log: Path) -> list[str]:
-    """The last lines of tracebacks that no fault of ours explains."""
-    found: list[str] = []
-    in_traceback = False
+    """The last lines of tracebacks, with those they were raised from, that no fault explains."""
+    chains: list[list[str]] = []
+    in_traceback, is_chained = False, False
     for line in log.read_text(errors="replace").splitlines():
         if line.startswith("Traceback"):
-            in_traceback = True
+            if not is_chained:
+                chains.append([])
+            in_traceback, is_chained = True, False
         elif in_traceback and line and not line.startswith((" ", "\t")):
             in_traceback = False
-            if INJECTED not in line:
-                found.append(line)
-    return found
+            chains[-1].append(line)
+        elif line in _CHAINED:
+            is_chained = True
+    return [chain[-1] for chain in chains if not any(INJECTED in line for line in chain)]
 
 
 def _port_of(process: subprocess.Popen[str]) -> int | None:

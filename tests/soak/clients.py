@@ -334,7 +334,7 @@ class Crowd:
             self._tally.add("refused: asleep, told in its stream", since=since)
         elif "shutting down" in told and life.ending is not None:
             self._tally.add("cut by SIGTERM, told so", since=since)
-        elif "request_timeout" in told and now - since >= self._limits.request_seconds:
+        elif "timeout" in told and now - since >= self._limits.request_seconds:
             self._tally.add("cut by --request-timeout, told so", since=since)
         elif "slow_reader" in told and asked.is_slow:
             self._tally.add("cut while reading slowly, told so", since=since, timed=False)
@@ -366,6 +366,8 @@ class Crowd:
 
 _ODDITIES: Sequence[tuple[str, str, Any, int]] = (
     ("GET", "/health", None, 200),
+    ("GET", "/ready", None, 200),
+    ("GET", "/ping", None, 200),
     ("GET", "/v1/models", None, 200),
     ("GET", "/version", None, 200),
     ("GET", "/metrics", None, 403),

@@ -94,6 +94,18 @@ pub trait Lanes: Copy + Send + Sync {
     /// `from` is readable for `LANES` bytes.
     unsafe fn load_i8(self, from: *const i8) -> Self::V;
 
+    /// Says that the cache line of an address, which may be any, is read soon.
+    #[inline(always)]
+    fn prefetch<T>(self, address: *const T) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: every x86-64 has the instruction, and it never fails.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address.cast());
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = address;
+    }
+
     /// The numbers that `BITS` (4, 5, 6 or 8) bits of each word are, from bit `at` on; `at + BITS` is at most 32.
     fn field<const BITS: u32, const SIGNED: bool>(self, words: Self::V, at: u32) -> Self::V;
 

@@ -32,6 +32,10 @@ const CHUNK: usize = 256;
 /// The most rows whose products are taken from registers, without a widened panel in between.
 const MAX_FEW: usize = 8;
 
+/// Bytes that are asked for before they are widened: widening takes so many instructions that loads
+/// alone keep too few lines on their way from memory.
+const AHEAD: usize = 4096;
+
 /// Which scales a format has.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Scales {
@@ -472,6 +476,9 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
             };
             let tile = column / TILE * TILE * F::BITS as usize;
             let tile = group.add(F::GROUP_HEADER).cast::<u32>().add(tile);
+            for line in 0..F::BITS as usize {
+                lanes.prefetch(tile.wrapping_add(line * TILE + AHEAD / size_of::<u32>()));
+            }
             Self {
                 lanes,
                 codes: [tile, tile.add(L::LANES % TILE)],

@@ -32,6 +32,7 @@ from prefixcache.server.limits import ServerLimits
 from prefixcache.server.serve import ServeOptions, Server
 from prefixcache.server.served_model import ServedModel
 from prefixcache.server.tls import Certificates
+from prefixcache.server.tracing import Tracing
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 MODEL = "tiny"
@@ -203,12 +204,15 @@ def fake_app(
     lifecycle: Lifecycle | None = None,
     rules: AccessRules | None = None,
     limits: ServerLimits | None = None,
+    tracing: Tracing | None = None,
     **served: Any,
 ) -> FastAPI:
     """The application around a scripted engine."""
     model = {"names": (MODEL,), "generation": GenerationDefaults(), **served}
     served_model = ServedModel(tokenizer=tokenizer, **model)
-    return create_app(engine, served_model, lifecycle=lifecycle, rules=rules, limits=limits)
+    return create_app(
+        engine, served_model, lifecycle=lifecycle, rules=rules, limits=limits, tracing=tracing
+    )
 
 
 async def says(request: Request, *texts: str) -> AsyncIterator[RequestOutput]:

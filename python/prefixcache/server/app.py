@@ -30,6 +30,7 @@ from prefixcache.server.response_store import ResponseStore
 from prefixcache.server.responses import responses_router
 from prefixcache.server.served_model import ServedModel
 from prefixcache.server.tokenize import tokenize_router
+from prefixcache.server.tracing import Tracing
 from prefixcache.server.warm import warm_router
 
 if TYPE_CHECKING:
@@ -48,12 +49,13 @@ def create_app(
     lifecycle: Lifecycle | None = None,
     limits: ServerLimits | None = None,
     flags: Mapping[str, Any] | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """The application that serves `engine`; who made the engine shuts it down.
 
     `rules` say who may use it, `model_dirs` where new weights come from, `lifecycle` whether the
-    server is about to end, and `limits` what requests may take together. Administrators are shown
-    the `flags`.
+    server is about to end, `limits` what requests may take together, and `tracing` where their
+    traces go. Administrators are shown the `flags`.
     """
     release = package_version()
     app = FastAPI(
@@ -84,6 +86,7 @@ def create_app(
         lifecycle=lifecycle or Lifecycle(),
         limits=limits or ServerLimits(),
         strict=served.strict,
+        tracing=tracing,
     )
     if rules.cross_origin.allowed_origins:
         _let_pages_in(app, rules.cross_origin)

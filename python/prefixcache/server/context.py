@@ -24,6 +24,7 @@ from prefixcache.server.errors import (
 from prefixcache.server.limits import ServerLimits
 from prefixcache.server.protocol import RequestFields, shortened
 from prefixcache.server.request_log import CLIENT_LEFT, Outcome, log_request
+from prefixcache.server.tracing import Tracing
 
 # Unknown fields that a warning names.
 _MOST_NAMED = 10
@@ -101,12 +102,14 @@ class RequestContext:
         limits: ServerLimits,
         *,
         strict: bool = False,
+        tracing: Tracing | None = None,
     ) -> None:
         self._app = app
         self._lifecycle = lifecycle
         self._request_seconds = limits.request_seconds
         self._bodies = BodyBudget(limits.body_bytes)
         self._strict = strict
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
@@ -130,7 +133,10 @@ class RequestContext:
         finally:
             body.release()
             status = outcome.failed_status or answer.final_status
-            log_request(scope, status, time.perf_counter() - begun, request_id, outcome)
+            seconds = time.perf_counter() - begun
+            log_request(scope, status, seconds, request_id, outcome)
+            if self._tracing is not None:
+                self._tracing.record(scope, status, seconds, request_id, outcome)
 
     def _deadline(self) -> float | None:
         seconds = self._request_seconds

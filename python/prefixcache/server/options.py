@@ -132,6 +132,12 @@ class ServeOptions(Checked):
     max_log_len: PositiveInt = flag(
         2048, "Most characters of a request's prompts in the log.", "Server"
     )
+    otlp_traces_endpoint: str | None = flag(
+        None,
+        "OpenTelemetry collector for traces, as http://localhost:4317.",
+        "Server",
+        shown="none",
+    )
     api_key: tuple[str, ...] = flag(
         (), "Key that clients must send; may be given several times.", "Access", secret=True
     )

@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,6 +31,7 @@ from prefixcache.server.options import ServeOptions
 from prefixcache.server.served_model import ServedModel
 from prefixcache.server.systemd import Notifier
 from prefixcache.server.tls import Certificates, TlsListener
+from prefixcache.server.tracing import Tracing, tracing_to
 
 if TYPE_CHECKING:
     from prefixcache.config import EngineConfig
@@ -56,7 +57,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     rules, model_dirs = _access_rules(options), ModelDirs(options.allowed_model_dirs)
     _allow_open_files(options.limit_concurrency)
     certificates = None if options.tls.ssl_certfile is None else Certificates(options.tls)
-    with listening(options) as listener:
+    with _tracing(options) as tracing, listening(options) as listener:
         _warn_if_open(options, listener)
         from prefixcache.engine.async_engine import AsyncEngine
         from prefixcache.engine.build import build
@@ -83,6 +84,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
                 lifecycle=lifecycle,
                 limits=_server_limits(options),
                 flags={**shown_values(config), **shown_values(options)},
+                tracing=tracing,
             )
             _collect_what_is_new_alone()
             scheme = "http" if certificates is None else "https"
@@ -94,6 +96,17 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
         finally:
             gc.unfreeze()
             engine.close()
+
+
+@contextmanager
+def _tracing(options: ServeOptions) -> Generator[Tracing | None, None, None]:
+    if options.otlp_traces_endpoint is None:
+        yield None
+        return
+    from prefixcache.server.app import package_version
+
+    with closing(tracing_to(options.otlp_traces_endpoint, package_version())) as tracing:
+        yield tracing
 
 
 def _check_weights(options: ServeOptions, *, is_gguf: bool) -> None:

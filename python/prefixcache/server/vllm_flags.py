@@ -147,7 +147,7 @@ VLLM_FLAGS: tuple[ForeignFlag, ...] = (
     *refused("asks for a model without a tokenizer", "--skip-tokenizer-init"),
     *only((), "asks for what a proxy in front does", "--root-path", "--middleware"),
     *only((), "asks for a log of another form", "--log-config-file"),
-    *only((), "asks for traces", "--otlp-traces-endpoint", "--collect-detailed-traces"),
+    *only((), "asks for traces", "--collect-detailed-traces"),
     *refused(
         "asks for prompts without the tools that must not be called",
         "--exclude-tools-when-tool-choice-none",

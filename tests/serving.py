@@ -149,10 +149,10 @@ class FakeEngine:
         self.requests.append(request)
         return self._outputs(request)
 
-    async def generate_all(
+    async def generate_batches(
         self, requests: Sequence[Request], **_limits: object
-    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        return _merged([self.generate(request) for request in requests])
+    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        return _batches(_merged([self.generate(request) for request in requests]))
 
     async def run(self, operation: Callable[[Control], Any]) -> Any:
         if self.dead is not None:
@@ -166,6 +166,14 @@ class FakeEngine:
                 yield output
         finally:
             self.num_open -= 1
+
+
+async def _batches(
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None],
+) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+    async with aclosing(outputs):
+        async for output in outputs:
+            yield [output]
 
 
 async def _merged(

@@ -334,7 +334,9 @@ async def test_at_its_deadline_a_request_is_cut_whether_or_not_it_is_read(serve:
     served = serve()
     served.gate.hold_after(3)
     soon = time.monotonic() + 0.05
-    stream = await served.engine.generate_all(job_of([PROMPT] * 3, max_tokens=100), deadline=soon)
+    stream = await served.engine.generate_batches(
+        job_of([PROMPT] * 3, max_tokens=100), deadline=soon
+    )
     await anext(stream)
     await served.gate.until_held()
     await asyncio.sleep(0.1)
@@ -349,7 +351,7 @@ async def test_a_request_that_waits_is_cut_at_its_deadline_too(serve: Make) -> N
     served = serve(max_num_seqs=1)
     running = await start_held(served)
     with pytest.raises(RequestTimeoutError):
-        async for _ in await served.engine.generate_all(
+        async for _ in await served.engine.generate_batches(
             [make_request("late")], deadline=time.monotonic() + 0.05
         ):
             pass
@@ -361,7 +363,7 @@ async def test_a_request_that_waits_is_cut_at_its_deadline_too(serve: Make) -> N
 async def test_outputs_that_nobody_reads_are_bounded(serve: Make) -> None:
     served = serve()
     served.gate.hold_after(3)
-    stream = await served.engine.generate_all([make_request(max_tokens=100)], max_unread=5)
+    stream = await served.engine.generate_batches([make_request(max_tokens=100)], max_unread=5)
     await anext(stream)
     await served.gate.until_held()
     served.gate.open()

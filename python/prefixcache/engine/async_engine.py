@@ -68,22 +68,35 @@ class _Stream:
         self.is_open = True
         self.sent = time.monotonic()
         self.loop = asyncio.get_running_loop()
-        self.items: asyncio.Queue[_Item] = asyncio.Queue()
+        self._items: list[_Item] = []
+        self._reader: asyncio.Future[None] | None = None
         self._most_unread = math.inf if most_unread is None else most_unread
         self._is_cut = False
 
     def put(self, item: _Item) -> bool:
         """Lets the reader have an output; False when there are too many."""
         if not self._is_cut:
-            self.items.put_nowait(item)
-        return self.items.qsize() <= self._most_unread
+            self._items.append(item)
+            self._wake_reader()
+        return len(self._items) <= self._most_unread
 
     def cut(self, error: Exception) -> None:
         """The reader gets the error next, and nothing more."""
         self._is_cut = True
-        while not self.items.empty():
-            self.items.get_nowait()
-        self.items.put_nowait(error)
+        self._items = [error]
+        self._wake_reader()
+
+    async def take(self) -> list[_Item]:
+        """All that has come since the last call, at least one; the one reader calls it."""
+        if not self._items:
+            self._reader = self.loop.create_future()
+            await self._reader
+        items, self._items = self._items, []
+        return items
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 @dataclass(slots=True)
@@ -252,19 +265,26 @@ class AsyncEngine:
         before it.
         """
         self.check(request)
-        return _without_index(self._open([request]))
+        return _without_index(_one_by_one(self._open([request])))
 
     async def generate_all(
-        self,
-        requests: Sequence[Request],
-        *,
-        deadline: float | None = None,
-        max_unread: int | None = None,
+        self, requests: Sequence[Request]
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """As `generate` for the requests of one job: outputs come with the request's index.
 
         All are checked before the first one runs; other coroutines take turns with many. One that
         cannot be added ends the stream with its error. Closing the stream aborts them all.
+        """
+        return _one_by_one(await self.generate_batches(requests))
+
+    async def generate_batches(
+        self,
+        requests: Sequence[Request],
+        *,
+        deadline: float | None = None,
+        max_unread: int | None = None,
+    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        """As `generate_all`, with all that has come since the reader looked last at once.
 
         The requests are aborted, and the stream ends with `RequestTimeoutError`, at `deadline`, in
         seconds of `time.monotonic`; with `SlowReaderError` when more than `max_unread` outputs for
@@ -343,7 +363,7 @@ class AsyncEngine:
         requests: Sequence[Request],
         deadline: float | None = None,
         max_unread: int | None = None,
-    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """The stream of checked requests."""
         self._queue.raise_if_full(requests[0])
         outputs = self._outputs(requests, deadline, max_unread)
@@ -352,19 +372,19 @@ class AsyncEngine:
 
     async def _outputs(
         self, requests: Sequence[Request], deadline: float | None, max_unread: int | None
-    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         stream = _Stream(requests, None if max_unread is None else max_unread * len(requests))
         self._send(partial(self._add, stream))
         timer = self._end_at(deadline, stream)
         num_open = len(requests)
         try:
             while num_open:
-                item = await stream.items.get()
-                if isinstance(item, Exception):
-                    num_open = 0
-                    raise item
-                num_open -= item[1].finished
-                yield item
+                outputs, error = _until_error(await stream.take())
+                num_open = 0 if error else num_open - sum(one.finished for _, one in outputs)
+                if outputs:
+                    yield outputs
+                if error is not None:
+                    raise error
         finally:
             if timer is not None:
                 timer.cancel()
@@ -555,6 +575,27 @@ class AsyncEngine:
         except RuntimeError:  # the event loop is closed: nobody listens
             for stream, _ in batch:
                 self._abandon(stream)
+
+
+def _until_error(
+    items: Sequence[_Item],
+) -> tuple[list[tuple[int, RequestOutput]], Exception | None]:
+    """The outputs before the first error, and that."""
+    outputs: list[tuple[int, RequestOutput]] = []
+    for item in items:
+        if isinstance(item, Exception):
+            return outputs, item
+        outputs.append(item)
+    return outputs, None
+
+
+async def _one_by_one(
+    batches: AsyncGenerator[list[tuple[int, RequestOutput]], None],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async with aclosing(batches):
+        async for batch in batches:
+            for output in batch:
+                yield output
 
 
 async def _without_index(

@@ -26,6 +26,9 @@ from prefixcache.server.workers import Workers
 
 logger = logging.getLogger(__name__)
 
+Outputs = AsyncGenerator[list[tuple[int, RequestOutput]], None]
+"""What came of a job's requests: all since the last time, with their indices."""
+
 # Log probabilities that are written in one go.
 _LONG_ANSWER = 2**16
 
@@ -177,19 +180,27 @@ async def answer_in_events(
     return EventStream(_named_to_the_end(_named_events(outputs, job, form), job, form))
 
 
-async def _named_events(
-    outputs: AsyncGenerator[tuple[int, RequestOutput], None], job: Job, form: EventForm
-) -> AsyncGenerator[bytes, None]:
+async def _named_events(outputs: Outputs, job: Job, form: EventForm) -> AsyncGenerator[bytes, None]:
     choices = _new_choices(job)
     with _told_to_the_log(job, choices):
         for payload in form.begin(job):
             yield named_event(payload)
         async with aclosing(outputs):
-            async for index, output in outputs:
-                _raise_if_void(output)
-                choices[index].add(output)
-                for payload in form.events(job, choices[index], output):
-                    yield named_event(payload)
+            async for batch in outputs:
+                written: list[bytes] = []
+                error: Exception | None = None
+                try:
+                    for index, output in batch:
+                        _raise_if_void(output)
+                        choices[index].add(output)
+                        events = form.events(job, choices[index], output)
+                        written += map(named_event, events)
+                except Exception as failure:  # noqa: BLE001 - raised behind what came before it
+                    error = failure
+                if written:
+                    yield b"".join(written)
+                if error is not None:
+                    raise error
 
 
 async def _named_to_the_end(
@@ -216,14 +227,15 @@ async def gathered(maker: JobMaker, job: Job) -> list[Choice]:
     choices = _new_choices(job)
     with _told_to_the_log(job, choices):
         async with aclosing(await _outputs(maker, job)) as outputs:
-            async for index, output in outputs:
-                choices[index].add(output)
+            async for batch in outputs:
+                for index, output in batch:
+                    choices[index].add(output)
     return choices
 
 
-async def _outputs(maker: JobMaker, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def _outputs(maker: JobMaker, job: Job) -> Outputs:
     """Hands the job to the engine."""
-    outputs = await maker.engine.generate_all(
+    outputs = await maker.engine.generate_batches(
         job.requests, deadline=job.call.deadline, max_unread=MAX_UNREAD_OUTPUTS
     )
     job.call.release_body()
@@ -278,7 +290,7 @@ async def _to_the_end(chunks: AsyncGenerator[bytes, None], job: Job) -> AsyncGen
 
 
 async def _chunk_events(
-    outputs: AsyncGenerator[tuple[int, RequestOutput], None],
+    outputs: Outputs,
     job: Job,
     form: AnswerForm,
     options: StreamOptions,
@@ -289,14 +301,24 @@ async def _chunk_events(
     told = bool(options.include_usage) or always
     with _told_to_the_log(job, choices):
         async with aclosing(outputs):
-            async for index, output in outputs:
-                _raise_if_void(output)
-                choices[index].add(output)
-                shown = {"usage": usage(job, choices) if always else None} if told else {}
-                texts = partial(_texts, form.chunks(job, choices[index], output), shown)
-                # Log probabilities of a prompt come all in one chunk.
-                for text in await workers.run(_prompt_size(job, output.prompt_logprobs), texts):
-                    yield text
+            async for batch in outputs:
+                written: list[bytes] = []
+                error: Exception | None = None
+                try:
+                    for index, output in batch:
+                        _raise_if_void(output)
+                        choices[index].add(output)
+                        shown = {"usage": usage(job, choices) if always else None} if told else {}
+                        texts = partial(_texts, form.chunks(job, choices[index], output), shown)
+                        # Log probabilities of a prompt come all in one chunk.
+                        size = _prompt_size(job, output.prompt_logprobs)
+                        written += await workers.run(size, texts)
+                except Exception as failure:  # noqa: BLE001 - raised behind what came before it
+                    error = failure
+                if written:
+                    yield b"".join(written)
+                if error is not None:
+                    raise error
     if told:
         yield event({**form.last_chunk(job), "usage": usage(job, choices)})
 

@@ -199,7 +199,7 @@ def main(
         "bare_step_ms": round(bare, 3),
         **{name: round(value, 3) for name, value in medians.items()},
         "step_slowdown": round(medians["step_ms"] / bare - 1, 4),
-        "p99_over_p50": round(medians["p99_ms"] / medians["p50_ms"], 2),
+        "p99_over_p50": round(medians["p99_ms"] / max(medians["p50_ms"], 1e-3), 2),
     }
     print(json.dumps(record, default=str, indent=1))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from chat_models import CLOCK, QUESTION, TEMPLATES, TOOLS, assistant
 from repeatable import bounded
@@ -147,16 +150,45 @@ def test_a_round_trip_hits_the_calls_of_the_answer(request, family):
     assert cached > first.usage.prompt_tokens
 
 
-@pytest.mark.parametrize("choice", ["required", "auto"])
-def test_hits_change_no_bit(smollm2, choice):
-    body = {"messages": QUESTION, "tools": TOOLS, "tool_choice": choice, "seed": 7}
-    body |= SAMPLED | {"logprobs": True, "max_tokens": 48, "n": 2, "cache_salt": choice}
+GRAMMARS: list[dict[str, Any]] = [
+    {},
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"regex": "[a-z ]{4,40}"}},
+    {"structured_outputs": {"choice": ["one of them", "one or the other"]}},
+]
+TTLS = [None, {"mode": "explicit"}, {"mode": "explicit", "ttl": "12h"}]
+
+
+@settings(max_examples=bounded(8, 200), deadline=None)
+@given(
+    choice=st.sampled_from(["none", "auto", "required", NAMED]),
+    grammar=st.sampled_from(GRAMMARS),
+    marks=st.lists(st.sampled_from(TTLS), min_size=3, max_size=3),
+    mode=st.sampled_from([None, {}, {"mode": "explicit"}]),
+    temperature=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_hits_change_no_bit_whatever_is_asked(
+    smollm2, choice, grammar, marks, mode, temperature, seed
+):
+    """With grammars, tools and breakpoints: what is read changes neither tokens nor their odds."""
+    parts = [{"type": "text", "text": f"Part {number}. " * 9} for number in range(3)]
+    for part, mark in zip(parts, marks, strict=True):
+        part |= {} if mark is None else {"prompt_cache_breakpoint": mark}
+    body = {"messages": [{"role": "user", "content": parts}], "tools": TOOLS, **SAMPLED}
+    body |= {"tool_choice": choice, "seed": seed, "temperature": temperature, "max_tokens": 24}
+    body |= {"logprobs": True, "n": 2, "cache_salt": uuid.uuid4().hex}
+    body |= grammar if choice in ("none", "auto") else {}
+    body |= {} if mode is None else {"prompt_cache_options": mode}
     told = []
     for _ in range(2):
-        answer = httpx.post(f"{smollm2}{CHAT}", json=body).json()
+        answer = httpx.post(f"{smollm2}{CHAT}", json=body, timeout=60).json()
         told.append((_without_ids(answer["choices"]), answer["usage"]["prompt_tokens_details"]))
     assert told[0][0] == told[1][0]
-    assert told[0][1]["cached_tokens"] == 0 < told[1][1]["cached_tokens"]
+    read, written = told[1][1]["cached_tokens"], told[0][1]["cache_write_tokens"]
+    assert told[0][1]["cached_tokens"] == 0
+    assert read == written // 16 * 16
+    assert written or (mode == {"mode": "explicit"} and not any(marks))
 
 
 def _without_ids(choices: list[dict[str, Any]]) -> list[dict[str, Any]]:

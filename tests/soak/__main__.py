@@ -18,7 +18,7 @@ from soak.commands import Operator, break_copy
 from soak.lives import Lives, unexpected_tracebacks
 from soak.options import Options, parse_options
 from soak.report import write_report
-from soak.tally import Tally
+from soak.tally import OVERLOAD_ENDS, Tally
 from soak.verdict import verdicts
 from soak.watch import Watch
 from tiny_models import make_checkpoint
@@ -115,7 +115,7 @@ class Soak:
         self.tally.tell(f"overload: {options.clients} clients without a pause")
         until = time.monotonic() + options.overload_seconds
         await asyncio.gather(*(self._crowd.insist(until) for _ in range(options.clients)))
-        self.tally.tell("the overload ends")
+        self.tally.tell(OVERLOAD_ENDS)
         await self._rest()
 
     async def _rest(self) -> None:

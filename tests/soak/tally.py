@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_TOLD = 40
+OVERLOAD_ENDS = "the overload ends"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from soak.slope import Slope, memory_slope
-from soak.tally import Tally
-from soak.watch import Watch, longest_life
+from soak.tally import OVERLOAD_ENDS, Tally
+from soak.watch import Rest, Watch, longest_life
 
 _MIB = 2**20
 # An idle server may keep a few connections; pools of threads fill up to their size.
@@ -46,21 +46,30 @@ def verdicts(tally: Tally, watch: Watch) -> list[Check]:
             len(watch.rests) > 0,
             f"looked at {len(watch.rests)} times",
         ),
-        _memory_check(memory_slope([r.at for r in rests], [r.rss for r in rests])),
+        _memory_check(_settled_slope(tally, rests)),
         _leftover_check("files", [r.files for r in rests], _SPARE_FILES),
         _leftover_check("threads", [r.threads for r in rests], _SPARE_THREADS),
     ]
 
 
+def _settled_slope(tally: Tally, rests: list[Rest]) -> Slope | None:
+    """After the overload, whose peak the allocator keeps: a step there is no slope."""
+    peak = max((at for at, event in tally.events if event == OVERLOAD_ENDS), default=0.0)
+    settled = [rest for rest in rests if rest.at > peak]
+    return memory_slope([rest.at for rest in settled], [rest.rss for rest in settled])
+
+
 def _memory_check(slope: Slope | None) -> Check:
     if slope is None:
-        return Check("memory is flat", holds=True, found="too short a run to tell")
+        return Check(
+            "memory is flat after the overload", holds=True, found="too short a run to tell"
+        )
     found = (
         f"{slope.level / _MIB:.0f} MiB and {slope.per_hour / _MIB:+.2f} MiB an hour "
         f"(95 %: {slope.low / _MIB:+.2f} to {slope.high / _MIB:+.2f}) "
         f"over {slope.num_points} looks in {slope.hours * 60:.0f} minutes"
     )
-    return Check("memory is flat", slope.is_flat, found)
+    return Check("memory is flat after the overload", slope.is_flat, found)
 
 
 def _leftover_check(what: str, counts: list[int], spare: int) -> Check:

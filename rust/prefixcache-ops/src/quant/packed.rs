@@ -476,6 +476,11 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
             };
             let tile = column / TILE * TILE * F::BITS as usize;
             let tile = group.add(F::GROUP_HEADER).cast::<u32>().add(tile);
+            let (scales_at, scale_bytes) = match F::GROUPS {
+                1 => (header, F::HEADER),
+                _ => (group, F::GROUP_HEADER),
+            };
+            lanes.prefetch(scales_at.wrapping_add(AHEAD + column * scale_bytes / PANEL));
             for line in 0..F::BITS as usize {
                 lanes.prefetch(tile.wrapping_add(line * TILE + AHEAD / size_of::<u32>()));
             }

@@ -25,7 +25,7 @@ import torch
 
 from fake_engine import RandomChunks
 from fake_runner import tokens_of_plan
-from prefixcache.config import CacheConfig, EngineConfig, SchedulerConfig
+from prefixcache.config import Activations, CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
 from prefixcache.grammar.guide import Guide
@@ -311,7 +311,8 @@ def _blocks_bytes(engine: Engine, row: int, index: int) -> bytes:
 class Bench:
     """One tiny model; lone cold runs against schedules.
 
-    `widened` is a folder with the same weights, dense, that lone runs then compute with.
+    `widened` is a folder with the same weights, dense, that lone runs then compute with, where
+    `activations` are exact.
     """
 
     def __init__(
@@ -321,8 +322,10 @@ class Bench:
         *,
         invariant: bool = True,
         widened: Path | None = None,
+        activations: Activations = "exact",
     ) -> None:
         self._folder = folder
+        self._activations: Activations = activations
         self._dtype = dtype
         self._invariant = invariant
         self._witness = Witness()
@@ -370,7 +373,7 @@ class Bench:
         return answered
 
     def _engine(self, schedule: Schedule, folder: Path) -> Engine:
-        engine = make_engine(folder, self._dtype, self._invariant, schedule)
+        engine = make_engine(folder, self._dtype, self._invariant, schedule, self._activations)
         submit = engine._runner.submit
 
         def watched(plan: StepPlan) -> PendingStep:
@@ -398,12 +401,19 @@ def make_pair(
     return blocks, widened
 
 
-def make_engine(folder: Path, dtype: str, invariant: bool, schedule: Schedule) -> Engine:
+def make_engine(
+    folder: Path,
+    dtype: str,
+    invariant: bool,
+    schedule: Schedule,
+    activations: Activations = "exact",
+) -> Engine:
     num_groups = len(kv_layout(ModelConfig.from_hf(folder)).groups)
     config = EngineConfig(
         model=str(folder),
         dtype=dtype,  # type: ignore[arg-type]
         device="cpu",
+        cpu_activations=activations,
         batch_invariant=invariant,
         attention="auto" if invariant else "torch",
         cache=CacheConfig(
@@ -489,8 +499,7 @@ def main() -> None:
                     folder, dtype, invariant=not arguments.no_batch_invariant, widened=widened
                 )
                 counts = Counts()
-                count = arguments.schedules // (1 if block_format is None else 4)
-                for seed in range(arguments.seed, arguments.seed + count):
+                for seed in range(arguments.seed, arguments.seed + arguments.schedules):
                     counts.add(bench.compare(random_schedule(seed)))
                 print(f"{dtype}, {block_format}, {threads} threads: {counts}", flush=True)
                 total.add(counts)

@@ -10,52 +10,30 @@ plain pool, one thread's hash map and linked list, is measured in turn with the 
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-from prefixcache.bench.machine import machine_facts
+from recorded import INK, QUIET, RULE, Rows, record_and_draw
 
 COMMAND = "cargo bench --package prefixcache-core --bench latency -- --evictions-as-json"
-INK, QUIET, RULE = "#1f2933", "#7b8794", "#e4e7eb"
 COLORS = {"lock-free": "#0c6b52", "plain": "#486581"}
 
-Rows = list[dict[str, Any]]
 
-
-def measure() -> Rows:
-    """For each pool and number of cached blocks the times of evicting `evicted` blocks."""
-    bench = subprocess.run(COMMAND.split(), check=True, stdout=subprocess.PIPE, text=True)
-    lines = bench.stdout.splitlines()
-    return [json.loads(line) for line in lines if line.startswith("{")]
-
-
-def write_record(record: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def draw(record: dict[str, Any], path: Path) -> None:
-    """Writes the picture; the file's ending chooses its format."""
+def draw(made: dict[str, Any]) -> Figure:
     layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12)
     figure = Figure(figsize=(7.2, 3.4), layout=layout)
     figure.set_facecolor("white")
     axes = figure.subplots()
     for pool, color in COLORS.items():
-        draw_pool(axes, pool, [row for row in record["rows"] if row["pool"] == pool], color)
-    dress(axes, record["rows"])
-    machine = record["machine"]
-    footer = f"{machine['cpu']}, {machine['cores']} cores. {record['date'][:10]}"
+        draw_pool(axes, pool, [row for row in made["rows"] if row["pool"] == pool], color)
+    dress(axes, made["rows"])
+    machine = made["machine"]
+    footer = f"{machine['cpu']}, {machine['cores']} cores. {made['date'][:10]}"
     figure.supxlabel(footer, x=0.01, ha="left", fontsize=8.5, color=QUIET)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    return figure
 
 
 def draw_pool(axes: Axes, pool: str, rows: Rows, color: str) -> None:
@@ -89,21 +67,11 @@ def dress(axes: Axes, rows: Rows) -> None:
     axes.spines["bottom"].set_color(RULE)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--record", type=Path, default=Path("benches/record/evictions.json"))
-    parser.add_argument("--plot", type=Path, default=Path("docs/cost-per-eviction.svg"))
-    arguments = parser.parse_args()
-    record = {
-        "command": COMMAND,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine_facts(),
-        "rows": measure(),
-    }
-    write_record(record, arguments.record)
-    draw(record, arguments.plot)
-    print(f"wrote {arguments.record} and {arguments.plot}")
-
-
 if __name__ == "__main__":
-    main()
+    record_and_draw(
+        __doc__,
+        COMMAND,
+        draw,
+        Path("benches/record/evictions.json"),
+        Path("docs/cost-per-eviction.svg"),
+    )

@@ -9,51 +9,30 @@ at sizes of the pool from 1 to 50 percent of the blocks that the trace's prompts
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-from collections.abc import Iterable
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-from prefixcache.bench.machine import machine_facts
+from recorded import INK, QUIET, RULE, Rows, record_and_draw
 
 COMMAND = "cargo bench --package prefixcache-replay --bench eviction -- --as-json"
 PERCENTS = (1, 2, 5, 10, 20, 50)
-INK, QUIET, RULE = "#1f2933", "#7b8794", "#e4e7eb"
 COLORS = {"optimum": "#9aa5b1", "lru": "#486581", "reuse-queue": "#0c6b52"}
 
-Rows = list[dict[str, Any]]
 
-
-def measure() -> Rows:
-    bench = subprocess.run(COMMAND.split(), check=True, stdout=subprocess.PIPE, text=True)
-    return read(bench.stdout.splitlines())
-
-
-def read(lines: Iterable[str]) -> Rows:
-    """The rows among the lines that the bench prints."""
-    return [json.loads(line) for line in lines if line.startswith("{")]
-
-
-def draw(record: dict[str, Any], path: Path) -> None:
-    """Writes the picture; the file's ending chooses its format."""
-    rows: Rows = record["rows"]
+def draw(made: dict[str, Any]) -> Figure:
+    rows: Rows = made["rows"]
     traces = list(dict.fromkeys(row["trace"] for row in rows))
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.12)
     figure = Figure(figsize=(9.6, 3.2), layout=layout)
     figure.set_facecolor("white")
     for axes, trace in zip(figure.subplots(1, len(traces)), traces, strict=True):
         draw_trace(axes, trace, {row["order"]: row for row in rows if row["trace"] == trace})
-    footer = f"Token hit rate in percent by the size of the pool. {record['date'][:10]}"
+    footer = f"Token hit rate in percent by the size of the pool. {made['date'][:10]}"
     figure.supxlabel(footer, x=0.01, ha="left", fontsize=8.5, color=QUIET)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    return figure
 
 
 def draw_trace(axes: Axes, trace: str, rows: dict[str, dict[str, Any]]) -> None:
@@ -71,22 +50,11 @@ def draw_trace(axes: Axes, trace: str, rows: dict[str, dict[str, Any]]) -> None:
     axes.legend(loc="lower right", frameon=False, fontsize=8.5, labelcolor=INK)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--record", type=Path, default=Path("benches/record/policies.json"))
-    parser.add_argument("--plot", type=Path, default=Path("docs/eviction-policies.svg"))
-    arguments = parser.parse_args()
-    record = {
-        "command": COMMAND,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine_facts(),
-        "rows": measure(),
-    }
-    arguments.record.parent.mkdir(parents=True, exist_ok=True)
-    arguments.record.write_text(json.dumps(record, indent=1) + "\n")
-    draw(record, arguments.plot)
-    print(f"wrote {arguments.record} and {arguments.plot}")
-
-
 if __name__ == "__main__":
-    main()
+    record_and_draw(
+        __doc__,
+        COMMAND,
+        draw,
+        Path("benches/record/policies.json"),
+        Path("docs/eviction-policies.svg"),
+    )

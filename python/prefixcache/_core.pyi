@@ -540,11 +540,15 @@ class PackedLinear:
         *,
         bias: bool = False,
         parts: _Sequence[int] | None = None,
+        activations: Literal["exact", "int8"] = "exact",
     ) -> PackedLinear:
         """A layer of zeros; `inputs` is even for bfloat16. MemoryError where it cannot fit.
 
         `parts` are the numbers of outputs of each part, in their order; by default there is one.
-        A part takes memory once it is written.
+        A part takes memory once it is written. With `activations="int8"` parts that hold blocks are
+        multiplied with activations quantized to eight bits, a scale for each 32 of a row: other
+        results, and no less a function of their row alone. MemoryError in `forward` where there is
+        no room for those.
         """
     def copy_rows(self, start: int, address: int, rows: int) -> None:
         """Write `rows` rows of the weight, from output `start` on, from dense numbers.

@@ -33,6 +33,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 DType = Literal["auto", "bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
+Activations = Literal["exact", "int8"]
 EvictionPolicy = Literal["lru", "reuse-queue"]
 Attention = Literal["auto", "torch", "cpu", "flashinfer", "flashinfer-split", "flashinfer-packed"]
 
@@ -371,6 +372,12 @@ class EngineConfig(Checked):
         "Model",
     )
     device: Device = flag("auto", "Where to compute.", "Model")
+    cpu_activations: Activations = flag(
+        "exact",
+        "What weights in blocks are multiplied with on a CPU: exact, the activations, or int8, "
+        "activations quantized to eight bits, which is faster and changes answers.",
+        "Model",
+    )
     seed: Annotated[int, Ge(0), Le(2**64 - 1)] = flag(
         0, "For requests without a seed of their own.", "Model"
     )

@@ -30,7 +30,7 @@ from prefixcache.chat.tools import read_tool_use
 from prefixcache.config import DEFAULT_MODEL, EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
-from prefixcache.engine.pool_watch import WATCH_SECONDS, PoolWatch, tend
+from prefixcache.engine.pool_watch import WATCH_SECONDS, PoolWatch, adjust_pool
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import CacheOptions, FinishReason, Request, RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
@@ -324,17 +324,17 @@ class LLM:
         with _progress_bar(disable=not show_progress) as bar:
             task = bar.add_task("Generating", total=len(places))
             while self._engine.has_unfinished():
-                self._tend()
+                self._adjust_pool()
                 outputs = [*self._engine.take_outputs(), *self._engine.step()]
                 for output in outputs:
                     self._add(output, *places[output.request_id])
                 bar.advance(task, sum(output.finished for output in outputs))
 
-    def _tend(self) -> None:
+    def _adjust_pool(self) -> None:
         """Does between two steps what the watch does while nothing is generated."""
         if self._watch is not None and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + WATCH_SECONDS
-            tend(self._engine)
+            adjust_pool(self._engine)
 
     def _add(self, new: RequestOutput, result: GenerationResult, choice: CompletionOutput) -> None:
         choice.text += new.text

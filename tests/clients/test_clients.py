@@ -223,6 +223,38 @@ def test_anthropic_tool_round_trip(claude, stream):
     assert answer.content[0].text
 
 
+def test_openai_pages_through_input_items(client):
+    items = [{"role": "user", "content": f"Number {number}."} for number in range(5)]
+    answer = client.responses.create(model=MODEL, input=items, max_output_tokens=2)
+    listed = client.responses.input_items.list(answer.id, limit=2, order="asc")
+    assert [item.content for item in listed] == [item["content"] for item in items]
+
+
+def test_anthropic_lists_models(claude):
+    (card,) = claude.models.list()
+    assert claude.models.retrieve(MODEL) == card
+    assert (card.id, card.max_input_tokens) == (MODEL, 4096)
+    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+        claude.models.retrieve("another")
+
+
+def test_both_clients_warm_what_they_ask(client, claude):
+    asked: Any = {
+        "model": MODEL,
+        "max_tokens": 2,
+        "messages": QUESTION,
+        "system": "Be brief. " * 30,
+    }
+    warmed: Any = claude.post("/prefix_cache/warm", body=asked, cast_to=object)
+    usage = claude.messages.create(**asked).usage
+    assert usage.cache_read_input_tokens >= warmed["cache_write_tokens"] - 16 > 0
+    asked = {"model": MODEL, "input": "Tell of the weather. " * 20, "max_output_tokens": 2}
+    url = f"{client.base_url.copy_with(path='/prefix_cache/warm')}"
+    warmed = client.post(url, body=asked, cast_to=object)
+    details = client.responses.create(**asked).usage.input_tokens_details
+    assert details.cached_tokens >= warmed["cache_write_tokens"] - 16 > 0
+
+
 def test_anthropic_caching(claude):
     block = {
         "type": "text",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,6 @@ def app(folder: Path, request: pytest.FixtureRequest) -> Generator[Any, None, No
     app, engine = serve_folder(folder, pin_swa_tokens=request.param, **FLAGS)
     yield app
     engine.close()
-
-
-@pytest.fixture
-async def client(app: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
-    async with client_of(app) as client:
-        yield client
 
 
 async def complete(client: httpx.AsyncClient, prompt: str, **fields: Any) -> dict[str, Any]:

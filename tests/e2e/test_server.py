@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Callable, Generator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
 from prefixcache.model_config import GenerationDefaults
-from serving import MODEL, client_of, events, metric, serve_folder, served_folder
+from serving import MODEL, events, metric, served_folder
 from tiny_models import EOS
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 TEXT = "The same question asked twice is answered from the blocks that are already there."
 CHAT = [{"role": "user", "content": TEXT}]
-
-
-@pytest.fixture(scope="module")
-def served(tiny_checkpoint: Callable[..., Path]) -> Generator[Any, None, None]:
-    app, engine = serve_folder(tiny_checkpoint())
-    yield app
-    engine.close()
-
-
-@pytest.fixture
-async def client(served: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
-    async with client_of(served) as client:
-        yield client
 
 
 async def _post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:
@@ -362,6 +348,7 @@ async def test_health_and_version(client):
         "version",
         "batch_invariant",
         "dtype",
+        "cpu_activations",
         "weights",
         "prefix_hash",
     }

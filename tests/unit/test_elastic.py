@@ -19,7 +19,7 @@ from fake_runner import answer_alone
 from prefixcache.config import CacheConfig, ElasticConfig
 from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.engine import Engine
-from prefixcache.engine.pool_watch import tend
+from prefixcache.engine.pool_watch import adjust_pool
 from prefixcache.exceptions import ConfigError, InvalidRequestError, RequestTooLargeError
 from prefixcache.kv.elastic import ElasticPool, ResizeStatus
 from prefixcache.kv.sizing import pool_sizes
@@ -393,12 +393,12 @@ def test_an_idle_cache_shrinks_step_by_step_to_the_floor_and_grows_with_demand(
     fill(elastic, 8)
     idle = 4.9
     monkeypatch.setattr(Engine, "idle_seconds", property(lambda engine: idle))
-    tend(elastic.engine)
+    adjust_pool(elastic.engine)
     assert elastic.pool.num_blocks == 70
     idle = 5.0
     sizes: list[int] = []
     for _ in range(10):
-        tend(elastic.engine)
+        adjust_pool(elastic.engine)
         sizes.append(elastic.pool.num_blocks)
     assert sizes == [61, 52, 43, 34, 25, 16, 7, 2, 2, 2]
     assert elastic.pool.memory.num_mapped_bytes() == 2 * BLOCK_BYTES
@@ -421,21 +421,21 @@ def test_short_memory_takes_cached_blocks_and_gives_them_back_with_hysteresis() 
     elastic = others.add(min_free_memory=100 * MIB)
     fill(elastic, 8)
     others.blocks = 70 + 90  # ten less than wanted
-    tend(elastic.engine)
+    adjust_pool(elastic.engine)
     size = elastic.pool.num_blocks
     assert size == 70 - 10 - 13
     assert others.available == 113 * MIB
     for available in (113, 101, 100, 124, 125):
         others.blocks = size + available
-        tend(elastic.engine)
+        adjust_pool(elastic.engine)
         elastic.answer(f"at {available}", [available % 90, *PROMPT])
         assert elastic.pool.num_blocks == size, "between the limits nothing changes"
     others.blocks = size + 126
-    tend(elastic.engine)
+    adjust_pool(elastic.engine)
     elastic.answer("more", [3, *PROMPT])
     assert elastic.pool.num_blocks == size + (126 - 100 - 13) // 2
     others.blocks = 1000
-    tend(elastic.engine)
+    adjust_pool(elastic.engine)
     elastic.answer("all", [4, *PROMPT])
     assert elastic.pool.num_blocks == 70
 
@@ -447,7 +447,7 @@ def test_live_requests_keep_their_blocks_and_one_alone_takes_what_it_needs() -> 
     elastic.step(3)
     others.blocks = 20
     for _ in range(3):
-        tend(elastic.engine)
+        adjust_pool(elastic.engine)
         elastic.step()
     assert elastic.pool.num_blocks < 18, "less than it will hold"
     elastic.run()
@@ -462,7 +462,7 @@ def test_two_caches_share_a_machine_and_come_to_rest() -> None:
     for turn in range(40):
         for number, elastic in enumerate(both):
             elastic.answer(f"{turn}", [number + 2 * turn, *range(40, 60)], 1)
-            tend(elastic.engine)
+            adjust_pool(elastic.engine)
         sizes.append((both[0].pool.num_blocks, both[1].pool.num_blocks))
     assert sum(sizes[-1]) <= 100 - 16
     assert min(sizes[-1]) > 10
@@ -478,12 +478,12 @@ def test_a_file_stands_for_the_available_memory(
     elastic.engine.self_sizing = SelfSizing.of(config, elastic.pool, None)  # type: ignore[arg-type]
     for text, size in (("", 40), ("much", 40), (f"{90 * MIB}\n", 40 - 10 - 13)):
         file.write_text(text)
-        tend(elastic.engine)
+        adjust_pool(elastic.engine)
         assert elastic.pool.num_blocks == size
     file.unlink()
     caplog.clear()
     for _ in range(3):
-        tend(elastic.engine)
+        adjust_pool(elastic.engine)
     assert elastic.pool.num_blocks == 17
     assert len(caplog.records) == 1, "not one a second"
 

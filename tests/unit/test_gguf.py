@@ -271,6 +271,18 @@ def test_a_full_disk_leaves_nothing(file: Path, monkeypatch: pytest.MonkeyPatch)
     assert list((hub.cache_home() / "models").iterdir()) == []
 
 
+def test_a_disk_that_fills_up_under_the_tokenizer_leaves_nothing(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*_: Any) -> None:
+        raise Exception("No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", fill)
+    with pytest.raises(ModelLoadError, match=r"tiny\.gguf: its tokenizer .*No space left"):
+        resolve_model(str(file))
+    assert list((hub.cache_home() / "models").iterdir()) == []
+
+
 def test_what_a_killed_process_left_is_removed_and_an_older_folder_told_of(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from prefixcache._core import Cpu
 from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.attention.registry import AttentionOptions, make_attention
-from prefixcache.config import CacheConfig, EngineConfig
+from prefixcache.config import Activations, CacheConfig, EngineConfig
 from prefixcache.engine.device import (
     choose_device,
     is_sized_by_trial,
@@ -39,6 +39,7 @@ from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.hub import read_config, resolve_model
 from prefixcache.models.loader import choose_dtype, load_model, make_model
 from prefixcache.models.replaceable import ReplaceableModel
+from prefixcache.ops.blocks import BLOCK_FORMATS
 from prefixcache.ops.sets import torch_is_faster
 from prefixcache.runner.decoder import Decoder
 from prefixcache.runner.model_runner import ModelRunner
@@ -61,6 +62,7 @@ class BuiltEngine:
     dtype: str
     device: str
     attention: str
+    activations: Activations
     batch_invariant: bool
     num_blocks: int
     max_model_len: int
@@ -81,10 +83,18 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     model, attention, sizes, max_model_len = _model_and_pool(
         config, model_config, folder, dtype, device, cpu
     )
-    make = partial(make_model, model_config, dtype=dtype, device=device, cpu=cpu)
+    make = partial(
+        make_model,
+        model_config,
+        dtype=dtype,
+        device=device,
+        cpu=cpu,
+        activations=config.cpu_activations,
+    )
     weights = ReplaceableModel(
         model, partial(make, max_positions=max_model_len), folder, requantize=config.requantize
     )
+    _check_quantized(config, weights)
     kv = kv_tensors(config, model, attention, sizes.start, sizes=sizes)
     runner = _runner(config, weights, attention, kv.layout, max_model_len, device)
     memory = ModelMemory(
@@ -100,7 +110,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         model=config.model,
         revision=config.revision or "",
         kv_dtype=str(dtype).removeprefix("torch."),
-        arithmetic=str(dtype).removeprefix("torch."),
+        arithmetic=_arithmetic(config, dtype),
         groups=kv.layout.kinds,
         eviction_policy=config.cache.eviction_policy,
         retention=retention,
@@ -144,9 +154,26 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         attention=attention.name,
+        activations=config.cpu_activations,
         batch_invariant=batch_invariant,
         num_blocks=sizes.start,
         max_model_len=max_model_len,
+    )
+
+
+def _arithmetic(config: EngineConfig, dtype: torch.dtype) -> str:
+    """The arithmetic's name in the root of the cache's hashes: none hits what another computed."""
+    name = str(dtype).removeprefix("torch.")
+    return name if config.cpu_activations == "exact" else f"{name}, {config.cpu_activations}"
+
+
+def _check_quantized(config: EngineConfig, weights: ReplaceableModel) -> None:
+    """Raises `ConfigError` where int8 activations are asked for and there are no blocks."""
+    if config.cpu_activations == "exact" or set(weights.info.formats) & set(BLOCK_FORMATS):
+        return
+    raise ConfigError(
+        "cpu_activations must be exact: no weight of this model is kept in blocks. Serve a "
+        "quantized GGUF file, or a folder that `prefixcache convert --quantize` made."
     )
 
 
@@ -261,7 +288,15 @@ def _model_and_pool(
     Where a trial step sizes the pool, the model must be there first.
     """
     layout = kv_layout(model_config)
-    load = partial(load_model, model_config, folder, dtype=dtype, device=device, cpu=cpu)
+    load = partial(
+        load_model,
+        model_config,
+        folder,
+        dtype=dtype,
+        device=device,
+        cpu=cpu,
+        activations=config.cpu_activations,
+    )
     sized = partial(
         pool_sizes,
         config.cache,
@@ -285,15 +320,21 @@ def _model_and_pool(
 def _kernel_threads(config: EngineConfig, device: torch.device) -> Cpu | None:
     """The threads of the CPU's own kernels, as many as torch has; None where torch's are used.
 
+    Raises `ConfigError` where int8 activations are asked for, which those alone know.
+
     Where the batch may change an answer's bits, the faster ones are used, which are most often ours
     too; `attention="torch"` then asks for torch's throughout.
     """
-    if device.type != "cpu":
-        return None
-    free = not config.keeps_batch_invariant(device.type)
-    if free and (config.attention == "torch" or torch_is_faster()):
-        return None
-    return Cpu(torch.get_num_threads())
+    quantizes = config.cpu_activations == "int8"
+    own = device.type == "cpu"
+    if own and not config.keeps_batch_invariant(device.type):
+        own = config.attention != "torch" and (quantizes or not torch_is_faster())
+    if quantizes and not own:
+        raise ConfigError(
+            f"cpu_activations must be exact on {device} with attention {config.attention}: int8 "
+            "needs the CPU's own kernels."
+        )
+    return Cpu(torch.get_num_threads()) if own else None
 
 
 def _attention(config: EngineConfig, model: DecoderModel, cpu: Cpu | None) -> GroupedAttention:

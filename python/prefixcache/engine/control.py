@@ -267,7 +267,7 @@ class Control:
             self._do_slices(pool)
         return pool.status
 
-    def tend_pool(self, choose: Callable[[ElasticPool], None]) -> None:
+    def adjust_pool(self, choose: Callable[[ElasticPool], None]) -> None:
         """Lets `choose` change what the pool may hold, and does what follows from it."""
         pool = self._require_pool()
         self.run_between_steps(partial(choose, pool))

@@ -235,7 +235,7 @@ class Engine:
         when nothing can be served any more.
         """
         self._host_time.begin()
-        outputs = [] if self._pool is None else self._tend(self._pool)
+        outputs = [] if self._pool is None else self._adjust_pool(self._pool)
         if self.control.is_halted:
             return outputs
         plan = self._scheduler.schedule()
@@ -261,7 +261,7 @@ class Engine:
             self._outbox += self._read_oldest()
         self._note_usage()
 
-    def _tend(self, pool: ElasticPool) -> list[RequestOutput]:
+    def _adjust_pool(self, pool: ElasticPool) -> list[RequestOutput]:
         """Does a slice of a resize, or takes memory for requests; what steps under way gave."""
         if pool.can_grow and self._scheduler.has_unfinished():
             pool.grow()

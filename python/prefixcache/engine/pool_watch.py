@@ -29,8 +29,8 @@ class PoolWatch:
     """A thread that asks an engine's `SelfSizing` once a second and does what it says.
 
     It looks beside the steps and waits for none unless something is to be done. While somebody else
-    has `turn`, he steps the engine and calls `tend`. The engine may be collected; that ends it, as
-    does `close` or the engine's death.
+    has `turn`, he steps the engine and calls `adjust_pool`. The engine may be collected; that ends
+    it, as does `close` or the engine's death.
     """
 
     def __init__(self, engine: Engine, turn: _Turn | None = None) -> None:
@@ -51,7 +51,7 @@ class PoolWatch:
                 return
             if self._turn.acquire(blocking=False):
                 try:
-                    tend(engine)
+                    adjust_pool(engine)
                 except EngineDeadError:
                     return
                 except Exception:
@@ -61,11 +61,11 @@ class PoolWatch:
             del engine
 
 
-def tend(engine: Engine) -> None:
+def adjust_pool(engine: Engine) -> None:
     """Does what the engine's `SelfSizing` says now, unless the engine sleeps or is updated."""
     sizing, control = engine.self_sizing, engine.control
     if sizing is None or control.is_sleeping or control.is_updating:
         return
     change = sizing.choose(engine.idle_seconds)
     if change is not None:
-        control.tend_pool(change)
+        control.adjust_pool(change)

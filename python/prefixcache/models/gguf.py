@@ -197,6 +197,15 @@ def _token_ids(metadata: _Metadata) -> dict[str, int]:
 
 
 def _write_tokenizer(file: Path, folder: Path, metadata: _Metadata, max_length: int) -> None:
+    try:
+        _convert_tokenizer(file, folder, metadata, max_length)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # tokenizers has no exceptions of its own
+        raise ModelLoadError(f"its tokenizer cannot be converted: {error}") from error
+
+
+def _convert_tokenizer(file: Path, folder: Path, metadata: _Metadata, max_length: int) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from prefixcache._core import Cpu
-from prefixcache.config import DType
+from prefixcache.config import Activations, DType
 from prefixcache.model_config import ModelConfig
 from prefixcache.models.decoder import Builder, DecoderModel
 from prefixcache.models.weights import load_folder
@@ -27,14 +27,23 @@ def load_model(
     device: torch.device,
     max_positions: int | None = None,
     cpu: Cpu | None = None,
+    activations: Activations = "exact",
 ) -> DecoderModel:
     """Builds the model on the device and fills it from the folder's safetensors.
 
     `max_positions` (the model's context length if None) bounds the rotary table. With `cpu` the
-    model runs on ops whose rows do not depend on the batch, with those threads. Raises
+    model runs on ops whose rows do not depend on the batch, with those threads; `activations` is
+    what they multiply weights in blocks with. Raises
     `ModelLoadError` naming the tensor and the file when weights do not fit the configuration.
     """
-    model = make_model(config, dtype=dtype, device=device, max_positions=max_positions, cpu=cpu)
+    model = make_model(
+        config,
+        dtype=dtype,
+        device=device,
+        max_positions=max_positions,
+        cpu=cpu,
+        activations=activations,
+    )
     load_folder(model.slots, folder, device, model.names)
     return model
 
@@ -46,9 +55,10 @@ def make_model(
     device: torch.device,
     max_positions: int | None = None,
     cpu: Cpu | None = None,
+    activations: Activations = "exact",
 ) -> DecoderModel:
     """The model of `load_model` with its weights undefined: for somebody who writes them all."""
-    builder = Builder(make_ops(dtype, device, cpu))
+    builder = Builder(make_ops(dtype, device, cpu, activations))
     return DecoderModel(config, builder, max_positions or config.max_context_length)
 
 

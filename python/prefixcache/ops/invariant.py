@@ -12,6 +12,8 @@ A sum of floating-point numbers depends on its order, so the rule is about the o
 
 - A linear adds each output along the input features, one after the other, however many rows are
   computed with it. torch's own (`F.linear`, packed or not) changes its blocking with that number.
+- A linear that quantizes its activations (`--cpu-activations int8`) does so block by block of a
+  row, and adds the blocks' integer sums, which are exact, in their order.
 - A norm adds the squares of a row in an order that depends on the row's width alone.
 - Attention meets keys in tiles aligned to the sequence's first token (`attention/cpu.py`).
 - Element by element there is nothing to add, but a function must be the same for the elements of
@@ -34,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prefixcache._core import Cpu, DecoderLayer, DecoderStack, PackedLinear, PagedAttention, RowOps
+from prefixcache.config import Activations
 from prefixcache.exceptions import ConfigError
 from prefixcache.ops.blocks import BlockFormat, QuantizedTensor
 from prefixcache.ops.linear import Linear, dtype_name
@@ -56,6 +59,8 @@ def kernel_dtype(dtype: torch.dtype) -> Literal["bfloat16", "float32"]:
 class InvariantLinear:
     """A linear layer over a packed weight; each output is one chain of additions.
 
+    With activations "int8", weights in blocks are multiplied with rows quantized to eight bits.
+
     `packed` is the kernel's own object.
     """
 
@@ -68,13 +73,20 @@ class InvariantLinear:
         *,
         bias: bool = False,
         parts: Sequence[int] | None = None,
+        activations: Activations = "exact",
     ) -> None:
         self.in_features = inputs
         self.out_features = outputs
         self.dtype = dtype
         self._starts = list(accumulate(parts or [], initial=0))
         self.packed = PackedLinear(
-            cpu, inputs, outputs, kernel_dtype(dtype), bias=bias, parts=parts
+            cpu,
+            inputs,
+            outputs,
+            kernel_dtype(dtype),
+            bias=bias,
+            parts=parts,
+            activations=activations,
         )
 
     @property
@@ -274,12 +286,19 @@ def _packed(linear: Linear) -> PackedLinear:
 class InvariantOps:
     """The ops of a decoder layer that obey the rule above; see `ops/sets.py` for what they do."""
 
-    def __init__(self, cpu: Cpu, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        cpu: Cpu,
+        dtype: torch.dtype,
+        device: torch.device,
+        activations: Activations = "exact",
+    ) -> None:
         if device.type != "cpu":
             raise ConfigError(f"The CPU's kernels cannot compute on {device}.")
         self.dtype = dtype
         self.device = device
         self._cpu = cpu
+        self._activations: Activations = activations
         self._rows = RowOps(cpu, kernel_dtype(dtype))
 
     def linear(
@@ -291,7 +310,15 @@ class InvariantOps:
         parts: Sequence[int] | None = None,
     ) -> InvariantLinear:
         """Makes an unfilled layer."""
-        return InvariantLinear(self._cpu, self.dtype, inputs, outputs, bias=bias, parts=parts)
+        return InvariantLinear(
+            self._cpu,
+            self.dtype,
+            inputs,
+            outputs,
+            bias=bias,
+            parts=parts,
+            activations=self._activations,
+        )
 
     def embedding(
         self, head: Linear | None, vocab_size: int, hidden_size: int

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from prefixcache._core import Cpu
+from prefixcache.config import Activations
 from prefixcache.ops import activation, norm, rope
 from prefixcache.ops.embedding import Embedding, TorchEmbedding
 from prefixcache.ops.linear import Linear, TorchLinear
@@ -124,8 +125,15 @@ def torch_is_faster() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
-def make_ops(dtype: torch.dtype, device: torch.device, cpu: Cpu | None = None) -> Ops:
+def make_ops(
+    dtype: torch.dtype,
+    device: torch.device,
+    cpu: Cpu | None = None,
+    activations: Activations = "exact",
+) -> Ops:
     """The ops for a device; with `cpu`, those whose rows do not depend on the batch.
+
+    `activations` is what those multiply weights in blocks with; the others widen such weights.
 
     Raises `ConfigError` where `cpu` is given for another device or for a type without kernels.
     """
@@ -133,4 +141,4 @@ def make_ops(dtype: torch.dtype, device: torch.device, cpu: Cpu | None = None) -
         return TorchOps(dtype, device)
     from prefixcache.ops.invariant import InvariantOps
 
-    return InvariantOps(cpu, dtype, device)
+    return InvariantOps(cpu, dtype, device, activations)

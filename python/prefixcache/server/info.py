@@ -47,6 +47,7 @@ def info_router(maker: JobMaker, version: str) -> APIRouter:
             "version": version,
             "batch_invariant": served.batch_invariant,
             "dtype": served.dtype,
+            "cpu_activations": served.activations,
             "weights": None if weights is None else asdict(weights),
             "prefix_hash": None if engine.dead else asdict(engine.control.prefix_hash_info()),
         }

@@ -193,6 +193,7 @@ def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOption
         priorities=options.scheduling_policy == "priority",
         batch_invariant=built.batch_invariant,
         dtype=built.dtype,
+        activations=built.activations,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         template_variables=options.default_chat_template_kwargs or {},

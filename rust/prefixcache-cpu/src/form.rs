@@ -83,6 +83,16 @@ impl Form {
         self.run(Asked)
     }
 
+    /// The form to round results with where they are to be the same bits in every form: the instruction
+    /// that rounds to bfloat16 takes what is smaller than a normal number for 0.
+    pub fn keeping_denormals(self) -> Self {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(lanes) => Self(Kind::Avx512(lanes.without_bf16())),
+            _ => self,
+        }
+    }
+
     /// Runs the kernel with this form's instructions.
     #[inline]
     pub fn run<K: Kernel>(self, kernel: K) -> K::Output {

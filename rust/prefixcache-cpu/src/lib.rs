@@ -12,6 +12,7 @@
 
 pub mod aligned;
 pub mod bf16;
+pub mod bytes;
 pub mod element;
 pub mod f16;
 pub mod form;
@@ -23,6 +24,7 @@ pub mod tile;
 
 pub use aligned::{AlignedWords, WeightMemory};
 pub use bf16::Bf16;
+pub use bytes::{ByteForm, ByteKernel, ByteLanes};
 pub use element::Element;
 pub use form::{Form, Kernel};
 pub use lanes::Lanes;

@@ -139,7 +139,8 @@ impl Step<'_> {
     /// values to `cache` [P * 2 * K, B * D].
     ///
     /// # Errors
-    /// There is no memory for the attention's sums; `x` is as it was, the cache is written.
+    /// There is no memory for the attention's sums or for quantized activations; `x` is as it was, the
+    /// cache may be written.
     ///
     /// # Panics
     /// The shapes do not fit each other, the plan or the scratch, or there is no such group or
@@ -152,8 +153,7 @@ impl Step<'_> {
         scratch: &mut Scratch<E>,
     ) -> Result<(), OutOfMemory> {
         self.attend(layer, cache, x.read(), scratch)?;
-        self.feed_forward(layer, scratch, x);
-        Ok(())
+        self.feed_forward(layer, scratch, x)
     }
 
     /// Leaves x with attention added in the scratch's residual.
@@ -168,7 +168,7 @@ impl Step<'_> {
         let attention = group.plan.attention();
         let queries = attention.heads() * attention.head_dim();
         self.norm(layer.input_norm, x, None, &scratch.normed.write());
-        self.linear(layer.qkv, scratch.normed.read(), None, &scratch.qkv.write());
+        self.linear(layer.qkv, scratch.normed.read(), None, &scratch.qkv.write())?;
         self.turn(layer, scratch);
         let turned = scratch.turned.read();
         let keys = turned.columns(queries..turned.width());
@@ -185,8 +185,7 @@ impl Step<'_> {
         )?;
         let (norm, attended) = (layer.attention_out_norm, scratch.attended.read());
         let (projected, residual) = (&mut scratch.projected, scratch.residual.write());
-        self.project(layer.out, norm, attended, x, projected, &residual);
-        Ok(())
+        self.project(layer.out, norm, attended, x, projected, &residual)
     }
 
     /// Writes the scratch's residual with the MLP added to x.
@@ -195,15 +194,15 @@ impl Step<'_> {
         layer: &DecoderLayer<'_, E>,
         scratch: &mut Scratch<E>,
         x: &RowsMut<'_, E>,
-    ) {
+    ) -> Result<(), OutOfMemory> {
         let (normed, gate_up) = (&mut scratch.normed, &mut scratch.gate_up);
         let (opened, residual) = (&mut scratch.opened, scratch.residual.read());
         self.norm(layer.mlp_norm, residual, None, &normed.write());
-        self.linear(layer.gate_up, normed.read(), None, &gate_up.write());
+        self.linear(layer.gate_up, normed.read(), None, &gate_up.write())?;
         let gates = gate_up.read();
         gated(self.form, self.team, layer.gate, gates, &opened.write());
         let (norm, projected) = (layer.mlp_out_norm, &mut scratch.projected);
-        self.project(layer.down, norm, opened.read(), residual, projected, x);
+        self.project(layer.down, norm, opened.read(), residual, projected, x)
     }
 
     /// Normalises the queries and keys, where the model does, and turns them by their positions.
@@ -227,12 +226,13 @@ impl Step<'_> {
         residual: Rows<'_, E>,
         projected: &mut Buffer<E>,
         out: &RowsMut<'_, E>,
-    ) {
+    ) -> Result<(), OutOfMemory> {
         let Some(norm) = norm else {
             return self.linear(linear, x, Some(residual), out);
         };
-        self.linear(linear, x, None, &projected.write());
+        self.linear(linear, x, None, &projected.write())?;
         self.norm(norm, projected.read(), Some(residual), out);
+        Ok(())
     }
 
     fn norm<E: KvElement>(
@@ -251,7 +251,7 @@ impl Step<'_> {
         x: Rows<'_, E>,
         residual: Option<Rows<'_, E>>,
         out: &RowsMut<'_, E>,
-    ) {
-        linear.forward(self.form, self.team, x, residual, out);
+    ) -> Result<(), OutOfMemory> {
+        linear.forward(self.form, self.team, x, residual, out)
     }
 }

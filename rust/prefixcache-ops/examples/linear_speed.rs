@@ -49,7 +49,9 @@ fn speed<E: Element>(form: Form, team: &Team, outputs: usize, inputs: usize, row
         let start = Instant::now();
         for layer in &layers {
             let out = RowsMut::new(&mut out, outputs);
-            layer.forward::<E>(form, team, Rows::new(&x, inputs), None, &out);
+            layer
+                .forward::<E>(form, team, Rows::new(&x, inputs), None, &out)
+                .expect("memory");
         }
         best = best.min(start.elapsed().as_secs_f64() / copies as f64);
     }

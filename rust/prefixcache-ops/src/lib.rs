@@ -4,11 +4,12 @@
 //! rows are computed with it, nor of the number of threads.
 
 mod dense;
+pub mod int8;
 pub mod linear;
 mod panel;
 mod part;
 pub mod quant;
 pub mod rowwise;
 
-pub use linear::{BlocksError, PackedLinear};
+pub use linear::{Activations, BlocksError, PackedLinear};
 pub use quant::blocks::Format;

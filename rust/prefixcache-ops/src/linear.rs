@@ -6,7 +6,7 @@
 //!
 //! A layer is made of parts, one for each tensor that a fused projection joins, which may be kept as
 //! different things: dense numbers, or blocks that are widened as they are multiplied. What they are
-//! kept as leaves no trace in the result.
+//! kept as leaves no trace in the result, unless the layer quantizes its activations ([`crate::int8`]).
 //!
 //! Processors with AMX run the same code: AMX adds in blocks of 16 rows with an order of its own,
 //! and would have to be used for every row count or for none.
@@ -16,9 +16,10 @@ use std::ops::Range;
 
 use prefixcache_cpu::memory::{OutOfMemory, filled};
 use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
-use prefixcache_cpu::{Element, Form, Kernel, Lanes, Rows, RowsMut, Team, WeightMemory};
+use prefixcache_cpu::{ByteForm, Element, Form, Kernel, Lanes, Rows, RowsMut, Team, WeightMemory};
 
 use crate::dense::PackedDense;
+use crate::int8::{Int8Weight, QuantizedRows};
 use crate::panel::{MAX_TASK_ROWS, PANEL, Sums, TaskRows};
 use crate::part::{Part, Storage};
 use crate::quant::blocks::Format;
@@ -50,12 +51,23 @@ pub enum BlocksError {
     OutOfMemory(#[from] OutOfMemory),
 }
 
+/// What parts that hold blocks are multiplied with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Activations {
+    /// The activations.
+    #[default]
+    Exact,
+    /// The activations quantized to eight bits, as [`crate::int8`] says.
+    Int8,
+}
+
 /// A linear layer's weight and bias, packed.
 pub struct PackedLinear<E> {
     parts: Vec<Part<E>>,
     bias: Vec<f32>,
     inputs: usize,
     outputs: usize,
+    activations: Activations,
 }
 
 impl<E: Element> PackedLinear<E> {
@@ -95,7 +107,16 @@ impl<E: Element> PackedLinear<E> {
             bias: filled(0.0, usize::from(with_bias), padded)?,
             inputs,
             outputs,
+            activations: Activations::default(),
         })
+    }
+
+    /// The layer with these activations, whose weight is not written yet.
+    pub fn with_activations(self, activations: Activations) -> Self {
+        Self {
+            activations,
+            ..self
+        }
     }
 
     /// Packs rows of the weight, the first of which belongs to output `first`.
@@ -153,8 +174,8 @@ impl<E: Element> PackedLinear<E> {
         };
         team.try_run(blocks.rows(), finite)?;
         let part = &mut self.parts[part];
-        if let Some(made) = part.made_blocks(memory, inputs, format)? {
-            part.storage = Storage::Blocks(made);
+        if let Some(made) = part.made_blocks(memory, inputs, format, self.activations)? {
+            part.storage = made;
         }
         part.copy_blocks(team, blocks);
         Ok(())
@@ -243,6 +264,9 @@ impl<E: Element> PackedLinear<E> {
 
     /// Writes `x W^T + b + residual` to `out`, rounded once, to the type of `out`.
     ///
+    /// # Errors
+    /// There is no memory for quantized activations; nothing is written.
+    ///
     /// # Panics
     /// The shapes do not fit.
     pub fn forward<O: Element>(
@@ -252,12 +276,13 @@ impl<E: Element> PackedLinear<E> {
         x: Rows<'_, E>,
         residual: Option<Rows<'_, O>>,
         out: &RowsMut<'_, O>,
-    ) {
+    ) -> Result<(), OutOfMemory> {
         assert_eq!(x.shape(), (out.rows(), self.inputs), "shape of x");
         assert_eq!(out.width(), self.outputs, "width of out");
         if let Some(residual) = &residual {
             assert_eq!(residual.shape(), out.shape(), "residual");
         }
+        let quantized = self.quantized(form, team, x)?;
         let panels = self.parts.iter().map(Part::panels).sum();
         let split = Split::new(x.rows(), panels);
         team.run(split.tasks(), |task| {
@@ -276,8 +301,27 @@ impl<E: Element> PackedLinear<E> {
                 Storage::Zeros => task.finish_zeros(form),
                 Storage::Dense(dense) => form.run(DenseTask { task, dense }),
                 Storage::Blocks(blocks) => task.multiply_blocks(form, blocks),
+                Storage::Int8(weight) => {
+                    let x = quantized.as_ref().expect("rows for this part");
+                    task.multiply_int8(form, weight, x);
+                }
             }
         });
+        Ok(())
+    }
+
+    /// The rows of x in eight bits, if there is a part that wants them so.
+    fn quantized(
+        &self,
+        form: Form,
+        team: &Team,
+        x: Rows<'_, E>,
+    ) -> Result<Option<QuantizedRows>, OutOfMemory> {
+        let wanted = |part: &Part<E>| matches!(part.storage, Storage::Int8(_));
+        if !self.parts.iter().any(wanted) {
+            return Ok(None);
+        }
+        QuantizedRows::new(ByteForm::of(form), team, x).map(Some)
     }
 
     /// The part that panel `panel` of the layer is of, and which one it is there.
@@ -409,6 +453,24 @@ impl<E: Element, O: Element> PanelTask<'_, E, O> {
     }
 
     fn multiply_blocks(self, form: Form, blocks: &PackedBlocks) {
+        let rows = TaskRows {
+            x: self.x,
+            first: self.rows.start,
+        };
+        let panel = self.panel;
+        self.finish_sums(form, |sums| blocks.multiply(form, panel, rows, sums));
+    }
+
+    fn multiply_int8(self, form: Form, weight: &Int8Weight, x: &QuantizedRows) {
+        let (panel, first) = (self.panel, self.rows.start);
+        // The sums are the same bits in every form, and so the results are to be.
+        self.finish_sums(form.keeping_denormals(), |sums| {
+            weight.multiply(ByteForm::of(form), panel, x, first, sums);
+        });
+    }
+
+    /// Writes the outputs that the sums become to which `add` adds.
+    fn finish_sums(self, form: Form, add: impl FnOnce(&mut [Sums])) {
         let mut sums: [MaybeUninit<Sums>; MAX_TASK_ROWS] = [const { MaybeUninit::uninit() }; _];
         let sums = &mut sums[..self.rows.len()];
         for sum in &mut *sums {
@@ -416,11 +478,7 @@ impl<E: Element, O: Element> PanelTask<'_, E, O> {
         }
         // SAFETY: all of them were written; the type is the same but for that.
         let sums = unsafe { &mut *(std::ptr::from_mut(sums) as *mut [Sums]) };
-        let rows = TaskRows {
-            x: self.x,
-            first: self.rows.start,
-        };
-        blocks.multiply(form, self.panel, rows, sums);
+        add(sums);
         form.run(Finish { sums, task: self });
     }
 }

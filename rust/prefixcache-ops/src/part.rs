@@ -5,6 +5,8 @@ use std::ops::Range;
 use prefixcache_cpu::{Element, OutOfMemory, Rows, Team, WeightMemory};
 
 use crate::dense::PackedDense;
+use crate::int8::Int8Weight;
+use crate::linear::Activations;
 use crate::panel::PANEL;
 use crate::quant::blocks::Format;
 use crate::quant::packed::PackedBlocks;
@@ -17,6 +19,8 @@ pub enum Storage<E> {
     Dense(PackedDense<E>),
     /// As blocks, exactly.
     Blocks(PackedBlocks),
+    /// As blocks, for activations of eight bits.
+    Int8(Int8Weight),
 }
 
 /// Outputs that belong together, and their weight.
@@ -39,6 +43,7 @@ impl<E: Element> Part<E> {
             Storage::Zeros => 0,
             Storage::Dense(dense) => dense.num_bytes(),
             Storage::Blocks(blocks) => blocks.num_bytes(),
+            Storage::Int8(blocks) => blocks.num_bytes(),
         }
     }
 
@@ -46,6 +51,7 @@ impl<E: Element> Part<E> {
     pub fn format(&self) -> Option<Format> {
         match &self.storage {
             Storage::Blocks(blocks) => Some(blocks.format()),
+            Storage::Int8(blocks) => Some(blocks.format()),
             _ => None,
         }
     }
@@ -84,11 +90,21 @@ impl<E: Element> Part<E> {
         memory: &WeightMemory,
         inputs: usize,
         format: Format,
-    ) -> Result<Option<PackedBlocks>, OutOfMemory> {
+        activations: Activations,
+    ) -> Result<Option<Storage<E>>, OutOfMemory> {
         if self.format() == Some(format) {
             return Ok(None);
         }
-        PackedBlocks::zeroed(memory, format, inputs, self.outputs.len()).map(Some)
+        let outputs = self.outputs.len();
+        let made = match activations {
+            Activations::Exact => {
+                PackedBlocks::zeroed(memory, format, inputs, outputs).map(Storage::Blocks)
+            }
+            Activations::Int8 => {
+                Int8Weight::zeroed(memory, format, inputs, outputs).map(Storage::Int8)
+            }
+        };
+        made.map(Some)
     }
 
     /// Packs those of the dense rows from `first` on that are of this part, which is dense.
@@ -103,8 +119,10 @@ impl<E: Element> Part<E> {
 
     /// Packs its blocks; it has storage for them.
     pub fn copy_blocks(&mut self, team: &Team, rows: Rows<'_, u8>) {
-        if let Storage::Blocks(blocks) = &mut self.storage {
-            blocks.pack(team, rows);
+        match &mut self.storage {
+            Storage::Blocks(blocks) => blocks.pack(team, rows),
+            Storage::Int8(blocks) => blocks.pack(team, rows),
+            Storage::Zeros | Storage::Dense(_) => {}
         }
     }
 
@@ -115,6 +133,7 @@ impl<E: Element> Part<E> {
             Storage::Zeros => out.fill(E::from_f32(0.0)),
             Storage::Dense(dense) => dense.read_row(row, out),
             Storage::Blocks(blocks) => blocks.read_row(row, out),
+            Storage::Int8(blocks) => blocks.read_row(row, out),
         }
     }
 }

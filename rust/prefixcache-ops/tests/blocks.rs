@@ -118,7 +118,9 @@ impl<E: Element> Pair<E> {
             let mut out = vec![O::from_f32(7.0); rows * outputs];
             let residual = with_residual.then_some(Rows::new(&residual, outputs));
             let to = RowsMut::new(&mut out, outputs);
-            layer.forward(form, &team, Rows::new(&x, inputs), residual, &to);
+            layer
+                .forward(form, &team, Rows::new(&x, inputs), residual, &to)
+                .expect("memory");
             bits(&out)
         };
         let (kept, dense) = (forward(&self.kept), forward(&self.dense));
@@ -331,7 +333,9 @@ fn outputs_that_were_never_written_are_bias_and_residual() {
     for form in Form::available() {
         let (x, residual, mut out) = ([1.0; 64], [0.5; 10], [7.0_f32; 10]);
         let (x, residual) = (Rows::new(&x, 32), Rows::new(&residual, 5));
-        layer.forward(form, &team, x, Some(residual), &RowsMut::new(&mut out, 5));
+        layer
+            .forward(form, &team, x, Some(residual), &RowsMut::new(&mut out, 5))
+            .expect("memory");
         assert_eq!(out, [1.5, 1.5, 1.5, 33.5, 33.5, 1.5, 1.5, 1.5, 33.5, 33.5]);
     }
 }

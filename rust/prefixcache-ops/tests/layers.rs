@@ -73,13 +73,15 @@ fn check_linear<E: Element + PartialEq + std::fmt::Debug>(
     let out = alone_and_together(&x, inputs, outputs, |x, out, first| {
         let residual = Rows::new(&residual[first * outputs..][..out.len()], outputs);
         let residual = with_residual.then_some(residual);
-        layer.forward(
-            form,
-            &team,
-            Rows::new(x, inputs),
-            residual,
-            &RowsMut::new(out, outputs),
-        );
+        layer
+            .forward(
+                form,
+                &team,
+                Rows::new(x, inputs),
+                residual,
+                &RowsMut::new(out, outputs),
+            )
+            .expect("memory");
     });
     let number = |e: E| f64::from(e.to_f32());
     let want: Vec<f64> = (0..rows * outputs)
@@ -359,13 +361,15 @@ fn logits_leave_a_bf16_layer_in_f32() {
     layer.copy_rows(&memory, 0, rows).expect("memory");
     let mut out = vec![0.0_f32; 100];
     let out_rows = RowsMut::new(&mut out, 100);
-    layer.forward(
-        Form::detect(),
-        &Team::new(1).expect("threads"),
-        Rows::new(&x, 64),
-        None,
-        &out_rows,
-    );
+    layer
+        .forward(
+            Form::detect(),
+            &Team::new(1).expect("threads"),
+            Rows::new(&x, 64),
+            None,
+            &out_rows,
+        )
+        .expect("memory");
     let want: Vec<f64> = weight
         .chunks_exact(64)
         .map(|w| {

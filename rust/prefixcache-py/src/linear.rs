@@ -5,7 +5,7 @@ use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use prefixcache_core::error::Argument;
 use prefixcache_cpu::{Bf16, Element};
 use prefixcache_ops as ops;
-use prefixcache_ops::{BlocksError, Format};
+use prefixcache_ops::{Activations, BlocksError, Format};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -52,6 +52,11 @@ impl Word for Format {
         }
         words
     };
+}
+
+impl Word for Activations {
+    const ARGUMENT: &'static str = "activations";
+    const WORDS: &'static [(&'static str, Self)] = &[("exact", Self::Exact), ("int8", Self::Int8)];
 }
 
 impl IntoPyErr for BlocksError {
@@ -145,8 +150,8 @@ impl Product {
             let residual = self.residual.map(|residual| residual.rows()).transpose()?;
             (self.x.rows()?, residual, self.out.rows_mut::<O>()?)
         };
-        layer.forward(cpu.form, &cpu.team, x, residual, &out);
-        Ok(())
+        let written = layer.forward(cpu.form, &cpu.team, x, residual, &out);
+        written.map_err(IntoPyErr::into_py_err)
     }
 }
 
@@ -155,8 +160,13 @@ impl PackedLinear {
     /// A layer of zeros from `inputs` to `outputs` numbers of type "bfloat16" or "float32".
     ///
     /// `parts` are the numbers of outputs of the tensors that it is made of; by default it is one.
+    /// `activations` says what blocks are multiplied with: "exact", or "int8" for their codes of eight
+    /// bits.
     #[new]
-    #[pyo3(signature = (cpu, inputs, outputs, dtype, *, bias=false, parts=None))]
+    #[pyo3(
+        signature = (cpu, inputs, outputs, dtype, *, bias=false, parts=None, activations=None),
+        text_signature = "(cpu, inputs, outputs, dtype, *, bias=False, parts=None, activations='exact')"
+    )]
     fn new(
         py: Python<'_>,
         cpu: Py<Cpu>,
@@ -165,7 +175,9 @@ impl PackedLinear {
         dtype: OneOf<DType>,
         bias: bool,
         parts: Option<Numbers<names::Parts>>,
+        activations: Option<OneOf<Activations>>,
     ) -> PyResult<Self> {
+        let activations = activations.map_or_else(Activations::default, |word| word.0);
         let (inputs, outputs, dtype) = (inputs.0, outputs.0, dtype.0);
         let per_word = if dtype == DType::Bf16 { 2 } else { 1 };
         if inputs == 0 || !inputs.is_multiple_of(per_word) {
@@ -189,8 +201,10 @@ impl PackedLinear {
         }
         // Only the bias takes memory yet.
         let layer = run_on_numbers(py, outputs, || match dtype {
-            DType::Bf16 => ops::PackedLinear::new(inputs, &parts, bias).map(Layer::Bf16),
-            DType::F32 => ops::PackedLinear::new(inputs, &parts, bias).map(Layer::F32),
+            DType::Bf16 => ops::PackedLinear::new(inputs, &parts, bias)
+                .map(|layer| Layer::Bf16(layer.with_activations(activations))),
+            DType::F32 => ops::PackedLinear::new(inputs, &parts, bias)
+                .map(|layer| Layer::F32(layer.with_activations(activations))),
         });
         let layer = RwLock::new(layer.map_err(IntoPyErr::into_py_err)?);
         Ok(Self {

@@ -158,14 +158,14 @@ impl<M: Mode> BlockPool<M> {
         }
         self.size.set_end::<M>(end);
         if end < before {
-            self.keep_back(end, before);
+            self.withhold(end, before);
         } else {
-            self.let_back(before, end);
+            self.readmit(before, end);
         }
     }
 
     /// Puts the blocks from `before` on that stand nowhere in front of the line; those in line count again.
-    fn let_back(&self, before: usize, end: usize) {
+    fn readmit(&self, before: usize, end: usize) {
         let mut chain = Chain::EMPTY;
         let mut held = 0;
         for id in ids(before..end) {
@@ -181,8 +181,8 @@ impl<M: Mode> BlockPool<M> {
         self.credits.give::<M>(end - before - held);
     }
 
-    /// Keeps the blocks from `end` on from being handed out; those without content leave the line.
-    fn keep_back(&self, end: usize, before: usize) {
+    /// Withholds the blocks from `end` on from being handed out; those without content leave the line.
+    fn withhold(&self, end: usize, before: usize) {
         let fresh = self.fresh.cut::<M>(end);
         // Nothing but the run knows of the fresh blocks; those around it have a state.
         let used = ids(end..fresh.start.min(before)).chain(ids(fresh.end.max(end)..before));

@@ -31,6 +31,11 @@ impl Avx512Bf16 {
         let found = Avx512::detect().is_some() && is_x86_feature_detected!("avx512bf16");
         found.then_some(Self(()))
     }
+
+    /// The proof of less.
+    pub fn without_bf16(self) -> Avx512 {
+        Avx512(())
+    }
 }
 
 /// What both forms share.

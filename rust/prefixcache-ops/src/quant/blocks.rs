@@ -161,33 +161,41 @@ impl Block {
     }
 
     fn read_codes(&mut self, bytes: &[u8]) {
-        let (code, offset): (&dyn Fn(usize) -> u8, u8) = match self.format {
-            Format::Q4_0 => (&|i| nibble(&bytes[2..], i, 16), 8),
-            Format::Q4_1 => (&|i| nibble(&bytes[4..], i, 16), 0),
-            Format::Q5_0 => (
-                &|i| nibble(&bytes[6..], i, 16) | bit(&bytes[2..], i) << 4,
-                16,
-            ),
-            Format::Q5_1 => (
-                &|i| nibble(&bytes[8..], i, 16) | bit(&bytes[4..], i) << 4,
-                0,
-            ),
-            Format::Q8_0 => (&|i| bytes[2 + i], 0),
-            Format::Q4K => (&|i| nibble(&bytes[16..], i, 32), 0),
-            Format::Q5K => (
-                &|i| nibble(&bytes[48..], i, 32) | (bytes[16 + i % 32] >> (i / 32) & 1) << 4,
-                0,
-            ),
-            Format::Q6K => (
-                &|i| {
-                    let pair = bytes[128 + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
-                    nibble(bytes, i, 64) | pair << 4
-                },
-                32,
-            ),
+        let mut codes = [0; MAX_BLOCK];
+        let codes = &mut codes[..self.format.block()];
+        match self.format {
+            Format::Q4_0 => nibbles(&bytes[2..], 16, codes),
+            Format::Q4_1 => nibbles(&bytes[4..], 16, codes),
+            Format::Q5_0 => {
+                nibbles(&bytes[6..], 16, codes);
+                fifth_bits(&bytes[2..6], codes);
+            }
+            Format::Q5_1 => {
+                nibbles(&bytes[8..], 16, codes);
+                fifth_bits(&bytes[4..8], codes);
+            }
+            Format::Q8_0 => codes.copy_from_slice(&bytes[2..]),
+            Format::Q4K => nibbles(&bytes[16..], 32, codes),
+            Format::Q5K => {
+                nibbles(&bytes[48..], 32, codes);
+                upper_bits(&bytes[16..48], 1, codes);
+            }
+            Format::Q6K => {
+                nibbles(&bytes[..128], 64, codes);
+                let halves = codes
+                    .chunks_exact_mut(128)
+                    .zip(bytes[128..192].chunks_exact(32));
+                halves.for_each(|(codes, bits)| upper_bits(bits, 2, codes));
+            }
+        }
+        let zero = match self.format {
+            Format::Q4_0 => 8,
+            Format::Q5_0 => 16,
+            Format::Q6K => 32,
+            _ => 0,
         };
-        for i in 0..self.format.block() {
-            self.codes[i] = code(i).wrapping_sub(offset).cast_signed();
+        for (to, code) in self.codes.iter_mut().zip(codes) {
+            *to = code.wrapping_sub(zero).cast_signed();
         }
     }
 
@@ -219,12 +227,31 @@ fn half_at(bytes: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([bytes[at], bytes[at + 1]])
 }
 
-/// Nibble `i` of runs of `run` bytes: the low ones of a run, then the high ones.
-fn nibble(bytes: &[u8], i: usize, run: usize) -> u8 {
-    let (start, within) = (i / (2 * run) * run, i % (2 * run));
-    bytes[start + within % run] >> (within / run * 4) & 15
+/// The nibbles of runs of `run` bytes: the low ones of a run, then its high ones.
+fn nibbles(bytes: &[u8], run: usize, codes: &mut [u8]) {
+    for (bytes, codes) in bytes.chunks_exact(run).zip(codes.chunks_exact_mut(2 * run)) {
+        let (low, high) = codes.split_at_mut(run);
+        for ((low, high), byte) in low.iter_mut().zip(high).zip(bytes) {
+            *low = byte & 15;
+            *high = byte >> 4;
+        }
+    }
 }
 
-fn bit(bytes: &[u8], i: usize) -> u8 {
-    bytes[i / 8] >> (i % 8) & 1
+/// Bit i of four bytes above the nibble of code i.
+fn fifth_bits(bytes: &[u8], codes: &mut [u8]) {
+    for (codes, byte) in codes.chunks_exact_mut(8).zip(bytes) {
+        for (i, code) in codes.iter_mut().enumerate() {
+            *code |= (byte >> i & 1) << 4;
+        }
+    }
+}
+
+/// `count` bits of each of 32 bytes above the nibbles of 32 codes; the next bits for the next codes.
+fn upper_bits(bytes: &[u8], count: usize, codes: &mut [u8]) {
+    for (run, codes) in codes.chunks_exact_mut(32).enumerate() {
+        for (code, byte) in codes.iter_mut().zip(bytes) {
+            *code |= (byte >> (run * count) & ((1 << count) - 1)) << 4;
+        }
+    }
 }

@@ -17,7 +17,7 @@ use prefixcache_cpu::{
     AlignedWords, Element, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team, WeightMemory,
 };
 
-use super::blocks::{Block, Format};
+use super::blocks::{Block, Format, MAX_BLOCK};
 use crate::panel::{PANEL, Sums, TaskRows};
 
 /// Numbers of the depth that have the same scale; Q6_K has two scales among them.
@@ -225,19 +225,32 @@ fn panel_words(format: Format, inputs: usize) -> usize {
     inputs / format.block() * (bytes / size_of::<u32>())
 }
 
+/// The codes of the blocks of a tile's columns at one depth.
+type TileCodes = [[i8; MAX_BLOCK]; TILE];
+
 /// Lays out the blocks of the rows from `first` on, as many as there are in a panel.
 fn pack_panel<F: Layout>(blocks: Rows<'_, u8>, first: usize, to: &mut [u32]) {
     to.fill(0);
-    for row in first..blocks.rows().min(first + PANEL) {
-        let bytes = blocks.row(row).chunks_exact(F::FORMAT.bytes());
-        for (at, bytes) in bytes.enumerate() {
-            let to = &mut to[at * F::BLOCK_BYTES / 4..][..F::BLOCK_BYTES / 4];
-            pack_block::<F>(&Block::read(F::FORMAT, bytes), row - first, to);
+    let used = PANEL.min(blocks.rows() - first);
+    for (at, to) in to.chunks_exact_mut(F::BLOCK_BYTES / 4).enumerate() {
+        for start in (0..used).step_by(TILE) {
+            let mut codes = [[0; MAX_BLOCK]; TILE];
+            for (column, codes) in (start..used).zip(&mut codes) {
+                let bytes = &blocks.row(first + column)[at * F::FORMAT.bytes()..];
+                let block = Block::read(F::FORMAT, bytes);
+                pack_scales::<F>(&block, column, to);
+                codes[..F::FORMAT.block()].copy_from_slice(&block.codes[..F::FORMAT.block()]);
+            }
+            for group in 0..F::GROUPS {
+                let tile = F::group_at(group).1 + F::GROUP_HEADER;
+                let tile = tile / 4 + start * F::BITS as usize;
+                pack_codes::<F>(&codes, group, &mut to[tile..][..TILE * F::BITS as usize]);
+            }
         }
     }
 }
 
-fn pack_block<F: Layout>(block: &Block, column: usize, to: &mut [u32]) {
+fn pack_scales<F: Layout>(block: &Block, column: usize, to: &mut [u32]) {
     put(to, 0, 2 * column, block.d.into());
     match F::SCALES {
         Scales::Plain | Scales::Sixteens => {}
@@ -250,15 +263,29 @@ fn pack_block<F: Layout>(block: &Block, column: usize, to: &mut [u32]) {
         for (i, scale) in group_scales::<F>(block, group).into_iter().enumerate() {
             put(to, at + i * PANEL, column, scale.into());
         }
-        let tile = &mut to[(at + F::GROUP_HEADER) / 4..];
-        let tile = &mut tile[column / TILE * TILE * F::BITS as usize..];
-        for depth in 0..GROUP {
-            let code = u32::from(block.codes[group * GROUP + depth].cast_unsigned());
-            let (word, bit) = code_at::<F>(column % TILE, depth);
-            let code = u64::from(code & ((1 << F::BITS) - 1)) << bit;
-            tile[word] |= code as u32;
+    }
+}
+
+/// Lays out the codes of a group of the depth; the tile was zero.
+fn pack_codes<F: Layout>(codes: &TileCodes, group: usize, tile: &mut [u32]) {
+    // For each pair of the depth both codes of column after column: 16 bytes of these are the streams'
+    // next codes.
+    let mut pairs = [[0_u8; 2 * TILE]; GROUP / 2];
+    for (column, codes) in codes.iter().enumerate() {
+        let codes = &codes[group * GROUP..][..GROUP];
+        for (to, pair) in pairs.iter_mut().zip(codes.chunks_exact(2)) {
+            to[2 * column] = pair[0].cast_unsigned();
+            to[2 * column + 1] = pair[1].cast_unsigned();
+        }
+    }
+    for (number, codes) in pairs.as_flattened().chunks_exact(TILE).enumerate() {
+        let bit = F::BITS * number as u32;
+        let (word, bit) = ((bit / 32) as usize * TILE, bit % 32);
+        for (stream, code) in codes.iter().enumerate() {
+            let code = u32::from(*code) & ((1 << F::BITS) - 1);
+            tile[word + stream] |= code << bit;
             if bit + F::BITS > 32 {
-                tile[word + TILE] |= (code >> 32) as u32;
+                tile[word + TILE + stream] |= code >> (32 - bit);
             }
         }
     }

@@ -1,0 +1,113 @@
+"""What activations of eight bits change in answers: log probabilities and greedy tokens.
+
+`python benches/serving/int8_quality.py [--chats 20] [--tokens 512]`, on the default model and
+recorded chats (tau-bench, `tests/dialogues.py`), the turns after the policy. All read the same
+tokens; each tells the log probability of the token that follows and its own favourite. Then each
+goes on by itself, greedily, from half of the text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from prefixcache._core import Cpu
+from prefixcache.config import DEFAULT_MODEL, Activations
+from prefixcache.model_config import ModelConfig
+from prefixcache.models.decoder import DecoderModel
+from prefixcache.models.hub import resolve_model
+from prefixcache.models.loader import load_model
+from prefixcache.tokenization.tokenizer import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from dialogues import read_dialogues
+from paged_driver import PagedDriver
+
+GREEDY = 32
+
+
+def texts(tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
+    chats = read_dialogues()[:count]
+    spoken = ["\n".join(str(m["content"]) for m in chat[1:] if m["content"]) for chat in chats]
+    return [tokenizer.encode(text).tolist()[:length] for text in spoken]
+
+
+def logits_of(model: DecoderModel, cpu: Cpu, tokens: list[int]) -> Tensor:
+    driver = PagedDriver(model, attention="cpu", cpu=cpu, max_tokens=len(tokens))
+    return driver.forward([(0, 0, tokens)])
+
+
+def greedy(model: DecoderModel, cpu: Cpu, tokens: list[int]) -> list[int]:
+    length = len(tokens) + GREEDY
+    driver = PagedDriver(model, attention="cpu", cpu=cpu, max_tokens=length)
+    answer = [int(driver.forward([(0, 0, tokens)])[-1].argmax())]
+    while len(answer) < GREEDY:
+        work = [(0, len(tokens) + len(answer) - 1, answer[-1:])]
+        answer.append(int(driver.forward(work)[-1].argmax()))
+    return answer
+
+
+def common(a: list[int], b: list[int]) -> int:
+    """Tokens up to the first that differs."""
+    return next((i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), len(a))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--chats", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    folder, cpu = resolve_model(arguments.model), Cpu(arguments.threads)
+    config = ModelConfig.from_hf(folder)
+
+    def load(activations: Activations, dtype: torch.dtype = torch.bfloat16) -> DecoderModel:
+        device = torch.device("cpu")
+        return load_model(
+            config, folder, dtype=dtype, device=device, cpu=cpu, activations=activations
+        )
+
+    models = {
+        "exact": load("exact"),
+        "int8": load("int8"),
+        "exact, float32": load("exact", torch.float32),
+    }
+    told: dict[str, list[Tensor]] = {way: [] for way in models}
+    favourites: dict[str, list[Tensor]] = {way: [] for way in models}
+    followed: dict[str, int] = dict.fromkeys(models, 0)
+    equal: dict[str, int] = dict.fromkeys(models, 0)
+    all_tokens = texts(Tokenizer.from_folder(folder), arguments.chats, arguments.tokens)
+    for tokens in all_tokens:
+        half = tokens[: len(tokens) // 2]
+        answers = {way: greedy(model, cpu, half) for way, model in models.items()}
+        for way, model in models.items():
+            logits = logits_of(model, cpu, tokens)[:-1].float()
+            following = torch.tensor(tokens[1:])[:, None]
+            told[way].append(logits.log_softmax(-1).gather(1, following)[:, 0])
+            favourites[way].append(logits.argmax(-1))
+            same = [a == b for a, b in zip(answers[way], answers["exact"], strict=True)]
+            equal[way] += sum(same)
+            followed[way] += common(answers[way], answers["exact"])
+    rows = sum(map(len, told["exact"]))
+    print(f"{arguments.model}: {len(all_tokens)} texts, {rows} tokens, bfloat16")
+    exact, best = torch.cat(told["exact"]), torch.cat(favourites["exact"])
+    for way in models:
+        mine, favourite = torch.cat(told[way]), torch.cat(favourites[way])
+        difference = mine - exact
+        print(
+            f"{way}: mean log probability {mine.mean():.4f} ({difference.mean():+.5f}, mean of "
+            f"absolute differences {difference.abs().mean():.4f}), favourite equal in "
+            f"{(favourite == best).float().mean():.2%}; of {GREEDY} greedy tokens of each "
+            f"{equal[way] / GREEDY / len(all_tokens):.1%} equal, "
+            f"{followed[way] / len(all_tokens):.1f} before the first other one"
+        )
+
+
+if __name__ == "__main__":
+    main()

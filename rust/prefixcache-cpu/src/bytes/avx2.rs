@@ -1,0 +1,121 @@
+//! Eight lanes with AVX2, with and without its instruction for dot products of bytes.
+
+use std::arch::x86_64::*;
+
+use super::ByteLanes;
+
+/// Proof that the processor has AVX2, FMA and F16C, and AVX-VNNI where `VNNI` says so.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Avx2<const VNNI: bool>(());
+
+fn has_avx2() -> bool {
+    is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
+        && is_x86_feature_detected!("f16c")
+}
+
+impl Avx2<false> {
+    /// The proof, where the processor has the instructions.
+    pub fn detect() -> Option<Self> {
+        has_avx2().then_some(Self(()))
+    }
+}
+
+impl Avx2<true> {
+    /// The proof, where the processor has the instructions.
+    pub fn detect_vnni() -> Option<Self> {
+        (has_avx2() && is_x86_feature_detected!("avxvnni")).then_some(Self(()))
+    }
+}
+
+impl<const VNNI: bool> ByteLanes for Avx2<VNNI> {
+    type I = __m256i;
+    type F = __m256;
+    const LANES: usize = 8;
+    const WIDTH: usize = 2;
+
+    #[inline(always)]
+    unsafe fn load(self, from: *const u8) -> __m256i {
+        // SAFETY: the caller vouches for 32 readable bytes.
+        unsafe { _mm256_loadu_si256(from.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_u8(self, from: *const u8) -> __m256i {
+        // SAFETY: the caller vouches for 8 readable bytes.
+        unsafe { _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(self, from: *const u8) -> __m256i {
+        // SAFETY: the caller vouches for 8 readable bytes.
+        unsafe { _mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const u8) -> __m256 {
+        // SAFETY: the caller vouches for 16 readable bytes.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32, v: __m256) {
+        // SAFETY: the caller vouches for 8 writable numbers.
+        unsafe { _mm256_storeu_ps(to, v) }
+    }
+
+    #[inline(always)]
+    fn shift_up<const N: u32>(self, a: __m256i) -> __m256i {
+        // SAFETY: `self` proves that the processor has AVX2.
+        unsafe { _mm256_sll_epi32(a, _mm_cvtsi32_si128(N as i32)) }
+    }
+
+    #[inline(always)]
+    fn shift_down<const N: u32>(self, a: __m256i) -> __m256i {
+        // SAFETY: `self` proves that the processor has AVX2.
+        unsafe { _mm256_srl_epi32(a, _mm_cvtsi32_si128(N as i32)) }
+    }
+
+    #[inline(always)]
+    fn dot_codes(self, acc: __m256i, codes: __m256i, x: __m256i) -> __m256i {
+        if VNNI {
+            return self.dot_bytes(acc, codes, x);
+        }
+        // SAFETY: `self` proves that the processor has AVX2.
+        unsafe {
+            // Two products of a code up to 63 and a signed byte are within 16 bits: nothing saturates.
+            let pairs = _mm256_maddubs_epi16(codes, x);
+            _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+        }
+    }
+
+    #[inline(always)]
+    fn dot_bytes(self, acc: __m256i, bytes: __m256i, x: __m256i) -> __m256i {
+        // SAFETY: `self` proves that the processor has AVX2, and AVX-VNNI where `VNNI` says so.
+        unsafe {
+            if VNNI {
+                return _mm256_dpbusd_avx_epi32(acc, bytes, x);
+            }
+            // Even and odd bytes as 16 bits each, since `maddubs` would saturate.
+            let low = _mm256_set1_epi16(0xff);
+            let even_x = _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(x));
+            let even = _mm256_madd_epi16(_mm256_and_si256(bytes, low), even_x);
+            let odd_x = _mm256_srai_epi16::<8>(x);
+            let odd = _mm256_madd_epi16(_mm256_srli_epi16::<8>(bytes), odd_x);
+            _mm256_add_epi32(acc, _mm256_add_epi32(even, odd))
+        }
+    }
+
+    operations! {
+        fn splat(x: i32) -> __m256i { _mm256_set1_epi32(x) }
+        fn splat_f32(x: f32) -> __m256 { _mm256_set1_ps(x) }
+        fn add(a: __m256i, b: __m256i) -> __m256i { _mm256_add_epi32(a, b) }
+        fn sub(a: __m256i, b: __m256i) -> __m256i { _mm256_sub_epi32(a, b) }
+        fn mul(a: __m256i, b: __m256i) -> __m256i { _mm256_mullo_epi32(a, b) }
+        fn and(a: __m256i, b: __m256i) -> __m256i { _mm256_and_si256(a, b) }
+        fn or(a: __m256i, b: __m256i) -> __m256i { _mm256_or_si256(a, b) }
+        fn to_f32(a: __m256i) -> __m256 { _mm256_cvtepi32_ps(a) }
+        fn mul_f32(a: __m256, b: __m256) -> __m256 { _mm256_mul_ps(a, b) }
+        fn mul_add(a: __m256, b: __m256, c: __m256) -> __m256 { _mm256_fmadd_ps(a, b, c) }
+    }
+}

@@ -1,0 +1,234 @@
+//! Dot products of bytes, in the forms that processors have for them.
+//!
+//! Integer sums are exact in any order, and every floating-point operation here rounds once, so a
+//! kernel over [`ByteLanes`] gives the same bits in every form, as long as it fixes the order of its
+//! additions in `f32`.
+
+/// Methods whose body needs nothing but the instructions themselves.
+#[cfg(target_arch = "x86_64")]
+macro_rules! operations {
+    ($(fn $name:ident($($arg:ident: $type:ty),*) -> $result:ty $body:block)*) => {$(
+        #[inline(always)]
+        fn $name(self, $($arg: $type),*) -> $result {
+            // SAFETY: `self` proves that the processor has the instructions.
+            unsafe { $body }
+        }
+    )*};
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod portable;
+
+use std::fmt;
+
+use crate::form::Form;
+use portable::Portable;
+
+#[cfg(target_arch = "x86_64")]
+use self::{avx2::Avx2, avx512::Avx512Vnni};
+
+/// The operations on vectors of 32-bit lanes, each of which may stand for four bytes.
+///
+/// A value of an implementing type is the proof that the processor has its instructions.
+pub trait ByteLanes: Copy + Send + Sync {
+    /// A vector of `i32`, or of four bytes in each lane.
+    type I: Copy;
+    /// A vector of `f32`.
+    type F: Copy;
+
+    /// Lanes of a vector: 8 or 16.
+    const LANES: usize;
+
+    /// Vectors side by side in a register tile.
+    const WIDTH: usize;
+
+    /// All lanes `x`.
+    fn splat(self, x: i32) -> Self::I;
+
+    /// All lanes `x`.
+    fn splat_f32(self, x: f32) -> Self::F;
+
+    /// Loads `LANES * 4` bytes from any address.
+    ///
+    /// # Safety
+    /// They are readable.
+    unsafe fn load(self, from: *const u8) -> Self::I;
+
+    /// Loads `LANES` unsigned bytes, one a lane.
+    ///
+    /// # Safety
+    /// They are readable.
+    unsafe fn load_u8(self, from: *const u8) -> Self::I;
+
+    /// Loads `LANES` signed bytes, one a lane.
+    ///
+    /// # Safety
+    /// They are readable.
+    unsafe fn load_i8(self, from: *const u8) -> Self::I;
+
+    /// Loads `LANES` numbers of IEEE's half precision; exact.
+    ///
+    /// # Safety
+    /// `LANES * 2` bytes are readable.
+    unsafe fn load_f16(self, from: *const u8) -> Self::F;
+
+    /// Stores `LANES` numbers to any address.
+    ///
+    /// # Safety
+    /// They are writable.
+    unsafe fn store(self, to: *mut f32, v: Self::F);
+
+    /// Asks the processor to bring the cache line of this address nearer; it need not be readable.
+    #[inline(always)]
+    fn prefetch(self, at: *const u8) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: every x86-64 processor has the instruction, and it faults nowhere.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = at;
+    }
+
+    /// a + b, modulo 2^32.
+    fn add(self, a: Self::I, b: Self::I) -> Self::I;
+    /// a - b, modulo 2^32.
+    fn sub(self, a: Self::I, b: Self::I) -> Self::I;
+    /// The lower 32 bits of a * b.
+    fn mul(self, a: Self::I, b: Self::I) -> Self::I;
+    /// a & b
+    fn and(self, a: Self::I, b: Self::I) -> Self::I;
+    /// a | b
+    fn or(self, a: Self::I, b: Self::I) -> Self::I;
+    /// Each lane's 32 bits moved up by `N`.
+    fn shift_up<const N: u32>(self, a: Self::I) -> Self::I;
+    /// Each lane's 32 bits moved down by `N`, zeros first.
+    fn shift_down<const N: u32>(self, a: Self::I) -> Self::I;
+
+    /// acc + the products of four unsigned bytes of `codes`, at most 63, and four signed ones of `x`.
+    fn dot_codes(self, acc: Self::I, codes: Self::I, x: Self::I) -> Self::I;
+    /// The same for any unsigned bytes.
+    fn dot_bytes(self, acc: Self::I, bytes: Self::I, x: Self::I) -> Self::I;
+
+    /// Rounds to the nearest number, ties to even.
+    fn to_f32(self, a: Self::I) -> Self::F;
+    /// a * b
+    fn mul_f32(self, a: Self::F, b: Self::F) -> Self::F;
+    /// a * b + c, rounded once in every form.
+    fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+}
+
+/// A computation written once over [`ByteLanes`]. [`ByteForm::run`] compiles it for each form.
+///
+/// Everything `run` calls must be `#[inline(always)]`, as in [`crate::Kernel`].
+pub trait ByteKernel {
+    /// What the computation returns.
+    type Output;
+
+    /// Computes with vectors of the type `L`.
+    fn run<L: ByteLanes>(self, lanes: L) -> Self::Output;
+}
+
+/// A set of instructions for dot products of bytes; a value is the proof that the processor has them.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct ByteForm(Kind);
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Portable(Portable),
+    #[cfg(target_arch = "x86_64")]
+    Avx2(Avx2<false>),
+    #[cfg(target_arch = "x86_64")]
+    AvxVnni(Avx2<true>),
+    #[cfg(target_arch = "x86_64")]
+    Avx512Vnni(Avx512Vnni),
+}
+
+impl ByteForm {
+    /// The fastest form whose vectors are no wider than those of `form`.
+    pub fn of(form: Form) -> Self {
+        match form.name() {
+            #[cfg(target_arch = "x86_64")]
+            name if name != "portable" => Self::widest(name != "avx2"),
+            _ => Self(Kind::Portable(Portable)),
+        }
+    }
+
+    /// The fastest form, where the processor has AVX2 at least; without `wide` of 256 bits at most.
+    #[cfg(target_arch = "x86_64")]
+    fn widest(wide: bool) -> Self {
+        let found = Avx512Vnni::detect().filter(|_| wide).map(Kind::Avx512Vnni);
+        let found = found.or_else(|| Avx2::detect_vnni().map(Kind::AvxVnni));
+        let found = found.or_else(|| Avx2::detect().map(Kind::Avx2));
+        Self(found.unwrap_or(Kind::Portable(Portable)))
+    }
+
+    /// Every form that this processor has, the slowest first.
+    pub fn available() -> Vec<Self> {
+        let mut forms = vec![Self(Kind::Portable(Portable))];
+        #[cfg(target_arch = "x86_64")]
+        {
+            forms.extend(Avx2::detect().map(|lanes| Self(Kind::Avx2(lanes))));
+            forms.extend(Avx2::detect_vnni().map(|lanes| Self(Kind::AvxVnni(lanes))));
+            forms.extend(Avx512Vnni::detect().map(|lanes| Self(Kind::Avx512Vnni(lanes))));
+        }
+        forms
+    }
+
+    /// Name of the form: `portable`, `avx2`, `avx_vnni` or `avx512_vnni`.
+    pub fn name(self) -> &'static str {
+        match self.0 {
+            Kind::Portable(_) => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Kind::AvxVnni(_) => "avx_vnni",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Vnni(_) => "avx512_vnni",
+        }
+    }
+
+    /// Runs the kernel with this form's instructions.
+    #[inline]
+    pub fn run<K: ByteKernel>(self, kernel: K) -> K::Output {
+        match self.0 {
+            Kind::Portable(lanes) => kernel.run(lanes),
+            // SAFETY: `lanes` exists only where the processor has the features named below.
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(lanes) => unsafe { with_avx2(lanes, kernel) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Kind::AvxVnni(lanes) => unsafe { with_avx_vnni(lanes, kernel) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Vnni(lanes) => unsafe { with_avx512_vnni(lanes, kernel) },
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn with_avx2<K: ByteKernel>(lanes: Avx2<false>, kernel: K) -> K::Output {
+    kernel.run(lanes)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c,avxvnni")]
+fn with_avx_vnni<K: ByteKernel>(lanes: Avx2<true>, kernel: K) -> K::Output {
+    kernel.run(lanes)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn with_avx512_vnni<K: ByteKernel>(lanes: Avx512Vnni, kernel: K) -> K::Output {
+    kernel.run(lanes)
+}
+
+impl fmt::Debug for ByteForm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

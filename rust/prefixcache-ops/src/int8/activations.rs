@@ -1,0 +1,171 @@
+//! Rows of activations as eight-bit codes.
+
+use prefixcache_cpu::memory::OutOfMemory;
+use prefixcache_cpu::{ByteForm, ByteKernel, ByteLanes, Element, Rows, Team};
+
+/// Numbers that share a scale.
+pub const BLOCK: usize = 32;
+
+/// Numbers that a task should have, so that waking a thread pays.
+const TASK_NUMBERS: usize = 16_384;
+
+/// Adding it to a number below 2^22 rounds that to an integer, ties to even, in the lowest bits.
+const ROUND: f32 = 12_582_912.0;
+
+/// A block of activations, as the kernels read it.
+///
+/// A block whose scale would be no normal number counts as zeros. One with a number that is infinite
+/// or NaN has a scale that is NaN, which makes all outputs of its row NaN, and no other's.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub struct ActivationBlock {
+    /// From -127 to 127.
+    pub codes: [i8; BLOCK],
+    /// What a code is multiplied with.
+    pub scale: f32,
+    /// The scale times the sum of the codes.
+    pub sum: f32,
+    /// Minus the sum of the codes.
+    pub minus_sum: i32,
+    /// Minus the sum of the first half of the codes.
+    pub minus_first_half: i32,
+}
+
+impl ActivationBlock {
+    /// A block of equal codes 0.
+    const fn of_zeros(scale: f32) -> Self {
+        Self {
+            codes: [0; BLOCK],
+            scale,
+            sum: scale,
+            minus_sum: 0,
+            minus_first_half: 0,
+        }
+    }
+
+    /// The block of these numbers.
+    #[inline(always)]
+    pub fn quantized(numbers: &[f32; BLOCK]) -> Self {
+        // Without their signs, the bits of numbers are in the order of the numbers, NaN last.
+        let mut highest = 0;
+        for number in numbers {
+            highest = highest.max(number.to_bits() & (u32::MAX >> 1));
+        }
+        let highest = f32::from_bits(highest);
+        if !highest.is_finite() {
+            return Self::of_zeros(f32::NAN);
+        }
+        let scale = highest / 127.0;
+        if scale < f32::MIN_POSITIVE {
+            return Self::of_zeros(0.0);
+        }
+        let inverse = 127.0 / highest;
+        let mut codes = [0; BLOCK];
+        let mut sums = [0; 2];
+        for (half, sum) in sums.iter_mut().enumerate() {
+            for i in half * BLOCK / 2..(half + 1) * BLOCK / 2 {
+                let code = (numbers[i] * inverse + ROUND).to_bits() as i8;
+                codes[i] = code;
+                *sum += i32::from(code);
+            }
+        }
+        let [first, second] = sums;
+        Self {
+            codes,
+            scale,
+            sum: scale * (first + second) as f32,
+            minus_sum: -(first + second),
+            minus_first_half: -first,
+        }
+    }
+}
+
+/// Quantized rows.
+pub struct QuantizedRows {
+    blocks: Vec<ActivationBlock>,
+    blocks_per_row: usize,
+}
+
+impl QuantizedRows {
+    /// Quantizes each row of x.
+    ///
+    /// # Errors
+    /// There is no memory for them.
+    ///
+    /// # Panics
+    /// The width is no multiple of [`BLOCK`].
+    pub fn new<E: Element>(
+        form: ByteForm,
+        team: &Team,
+        x: Rows<'_, E>,
+    ) -> Result<Self, OutOfMemory> {
+        assert!(x.width().is_multiple_of(BLOCK), "whole blocks");
+        let blocks_per_row = x.width() / BLOCK;
+        let count = x.rows().checked_mul(blocks_per_row).ok_or(OutOfMemory)?;
+        let mut blocks = Vec::new();
+        blocks.try_reserve_exact(count).map_err(|_| OutOfMemory)?;
+        let to = Destination(blocks.as_mut_ptr());
+        let chunk = (TASK_NUMBERS / x.width().max(1)).max(1);
+        team.run(x.rows().div_ceil(chunk), |task| {
+            let first = task * chunk;
+            form.run(Quantize {
+                x,
+                rows: first..(first + chunk).min(x.rows()),
+                to: &to,
+            });
+        });
+        // SAFETY: the tasks have written the blocks of every row, `count` in all.
+        unsafe { blocks.set_len(count) };
+        Ok(Self {
+            blocks,
+            blocks_per_row,
+        })
+    }
+
+    /// The blocks of row `row`.
+    ///
+    /// # Panics
+    /// There is no such row.
+    #[inline(always)]
+    pub fn row(&self, row: usize) -> &[ActivationBlock] {
+        &self.blocks[row * self.blocks_per_row..(row + 1) * self.blocks_per_row]
+    }
+}
+
+/// Where the blocks of all rows go.
+struct Destination(*mut ActivationBlock);
+
+// SAFETY: each task writes the blocks of its own rows.
+unsafe impl Sync for Destination {}
+
+/// The rows of one task.
+struct Quantize<'a, E> {
+    x: Rows<'a, E>,
+    rows: std::ops::Range<usize>,
+    to: &'a Destination,
+}
+
+impl<E: Element> ByteKernel for Quantize<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: ByteLanes>(self, _lanes: L) {
+        let blocks_per_row = self.x.width() / BLOCK;
+        for row in self.rows {
+            for (block, from) in self.x.row(row).chunks_exact(BLOCK).enumerate() {
+                let mut numbers = [0.0; BLOCK];
+                for (number, from) in numbers.iter_mut().zip(from) {
+                    *number = from.to_f32();
+                }
+                let block = row * blocks_per_row + block;
+                // SAFETY: there is room for the blocks of every row, and this one is written once.
+                unsafe {
+                    self.to
+                        .0
+                        .add(block)
+                        .write(ActivationBlock::quantized(&numbers))
+                };
+            }
+        }
+    }
+}

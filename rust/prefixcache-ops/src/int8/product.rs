@@ -1,0 +1,361 @@
+//! Tiles of weights times quantized rows.
+
+use std::marker::PhantomData;
+
+use prefixcache_cpu::{ByteForm, ByteKernel, ByteLanes};
+
+use super::Int8Weight;
+use super::activations::{ActivationBlock, QuantizedRows};
+use super::tiles::{Factors, Layout, TILE, TILES};
+use crate::panel::Sums;
+use crate::quant::blocks::Format;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+/// Bytes from a block to what is fetched while it is multiplied.
+const AHEAD: usize = 4096;
+
+/// Rows of a register tile.
+const MAX_HEIGHT: usize = 3;
+
+impl Int8Weight {
+    /// Writes the sums of a panel and the rows of x from `first` on, as many as `sums` has.
+    ///
+    /// # Panics
+    /// There is no such panel or row.
+    pub fn multiply(
+        &self,
+        form: ByteForm,
+        panel: usize,
+        x: &QuantizedRows,
+        first: usize,
+        sums: &mut [Sums],
+    ) {
+        form.run(PanelTask {
+            weight: self,
+            panel,
+            x,
+            first,
+            sums,
+        });
+    }
+}
+
+/// A format as a type, so that a kernel is compiled for it.
+trait Packed {
+    const LAYOUT: Layout;
+}
+
+macro_rules! formats {
+    ($($name:ident),*) => {
+        $(
+            struct $name;
+            impl Packed for $name {
+                const LAYOUT: Layout = Layout::of(Format::$name);
+            }
+        )*
+
+        impl ByteKernel for PanelTask<'_> {
+            type Output = ();
+
+            #[inline(always)]
+            fn run<L: ByteLanes>(self, lanes: L) {
+                match self.weight.format() {
+                    $(Format::$name => self.of_format::<$name, L>(lanes),)*
+                }
+            }
+        }
+    };
+}
+
+formats!(Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K);
+
+/// One panel times a few rows.
+struct PanelTask<'a> {
+    weight: &'a Int8Weight,
+    panel: usize,
+    x: &'a QuantizedRows,
+    first: usize,
+    sums: &'a mut [Sums],
+}
+
+impl PanelTask<'_> {
+    #[inline(always)]
+    fn of_format<P: Packed, L: ByteLanes>(self, lanes: L) {
+        let mut first = self.first;
+        for sums in self.sums.chunks_mut(MAX_HEIGHT) {
+            let panel = Panel::<P, L>::new(lanes, self.weight, self.panel);
+            match sums.len() {
+                1 => panel.multiply::<1>(self.x, first, sums),
+                2 => panel.multiply::<2>(self.x, first, sums),
+                _ => panel.multiply::<MAX_HEIGHT>(self.x, first, sums),
+            }
+            first += sums.len();
+        }
+    }
+}
+
+/// A panel whose format and vectors the compiler knows.
+struct Panel<P, L> {
+    lanes: L,
+    units: *const u8,
+    /// Units side by side.
+    width: usize,
+    /// Units along the depth.
+    depth: usize,
+    format: PhantomData<P>,
+}
+
+impl<P: Packed, L: ByteLanes> Panel<P, L> {
+    #[inline(always)]
+    fn new(lanes: L, weight: &Int8Weight, panel: usize) -> Self {
+        Self {
+            lanes,
+            units: weight.panel(panel).as_ptr(),
+            width: weight.width(panel),
+            depth: weight.depth(),
+            format: PhantomData,
+        }
+    }
+
+    /// Multiplies it with `H` rows.
+    #[inline(always)]
+    fn multiply<const H: usize>(&self, x: &QuantizedRows, first: usize, sums: &mut [Sums]) {
+        let rows = std::array::from_fn(|r| x.row(first + r).as_ptr());
+        let halves = matches!(const { P::LAYOUT.factors }, Factors::Halves);
+        // SAFETY: a row of x has the blocks of the panel's depth.
+        unsafe {
+            if L::LANES < TILE {
+                self.sums::<H, 2, TILES>(rows, sums);
+            } else if self.width < TILES || H == 1 {
+                self.sums::<H, 1, TILES>(rows, sums);
+            } else if halves && H > 2 {
+                // With sums of halves more would not fit into the registers.
+                self.sums::<H, 2, 2>(rows, sums);
+            } else {
+                self.sums::<H, TILES, 1>(rows, sums);
+            }
+        }
+    }
+
+    /// Asks for what lies [`AHEAD`] of a block in `W` vectors: a few rows wait for memory otherwise.
+    #[inline(always)]
+    fn fetch<const W: usize>(&self, d: usize, group: usize, b: usize) {
+        let layout = const { P::LAYOUT };
+        let bytes = W * L::LANES / TILE * (layout.unit() / layout.blocks);
+        let unit = d * self.width + group * W * L::LANES / TILE;
+        let at = self
+            .units
+            .wrapping_add(unit * layout.unit() + b * bytes + AHEAD);
+        for line in 0..bytes.div_ceil(LINE) {
+            self.lanes.prefetch(at.wrapping_add(line * LINE));
+        }
+    }
+
+    /// Writes the sums of `H` rows, in up to `G` groups of `W` vectors of outputs.
+    ///
+    /// # Safety
+    /// Each row has the blocks of the panel's depth, and the panel's units are whole groups.
+    #[inline(always)]
+    unsafe fn sums<const H: usize, const W: usize, const G: usize>(
+        &self,
+        rows: [*const ActivationBlock; H],
+        sums: &mut [Sums],
+    ) {
+        let (lanes, layout) = (self.lanes, const { P::LAYOUT });
+        let outputs = W * L::LANES;
+        let groups = if W * G == TILES && L::LANES == TILE {
+            G
+        } else {
+            self.width * TILE / outputs
+        };
+        let mut acc = [[[lanes.splat_f32(0.0); W]; H]; G];
+        for d in 0..self.depth {
+            for (group, acc) in acc[..groups].iter_mut().enumerate() {
+                let mut columns = [(self.units, 0); W];
+                // SAFETY: the units lie in the panel, and their blocks in the rows.
+                unsafe {
+                    for (j, column) in columns.iter_mut().enumerate() {
+                        let output = group * outputs + j * L::LANES;
+                        let unit = d * self.width + output / TILE;
+                        *column = (self.units.add(unit * layout.unit()), output % TILE);
+                    }
+                    for b in 0..layout.blocks {
+                        let x = rows.map(|row| row.add(d * layout.blocks + b));
+                        self.fetch::<W>(d, group, b);
+                        add_block::<P, L, H, W>(lanes, acc, &columns, &x, b);
+                    }
+                }
+            }
+        }
+        for (group, acc) in acc[..groups].iter().enumerate() {
+            for (sums, acc) in sums.iter_mut().zip(acc) {
+                for (j, &acc) in acc.iter().enumerate() {
+                    let to = &mut sums[group * outputs + j * L::LANES..][..L::LANES];
+                    // SAFETY: the slice holds LANES numbers.
+                    unsafe { lanes.store(to.as_mut_ptr(), acc) };
+                }
+            }
+        }
+    }
+}
+
+/// Adds block `b` of a unit.
+///
+/// # Safety
+/// Each of `columns` is a unit and the lane that its vector starts at.
+#[inline(always)]
+unsafe fn add_block<P: Packed, L: ByteLanes, const H: usize, const W: usize>(
+    lanes: L,
+    acc: &mut [[L::F; W]; H],
+    columns: &[(*const u8, usize); W],
+    x: &[*const ActivationBlock; H],
+    b: usize,
+) {
+    let layout = const { P::LAYOUT };
+    let at = layout.header() + b * layout.block();
+    // SAFETY: the caller vouches for the units, whose parts these are, and for the rows.
+    unsafe {
+        let sums = code_sums::<P, L, H, W>(lanes, columns, x, at);
+        for j in 0..W {
+            let (unit, lane) = columns[j];
+            let factors = unit.add(at + layout.codes() + lane);
+            let mut scale = lanes.load_f16(unit.add(2 * lane));
+            let mut minimum = lanes.splat_f32(0.0);
+            if layout.minimums {
+                minimum = lanes.load_f16(unit.add(2 * (TILE + lane)));
+            }
+            if layout.factors == Factors::ScaleAndMinimum {
+                scale = lanes.mul_f32(scale, lanes.to_f32(lanes.load_u8(factors)));
+                let factor = lanes.sub(lanes.splat(0), lanes.load_u8(factors.add(TILE)));
+                minimum = lanes.mul_f32(minimum, lanes.to_f32(factor));
+            }
+            for r in 0..H {
+                let x = &*x[r];
+                let p = lanes.mul_f32(lanes.to_f32(sums[r][j]), scale);
+                acc[r][j] = lanes.mul_add(p, lanes.splat_f32(x.scale), acc[r][j]);
+                if layout.minimums {
+                    acc[r][j] = lanes.mul_add(minimum, lanes.splat_f32(x.sum), acc[r][j]);
+                }
+            }
+        }
+    }
+}
+
+/// The integer sums of a block: codes less their offset, times the codes of x; with the factors of
+/// halves, where there are some.
+///
+/// # Safety
+/// As of [`add_block`]; `at` is where the codes begin in a unit.
+#[inline(always)]
+unsafe fn code_sums<P: Packed, L: ByteLanes, const H: usize, const W: usize>(
+    lanes: L,
+    columns: &[(*const u8, usize); W],
+    x: &[*const ActivationBlock; H],
+    at: usize,
+) -> [[L::I; W]; H] {
+    let layout = const { P::LAYOUT };
+    let halves = matches!(const { P::LAYOUT.factors }, Factors::Halves);
+    let offset = |sum: i32| lanes.splat(sum.wrapping_mul(layout.offset));
+    let mut first = [[lanes.splat(0); W]; H];
+    let mut second = first;
+    let mut high = [lanes.splat(0); W];
+    // SAFETY: the caller vouches for the units and the rows.
+    unsafe {
+        if layout.offset != 0 {
+            for r in 0..H {
+                let ActivationBlock {
+                    minus_sum,
+                    minus_first_half,
+                    ..
+                } = *x[r];
+                if halves {
+                    first[r] = [offset(minus_first_half); W];
+                    second[r] = [offset(minus_sum - minus_first_half); W];
+                } else {
+                    first[r] = [offset(minus_sum); W];
+                }
+            }
+        }
+        for g in 0..4 {
+            for j in 0..W {
+                let codes = columns[j].0.add(at + 4 * columns[j].1);
+                let (low, upper) = four_steps::<P, L>(lanes, codes, g, &mut high[j]);
+                for r in 0..H {
+                    let x = (*x[r]).codes.as_ptr().cast::<i32>();
+                    let (x_low, x_upper) = (
+                        lanes.splat(x.add(g).read_unaligned()),
+                        lanes.splat(x.add(4 + g).read_unaligned()),
+                    );
+                    first[r][j] = dot::<P, L>(lanes, first[r][j], low, x_low);
+                    let to = if halves { &mut second } else { &mut first };
+                    to[r][j] = dot::<P, L>(lanes, to[r][j], upper, x_upper);
+                }
+            }
+        }
+        if halves {
+            for j in 0..W {
+                let factors = columns[j].0.add(at + layout.codes() + columns[j].1);
+                let (low, upper) = (lanes.load_i8(factors), lanes.load_i8(factors.add(TILE)));
+                for r in 0..H {
+                    let low = lanes.mul(first[r][j], low);
+                    first[r][j] = lanes.add(low, lanes.mul(second[r][j], upper));
+                }
+            }
+        }
+    }
+    first
+}
+
+#[inline(always)]
+fn dot<P: Packed, L: ByteLanes>(lanes: L, acc: L::I, codes: L::I, x: L::I) -> L::I {
+    if const { P::LAYOUT.bits } == 8 {
+        lanes.dot_bytes(acc, codes, x)
+    } else {
+        lanes.dot_codes(acc, codes, x)
+    }
+}
+
+/// The codes of steps `4 g..` and `16 + 4 g..`; `high` is what is left of the upper bits.
+///
+/// # Safety
+/// The codes of 32 steps begin at `codes`.
+#[inline(always)]
+unsafe fn four_steps<P: Packed, L: ByteLanes>(
+    lanes: L,
+    codes: *const u8,
+    g: usize,
+    high: &mut L::I,
+) -> (L::I, L::I) {
+    let bits = const { P::LAYOUT.bits };
+    // SAFETY: the caller vouches for the codes.
+    unsafe {
+        let packed = lanes.load(codes.add(64 * g));
+        if bits == 8 {
+            return (packed, lanes.load(codes.add(64 * (4 + g))));
+        }
+        let nibbles = lanes.splat(0x0f0f_0f0f);
+        let low = lanes.and(packed, nibbles);
+        let upper = lanes.and(lanes.shift_down::<4>(packed), nibbles);
+        if bits == 4 {
+            return (low, upper);
+        }
+        let planes = bits - 4;
+        if (g * planes).is_multiple_of(4) {
+            *high = lanes.load(codes.add(256 + 64 * (g * planes / 4)));
+        }
+        let mask = lanes.splat(if planes == 1 {
+            0x1010_1010
+        } else {
+            0x3030_3030
+        });
+        let low = lanes.or(low, lanes.and(lanes.shift_up::<4>(*high), mask));
+        let upper = lanes.or(upper, lanes.and(*high, mask));
+        *high = match planes {
+            1 => lanes.shift_down::<1>(*high),
+            _ => lanes.shift_down::<2>(*high),
+        };
+        (low, upper)
+    }
+}

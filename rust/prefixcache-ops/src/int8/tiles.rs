@@ -1,0 +1,360 @@
+//! Weights in blocks, laid out for dot products of bytes.
+//!
+//! A *unit* is one block of the file for each of 16 outputs: 32 steps of the depth, or 256 with the K
+//! formats. A panel of four units side by side follows the depth, so that it is read in the order in
+//! which it lies in memory; the last panel may be narrower. A unit holds for its outputs, side by side:
+//!
+//! - the scales and, where the format has them, the minimums, as the file has them (half precision);
+//! - for each 32 steps the lowest four bits of codes: byte `64 g + 4 c + t` has that of output c at
+//!   step `4 g + t` below that at step `16 + 4 g + t`, so that 64 bytes are 16 lanes of four steps
+//!   each, twice;
+//! - the fifth bits: byte `4 c + t` has in its bit g that of step `4 g + t`, in its bit `4 + g` that
+//!   of step `16 + 4 g + t`; or the fifth and sixth in pairs, 64 bytes for each two g;
+//! - what the K formats multiply scales and minimums with, a byte each.
+//!
+//! Eight bits a code are plain: byte `64 g + 4 c + t` is step `4 g + t`, g up to 7, plus 128.
+
+use prefixcache_cpu::memory::OutOfMemory;
+use prefixcache_cpu::{AlignedWords, Element, Rows, RowsMut, Team, WeightMemory};
+
+use super::activations::BLOCK;
+use crate::panel::PANEL;
+use crate::quant::blocks::{Block, Format, MAX_BLOCK};
+
+/// Outputs of a unit.
+pub const TILE: usize = 16;
+
+/// Units side by side in a panel.
+pub const TILES: usize = PANEL / TILE;
+
+/// How the units of a format are laid out.
+#[derive(Clone, Copy)]
+pub struct Layout {
+    /// Blocks of 32 steps in a unit.
+    pub blocks: usize,
+    /// Bits of a code: 4, 5, 6 or 8.
+    pub bits: usize,
+    /// Subtracted from a code: a power of two, or 0.
+    pub offset: i32,
+    /// Whether numbers have minimums.
+    pub minimums: bool,
+    /// What is stored for each 32 steps.
+    pub factors: Factors,
+}
+
+/// What scales and minimums are multiplied with.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Factors {
+    /// Nothing.
+    None,
+    /// A factor of the scale and one of the minimum, unsigned.
+    ScaleAndMinimum,
+    /// A factor of the scale for each 16 steps, signed.
+    Halves,
+}
+
+impl Layout {
+    const fn new(blocks: usize, bits: usize, offset: i32) -> Self {
+        let minimums = offset == 0;
+        let factors = match (blocks, minimums) {
+            (1, _) => Factors::None,
+            (_, true) => Factors::ScaleAndMinimum,
+            (_, false) => Factors::Halves,
+        };
+        Self {
+            blocks,
+            bits,
+            offset,
+            minimums,
+            factors,
+        }
+    }
+
+    /// That of a format.
+    pub const fn of(format: Format) -> Self {
+        match format {
+            Format::Q4_0 => Self::new(1, 4, 8),
+            Format::Q4_1 => Self::new(1, 4, 0),
+            Format::Q5_0 => Self::new(1, 5, 16),
+            Format::Q5_1 => Self::new(1, 5, 0),
+            Format::Q8_0 => Self::new(1, 8, 128),
+            Format::Q4K => Self::new(8, 4, 0),
+            Format::Q5K => Self::new(8, 5, 0),
+            Format::Q6K => Self::new(8, 6, 32),
+        }
+    }
+
+    /// Bytes before the blocks of a unit: scales and minimums.
+    pub const fn header(self) -> usize {
+        if self.minimums { 4 * TILE } else { 2 * TILE }
+    }
+
+    /// Bytes of the codes of 32 steps.
+    pub const fn codes(self) -> usize {
+        TILE * BLOCK / 8 * self.bits
+    }
+
+    /// Bytes of 32 steps: codes and factors.
+    pub const fn block(self) -> usize {
+        match self.factors {
+            Factors::None => self.codes(),
+            _ => self.codes() + 2 * TILE,
+        }
+    }
+
+    /// Bytes of a unit.
+    pub const fn unit(self) -> usize {
+        self.header() + self.blocks * self.block()
+    }
+}
+
+/// A weight of one format in tiles.
+pub struct Int8Weight {
+    format: Format,
+    words: AlignedWords,
+    inputs: usize,
+    outputs: usize,
+}
+
+impl Int8Weight {
+    /// Room for the blocks of `outputs` rows of `inputs` numbers; all numbers are zero.
+    ///
+    /// # Errors
+    /// There is no memory for them.
+    ///
+    /// # Panics
+    /// `inputs` numbers are not whole blocks.
+    pub fn zeroed(
+        memory: &WeightMemory,
+        format: Format,
+        inputs: usize,
+        outputs: usize,
+    ) -> Result<Self, OutOfMemory> {
+        assert!(inputs.is_multiple_of(format.block()), "whole blocks");
+        let words = (Layout::of(format).unit() / size_of::<u32>())
+            .checked_mul(inputs / format.block())
+            .and_then(|tile| tile.checked_mul(outputs.div_ceil(TILE)));
+        Ok(Self {
+            format,
+            words: memory.zeroed(words.ok_or(OutOfMemory)?)?,
+            inputs,
+            outputs,
+        })
+    }
+
+    /// Lays out blocks, a row of them for each output.
+    ///
+    /// # Panics
+    /// They are not as many, or not of `inputs` numbers.
+    pub fn pack(&mut self, team: &Team, blocks: Rows<'_, u8>) {
+        let (format, depth, layout) = (self.format, self.depth(), Layout::of(self.format));
+        let shape = (self.outputs, format.row_bytes(self.inputs));
+        assert_eq!(blocks.shape(), shape, "shape of the blocks");
+        let widths: Vec<usize> = (0..self.panels()).map(|panel| self.width(panel)).collect();
+        let words = RowsMut::new(self.words.as_mut_slice(), layout.unit() / size_of::<u32>());
+        team.run(widths.len(), |panel| {
+            let (first, width) = (panel * TILES * depth, widths[panel]);
+            for unit in 0..width * depth {
+                // SAFETY: each task has the units of a panel of its own.
+                let to = bytes_mut(unsafe { words.part(first + unit, 0, words.width()) });
+                to.fill(0);
+                let output = panel * PANEL + unit % width * TILE;
+                for column in 0..TILE.min(blocks.rows() - output) {
+                    let row = blocks.row(output + column);
+                    let bytes = &row[unit / width * format.bytes()..];
+                    write_block(layout, to, column, &Block::read(format, bytes));
+                }
+            }
+        });
+    }
+
+    /// Numbers of an input row.
+    pub fn inputs(&self) -> usize {
+        self.inputs
+    }
+
+    /// Numbers of an output row.
+    pub fn outputs(&self) -> usize {
+        self.outputs
+    }
+
+    /// The format of its blocks.
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// Bytes that it is kept in.
+    pub fn num_bytes(&self) -> usize {
+        size_of_val(self.words.as_slice())
+    }
+
+    /// Panels of [`PANEL`] outputs.
+    pub fn panels(&self) -> usize {
+        self.outputs.div_ceil(PANEL)
+    }
+
+    /// Units of a panel along the depth.
+    pub fn depth(&self) -> usize {
+        self.inputs / self.format.block()
+    }
+
+    /// Units of a panel side by side.
+    pub fn width(&self, panel: usize) -> usize {
+        (self.outputs.div_ceil(TILE) - panel * TILES).min(TILES)
+    }
+
+    /// The units of panel `panel`.
+    pub fn panel(&self, panel: usize) -> &[u8] {
+        let start = self.unit_at(panel * TILES, 0);
+        let bytes = self.width(panel) * self.depth() * Layout::of(self.format).unit();
+        &bytes_of(self.words.as_slice())[start..start + bytes]
+    }
+
+    /// Where the unit of some 16 outputs at some depth starts.
+    fn unit_at(&self, tile: usize, depth: usize) -> usize {
+        let (panel, place) = (tile / TILES, tile % TILES);
+        let units = panel * TILES * self.depth() + depth * self.width(panel) + place;
+        units * Layout::of(self.format).unit()
+    }
+
+    /// Widens a row.
+    ///
+    /// # Panics
+    /// There is no such row, or `out` has not `inputs` numbers.
+    pub fn read_row<E: Element>(&self, row: usize, out: &mut [E]) {
+        assert!(row < self.outputs && out.len() == self.inputs, "row");
+        for (depth, out) in out.chunks_exact_mut(self.format.block()).enumerate() {
+            let unit = &bytes_of(self.words.as_slice())[self.unit_at(row / TILE, depth)..];
+            let block = read_block(self.format, unit, row % TILE);
+            for (i, out) in out.iter_mut().enumerate() {
+                *out = E::from_f32(block.number(i));
+            }
+        }
+    }
+}
+
+fn bytes_of(words: &[u32]) -> &[u8] {
+    // SAFETY: the words are readable as bytes, which need no alignment.
+    unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), size_of_val(words)) }
+}
+
+fn bytes_mut(words: &mut [u32]) -> &mut [u8] {
+    // SAFETY: as above, and any bytes make words.
+    unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), size_of_val(words)) }
+}
+
+/// Writes a block of output `column`; the unit's bytes are 0 there.
+fn write_block(layout: Layout, unit: &mut [u8], column: usize, block: &Block) {
+    unit[2 * column..][..2].copy_from_slice(&block.d.to_le_bytes());
+    if layout.minimums {
+        unit[2 * (TILE + column)..][..2].copy_from_slice(&block.m.to_le_bytes());
+    }
+    // Dot products want unsigned codes.
+    let codes = block
+        .codes
+        .map(|code| code.cast_unsigned().wrapping_add(layout.offset as u8));
+    let blocks = unit[layout.header()..].chunks_exact_mut(layout.block());
+    for (b, (to, codes)) in blocks.zip(codes.chunks_exact(BLOCK)).enumerate() {
+        let (packed, factors) = to.split_at_mut(layout.codes());
+        write_codes(layout.bits, packed, column, codes);
+        let pair = match layout.factors {
+            Factors::None => continue,
+            Factors::ScaleAndMinimum => [block.scales[b].cast_unsigned(), block.minimums[b]],
+            Factors::Halves => {
+                [block.scales[2 * b], block.scales[2 * b + 1]].map(i8::cast_unsigned)
+            }
+        };
+        (factors[column], factors[TILE + column]) = pair.into();
+    }
+}
+
+/// Four steps of an output, which lie side by side.
+fn word(codes: &[u8], g: usize) -> u32 {
+    u32::from_le_bytes([
+        codes[4 * g],
+        codes[4 * g + 1],
+        codes[4 * g + 2],
+        codes[4 * g + 3],
+    ])
+}
+
+fn or_word(bytes: &mut [u8], at: usize, word: u32) {
+    for (to, byte) in bytes[at..].iter_mut().zip(word.to_le_bytes()) {
+        *to |= byte;
+    }
+}
+
+/// Writes the codes of an output, whose bytes are 0.
+fn write_codes(bits: usize, to: &mut [u8], column: usize, codes: &[u8]) {
+    const NIBBLES: u32 = 0x0f0f_0f0f;
+    if bits == 8 {
+        return (0..8).for_each(|g| or_word(to, 64 * g + 4 * column, word(codes, g)));
+    }
+    for g in 0..4 {
+        let (first, second) = (word(codes, g), word(codes, 4 + g));
+        let nibbles = first & NIBBLES | (second & NIBBLES) << 4;
+        or_word(to, 64 * g + 4 * column, nibbles);
+        let (first, second) = (first >> 4 & NIBBLES, second >> 4 & NIBBLES);
+        match bits {
+            5 => or_word(to, 256 + 4 * column, first << g | second << (4 + g)),
+            6 => {
+                let pairs = first << (g % 2 * 2) | second << (4 + g % 2 * 2);
+                or_word(to, 256 + 64 * (g / 2) + 4 * column, pairs);
+            }
+            _ => (),
+        }
+    }
+}
+
+/// The block of output `column`, as [`write_block`] was given it.
+fn read_block(format: Format, unit: &[u8], column: usize) -> Block {
+    let layout = Layout::of(format);
+    let half = |at: usize| u16::from_le_bytes([unit[at], unit[at + 1]]);
+    let mut block = Block {
+        format,
+        d: half(2 * column),
+        m: if layout.minimums {
+            half(2 * (TILE + column))
+        } else {
+            0
+        },
+        scales: [1; 16],
+        minimums: [0; 8],
+        codes: [0; MAX_BLOCK],
+    };
+    let blocks = unit[layout.header()..layout.unit()].chunks_exact(layout.block());
+    for (b, from) in blocks.enumerate() {
+        let (packed, factors) = from.split_at(layout.codes());
+        for (step, code) in block.codes[BLOCK * b..][..BLOCK].iter_mut().enumerate() {
+            let unsigned = read_code(layout.bits, packed, column, step);
+            *code = unsigned.wrapping_sub(layout.offset as u8).cast_signed();
+        }
+        let pair = || [factors[column], factors[TILE + column]];
+        match layout.factors {
+            Factors::None => {}
+            Factors::ScaleAndMinimum => {
+                block.scales[b] = pair()[0].cast_signed();
+                block.minimums[b] = pair()[1];
+            }
+            Factors::Halves => {
+                block.scales[2 * b..][..2].copy_from_slice(&pair().map(u8::cast_signed));
+            }
+        }
+    }
+    block
+}
+
+fn read_code(bits: usize, packed: &[u8], column: usize, step: usize) -> u8 {
+    let (g, byte) = (step / 4, 4 * column + step % 4);
+    if bits == 8 {
+        return packed[64 * g + byte];
+    }
+    let (g, second) = (g % 4, g / 4);
+    let nibble = packed[64 * g + byte] >> (4 * second) & 15;
+    let high = match bits {
+        5 => packed[256 + byte] >> (4 * second + g) & 1,
+        6 => packed[256 + 64 * (g / 2) + byte] >> (4 * second + g % 2 * 2) & 3,
+        _ => 0,
+    };
+    nibble | high << 4
+}

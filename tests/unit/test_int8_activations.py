@@ -1,0 +1,113 @@
+"""Weights in blocks times activations of eight bits: other numbers, of their row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from equality import WIDE, Bench, Counts, make_pair, random_schedule
+from paged_driver import PagedDriver
+from prefixcache._core import Cpu
+from prefixcache.config import Activations, CacheConfig, EngineConfig
+from prefixcache.engine.build import BuiltEngine, build
+from prefixcache.exceptions import ConfigError
+from prefixcache.model_config import ModelConfig
+from prefixcache.models.hub import resolve_model
+from prefixcache.models.loader import load_model
+from prefixcache.ops.blocks import BLOCK_FORMATS
+from repeatable import bounded
+from tiny_gguf import write_gguf
+from tiny_models import make_model
+
+CPU = Cpu(2)
+PROMPT = [(7 * i * i + 3 * i) % 380 + 3 for i in range(90)]
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tensors are blocks of every format and dense ones, mixed in its projections."""
+    place = tmp_path_factory.mktemp("int8")
+    model = make_model("llama", **SHAPE)
+    file = write_gguf(place / "tiny.gguf", model, formats=("F16", *BLOCK_FORMATS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREFIXCACHE_HOME", str(place / "home"))
+        return resolve_model(str(file))
+
+
+def computed(
+    folder: Path, dtype: torch.dtype, activations: Activations, pieces: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Logits and KV of the prompt, in steps of so many tokens."""
+    config = ModelConfig.from_hf(folder)
+    options: dict[str, Any] = {"dtype": dtype, "device": torch.device("cpu"), "cpu": CPU}
+    model = load_model(config, folder, activations=activations, **options)
+    driver = PagedDriver(model, attention="cpu", cpu=CPU)
+    rows, start = [], 0
+    for size in pieces:
+        rows.append(driver.forward([(0, start, PROMPT[start : start + size])]))
+        start += size
+    assert start == len(PROMPT)
+    return torch.cat(rows), driver.kv_of(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_prefill_chunks_and_decode_give_the_same_bits(folder: Path, dtype: torch.dtype) -> None:
+    whole, kv = computed(folder, dtype, "int8", [90])
+    for pieces in ([7, 41, 42], [86, *[1] * 4]):
+        logits, written = computed(folder, dtype, "int8", pieces)
+        assert torch.equal(logits, whole)
+        assert torch.equal(written, kv)
+    exact, _ = computed(folder, dtype, "exact", [90])
+    assert not torch.equal(whole, exact)
+    # Layers of random weights amplify what rounding changes.
+    assert float((whole - exact).norm() / exact.norm()) < 0.3
+
+
+def test_schedules_change_no_bit(tmp_path: Path) -> None:
+    blocks, _ = make_pair(tmp_path, "bfloat16", "Q4_1", **WIDE)
+    bench, counts = Bench(blocks, "bfloat16", activations="int8"), Counts()
+    for seed in range(bounded(usual=2, long=20)):
+        counts.add(bench.compare(random_schedule(seed)))
+    assert counts.differences == counts.block_differences == 0
+    assert counts.hit_tokens > 0
+    assert counts.chunks > 0
+
+
+def engine(folder: Path, **flags: Any) -> BuiltEngine:
+    cache = CacheConfig(num_blocks=64)
+    return build(EngineConfig(model=str(folder), device="cpu", cache=cache, **flags))
+
+
+def test_the_root_of_hashes_tells_the_arithmetic(folder: Path) -> None:
+    roots = {
+        (dtype, activations): engine(folder, dtype=dtype, cpu_activations=activations)
+        .engine.control.prefix_hash_info()
+        .root_hash
+        for dtype in ("bfloat16", "float32")
+        for activations in get_args(Activations)
+    }
+    assert len(set(roots.values())) == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"attention": "torch", "batch_invariant": False}, "needs the CPU's own kernels"),
+        ({"cpu_activations": "int4"}, "cpu_activations must be 'exact' or 'int8', got 'int4'"),
+    ],
+)
+def test_what_cannot_be_is_refused(folder: Path, flags: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        engine(folder, **{"cpu_activations": "int8"} | flags)
+
+
+def test_a_model_without_blocks_is_refused(tmp_path: Path) -> None:
+    dense, _ = make_pair(tmp_path, "float32", None, **WIDE)
+    with pytest.raises(ConfigError, match="no weight of this model is kept in blocks"):
+        engine(dense, cpu_activations="int8")

@@ -499,7 +499,8 @@ def main() -> None:
                     folder, dtype, invariant=not arguments.no_batch_invariant, widened=widened
                 )
                 counts = Counts()
-                for seed in range(arguments.seed, arguments.seed + arguments.schedules):
+                count = arguments.schedules // (1 if block_format is None else 4)
+                for seed in range(arguments.seed, arguments.seed + count):
                     counts.add(bench.compare(random_schedule(seed)))
                 print(f"{dtype}, {block_format}, {threads} threads: {counts}", flush=True)
                 total.add(counts)

@@ -27,6 +27,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -47,7 +48,6 @@ from prefixcache.models.hub import resolve_model
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 HERE = Path(__file__).parent
-BATCHES = (1, 8)
 NEW_TOKENS = 32
 WINDOW = 16
 """Decode steps of one turn."""
@@ -167,6 +167,7 @@ def main(
     model: Annotated[str, typer.Option(help="As --model of prefixcache serve.")] = DEFAULT_MODEL,
     dtype: Annotated[list[str] | None, typer.Option(help="May be given several times.")] = None,
     context: Annotated[list[int] | None, typer.Option(help="May be given several times.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="May be given several times.")] = None,
     contender: Annotated[
         list[Kind] | None, typer.Option(help="May be given several times; all that fit if not.")
     ] = None,
@@ -181,7 +182,8 @@ def main(
     """Measure and print one table."""
     folder = resolve_model(model)
     dtypes, contexts = dtype or ["float32", "bfloat16"], context or [128, 1024]
-    room = (max(contexts) + (rounds + 1) * WINDOW + NEW_TOKENS) * max(BATCHES)
+    batches = batch or [1, 8]
+    room = (max(contexts) + (rounds + 1) * WINDOW + NEW_TOKENS) * max(batches)
     pool = Tokenizer.from_folder(folder).encode(SOURCE_TEXT, add_special_tokens=False).tolist()
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -189,7 +191,7 @@ def main(
         entries = list(_entries(forms, contender or list(Kind), dtypes, llama_python))
         shared = {"threads": threads, "max_tokens": room}
         workers = [stack.enter_context(started(entry, shared, limit)) for entry in entries]
-        results = measure(workers, pool, contexts, rounds)
+        results = measure(workers, pool, contexts, batches, rounds)
         for worker in workers:
             results.add(MEMORY, worker.label, (worker("weight_bytes") or 0) / 1e6)
             Console(stderr=True).print(f"{worker.label}: {worker.version}")
@@ -276,12 +278,16 @@ def _torch_entries(forms: Forms, kind: Kind, dtype: str) -> Iterator[Entry]:
 
 
 def measure(
-    workers: Sequence[Worker], pool: Sequence[int], contexts: Sequence[int], rounds: int
+    workers: Sequence[Worker],
+    pool: Sequence[int],
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    rounds: int,
 ) -> Results:
     """Every task and context; round 0 warms up and is not counted."""
     results, draw = Results(), random.Random(0)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        total = len(contexts) * (1 + len(BATCHES)) * (rounds + 1) * len(workers)
+        total = len(contexts) * (1 + len(batches)) * (rounds + 1) * len(workers)
         bar = progress.add_task("measuring", total=total)
 
         def turns() -> Turns:
@@ -292,7 +298,7 @@ def measure(
 
         for context in contexts:
             _ttft(turns(), results, [draw.choices(pool, k=context) for _ in range(rounds + 1)])
-            for batch in BATCHES:
+            for batch in batches:
                 prompts = [draw.choices(pool, k=context) for _ in range(batch)]
                 for worker in workers:
                     worker("begin", prompts=prompts, max_steps=(rounds + 1) * WINDOW)
@@ -357,8 +363,8 @@ def _agreement(results: Results, labels: Sequence[str]) -> list[str]:
     counts: list[str] = []
     for label in labels:
         pairs = zip(expected, results.greedy[label], strict=False)
-        equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(expected))
-        counts.append(f"{equal} of {len(expected)}")
+        equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        counts.append(f"{equal} of {len(expected)}" if results.greedy[label] else "-")
     return counts
 
 

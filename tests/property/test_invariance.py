@@ -10,7 +10,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from equality import INTERRUPTIONS, WIDE, Bench, Counts, Schedule, random_schedule, with_windows
+from equality import (
+    INTERRUPTIONS,
+    WIDE,
+    Bench,
+    Counts,
+    Schedule,
+    make_pair,
+    random_schedule,
+    with_windows,
+)
 from paged_driver import PagedDriver
 from prefixcache._core import Cpu
 from prefixcache.model_config import ModelConfig
@@ -216,6 +225,17 @@ def test_answers_and_blocks_of_any_schedule_are_those_of_lone_cold_runs(
     check()
     assert min(total.outputs, total.blocks, total.hit_tokens, total.chunks) > 0
     assert min(total.guided, total.late_masks) > 0
+
+
+def test_answers_of_kept_blocks_are_those_of_lone_runs_with_widened_weights(
+    tmp_path: Path, seed: int
+) -> None:
+    folder, widened = make_pair(tmp_path, "bfloat16", "Q4_1", **WIDE)
+    bench, total = Bench(folder, "bfloat16", widened=widened), Counts()
+    for turn in range(bounded(usual=2, long=50)):
+        total.add(bench.compare(random_schedule(seed + turn)))
+    assert_same(total)
+    assert total.outputs > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -22,6 +22,7 @@ class Contender:
         config = EngineConfig.from_flags(
             num_blocks=max_tokens // 16 + 64,
             max_num_batched_tokens=max_tokens,
+            max_step_ms=0,
             **flags,
         )
         self._engine = build(config, resolve_model(config.model)).engine

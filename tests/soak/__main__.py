@@ -28,6 +28,8 @@ _BANK_SIZE = 126
 _USUAL_BLOCKS, _SIZES = 400, (240, 640)
 _LIMITS = Limits(read_seconds=5, request_seconds=60)
 _DRAIN_SECONDS = 5
+# For the interpreter to take itself apart, on a machine that is busy.
+_END_SECONDS = 30
 _COMMON_FLAGS = ("--port", "0", "--dtype", "float32", "--served-model-name", "soak")
 _QUIET_FLAGS = (*_COMMON_FLAGS, "--no-enable-prefix-caching", "--admin-api-key", ADMIN)
 # Shares of the time before each of these; what comes after the restarts is one process.
@@ -134,7 +136,7 @@ class Soak:
         begun = time.monotonic()
         status = await end()
         seconds = time.monotonic() - begun
-        if status not in wanted or seconds > _DRAIN_SECONDS + 10:
+        if status not in wanted or seconds > _DRAIN_SECONDS + _END_SECONDS:
             self.tally.blame("a bad end", status=status, seconds=seconds)
         for line in unexpected_tracebacks(self.lives.past[-1].log):
             self.tally.blame("an unexpected traceback in the log", line=line)

@@ -183,7 +183,7 @@ def _flags(folder: Path) -> list[str | Path]:
         "max-num-batched-tokens": 256,
         "max-queue": 64,
         "max-running-per-key": 10,
-        "max-waiting-per-key": 30,
+        "max-waiting-per-key": 24,
         "request-timeout": _LIMITS.request_seconds,
         "timeout-write": _LIMITS.read_seconds,
         "num-blocks": _USUAL_BLOCKS,

@@ -31,7 +31,7 @@ fn random_rows(seed: u64, format: Format, inputs: usize, rows: usize) -> Vec<u8>
             ];
             // Up to 2^-3 otherwise, so that sums stay numbers.
             let bits = u16::from(byte(2 * count + i)) << 8 & 0xaf00 | choice as u16;
-            let bits = if choice % 4 == 0 {
+            let bits = if choice.is_multiple_of(4) {
                 extremes[choice / 4 % 8]
             } else {
                 bits

@@ -2,7 +2,7 @@
 //!
 //! What is computed, whatever the processor, the number of rows and the number of threads:
 //!
-//! - A row of activations is quantized by blocks of 32 numbers ([`activations`]): a scale in `f32`,
+//! - A row of activations is quantized by blocks of 32 numbers (`activations`): a scale in `f32`,
 //!   `s = max |x| / 127`, and codes `q = round(x * (127 / max |x|))`, ties to even, from -127 to 127.
 //! - A weight is `scale * (code - offset) + minimum`, with what GGUF keeps for its block; a scale or a
 //!   minimum that is a product of two numbers in the file is exact in `f32`.

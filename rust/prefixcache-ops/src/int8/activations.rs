@@ -93,7 +93,7 @@ impl QuantizedRows {
     /// There is no memory for them.
     ///
     /// # Panics
-    /// The width is no multiple of [`BLOCK`].
+    /// The width is no multiple of 32.
     pub fn new<E: Element>(
         form: ByteForm,
         team: &Team,

@@ -188,7 +188,7 @@ impl Int8Weight {
         size_of_val(self.words.as_slice())
     }
 
-    /// Panels of [`PANEL`] outputs.
+    /// Panels of `PANEL` outputs.
     pub fn panels(&self) -> usize {
         self.outputs.div_ceil(PANEL)
     }

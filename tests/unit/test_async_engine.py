@@ -155,7 +155,7 @@ async def test_poisoned_requests_do_not_end_an_idle_server(
     with caplog.at_level(logging.CRITICAL):
         for _ in range(5):
             (failed,) = await collect(served.engine, make_request())
-            assert failed.error == "RuntimeError('poisoned')"
+            assert failed.error == "RuntimeError, of which the log says more"
     assert tokens_of(await collect(served.engine, make_request())) == answer_alone(PROMPT, 4)
 
 

@@ -352,7 +352,7 @@ class Engine:
             return answer.push(result, cached, written)
         except Exception as error:
             logger.exception("Request %s failed.", scheduled.request_id)
-            return answer.end("error", error=repr(error))
+            return answer.end("error", error=_named(error))
 
     def _fail_steps(self, error: Exception) -> list[RequestOutput]:
         """Ends the requests of all steps under way; the device must then compute an empty step.
@@ -366,7 +366,7 @@ class Engine:
         if self._runner.runs_ahead:
             # Steps before it were published in the order of the device's work, which has failed.
             self._cache.reset()
-        return [self._end(request_id, "error", error=repr(error)) for request_id in failed]
+        return [self._end(request_id, "error", error=_named(error)) for request_id in failed]
 
     def _prove_device_alive(self, cause: Exception) -> None:
         try:
@@ -384,7 +384,7 @@ class Engine:
         except Exception as error:
             logger.exception("Request %s failed.", request_id)
             self._scheduler.finish([request_id])
-            return self._end(request_id, "error", error=repr(error))
+            return self._end(request_id, "error", error=_named(error))
 
     def _end(
         self,
@@ -509,3 +509,8 @@ def _check_token_ids(token_ids: TokenIds, vocab_size: int) -> None:
             f"{vocab_size - 1}.",
             param="prompt",
         )
+
+
+def _named(error: Exception) -> str:
+    """What callers are told: the text of an error may quote another request of the step."""
+    return f"{type(error).__name__}, of which the log says more"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -182,25 +182,38 @@ async def answer_in_events(
 
 async def _named_events(outputs: Outputs, job: Job, form: EventForm) -> AsyncGenerator[bytes, None]:
     choices = _new_choices(job)
+
+    async def events_of(choice: Choice, output: RequestOutput) -> Iterable[bytes]:
+        return map(named_event, form.events(job, choice, output))
+
     with _told_to_the_log(job, choices):
         for payload in form.begin(job):
             yield named_event(payload)
-        async with aclosing(outputs):
-            async for batch in outputs:
-                written: list[bytes] = []
-                error: Exception | None = None
-                try:
-                    for index, output in batch:
-                        _raise_if_void(output)
-                        choices[index].add(output)
-                        events = form.events(job, choices[index], output)
-                        written += map(named_event, events)
-                except Exception as failure:  # noqa: BLE001 - raised behind what came before it
-                    error = failure
+        async with aclosing(_batches(outputs, choices, events_of)) as batches:
+            async for batch in batches:
+                yield batch
+
+
+async def _batches(
+    outputs: Outputs,
+    choices: Sequence[Choice],
+    events_of: Callable[[Choice, RequestOutput], Awaitable[Iterable[bytes]]],
+) -> AsyncGenerator[bytes, None]:
+    """The events of each batch of outputs as one piece; those before an error come before it."""
+    async with aclosing(outputs):
+        async for batch in outputs:
+            written: list[bytes] = []
+            try:
+                for index, output in batch:
+                    _raise_if_void(output)
+                    choices[index].add(output)
+                    written += await events_of(choices[index], output)
+            except Exception:
                 if written:
                     yield b"".join(written)
-                if error is not None:
-                    raise error
+                raise
+            if written:
+                yield b"".join(written)
 
 
 async def _named_to_the_end(
@@ -299,26 +312,17 @@ async def _chunk_events(
     choices = _new_choices(job)
     always = bool(options.continuous_usage_stats)
     told = bool(options.include_usage) or always
+
+    async def events_of(choice: Choice, output: RequestOutput) -> Iterable[bytes]:
+        shown = {"usage": usage(job, choices) if always else None} if told else {}
+        texts = partial(_texts, form.chunks(job, choice, output), shown)
+        # Log probabilities of a prompt come all in one chunk.
+        return await workers.run(_prompt_size(job, output.prompt_logprobs), texts)
+
     with _told_to_the_log(job, choices):
-        async with aclosing(outputs):
-            async for batch in outputs:
-                written: list[bytes] = []
-                error: Exception | None = None
-                try:
-                    for index, output in batch:
-                        _raise_if_void(output)
-                        choices[index].add(output)
-                        shown = {"usage": usage(job, choices) if always else None} if told else {}
-                        texts = partial(_texts, form.chunks(job, choices[index], output), shown)
-                        # Log probabilities of a prompt come all in one chunk.
-                        size = _prompt_size(job, output.prompt_logprobs)
-                        written += await workers.run(size, texts)
-                except Exception as failure:  # noqa: BLE001 - raised behind what came before it
-                    error = failure
-                if written:
-                    yield b"".join(written)
-                if error is not None:
-                    raise error
+        async with aclosing(_batches(outputs, choices, events_of)) as batches:
+            async for batch in batches:
+                yield batch
     if told:
         yield event({**form.last_chunk(job), "usage": usage(job, choices)})
 

@@ -111,11 +111,7 @@ def failed_answer(error: str | None, code: ErrorCode | None) -> ApiError:
     if code == "insufficient_kv_cache":  # it was enough once, and may be so again
         status, seconds = HTTPStatus.SERVICE_UNAVAILABLE, _GROWING_SECONDS
         return ApiError(status, message, code=code, retry_after=seconds)
-    # Text of an exception may quote what other requests of the step asked.
-    return ApiError(
-        HTTPStatus.INTERNAL_SERVER_ERROR,
-        "The answer could not be computed; the server's log says why.",
-    )
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message)
 
 
 def error_body(error: Exception) -> tuple[int, dict[str, Any]]:

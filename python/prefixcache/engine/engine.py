@@ -399,7 +399,7 @@ class Engine:
             output = answer.end(reason, error=error, code=code)
         except Exception as failure:
             logger.exception("Request %s failed.", request_id)
-            output = answer.end("error", error=repr(failure))
+            output = answer.end("error", error=_named(failure))
         answer.observe(output, time.monotonic(), self.metrics)
         return output
 

@@ -14,7 +14,8 @@ use std::ops::Range;
 use prefixcache_cpu::f16::f16_to_f32;
 use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
 use prefixcache_cpu::{
-    AlignedWords, Element, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team, WeightMemory,
+    AlignedWords, Bf16, Element, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team, TypedRows,
+    WeightMemory,
 };
 
 use super::blocks::{Block, Format, MAX_BLOCK};
@@ -203,15 +204,33 @@ impl PackedBlocks {
         rows: TaskRows<'_, E>,
         sums: &mut [Sums],
     ) {
+        let first = rows.first;
+        match E::typed(rows.x) {
+            TypedRows::F32(x) => self.multiply_f32(form, panel, TaskRows { x, first }, sums),
+            TypedRows::Bf16(x) => self.multiply_bf16(form, panel, TaskRows { x, first }, sums),
+        }
+    }
+
+    /// Not generic, so that crates which use it need not compile the kernels of all formats again.
+    fn multiply_f32(&self, form: Form, panel: usize, rows: TaskRows<'_, f32>, sums: &mut [Sums]) {
+        let product = self.product(panel, rows);
+        with_layout!(self.format, F => product.run::<F>(form, sums));
+    }
+
+    /// Not generic for the same reason.
+    fn multiply_bf16(&self, form: Form, panel: usize, rows: TaskRows<'_, Bf16>, sums: &mut [Sums]) {
+        let product = self.product(panel, rows);
+        with_layout!(self.format, F => product.run::<F>(form, sums));
+    }
+
+    fn product<'a, E: Element>(&'a self, panel: usize, rows: TaskRows<'a, E>) -> Product<'a, E> {
         assert_eq!(rows.x.width(), self.inputs, "width of x");
-        let used = PANEL.min(self.outputs - panel * PANEL);
-        let product = Product {
+        Product {
             panel: self.panel(panel).as_ptr().cast(),
             inputs: self.inputs,
-            used,
+            used: PANEL.min(self.outputs - panel * PANEL),
             rows,
-        };
-        with_layout!(self.format, F => product.run::<F>(form, sums));
+        }
     }
 
     fn panel(&self, panel: usize) -> &[u32] {

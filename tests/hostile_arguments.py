@@ -197,6 +197,9 @@ class World:
             "rotations": lambda: self.some_list(lambda: (self.sound("address"),) * 2),
             "attentions": lambda: self.some_list(lambda: self.attention),
             "layer_groups": lambda: self.some_list(self.number),
+            "parts": lambda: self.some_list(self.number),
+            "activations": lambda: choose.choice(["exact", "int8"]),
+            "format": lambda: choose.choice(["Q4_0", "Q6_K"]),
             "layers": lambda: self.some_list(lambda: self.decoder_layer),
             **dict.fromkeys(LINEARS, lambda: self.layer),
             "cpu": lambda: self.cpu,
@@ -242,6 +245,8 @@ class World:
             (self.attention, "run", [at, at, 32, at, 16, at, 16, at]),
             (self.stack, "forward", [[self.attention], [0], [at], [(at, at)], at]),
             (self.layer, "copy_rows", [0, at, 4]),
+            (self.layer, "copy_blocks", [0, at, 4, "Q4_0"]),
+            (self.layer, "read_rows", [at, 3, at]),
             (self.layer, "forward", [at, 3, 4, at, at]),
             (self.rows, "rms_norm", [at, 3, 8, 8, at, 4, 2, 1e-5, at]),
             (self.rows, "rotate", [at, at, 2, at, 3, 8, 8, at]),
@@ -302,7 +307,7 @@ class World:
 
 
 ADDRESSES = {"address", "cache", "cos", "keys", "out", "queries", "residual", "sin", "values"}
-ADDRESSES |= {"weight", "x"}
+ADDRESSES |= {"ids", "weight", "x"}
 ADDRESSES |= {"input_norm", "qk_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"}
 LINEARS = {"qkv", "gate_up", "down"}
 ARRAYS = {"first_pages", "indptr", "indices", "last_page_len", "slot_mapping"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +123,13 @@ def ask(name: str, prompt: Sequence[int] = PROMPT, max_tokens: int = 6, **cache:
 
 
 def serve(engine: Engine, *requests: Request) -> list[list[tuple[str, RequestOutput]]]:
-    """The outputs of each step."""
+    """The outputs of each step, but for the time of day."""
     for request in requests:
         engine.add_request(request)
     steps: list[list[tuple[str, RequestOutput]]] = []
     while engine.has_unfinished():
-        steps.append([(output.request_id, output) for output in engine.step()])
+        outputs = [replace(output, started_at=None) for output in engine.step()]
+        steps.append([(output.request_id, output) for output in outputs])
     return steps
 
 

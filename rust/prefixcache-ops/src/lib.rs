@@ -11,5 +11,6 @@ mod part;
 pub mod quant;
 pub mod rowwise;
 
-pub use linear::{Activations, BlocksError, PackedLinear};
+pub use linear::{BlocksError, PackedLinear};
+pub use part::Activations;
 pub use quant::blocks::Format;

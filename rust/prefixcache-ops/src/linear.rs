@@ -21,7 +21,7 @@ use prefixcache_cpu::{ByteForm, Element, Form, Kernel, Lanes, Rows, RowsMut, Tea
 use crate::dense::PackedDense;
 use crate::int8::{Int8Weight, QuantizedRows};
 use crate::panel::{MAX_TASK_ROWS, PANEL, Sums, TaskRows};
-use crate::part::{Part, Storage};
+use crate::part::{Activations, Part, Storage};
 use crate::quant::blocks::Format;
 use crate::quant::packed::PackedBlocks;
 
@@ -49,16 +49,6 @@ pub enum BlocksError {
     /// There is no memory for them.
     #[error(transparent)]
     OutOfMemory(#[from] OutOfMemory),
-}
-
-/// What parts that hold blocks are multiplied with.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Activations {
-    /// The activations.
-    #[default]
-    Exact,
-    /// The activations quantized to eight bits, as [`crate::int8`] says.
-    Int8,
 }
 
 /// A linear layer's weight and bias, packed.

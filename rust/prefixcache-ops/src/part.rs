@@ -6,10 +6,19 @@ use prefixcache_cpu::{Element, OutOfMemory, Rows, Team, WeightMemory};
 
 use crate::dense::PackedDense;
 use crate::int8::Int8Weight;
-use crate::linear::Activations;
 use crate::panel::PANEL;
 use crate::quant::blocks::Format;
 use crate::quant::packed::PackedBlocks;
+
+/// What parts that hold blocks are multiplied with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Activations {
+    /// The activations.
+    #[default]
+    Exact,
+    /// The activations quantized to eight bits, as [`crate::int8`] says.
+    Int8,
+}
 
 /// What the numbers of a part are kept as.
 pub enum Storage<E> {

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 _QUICK_SECONDS = 4e-3
 _TRUSTED_AFTER = 16
 _MAX_THREADS = 4
+_MOST_SECONDS_AT_EXIT = 5.0
 
 _Job = tuple[Callable[[int], None], int]
 _Jobs = queue.SimpleQueue[_Job | None]
@@ -58,14 +60,41 @@ class Lanes:
                 return
             self._started = True
             num_quick = min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 2))
-            for jobs in [self._quick] * num_quick + [self._other]:
-                name = "prefixcache-grammar"
-                threading.Thread(target=_work, args=(jobs,), name=name, daemon=True).start()
-                weakref.finalize(self, jobs.put, None).atexit = False
+            workers = _Workers([self._quick] * num_quick + [self._other])
+            atexit.register(workers.end_and_wait)
+            weakref.finalize(self, workers.end).atexit = False
 
 
-def _work(jobs: _Jobs) -> None:
-    while (job := jobs.get()) is not None:
+class _Workers:
+    """A thread for each of the queues."""
+
+    def __init__(self, queues: Sequence[_Jobs]) -> None:
+        self._queues = queues
+        self._is_ending = threading.Event()
+        self._threads = [self._started(jobs) for jobs in queues]
+
+    def end(self) -> None:
+        """Lets the threads end when they are through with their job."""
+        atexit.unregister(self.end_and_wait)
+        self._is_ending.set()
+        for jobs in self._queues:
+            jobs.put(None)
+
+    def end_and_wait(self) -> None:
+        """For the interpreter's end, which a thread in the grammar library does not survive."""
+        self.end()
+        for thread in self._threads:
+            thread.join(_MOST_SECONDS_AT_EXIT)
+
+    def _started(self, jobs: _Jobs) -> threading.Thread:
+        name, args = "prefixcache-grammar", (jobs, self._is_ending)
+        thread = threading.Thread(target=_work, args=args, name=name, daemon=True)
+        thread.start()
+        return thread
+
+
+def _work(jobs: _Jobs, is_ending: threading.Event) -> None:
+    while (job := jobs.get()) is not None and not is_ending.is_set():
         function, token_id = job
         function(token_id)
         del job, function  # they hold the lanes

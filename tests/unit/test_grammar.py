@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -251,6 +253,26 @@ def test_what_would_take_minutes_is_given_up(output: StructuredOutput) -> None:
         assert known.compile(StructuredOutput("regex", "a"), trial).num_bytes > 0
     finally:
         trial.close()
+
+
+_ENDS_IN_A_JOB = """
+import atexit, threading, time
+from prefixcache.grammar.lanes import Lanes, Pace
+names = lambda: [t.name for t in threading.enumerate() if t.name.startswith("prefixcache-grammar")]
+atexit.register(lambda: print(names()))  # the first one registered is called last
+lanes, begun = Lanes(), threading.Event()
+lanes.put(lambda token: (begun.set(), time.sleep(0.2)), 0, Pace())
+begun.wait()
+assert names()
+"""
+
+
+def test_no_thread_outlives_the_interpreter_in_a_job() -> None:
+    """One that returns from the grammar library while the interpreter ends is a crash."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _ENDS_IN_A_JOB], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == "[]\n"
 
 
 class SlowLanes(Lanes):

@@ -353,4 +353,4 @@ CacheMachine.TestCase.settings = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-test_cache_follows_the_reference = pytest.mark.timeout(600)(CacheMachine.TestCase)
+test_cache_follows_the_reference = pytest.mark.timeout(1800)(CacheMachine.TestCase)

@@ -158,12 +158,15 @@ class ReferencePool:
     def hand_out(self) -> int:
         block = self.free_order()[0]
         self.leave_line(block)
-        self.counts["evictions"] += self.is_cached(block)
-        self.counts["pinned_evictions"] += self.is_cached(block) and self.blocks[block].pinned
+        self.evict(block)
         self.counts["allocations"] += 1
-        self.forget(block)
         self.blocks[block].holders = 1
         return block
+
+    def evict(self, block: int) -> None:
+        self.counts["evictions"] += self.is_cached(block)
+        self.counts["pinned_evictions"] += self.is_cached(block) and self.blocks[block].pinned
+        self.forget(block)
 
     def leave_line(self, block: int) -> None:
         (self.regular if block in self.regular else self.pinned).remove(block)
@@ -236,9 +239,8 @@ class ReferencePool:
 
     def resize(self, num_blocks: int) -> int:
         for block in range(num_blocks, self.num_blocks):
-            for count in ("evictions", "lost_to_resize_blocks"):
-                self.counts[count] += self.is_cached(block)
-            self.forget(block)
+            self.counts["lost_to_resize_blocks"] += self.is_cached(block)
+            self.evict(block)
             if self.blocks[block].holders == 0:
                 self.leave_line(block)
         grown = range(self.num_blocks, num_blocks)

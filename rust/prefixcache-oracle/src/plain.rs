@@ -489,10 +489,14 @@ impl State {
     /// Takes a free block out of its line, and its content from it.
     fn evict(&mut self, id: BlockId, cause: Cause) {
         self.unlink(id);
+        self.count_eviction(id);
+        self.lose(id, cause);
+    }
+
+    fn count_eviction(&mut self, id: BlockId) {
         let evicts = self.is_cached(id);
         self.stats.evictions += u64::from(evicts);
         self.stats.pinned_evictions += u64::from(evicts && self.blocks[id.index()].pinned);
-        self.lose(id, cause);
     }
 
     /// Gives up the content of the first `count` blocks of the tiers.
@@ -730,7 +734,7 @@ impl State {
             }
         }
         for id in held {
-            self.stats.evictions += u64::from(self.is_cached(id));
+            self.count_eviction(id);
             self.blocks[id.index()].life.used = self.now;
             self.lose(id, Cause::Resized);
         }

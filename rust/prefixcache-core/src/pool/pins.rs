@@ -56,7 +56,12 @@ impl PinCounts {
     /// epoch.
     pub(super) fn count_recycled<M: Mode>(&self, blocks: usize, evicted: u64) {
         self.count_ended::<M>(blocks);
-        M::add(&self.evictions, evicted);
+        self.count_evicted::<M>(evicted);
+    }
+
+    /// Counts `blocks` that lost content of this epoch while they carried a pin.
+    pub(super) fn count_evicted<M: Mode>(&self, blocks: u64) {
+        M::add(&self.evictions, blocks);
     }
 
     pub(super) fn count_hits<M: Mode>(&self, blocks: usize) {

@@ -264,6 +264,9 @@ impl<M: Mode> BlockPool<M> {
             } else if let Claim::Claimed { .. } = self.claim(id, state) {
                 self.note_released(&[id]);
                 let lost = self.lose_all(&[id], Cause::Resized, |_| state.class());
+                if state.is_pinned() {
+                    self.pins.count_evicted::<M>(lost);
+                }
                 self.end_claim(id, false);
                 return lost;
             }

@@ -1,0 +1,355 @@
+"""The prompts of the last requests, in bounded memory: who sent what, and how much of it hit."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int32]
+
+MissReason = Literal[
+    "never_seen",
+    "different_text",
+    "evicted",
+    "another_salt",
+    "weights_changed",
+    "cleared",
+    "window_lost",
+    "write_refused",
+    "tail",
+    "prompt_logprobs",
+    "cache_read_off",
+    "cache_off",
+]
+
+Pressure = Literal["new_content", "cached_limit", "shrunk_cache", "unknown"]
+
+# What an entry takes beside tokens, text and spans; what a span takes. In bytes, roughly.
+_ENTRY_BYTES = 800
+_SPAN_BYTES = 150
+# A trim goes below the limit by this share, so that its cost is spread over what comes next.
+_TRIM = 1 / 16
+# Neighbours that share equally much: the newest of so many on each side is taken.
+_NEIGHBOURS = 32
+# A number above those of all entries.
+_NEWEST = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """Where a part of a prompt's text came from.
+
+    `start` and `end` are characters of the rendered text. `message` is the index in the request's
+    messages, None for what is of no message (template, tools, a plain prompt); `role` is "system",
+    "user", "tool" and so on, and `field` as "content", "content[2].text",
+    "tools[3].function.name", "prompt", "template".
+    """
+
+    start: int
+    end: int
+    message: int | None
+    role: str | None
+    field: str
+
+
+@dataclass(frozen=True, slots=True)
+class LostContent:
+    """How the first block that did not hit was lost.
+
+    Seconds: `ago_s` since it was lost, `age_s` from its registration to then, `idle_s` from its
+    last use to then; None where it is known only that it was lost. `hits` counts its uses.
+    """
+
+    pressure: Pressure = "unknown"
+    ago_s: float | None = None
+    age_s: float | None = None
+    idle_s: float | None = None
+    hits: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """The first block that did not hit, and why: the tokens before it did.
+
+    `detail` tells of content that was lost, where that is the reason.
+    """
+
+    hit_tokens: int
+    reason: MissReason
+    detail: LostContent | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RememberedPrompt:
+    """One prompt that was computed.
+
+    `request_id` is the id of the answer, with "-1", "-2" and so on for later prompts of one
+    request. `time` is `time.time()` at its arrival, `arrival` the same in `time.monotonic()`.
+    `owner` is the namespace of the API key (`Caller.namespace`), None without keys; `salt` is as
+    the cache knows it. `token_ids` is the array that the request shares. `text` and `spans` are
+    None and () where none is kept. `api` is "completions", "chat", "responses" or "messages".
+    Full blocks of the first `write_upto` tokens were published; `cached_tokens` were hits. `miss`
+    is None until the reason has been looked up.
+    """
+
+    request_id: str
+    time: float
+    owner: str | None
+    salt: str | None
+    model: str
+    api: str
+    token_ids: TokenIds
+    text: str | None
+    spans: tuple[PromptSpan, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    miss: Miss | None
+    arrival: float = 0.0
+    write_upto: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it keeps, roughly; of a view all that it is a part of."""
+        base = self.token_ids.base
+        tokens = base.nbytes if isinstance(base, np.ndarray) else self.token_ids.nbytes
+        return tokens + self.num_text_bytes + _ENTRY_BYTES
+
+    @property
+    def num_text_bytes(self) -> int:
+        """The memory of text and spans, roughly."""
+        return text_bytes(self.text) + _SPAN_BYTES * len(self.spans)
+
+
+def text_bytes(text: str | None) -> int:
+    """The memory of a text: 1, 2 or 4 bytes a character, by the widest of them."""
+    return 0 if text is None else text.__sizeof__()
+
+
+def shared_tokens(first: TokenIds, second: TokenIds) -> int:
+    """How many leading tokens two prompts share."""
+    begin, step, size = 0, 64, min(len(first), len(second))
+    while begin < size:
+        end = min(begin + step, size)
+        differs = first[begin:end] != second[begin:end]
+        place = int(differs.argmax())
+        if differs[place]:
+            return begin + place
+        begin, step = end, step * 8
+    return size
+
+
+class PromptHistory:
+    """The newest prompts, at most `max_bytes` of them. From any thread.
+
+    Where memory is short the owners with the most give up their oldest prompts, and of theirs the
+    salts with the most: who sends much pushes out little of others.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._num_bytes = 0
+        self._next_number = 0
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self._names: dict[tuple[str | None, str], int] = {}
+        self._everything = _Order()
+        self._shares: dict[str | None, dict[str | None, _Share]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory taken, roughly."""
+        return self._num_bytes
+
+    def remember(self, prompt: RememberedPrompt) -> None:
+        """Adds a prompt whose request has ended; one that is larger than a quarter is not kept."""
+        size = prompt.num_bytes
+        if size > self.max_bytes // 4:
+            return
+        with self._lock:
+            self._add(_Entry(self._next_number, size, prompt))
+            self._next_number += 1
+            if self._num_bytes > self.max_bytes:
+                self._trim(int(self.max_bytes * (1 - _TRIM)))
+
+    def nearest(
+        self, token_ids: TokenIds, *, owner: str | None, salt: str | None, sees_all: bool = False
+    ) -> tuple[RememberedPrompt, int] | None:
+        """The prompt that shares the most leading tokens, and how many; of equals a new one.
+
+        Only what `owner` sent under `salt` is looked at, unless it `sees_all`. None where nothing
+        shares a token.
+        """
+        with self._lock:
+            share = self._shares.get(owner, {}).get(salt)
+            order = self._everything if sees_all else None if share is None else share.order
+            found = None if order is None else order.nearest(token_ids)
+        return None if found is None or not found[1] else (found[0].prompt, found[1])
+
+    def find(self, request_id: str, *, owner: str | None) -> RememberedPrompt | None:
+        """The prompt of the answer with that id, which `owner` got; None where it is forgotten."""
+        with self._lock:
+            number = self._names.get((owner, request_id))
+            return None if number is None else self._entries[number].prompt
+
+    def recent_misses(self, limit: int) -> list[RememberedPrompt]:
+        """The newest prompts of which some full block did not hit, the newest first."""
+        found: list[RememberedPrompt] = []
+        for prompt in reversed(self.prompts()):
+            if len(found) == limit:
+                break
+            if prompt.miss is not None and prompt.miss.reason != "tail":
+                found.append(prompt)
+        return found
+
+    def prompts(self) -> list[RememberedPrompt]:
+        """All that is remembered, the oldest first."""
+        with self._lock:
+            return [entry.prompt for entry in self._entries.values()]
+
+    def _add(self, entry: _Entry) -> None:
+        prompt = entry.prompt
+        salts = self._shares.setdefault(prompt.owner, {})
+        salts.setdefault(prompt.salt, _Share()).add(entry)
+        self._everything.add(entry)
+        self._entries[entry.number] = entry
+        self._names[prompt.owner, prompt.request_id] = entry.number
+        self._num_bytes += entry.size
+
+    def _trim(self, target: int) -> None:
+        owners = {
+            owner: sum(share.num_bytes for share in salts.values())
+            for owner, salts in self._shares.items()
+        }
+        for owner, most in _above(owners, target):
+            self._trim_owner(self._shares[owner], owners[owner], most)
+            if not self._shares[owner]:
+                del self._shares[owner]
+
+    def _trim_owner(self, salts: dict[str | None, _Share], size: int, most: int) -> None:
+        """Forgets the oldest prompts of the largest salts, until all are `most` bytes at most."""
+        above = _above({salt: share.num_bytes for salt, share in salts.items()}, most)
+        dropped = sorted(entry for salt, level in above for entry in salts[salt].beyond(level))
+        for entry in dropped:
+            if size <= most:
+                return
+            size -= entry.size
+            share = salts[entry.prompt.salt]
+            self._forget(share.pop_oldest())
+            if not share.entries:
+                del salts[entry.prompt.salt]
+
+    def _forget(self, entry: _Entry) -> None:
+        name = entry.prompt.owner, entry.prompt.request_id
+        if self._names.get(name) == entry.number:
+            del self._names[name]
+        del self._entries[entry.number]
+        self._everything.remove(entry)
+        self._num_bytes -= entry.size
+
+
+class _Entry(NamedTuple):
+    number: int
+    size: int
+    prompt: RememberedPrompt
+
+
+class _Order:
+    """Entries by their tokens: what shares the most with a prompt stands beside its place."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+
+    def add(self, entry: _Entry) -> None:
+        self._entries.insert(self._place(entry.prompt.token_ids, entry.number), entry)
+
+    def remove(self, entry: _Entry) -> None:
+        del self._entries[self._place(entry.prompt.token_ids, entry.number)]
+
+    def nearest(self, token_ids: TokenIds) -> tuple[_Entry, int] | None:
+        """The entry that shares the most leading tokens, and how many."""
+        place = self._place(token_ids, _NEWEST)
+        before = self._entries[max(0, place - _NEIGHBOURS) : place][::-1]
+        after = self._entries[place : place + _NEIGHBOURS]
+        best: tuple[int, int] | None = None
+        chosen: _Entry | None = None
+        for side in (before, after):
+            for entry in side:
+                known = shared_tokens(token_ids, entry.prompt.token_ids), entry.number
+                if best is not None and known[0] < best[0]:
+                    break
+                if best is None or known > best:
+                    best, chosen = known, entry
+        return None if best is None or chosen is None else (chosen, best[0])
+
+    def _place(self, token_ids: TokenIds, number: int) -> int:
+        """Where an entry of these tokens stands; of equal tokens the newest is first."""
+        low, high = 0, len(self._entries)
+        while low < high:
+            middle = (low + high) // 2
+            if _stands_before(self._entries[middle], token_ids, number):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+def _stands_before(entry: _Entry, token_ids: TokenIds, number: int) -> bool:
+    own = entry.prompt.token_ids
+    shared = shared_tokens(own, token_ids)
+    if shared < min(len(own), len(token_ids)):
+        return bool(own[shared] < token_ids[shared])
+    return (len(own), -entry.number) < (len(token_ids), -number)
+
+
+@dataclass(slots=True)
+class _Share:
+    """What one owner sent under one salt."""
+
+    num_bytes: int = 0
+    entries: deque[_Entry] = field(default_factory=deque["_Entry"])
+    order: _Order = field(default_factory=_Order)
+
+    def add(self, entry: _Entry) -> None:
+        self.entries.append(entry)
+        self.order.add(entry)
+        self.num_bytes += entry.size
+
+    def beyond(self, level: int) -> Iterable[_Entry]:
+        """The oldest entries, without which it has `level` bytes at most."""
+        size = self.num_bytes
+        for entry in self.entries:
+            if size <= level:
+                return
+            yield entry
+            size -= entry.size
+
+    def pop_oldest(self) -> _Entry:
+        entry = self.entries.popleft()
+        self.order.remove(entry)
+        self.num_bytes -= entry.size
+        return entry
+
+
+def _above(sizes: Mapping[str | None, int], target: int) -> Iterable[tuple[str | None, int]]:
+    """Who is above an equal share, and that share: all get `target` together, or less."""
+    level = _equal_share(sorted(sizes.values()), target)
+    return [(name, level) for name, size in sizes.items() if size > level]
+
+
+def _equal_share(sizes: list[int], target: int) -> int:
+    """The most that each may keep, so that the ascending `sizes` sum up to `target` at most."""
+    if sum(sizes) <= target:
+        return sizes[-1] if sizes else 0
+    before = [0, *accumulate(sizes)]
+    for place, size in enumerate(sizes):
+        share = (target - before[place]) // (len(sizes) - place)
+        if share < size:
+            return max(share, 0)
+    return sizes[-1]

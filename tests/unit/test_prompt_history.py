@@ -15,6 +15,7 @@ from prefixcache.diagnostics.history import (
     RememberedPrompt,
     shared_tokens,
 )
+from prefixcache.diagnostics.spans import PromptSource
 
 LARGE = 1 << 24
 
@@ -36,8 +37,7 @@ def prompt(
         model="m",
         api="completions",
         token_ids=np.array(tokens, np.int32),
-        text=text,
-        spans=(),
+        source=None if text is None else PromptSource(text),
         prompt_tokens=len(tokens),
         cached_tokens=0,
         miss=miss,

@@ -10,9 +10,9 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-TokenIds = npt.NDArray[np.int32]
+from prefixcache.diagnostics.spans import PromptSource
+from prefixcache.token_ids import TokenIds
 
 MissReason = Literal[
     "never_seen",
@@ -31,32 +31,14 @@ MissReason = Literal[
 
 Pressure = Literal["new_content", "cached_limit", "shrunk_cache", "unknown"]
 
-# What an entry takes beside tokens, text and spans; what a span takes. In bytes, roughly.
+# What an entry takes beside tokens and text, in bytes, roughly.
 _ENTRY_BYTES = 800
-_SPAN_BYTES = 150
 # A trim goes below the limit by this share, so that its cost is spread over what comes next.
 _TRIM = 1 / 16
 # Neighbours that share equally much: the newest of so many on each side is taken.
 _NEIGHBOURS = 32
 # A number above those of all entries.
 _NEWEST = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSpan:
-    """Where a part of a prompt's text came from.
-
-    `start` and `end` are characters of the rendered text. `message` is the index in the request's
-    messages, None for what is of no message (template, tools, a plain prompt); `role` is "system",
-    "user", "tool" and so on, and `field` as "content", "content[2].text",
-    "tools[3].function.name", "prompt", "template".
-    """
-
-    start: int
-    end: int
-    message: int | None
-    role: str | None
-    field: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +75,8 @@ class RememberedPrompt:
     `request_id` is the id of the answer, with "-1", "-2" and so on for later prompts of one
     request. `time` is `time.time()` at its arrival, `arrival` the same in `time.monotonic()`.
     `owner` is the namespace of the API key (`Caller.namespace`), None without keys; `salt` is as
-    the cache knows it. `token_ids` is the array that the request shares. `text` and `spans` are
-    None and () where none is kept. `api` is "completions", "chat", "responses" or "messages".
+    the cache knows it. `token_ids` is the array that the request shares. `source` is None where no
+    text is kept. `api` is "completions", "chat", "responses" or "messages".
     Full blocks of the first `write_upto` tokens were published; `cached_tokens` were hits. `miss`
     is None until the reason has been looked up.
     """
@@ -106,13 +88,17 @@ class RememberedPrompt:
     model: str
     api: str
     token_ids: TokenIds
-    text: str | None
-    spans: tuple[PromptSpan, ...]
+    source: PromptSource | None
     prompt_tokens: int
     cached_tokens: int
     miss: Miss | None
     arrival: float = 0.0
     write_upto: int = 0
+
+    @property
+    def text(self) -> str | None:
+        """The rendered prompt, where it is kept."""
+        return None if self.source is None else self.source.text
 
     @property
     def num_bytes(self) -> int:
@@ -123,13 +109,8 @@ class RememberedPrompt:
 
     @property
     def num_text_bytes(self) -> int:
-        """The memory of text and spans, roughly."""
-        return text_bytes(self.text) + _SPAN_BYTES * len(self.spans)
-
-
-def text_bytes(text: str | None) -> int:
-    """The memory of a text: 1, 2 or 4 bytes a character, by the widest of them."""
-    return 0 if text is None else text.__sizeof__()
+        """The memory of the text and what it was made of, roughly."""
+        return 0 if self.source is None else self.source.num_bytes
 
 
 def shared_tokens(first: TokenIds, second: TokenIds) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixcache.diagnostics.difference import Difference, find_difference
@@ -132,6 +132,7 @@ def test_a_plain_prompt_and_one_without_text() -> None:
     assert str(bare) == "the prompt differs at token 2"
 
 
+@settings(max_examples=25)
 @given(st.lists(st.text(max_size=30), min_size=1, max_size=6), st.data())
 def test_positions_are_those_of_a_plain_comparison(
     contents: list[str], data: st.DataObject

@@ -39,17 +39,18 @@ class PromptSource:
     """A prompt's text, and the messages and tools that it was rendered of; none for a plain text.
 
     Messages and tools have the form of OpenAI's chats, and are those of the request: whoever keeps
-    a source keeps them.
+    a source keeps them: about `size` bytes beside the text.
     """
 
     text: str
     messages: Sequence[Values] = ()
     tools: Sequence[Values] = ()
+    size: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """The memory, roughly: messages hold what the text shows a second time."""
-        return self.text.__sizeof__() * (2 if self.messages else 1)
+        """The memory, roughly; a character takes 1, 2 or 4 bytes, by the widest of the text."""
+        return self.text.__sizeof__() + self.size
 
     def spans(self) -> tuple[PromptSpan, ...]:
         """The parts found, by where they begin, an outer one before those within it.

@@ -251,6 +251,7 @@ async def _outputs(maker: JobMaker, job: Job) -> Outputs:
     outputs = await maker.engine.generate_batches(
         job.requests, deadline=job.call.deadline, max_unread=MAX_UNREAD_OUTPUTS
     )
+    job.sources.clear()
     job.call.release_body()
     return outputs
 

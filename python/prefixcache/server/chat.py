@@ -11,8 +11,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from prefixcache.chat.message import Message, MessageDelta, ToolCallDelta
-from prefixcache.chat.plan import ChatFormat, ChatPlan
+from prefixcache.chat.plan import ChatPlan
 from prefixcache.chat.tools import shown_tool
+from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
@@ -29,6 +30,7 @@ from prefixcache.server.job_maker import (
 )
 from prefixcache.server.logprobs import chat_logprobs, prompt_logprobs
 from prefixcache.server.protocol import ChatFields, ChatRequest, StreamOptions
+from prefixcache.server.served_model import ServedModel
 from prefixcache.structured_output import StructuredOutput
 from prefixcache.tokenization.tokenizer import Tokenizer
 
@@ -68,30 +70,40 @@ async def chat_plan(
     structured_output: StructuredOutput | None = None,
 ) -> ChatPlan:
     """The messages in the model's own form of a chat, and how it answers. `size` is the body's."""
+    plan, _ = await _sourced_plan(maker, fields, size, structured_output)
+    return plan
+
+
+async def _sourced_plan(
+    maker: JobMaker, fields: ChatFields, size: int, structured_output: StructuredOutput | None
+) -> tuple[ChatPlan, PromptSource]:
+    """The plan, and what its prompt was made of."""
     if maker.served.tokenizer.chat_template is None:
         raise InvalidRequestError(
             "This model has no chat template; use /v1/completions.", param="messages"
         )
     return await maker.workers.run(
-        size, lambda: _planned(maker.served.chat, fields, structured_output)
+        size, lambda: _planned(maker.served, fields, size, structured_output)
     )
 
 
 def _planned(
-    chat: ChatFormat,
+    served: ServedModel,
     fields: ChatFields,
+    size: int,
     structured_output: StructuredOutput | None,
     changed: Place | None = None,
-) -> ChatPlan:
-    """The plan, with other text behind a `changed` block."""
+) -> tuple[ChatPlan, PromptSource]:
+    """The plan and its source, with other text behind a `changed` block."""
     messages, tool_use = fields.plain_messages(), fields.tool_use()
+    messages = served.header_lines.stripped_messages(messages)
     if changed is not None:
         messages, specs = changed_behind(changed, messages, [one.spec for one in tool_use.tools])
         tools = tuple(shown_tool(index, spec) for index, spec in enumerate(specs))
         tool_use = dataclasses.replace(tool_use, tools=tools)
     continued = bool(fields.continue_final_message)
     prompted = fields.add_generation_prompt
-    return chat.plan(
+    plan = served.chat.plan(
         messages,
         tool_use=tool_use,
         structured_output=structured_output,
@@ -99,6 +111,8 @@ def _planned(
         continue_final_message=continued,
         variables=fields.chat_template_kwargs,
     )
+    tools = [tool.spec for tool in tool_use.tools]
+    return plan, PromptSource(plan.prompt, messages, tools, size)
 
 
 def chat_names(fields: ChatRequest) -> dict[str, str]:
@@ -122,13 +136,13 @@ async def chat_job(
     """
     maker.check_model(fields.model)
     params, kept = _params(maker, fields), maker.num_kept(fields)
-    plan = await chat_plan(maker, fields, size, params.structured_output)
+    plan, source = await _sourced_plan(maker, fields, size, params.structured_output)
     special = fields.add_special_tokens is True
     if controls is None:
         controls = await maker.workers.run(size, partial(_controls, fields))
 
     def rendered_with(changed: Place) -> str:
-        return _planned(maker.served.chat, fields, params.structured_output, changed).prompt
+        return _planned(maker.served, fields, size, params.structured_output, changed)[0].prompt
 
     prompt, caching = await maker.encode_marked(
         plan.prompt,
@@ -145,6 +159,7 @@ async def chat_job(
         call=call,
         new_parser=plan.new_parser,
         caching=caching,
+        sources=[source],
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
@@ -71,9 +72,22 @@ async def completion_job(
     maker.check_model(fields.model)
     params, kept = _params(maker, fields), maker.num_kept(fields)
     check_num_sequences(len(prompts), params.n)
+    prompts = await _stripped(maker, prompts)
     caching = prompt_caching(caching_controls(fields), ())
     encoded = await _encoded(maker, prompts, fields.add_special_tokens is not False, kept)
-    return await maker.job(fields, encoded, params, call=call, caching=caching)
+    sources = [PromptSource(one) if isinstance(one, str) else None for one in prompts]
+    return await maker.job(fields, encoded, params, call=call, caching=caching, sources=sources)
+
+
+async def _stripped(maker: JobMaker, prompts: Sequence[str | TokenIds]) -> Sequence[str | TokenIds]:
+    """The prompts without the lines that the server leaves out."""
+    lines = maker.served.header_lines
+    if not lines.patterns:
+        return prompts
+    return await maker.workers.run(
+        sum(map(len, prompts)),
+        lambda: [lines.stripped(one) if isinstance(one, str) else one for one in prompts],
+    )
 
 
 async def _encoded(

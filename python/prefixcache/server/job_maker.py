@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from prefixcache.chat.grammars import schema_problem
 from prefixcache.chat.message import MessageParser
+from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError
 from prefixcache.logs import with_fields
 from prefixcache.request import CacheOptions, Request
@@ -70,6 +71,8 @@ class Job:
     It holds their grammar, so that the engine finds it.
 
     `new_parser` makes the parser of an answer that is a message; other answers are text alone.
+    `sources` are what each prompt's text was made of, None for one that came as token ids. They are
+    parts of the body, and so taken out once the engine has the requests.
     """
 
     call: Call
@@ -80,6 +83,9 @@ class Job:
     requests: tuple[Request, ...]
     grammar: Grammar | None = None
     new_parser: Callable[[], MessageParser] | None = None
+    sources: list[PromptSource | None] = dataclasses.field(
+        default_factory=list["PromptSource | None"]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,12 +221,13 @@ class JobMaker:
         call: Call,
         new_parser: Callable[[], MessageParser] | None = None,
         caching: PromptCaching | None = None,
+        sources: Sequence[PromptSource | None] = (),
     ) -> Job:
         """All requests of one HTTP request, whose number `check_num_sequences` has allowed.
 
         Where `params.max_tokens` is a default, it is shortened to what fits. Answers are read by
         parsers of `new_parser` where it is given. `caching` is what the API's caching controls mean
-        for each of the prompts.
+        for each of the prompts, `sources` what each was made of.
         """
         self._check_priority(fields.priority or 0)
         cache_options = _cache_options(fields, call.caller, caching or PromptCaching())
@@ -239,6 +246,7 @@ class JobMaker:
             ),
             new_parser=new_parser,
             grammar=grammar,
+            sources=[*sources],
         )
 
     def _log_prompts(self, prompts: Sequence[TokenIds], call: Call) -> None:

@@ -159,6 +159,13 @@ class ServeOptions(Checked):
     metrics_prefix: Literal["prefixcache", "vllm"] = flag(
         "prefixcache", "What names in /metrics begin with; vllm for its dashboards.", "Server"
     )
+    strip_header_pattern: tuple[Annotated[str, MinLen(1)], ...] = flag(
+        (),
+        "Leave lines in which this is found out of system messages and plain prompts, as a header "
+        "that varies: '^x-anthropic-billing-header:'. May be given several times.",
+        "Cache",
+        metavar="<regex>",
+    )
     public_metrics: bool = flag(False, "Let everybody read /metrics.", "Access")
     client_warming: bool = flag(
         False, "Let clients, and not only administrators, call /prefix_cache/warm.", "Access"
@@ -188,7 +195,10 @@ class ServeOptions(Checked):
     )
 
     def check_together(self) -> None:
-        """Raises `FieldError` for what is no set of permissions."""
+        """Raises `FieldError` for what is no set of permissions, or no pattern."""
+        from prefixcache.server.header_lines import HeaderLines
+
+        HeaderLines(self.strip_header_pattern)
         if not _PERMISSIONS.fullmatch(self.uds_permissions):
             problem = f"must be three octal digits as 660, got {self.uds_permissions!r}."
             raise FieldError("uds_permissions", problem)

@@ -24,6 +24,7 @@ from prefixcache.flags import shown_values
 from prefixcache.server.access import AccessRules, is_host_name, is_loopback
 from prefixcache.server.connections import Connection, ConnectionLimits
 from prefixcache.server.context import Lifecycle
+from prefixcache.server.header_lines import HeaderLines
 from prefixcache.server.limits import ServerLimits
 from prefixcache.server.listener import EVERY_ADDRESS, cannot_listen, listening, shown_address
 from prefixcache.server.model_dirs import ModelDirs
@@ -185,6 +186,7 @@ def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOption
         strict=options.strict,
         num_logged_characters=options.max_log_len if options.log_prompts else 0,
         clamps_max_tokens=options.clamp_max_tokens,
+        header_lines=HeaderLines(options.strip_header_pattern),
         tokenizer=built.tokenizer,
         root=config.model,
         generation=built.model.generation,

@@ -10,6 +10,7 @@ from prefixcache.chat.parser_names import ReasoningParserName, ToolCallParserNam
 from prefixcache.chat.plan import ChatFormat
 from prefixcache.metrics import MetricsPrefix
 from prefixcache.model_config import GenerationDefaults
+from prefixcache.server.header_lines import HeaderLines
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 
@@ -24,7 +25,8 @@ class ServedModel:
     requests give no others.
 
     With `any_name` clients may ask for any other name too. `clamps_max_tokens` shortens answers to
-    what the context has room for, where requests that ask for more are refused otherwise. With
+    what the context has room for, where requests that ask for more are refused otherwise.
+    `header_lines` are left out of prompts. With
     `strict` a field that nobody reads is an error instead of a warning. `metrics_prefix` is what
     names in `/metrics` begin with. The log shows `num_logged_characters` of a request's prompts.
     """
@@ -45,6 +47,7 @@ class ServedModel:
     num_logged_characters: int = 0
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
+    header_lines: HeaderLines = field(default_factory=lambda: HeaderLines(()))
     template_variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
     chat: ChatFormat = field(init=False)
 

@@ -1,4 +1,4 @@
-"""The command `prefixcache`: serve, generate, download, convert, bench.
+"""The command `prefixcache`: serve, generate, download, convert, bench, verify.
 
 What is heavy is imported by the command that needs it, so that help comes at once.
 """
@@ -24,6 +24,8 @@ from prefixcache.flags import flag, leaves
 from prefixcache.logs import LogLevel, set_up_logging
 from prefixcache.server.options import LOG_LEVEL_HELP, ServeOptions
 from prefixcache.server.vllm_flags import VLLM_FLAGS
+from prefixcache.verify.command import verify
+from prefixcache.verify.options import VerifyOptions
 
 if TYPE_CHECKING:
     from prefixcache.engine.build import BuiltEngine
@@ -187,6 +189,7 @@ def _let_threads_sleep(config: EngineConfig) -> None:
 
 _MODEL = click.Argument(["model_argument"], metavar="[MODEL]", required=False, help="As --model.")
 _PROMPT = click.Argument(["prompt"], help="What the model goes on with, or with --chat answers.")
+_URL = click.Argument(["url"], help="Address of an OpenAI-compatible server.")
 app = click.Group(
     "prefixcache",
     help="An LLM server around a prefix KV cache.",
@@ -215,6 +218,7 @@ app = click.Group(
             without=leaves(EngineConfig).keys() - {"model", "revision"},
         ),
         FlagCommand(bench, BenchOptions, EngineConfig),
+        FlagCommand(verify, VerifyOptions, arguments=[_URL]),
     ],
 )
 click.version_option(__version__, message="prefixcache %(version)s", help="Show the version.")(app)

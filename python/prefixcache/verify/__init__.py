@@ -1,0 +1,1 @@
+"""What `prefixcache verify` asks: the same greedy questions, with and without cache hits."""

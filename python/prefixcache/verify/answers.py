@@ -1,0 +1,100 @@
+"""Answers with what the server says of their tokens, and how two of them differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Literal
+
+_SHOWN = 40
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """A token of an answer, its log probability, and those of the likeliest, highest first."""
+
+    token: str
+    logprob: float
+    top: tuple[float, ...] = ()
+
+    def distance(self, other: TokenScore) -> float:
+        """The largest difference of two log probabilities at the same rank.
+
+        Ranks rather than names: two tokens that are equally likely may change places.
+        """
+        mine, theirs = (self.logprob, *self.top), (other.logprob, *other.top)
+        pairs = zip_longest(mine, theirs, fillvalue=float("-inf"))
+        return max(0.0 if a == b else abs(a - b) for a, b in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one request brought.
+
+    `ttft` counts seconds. `scores` is empty where the server gives no log probabilities;
+    `prompt_tokens` and `cached_tokens` are None where it does not tell them.
+    """
+
+    text: str
+    scores: tuple[TokenScore, ...] = ()
+    finish_reason: str | None = None
+    ttft: float = 0.0
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+Change = Literal["nothing", "logprobs", "answer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How an answer differs from the expected one, and where it first does.
+
+    `position` counts tokens, or characters where there are no log probabilities; `expected` and
+    `got` show what stands there. `largest` is the largest difference of a log probability among
+    the tokens that are the same.
+    """
+
+    change: Change
+    position: int = 0
+    expected: str = ""
+    got: str = ""
+    largest: float = 0.0
+
+
+def compare(expected: Answer, got: Answer, tolerance: float = 0.0) -> Comparison:
+    """Token by token; log probabilities behind another token mean nothing and are left out.
+
+    Log probabilities that the expected answer has and the other lacks are a change.
+    """
+    largest, scores = 0.0, Comparison("nothing")
+    for position, (right, found) in enumerate(zip(expected.scores, got.scores, strict=False)):
+        if right.token != found.token:
+            return Comparison("answer", position, repr(right.token), repr(found.token), largest)
+        distance = right.distance(found)
+        largest = max(largest, distance)
+        if scores.change == "nothing" and distance > tolerance:
+            scores = Comparison("logprobs", position, _told(right), _told(found))
+    if _ended(expected) != _ended(got):
+        return Comparison("answer", *_where_texts_part(expected, got), largest)
+    return replace(scores, largest=largest)
+
+
+def _ended(answer: Answer) -> tuple[str, str | None, int]:
+    return answer.text, answer.finish_reason, len(answer.scores)
+
+
+def _told(score: TokenScore) -> str:
+    return f"{score.token!r} {score.logprob:.9g}"
+
+
+def _where_texts_part(expected: Answer, got: Answer) -> tuple[int, str, str]:
+    pairs = enumerate(zip(expected.text, got.text, strict=False))
+    shorter = min(len(expected.text), len(got.text))
+    start = next((index for index, (a, b) in pairs if a != b), shorter)
+    return start, _rest(expected, start), _rest(got, start)
+
+
+def _rest(answer: Answer, start: int) -> str:
+    shown = repr(answer.text[start : start + _SHOWN])
+    return f"{shown}, {len(answer.scores)} log probabilities, ended by {answer.finish_reason}"

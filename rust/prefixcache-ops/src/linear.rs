@@ -24,6 +24,7 @@ use crate::panel::{MAX_TASK_ROWS, PANEL, Sums, TaskRows};
 use crate::part::{Activations, Part, Storage};
 use crate::quant::blocks::Format;
 use crate::quant::packed::PackedBlocks;
+use crate::quant::widened::WidenedPanels;
 
 /// Rows below which a task is not worth splitting.
 const MIN_TASK_ROWS: usize = 24;
@@ -255,7 +256,7 @@ impl<E: Element> PackedLinear<E> {
     /// Writes `x W^T + b + residual` to `out`, rounded once, to the type of `out`.
     ///
     /// # Errors
-    /// There is no memory for quantized activations; nothing is written.
+    /// There is no memory for quantized activations or widened panels; nothing is written.
     ///
     /// # Panics
     /// The shapes do not fit.
@@ -272,32 +273,44 @@ impl<E: Element> PackedLinear<E> {
         if let Some(residual) = &residual {
             assert_eq!(residual.shape(), out.shape(), "residual");
         }
-        let quantized = self.quantized(form, team, x)?;
+        let product = Product {
+            layer: self,
+            form,
+            x,
+            residual,
+            out,
+            quantized: self.quantized(form, team, x)?,
+        };
         let panels = self.parts.iter().map(Part::panels).sum();
-        let split = Split::new(x.rows(), panels);
-        team.run(split.tasks(), |task| {
-            let (panel, rows) = split.task(task);
+        if !self.widens(form, x.rows()) {
+            product.multiply(team, 0..panels, None);
+            return Ok(());
+        }
+        let mut widened = WidenedPanels::new(team, panels, self.inputs / E::PER_WORD)?;
+        for first in (0..panels).step_by(widened.room()) {
+            let panels = first..panels.min(first + widened.room());
+            widened.widen::<E>(team, form, &self.blocks_of(panels.clone()));
+            product.multiply(team, panels, Some(&widened));
+        }
+        Ok(())
+    }
+
+    /// Whether there are blocks, and too many rows to widen them in registers.
+    fn widens(&self, form: Form, rows: usize) -> bool {
+        let has_blocks = |part: &Part<E>| matches!(part.storage, Storage::Blocks(_));
+        !PackedBlocks::multiplies_few(form, rows) && self.parts.iter().any(has_blocks)
+    }
+
+    /// Which of these panels are of blocks: their place among them, the blocks, and which panel of theirs.
+    fn blocks_of(&self, panels: Range<usize>) -> Vec<(usize, &PackedBlocks, usize)> {
+        let of_blocks = panels.enumerate().filter_map(|(place, panel)| {
             let (part, panel) = self.part_of(panel);
-            let task = PanelTask {
-                layer: self,
-                outputs: part.outputs.clone(),
-                x,
-                residual,
-                out,
-                panel,
-                rows,
-            };
             match &part.storage {
-                Storage::Zeros => task.finish_zeros(form),
-                Storage::Dense(dense) => form.run(DenseTask { task, dense }),
-                Storage::Blocks(blocks) => task.multiply_blocks(form, blocks),
-                Storage::Int8(weight) => {
-                    let x = quantized.as_ref().expect("rows for this part");
-                    task.multiply_int8(form, weight, x);
-                }
+                Storage::Blocks(blocks) => Some((place, blocks, panel)),
+                _ => None,
             }
         });
-        Ok(())
+        of_blocks.collect()
     }
 
     /// The rows of x in eight bits, if there is a part that wants them so.
@@ -362,6 +375,51 @@ impl Split {
     }
 }
 
+/// A layer times the rows of a call.
+struct Product<'a, E, O> {
+    layer: &'a PackedLinear<E>,
+    form: Form,
+    x: Rows<'a, E>,
+    residual: Option<Rows<'a, O>>,
+    out: &'a RowsMut<'a, O>,
+    /// The rows of x for parts that want them in eight bits.
+    quantized: Option<QuantizedRows>,
+}
+
+impl<E: Element, O: Element> Product<'_, E, O> {
+    /// Computes the outputs of these panels of the layer. Of `widened`, where panels of blocks need it,
+    /// the first place is that of the first of them.
+    fn multiply(&self, team: &Team, panels: Range<usize>, widened: Option<&WidenedPanels>) {
+        let split = Split::new(self.x.rows(), panels.len());
+        team.run(split.tasks(), |task| {
+            let (place, rows) = split.task(task);
+            let (part, panel) = self.layer.part_of(panels.start + place);
+            let task = PanelTask {
+                layer: self.layer,
+                outputs: part.outputs.clone(),
+                x: self.x,
+                residual: self.residual,
+                out: self.out,
+                panel,
+                rows,
+            };
+            match &part.storage {
+                Storage::Zeros => task.finish_zeros(self.form),
+                Storage::Dense(dense) => task.multiply_dense(self.form, dense.panel(panel)),
+                Storage::Blocks(blocks) => match widened {
+                    // SAFETY: the panels of blocks were widened to their places.
+                    Some(all) => task.multiply_dense(self.form, unsafe { all.panel(place) }),
+                    None => task.multiply_blocks(self.form, blocks),
+                },
+                Storage::Int8(weight) => {
+                    let x = self.quantized.as_ref().expect("rows for this part");
+                    task.multiply_int8(self.form, weight, x);
+                }
+            }
+        });
+    }
+}
+
 /// One panel of a part times a few rows.
 struct PanelTask<'a, E, O> {
     layer: &'a PackedLinear<E>,
@@ -377,7 +435,7 @@ struct PanelTask<'a, E, O> {
 /// A panel of dense numbers times a few rows.
 struct DenseTask<'a, E, O> {
     task: PanelTask<'a, E, O>,
-    dense: &'a PackedDense<E>,
+    panel: &'a [u32],
 }
 
 impl<E: Element, O: Element> Kernel for DenseTask<'_, E, O> {
@@ -394,7 +452,7 @@ impl<E: Element, O: Element> Kernel for DenseTask<'_, E, O> {
                     L::WIDTH,
                     Tile {
                         task: &self.task,
-                        panel: self.dense.panel(self.task.panel),
+                        panel: self.panel,
                         lanes,
                         row,
                         column,
@@ -442,13 +500,17 @@ impl<E: Element, O: Element> PanelTask<'_, E, O> {
         });
     }
 
+    fn multiply_dense(self, form: Form, panel: &[u32]) {
+        form.run(DenseTask { task: self, panel });
+    }
+
     fn multiply_blocks(self, form: Form, blocks: &PackedBlocks) {
         let rows = TaskRows {
             x: self.x,
             first: self.rows.start,
         };
         let panel = self.panel;
-        self.finish_sums(form, |sums| blocks.multiply(form, panel, rows, sums));
+        self.finish_sums(form, |sums| blocks.multiply_few(form, panel, rows, sums));
     }
 
     fn multiply_int8(self, form: Form, weight: &Int8Weight, x: &QuantizedRows) {

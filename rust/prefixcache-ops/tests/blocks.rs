@@ -193,6 +193,19 @@ fn every_format_in_every_form_at_the_row_counts_where_kernels_change() {
     }
 }
 
+#[test]
+fn panels_are_widened_in_turns_where_there_is_no_room_for_all() {
+    // A panel takes 2 MiB.
+    let parts = [(Some(Format::Q4K), 72), (None, 70), (Some(Format::Q6K), 72)];
+    let pair = Pair::<Bf16>::new(16_384, &parts, true);
+    for (form, threads) in Form::available()
+        .into_iter()
+        .flat_map(|form| [(form, 1), (form, 2)])
+    {
+        pair.check::<Bf16>(form, threads, 9, true);
+    }
+}
+
 /// Every block's numbers, read back as rows: the signs of zeros too, which sums do not show.
 fn check_rows<E: Element>(format: Format) {
     let (inputs, outputs) = (512, 130);

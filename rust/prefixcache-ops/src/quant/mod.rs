@@ -6,3 +6,4 @@
 
 pub mod blocks;
 pub mod packed;
+pub mod widened;

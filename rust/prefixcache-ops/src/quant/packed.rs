@@ -12,7 +12,6 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use prefixcache_cpu::f16::f16_to_f32;
-use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
 use prefixcache_cpu::{
     AlignedWords, Bf16, Element, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team, TypedRows,
     WeightMemory,
@@ -27,11 +26,12 @@ const GROUP: usize = 32;
 /// Columns of a tile.
 const TILE: usize = 16;
 
-/// Numbers of the depth that are widened before they are multiplied with many rows.
-const CHUNK: usize = 256;
-
 /// The most rows whose products are taken from registers, without a widened panel in between.
 const MAX_FEW: usize = 8;
+
+/// A word of each column of a panel.
+#[repr(C, align(64))]
+pub struct Line([MaybeUninit<u32>; PANEL]);
 
 /// Bytes that are asked for before they are widened: widening takes so many instructions that loads
 /// alone keep too few lines on their way from memory.
@@ -193,11 +193,17 @@ impl PackedBlocks {
         with_layout!(self.format, F => read_column::<E, F>(panel, row % PANEL, out));
     }
 
-    /// Adds the products of a task's rows with a panel to the rows' sums, in the order of the depth.
+    /// Whether products with so many rows are taken from registers by [`Self::multiply_few`]; with more
+    /// rows, and in forms without such products, a panel is widened first.
+    pub fn multiplies_few(form: Form, rows: usize) -> bool {
+        rows <= MAX_FEW && form.dots_in_registers()
+    }
+
+    /// Adds the products of a few rows with a panel to the rows' sums, in the order of the depth.
     ///
     /// # Panics
-    /// There is no such panel, or a row of `x` has not `inputs` numbers.
-    pub fn multiply<E: Element>(
+    /// There is no such panel, a row of `x` has not `inputs` numbers, or [`Self::multiplies_few`] says no.
+    pub fn multiply_few<E: Element>(
         &self,
         form: Form,
         panel: usize,
@@ -231,6 +237,39 @@ impl PackedBlocks {
             used: PANEL.min(self.outputs - panel * PANEL),
             rows,
         }
+    }
+
+    /// Writes a part of a panel as the lines of words that a dense panel has: the numbers of the depth from
+    /// `start` on, of which there are as many as `to` has room for.
+    ///
+    /// # Panics
+    /// There is no such panel, or these are not whole groups of 32 numbers of its depth.
+    pub fn widen<E: Element>(&self, form: Form, panel: usize, start: usize, to: &mut [Line]) {
+        let depth = start..start + to.len() * E::PER_WORD;
+        assert!(depth.end <= self.inputs, "depth of the panel");
+        assert!(start.is_multiple_of(GROUP) && depth.len().is_multiple_of(GROUP));
+        let panel = self.panel(panel).as_ptr().cast();
+        let groups = start / GROUP..depth.end / GROUP;
+        // By the type of no rows, so that `widen_lines` is compiled here alone.
+        match E::typed(Rows::new(&[], 0)) {
+            TypedRows::F32(_) => self.widen_lines::<f32>(form, panel, groups, to),
+            TypedRows::Bf16(_) => self.widen_lines::<Bf16>(form, panel, groups, to),
+        }
+    }
+
+    fn widen_lines<E: Element>(
+        &self,
+        form: Form,
+        panel: *const u8,
+        groups: Range<usize>,
+        to: &mut [Line],
+    ) {
+        with_layout!(self.format, F => form.run(Widen::<E, F> {
+            panel,
+            groups,
+            to,
+            layout: PhantomData,
+        }));
     }
 
     fn panel(&self, panel: usize) -> &[u32] {
@@ -388,36 +427,12 @@ struct Product<'a, E> {
 
 impl<E: Element> Product<'_, E> {
     fn run<F: Layout>(&self, form: Form, sums: &mut [Sums]) {
-        if !form.dots_in_registers() {
-            return self.multiply_widened::<F>(form, sums);
-        }
         match sums.len() {
             0 => {}
             1 => form.run(Few::<_, F, 1>::new(self, sums)),
             2 => form.run(Few::<_, F, 2>::new(self, sums)),
             3..=4 => form.run(Few::<_, F, 4>::new(self, sums)),
-            5..=MAX_FEW => form.run(Few::<_, F, MAX_FEW>::new(self, sums)),
-            _ => self.multiply_widened::<F>(form, sums),
-        }
-    }
-
-    /// Widens one chunk of the depth after the other, and multiplies it with all rows.
-    fn multiply_widened<F: Layout>(&self, form: Form, sums: &mut [Sums]) {
-        let mut panel = Widened([const { MaybeUninit::uninit() }; CHUNK * PANEL]);
-        for start in (0..self.inputs).step_by(CHUNK) {
-            let depth = start..self.inputs.min(start + CHUNK);
-            form.run(Widen::<E, F> {
-                product: self,
-                groups: depth.start / GROUP..depth.end / GROUP,
-                panel: &mut panel,
-                layout: PhantomData,
-            });
-            form.run(MultiplyWidened {
-                product: self,
-                panel: &panel,
-                depth,
-                sums,
-            });
+            _ => form.run(Few::<_, F, MAX_FEW>::new(self, sums)),
         }
     }
 }
@@ -668,16 +683,12 @@ impl<E: Element, F: Layout, const H: usize> Kernel for Few<'_, E, F, H> {
     }
 }
 
-/// Words of a widened panel, of `CHUNK` numbers of the depth.
-#[repr(align(64))]
-struct Widened([MaybeUninit<u32>; CHUNK * PANEL]);
-
 /// Widens groups of the depth.
 struct Widen<'a, E, F> {
-    product: &'a Product<'a, E>,
+    panel: *const u8,
     groups: Range<usize>,
-    panel: &'a mut Widened,
-    layout: PhantomData<F>,
+    to: &'a mut [Line],
+    layout: PhantomData<(E, F)>,
 }
 
 impl<E: Element, F: Layout> Kernel for Widen<'_, E, F> {
@@ -685,83 +696,16 @@ impl<E: Element, F: Layout> Kernel for Widen<'_, E, F> {
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        let lines = GROUP / E::PER_WORD;
-        // The register tiles read the columns up to their width.
-        let used = self.product.used.next_multiple_of(L::WIDTH * L::LANES);
-        for (i, group) in self.groups.enumerate() {
-            for column in (0..used).step_by(L::LANES) {
-                let to = &mut self.panel.0[i * lines * PANEL + column..];
-                let to = to.as_mut_ptr().cast();
-                // SAFETY: the panel has room for the lines of a chunk of groups.
+        for (group, lines) in self
+            .groups
+            .zip(self.to.chunks_exact_mut(GROUP / E::PER_WORD))
+        {
+            for column in (0..PANEL).step_by(L::LANES) {
+                // SAFETY: the panel has the group, and `lines` are its lines, of 64 columns.
                 unsafe {
+                    let to = lines.as_mut_ptr().cast::<u32>().add(column);
                     let take = &mut Store { lanes, to };
-                    widen::<E, F, L>(lanes, self.product.panel, group, column, take);
-                }
-            }
-        }
-    }
-}
-
-/// Multiplies the widened part of a panel, which is `depth`, with the rows.
-struct MultiplyWidened<'a, E> {
-    product: &'a Product<'a, E>,
-    panel: &'a Widened,
-    depth: Range<usize>,
-    sums: &'a mut [Sums],
-}
-
-impl<E: Element> Kernel for MultiplyWidened<'_, E> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<L: Lanes>(self, lanes: L) {
-        for (first, height) in heights(self.sums.len()) {
-            for column in (0..self.product.used).step_by(L::WIDTH * L::LANES) {
-                let tile = Tile {
-                    lanes,
-                    rows: self.product.rows,
-                    sums: &mut self.sums[first..first + height],
-                    first,
-                    panel: self.panel,
-                    column,
-                    depth: self.depth.clone(),
-                };
-                run_tile(height, L::WIDTH, tile);
-            }
-        }
-    }
-}
-
-/// A register tile: a few rows times a few vectors of the widened panel.
-struct Tile<'a, E, L> {
-    lanes: L,
-    rows: TaskRows<'a, E>,
-    sums: &'a mut [Sums],
-    /// The task's first row of the tile.
-    first: usize,
-    panel: &'a Widened,
-    column: usize,
-    depth: Range<usize>,
-}
-
-impl<E: Element, L: Lanes> TileWork for Tile<'_, E, L> {
-    #[inline(always)]
-    fn run<const H: usize, const W: usize>(self) {
-        let lanes = self.lanes;
-        let rows = std::array::from_fn(|r| self.rows.words(self.first + r, self.depth.start));
-        let column = |c: usize| self.column + c * L::LANES;
-        let panels = std::array::from_fn(|c| self.panel.0[column(c)..].as_ptr().cast());
-        let words = self.depth.len() / E::PER_WORD;
-        // SAFETY: a row has these words, and the panel as many lines of 64 columns, of which those of
-        // this tile were written.
-        unsafe {
-            let mut acc: [[L::V; W]; H] = std::array::from_fn(|r| {
-                std::array::from_fn(|c| lanes.load(self.sums[r][column(c)..].as_ptr()))
-            });
-            dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, &panels, PANEL, words);
-            for (sums, acc) in self.sums.iter_mut().zip(acc) {
-                for (c, acc) in acc.into_iter().enumerate() {
-                    lanes.store(sums[column(c)..].as_mut_ptr(), acc);
+                    widen::<E, F, L>(lanes, self.panel, group, column, take);
                 }
             }
         }

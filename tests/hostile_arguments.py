@@ -14,6 +14,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from prefixcache import _core
 DOCUMENTED = (TypeError, ValueError, RuntimeError, MemoryError, IndexError)
 HUGE = [2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 2**70, 10**5000, -1, -(2**70)]
 BLOCK = 4
+PROGRAM = Path(__file__)
+TRACE = PROGRAM.parents[1] / "benches/traces/taubench.ptt.gz"
 WORDS = 1 << 14
 
 
@@ -82,6 +85,9 @@ class World:
         self.stack = _core.DecoderStack(self.cpu, "float32", 4, 1e-5, [self.decoder_layer])
         self.stops = _core.StopStrings(["stop", "text"])
         self.stop_stream = self.stops.stream()
+        self.reader = _core.TraceReader(TRACE)
+        self.replay = _core.TraceReplay(TRACE, threads=2)
+        self.replay.add(4)
         self.arrays = [np.zeros(size, kind) for size in (2, 6, 24) for kind in ("i4", "i8")]
 
     def make_decoder_layer(self) -> _core.DecoderLayer:
@@ -108,6 +114,8 @@ class World:
             self.stack,
             self.stops,
             self.stop_stream,
+            self.reader,
+            self.replay,
         ]
 
     def interfere(self) -> None:
@@ -214,6 +222,10 @@ class World:
             "wide_out": lambda: choose.choice([False, True]),
             "stops": lambda: self.some_list(lambda: choose.choice(["stop", "st", ""])),
             "text": lambda: choose.choice(["a stop", b'{"a": [1, "b", 1e5]}', b"[", "te"]),
+            "path": lambda: choose.choice([TRACE, str(TRACE), PROGRAM]),
+            "sizes": lambda: self.some_list(self.number),
+            "hints": lambda: self.some_list(lambda: choose.choice([(0, None, 80, None), (4, 2)])),
+            "eviction_policy": lambda: choose.choice(["lru", "reuse-queue"]),
             "eps": lambda: 1e-5,
             "scale": lambda: choose.choice([1.0, float("inf")]),
             "head_dim": lambda: choose.choice([16, 24]),

@@ -12,6 +12,7 @@ that a call reads or writes must not be resized by another thread meanwhile, as 
 
 from array import array
 from collections.abc import Sequence as _Sequence
+from os import PathLike as _PathLike
 from typing import Any, Literal, Protocol, TypeAlias, final, type_check_only
 
 import numpy as np
@@ -30,6 +31,8 @@ __all__ = [
     "Sequence",
     "StopStream",
     "StopStrings",
+    "TraceReader",
+    "TraceReplay",
     "parse_json",
 ]
 
@@ -763,6 +766,102 @@ class StopStream:
     @property
     def num_held(self) -> int:
         """Characters at the end of all pieces that may be the beginning of a stop string."""
+
+@final
+class TraceReader:
+    """The requests of a trace, read as a stream: Mooncake's JSON lines, PTT, a server's recording.
+
+    Plain or compressed by gzip or xz. It holds one request, of PTT also four bytes for each block
+    so far, of a recording the requests since the oldest one without an end. For one thread at a
+    time.
+    """
+
+    def __new__(cls, path: str | _PathLike[str]) -> TraceReader:
+        """ValueError with the file and the line for one that is no trace or cannot be read."""
+    @property
+    def name(self) -> str:
+        """What the file calls itself; else its path."""
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+    def read(self, most: int) -> dict[str, npt.NDArray[Any]]:
+        """The next requests, up to `most`, in the order of arrival; {} at the end.
+
+        For n requests: time_ms (n uint64, from the trace's start), input_tokens and output_tokens
+        (n uint32), session (n int64, -1 where unknown), and the full blocks of the prompts: those
+        of request i are block_ids[indptr[i]:indptr[i + 1]] (uint64; indptr is n + 1 uint64). Blocks
+        of one trace with the same id have the same content and the same content before them.
+
+        ValueError "file, line N: field reason" for what is wrong with a line; the requests before
+        it, since the last call, are lost with it.
+        """
+
+@final
+class TraceReplay:
+    """A trace through caches beside each other, without a model. For one thread at a time."""
+
+    def __new__(
+        cls,
+        path: str | _PathLike[str],
+        *,
+        threads: int,
+        with_history: bool = True,
+        caches_answers: bool = False,
+    ) -> TraceReplay:
+        """Open a trace as `TraceReader` does; `threads` run the caches.
+
+        With a history, bounds are known at the end, for which about 25 bytes for each block of the
+        trace are held, and 60 for each request. `caches_answers` caches the blocks that answers
+        fill too, where the trace knows them.
+        """
+    @property
+    def name(self) -> str:
+        """What the file calls itself; else its path."""
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the file, or of a recording's parts, that were read so far."""
+    def add(
+        self,
+        num_blocks: int,
+        *,
+        eviction_policy: _EvictionPolicy = "lru",
+        hints: _Sequence[tuple[int, int | None, int, float | None]] | None = None,
+        ms_per_token: float | None = None,
+        ms_per_request: float | None = None,
+        objective_ms: float | None = None,
+        max_delay_ms: float | None = None,
+    ) -> int:
+        """Add a cache of `num_blocks` blocks, the null block not counted; returns its index.
+
+        Hints (start, end or None, priority, TTL in seconds or None) hold for every prompt, instead
+        of what the trace says. Without `ms_per_token` each request is answered as it arrives. With
+        it, prompts are computed one after the other, each in `ms_per_request` and `ms_per_token`
+        for each token that does not hit; `max_delay_ms` lets the longest hit of the first 64 go
+        first, unless the oldest has waited so long. RuntimeError after the first batch.
+        """
+    def advance(self) -> bool:
+        """Run the next batch of requests; False after the last one. ValueError as `TraceReader`."""
+    def outcome(self, index: int) -> dict[str, Any]:
+        """What a cache's requests found so far.
+
+        Counts: requests, hit_requests, input_tokens, hit_tokens, evictions (blocks), and
+        computed_p50, _p90 and _p99 (tokens of a request, up to a thousandth below). With
+        `ms_per_token` also ttft_ms_p50, _p90 and _p99, good_requests (TTFT within `objective_ms`),
+        end_ms of the last prefill, and most_waiting.
+        """
+    def history(self) -> dict[str, int]:
+        """Of the trace so far, and of a cache without a bound.
+
+        requests, input_tokens, unique_blocks, block_references (full blocks of the prompts, each as
+        often as it was asked for), hit_requests, hit_tokens. RuntimeError without a history.
+        """
+    def lru(self, sizes: _Sequence[int]) -> list[dict[str, int]]:
+        """hit_requests, hit_tokens and evictions of LRU caches of so many blocks."""
+    def optimum(self, sizes: _Sequence[int]) -> list[dict[str, int]]:
+        """hit_requests and hit_tokens of the best that a cache of so many blocks can do."""
 
 def parse_json(text: bytes, *, max_numbers: int, max_others: int) -> Any:
     """The value of a JSON text in UTF-8, read while the interpreter's other threads run.

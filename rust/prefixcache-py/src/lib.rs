@@ -23,6 +23,7 @@ mod linear;
 mod losses;
 mod names;
 mod prefix_cache;
+mod replay;
 mod rowwise;
 mod sequence;
 mod shared_cache;
@@ -55,6 +56,8 @@ mod _core {
     use crate::linear::PackedLinear;
     #[pymodule_export]
     use crate::prefix_cache::PrefixCache;
+    #[pymodule_export]
+    use crate::replay::{TraceReader, TraceReplay};
     #[pymodule_export]
     use crate::rowwise::RowOps;
     #[pymodule_export]

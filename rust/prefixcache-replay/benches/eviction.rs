@@ -1,5 +1,5 @@
 //! Token hit rates of public traces, of each order of eviction and of the optimum, and the tokens that requests
-//! compute at p50, p90 and p99: `cargo bench --package prefixcache-replay -- [trace].. [percent]..`.
+//! compute at p50, p90 and p99, up to a thousandth: `cargo bench --package prefixcache-replay -- [trace].. [percent]..`.
 //!
 //! With `--as-json` each row is one line of JSON as well, on standard output.
 
@@ -7,9 +7,10 @@ use std::error::Error;
 use std::path::PathBuf;
 
 use prefixcache_core::EvictionPolicy;
-use prefixcache_replay::optimum::optimum;
-use prefixcache_replay::replay::{Outcome, replay};
-use prefixcache_replay::trace::Trace;
+use prefixcache_replay::cache::CacheConfig;
+use prefixcache_replay::history::History;
+use prefixcache_replay::replay::{Replay, Simulation};
+use prefixcache_replay::trace::Reader;
 use serde::Serialize;
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/traces");
@@ -19,7 +20,7 @@ const TRACES: [&str; 3] = ["mooncake_conv", "taubench", "weka64_A"];
 const PERCENTS: [usize; 6] = [1, 2, 5, 10, 20, 50];
 
 /// Percentiles of the tokens that requests compute.
-const PERCENTILES: [usize; 3] = [50, 90, 99];
+const PERCENTILES: [u64; 3] = [50, 90, 99];
 
 /// One order of eviction over one trace, at all sizes.
 #[derive(Serialize)]
@@ -28,43 +29,36 @@ struct Row<'a> {
     order: &'a str,
     blocks: Vec<usize>,
     hit_percent: Vec<f64>,
-    /// For each of [`PERCENTILES`], by size.
-    computed: [Vec<usize>; PERCENTILES.len()],
+    /// For each of [`PERCENTILES`], by size; of the optimum nothing.
+    computed: [Vec<u64>; PERCENTILES.len()],
 }
 
-type Replayed = Result<Outcome, Box<dyn Error>>;
+/// The orders of eviction.
+const ORDERS: [(&str, EvictionPolicy); 2] = [
+    ("lru", EvictionPolicy::Lru),
+    ("reuse-queue", EvictionPolicy::ReuseQueue),
+];
 
-fn measure<'a>(
-    trace: &'a Trace,
-    order: &'a str,
-    percents: &[usize],
-    run: impl Fn(usize) -> Replayed,
-) -> Result<Row<'a>, Box<dyn Error>> {
-    let unique = trace.num_prompt_blocks();
-    let blocks: Vec<usize> = percents
-        .iter()
-        .map(|percent| unique * percent / 100)
-        .collect();
-    let outcomes = blocks
-        .iter()
-        .map(|&size| run(size))
-        .collect::<Result<Vec<_>, _>>()?;
-    Ok(Row {
-        trace: &trace.name,
-        order,
-        blocks,
-        hit_percent: outcomes
-            .iter()
-            .map(|outcome| 100.0 * outcome.hit_rate())
-            .collect(),
-        computed: PERCENTILES.map(|percentile| {
-            let computed = outcomes.iter().map(|one| one.computed_at(percentile));
-            computed.collect()
-        }),
-    })
+fn simulation(
+    num_blocks: usize,
+    eviction_policy: EvictionPolicy,
+    block_size: usize,
+) -> Result<Simulation, Box<dyn Error>> {
+    let config = CacheConfig {
+        num_blocks,
+        eviction_policy,
+        hints: Vec::new(),
+        caches_answers: false,
+    };
+    Ok(Simulation::new(&config, None, block_size)?)
 }
 
-fn print_row(row: &Row) {
+fn run(mut replay: Replay) -> Result<Replay, Box<dyn Error>> {
+    while replay.advance()? {}
+    Ok(replay)
+}
+
+fn print_row(row: &Row, as_json: bool) -> Result<(), Box<dyn Error>> {
     let mut line = format!("{:14} {:12}", row.trace, row.order);
     line.extend(row.hit_percent.iter().map(|rate| format!("{rate:7.2}")));
     for computed in &row.computed {
@@ -72,6 +66,10 @@ fn print_row(row: &Row) {
         line.extend(computed.iter().map(|tokens| format!("{tokens:8}")));
     }
     println!("{line}");
+    if as_json {
+        println!("{}", serde_json::to_string(row)?);
+    }
+    Ok(())
 }
 
 fn print_header(percents: &[usize]) {
@@ -85,26 +83,63 @@ fn print_header(percents: &[usize]) {
 }
 
 fn run_trace(name: &str, percents: &[usize], as_json: bool) -> Result<(), Box<dyn Error>> {
-    let trace = Trace::read(&PathBuf::from(FOLDER).join(format!("{name}.ptt.gz")))?;
-    let run = |blocks, policy| Ok(replay(&trace, blocks, policy)?);
-    let rows = [
-        measure(&trace, "lru", percents, |blocks| {
-            run(blocks, EvictionPolicy::Lru)
-        })?,
-        measure(&trace, "reuse-queue", percents, |blocks| {
-            run(blocks, EvictionPolicy::ReuseQueue)
-        })?,
-        measure(&trace, "optimum", percents, |blocks| {
-            Ok(optimum(&trace, blocks))
-        })?,
-    ];
-    for row in &rows {
-        print_row(row);
-        if as_json {
-            println!("{}", serde_json::to_string(row)?);
-        }
+    let path = PathBuf::from(FOLDER).join(format!("{name}.ptt.gz"));
+    let reader = Reader::open(&path)?;
+    let block_size = reader.block_size();
+    let noted = run(Replay::new(
+        reader,
+        Vec::new(),
+        Some(History::new(block_size, false)),
+        1,
+    ))?;
+    let history = noted.history().ok_or("a history was given")?;
+    let unique = history.num_unique_blocks();
+    let blocks: Vec<usize> = percents
+        .iter()
+        .map(|percent| unique * percent / 100)
+        .collect();
+    for (order, policy) in ORDERS {
+        let simulations = blocks
+            .iter()
+            .map(|&size| simulation(size, policy, block_size))
+            .collect::<Result<_, _>>()?;
+        let threads = std::thread::available_parallelism()?.get();
+        let replay = run(Replay::new(
+            Reader::open(&path)?,
+            simulations,
+            None,
+            threads,
+        ))?;
+        let outcomes: Vec<_> = replay
+            .simulations()
+            .iter()
+            .map(Simulation::outcome)
+            .collect();
+        let row = Row {
+            trace: replay.reader().name(),
+            order,
+            blocks: blocks.clone(),
+            hit_percent: outcomes
+                .iter()
+                .map(|outcome| 100.0 * outcome.hit_rate())
+                .collect(),
+            computed: PERCENTILES.map(|percentile| {
+                let computed = outcomes.iter().map(|one| one.computed.at(percentile));
+                computed.collect()
+            }),
+        };
+        print_row(&row, as_json)?;
     }
-    Ok(())
+    let share = |tokens| 100.0 * tokens as f64 / history.input_tokens() as f64;
+    let optimum = history.optimum(&blocks);
+    let row = Row {
+        trace: noted.reader().name(),
+        order: "optimum",
+        hit_percent: optimum.iter().map(|hits| share(hits.tokens)).collect(),
+        blocks,
+        computed: PERCENTILES.map(|_| Vec::new()),
+    };
+    print_row(&row, as_json)
 }
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -1,8 +1,14 @@
 //! Recorded requests, run through the real cache without a model.
 //!
-//! A trace says which blocks each prompt has, and nothing of their tokens. [`trace`] reads it, [`replay`]
-//! asks a cache for it, and [`optimum`] says how many of its tokens any order of eviction could have saved.
+//! A trace says which blocks each prompt has, and nothing of their tokens. [`trace`] reads it as a stream, and
+//! [`replay`] hands each request to any number of caches beside each other ([`cache`]), whose requests wait for a
+//! [`server`] where computing takes time. [`history`] looks at the trace alone, and says in one pass what an LRU
+//! cache of every size hits, what the best order of eviction could, and what a cache without a bound would.
 
+pub mod cache;
+pub mod history;
 pub mod optimum;
+pub mod quantiles;
 pub mod replay;
+pub mod server;
 pub mod trace;

@@ -1,127 +1,195 @@
-//! A trace through the real cache: what hits.
+//! A trace through any number of caches beside each other, each on its own.
 
 use std::time::Duration;
 
-use prefixcache_core::error::{CacheError, InvalidArgument, PoolError};
-use prefixcache_core::{
-    BlockPool, BlockStore, EvictionPolicy, Extras, Groups, HashConfig, PoolConfig, PrefixCache,
-    Scope, SingleWriter,
-};
+use prefixcache_core::error::CacheError;
 use thiserror::Error;
 
-use crate::trace::{Request, Trace};
+use crate::cache::{Cache, CacheConfig, ConfigError, Outcome};
+use crate::history::History;
+use crate::server::{Latency, Server};
+use crate::trace::{Reader, Request, TraceError};
 
-/// What a trace's requests found in a cache.
-#[derive(Clone, Debug, Default)]
-pub struct Outcome {
-    input_tokens: u64,
-    /// Of each request, the tokens of its prompt that had to be computed.
-    computed: Vec<usize>,
-}
+/// Block references of a batch, or a request more: what is read between two looks at the caches.
+const BATCH_BLOCKS: usize = 1 << 18;
 
 /// Why a trace could not be run.
 #[derive(Debug, Error)]
 pub enum ReplayError {
-    /// The pool could not be made.
+    /// The trace is wrong.
     #[error(transparent)]
-    Pool(#[from] PoolError),
-    /// The cache could not be made.
-    #[error(transparent)]
-    Argument(#[from] InvalidArgument),
+    Trace(#[from] TraceError),
     /// The cache refused a call.
     #[error(transparent)]
     Cache(#[from] CacheError),
 }
 
-impl Outcome {
-    pub(crate) fn push(&mut self, request: &Request, hit_tokens: usize) {
-        self.input_tokens += request.input_tokens as u64;
-        self.computed.push(request.input_tokens - hit_tokens);
-    }
-
-    /// The share of all prompts' tokens that hit, from 0 to 1.
-    #[must_use]
-    pub fn hit_rate(&self) -> f64 {
-        let computed: usize = self.computed.iter().sum();
-        1.0 - computed as f64 / self.input_tokens.max(1) as f64
-    }
-
-    /// The tokens that a request has to compute, at a percentile from 0 to 100 of all requests. With every
-    /// token at one cost, and without waiting, this is the time to the first token.
-    #[must_use]
-    pub fn computed_at(&self, percentile: usize) -> usize {
-        let mut computed = self.computed.clone();
-        computed.sort_unstable();
-        let rank = (computed.len() * percentile).div_ceil(100);
-        computed.get(rank.saturating_sub(1)).copied().unwrap_or(0)
-    }
+/// A cache, and the server whose requests wait for it, where there is one.
+pub struct Simulation {
+    cache: Cache,
+    server: Option<Server>,
 }
 
-/// The tokens of a prompt that may hit, in blocks: at least one token is always computed.
-pub(crate) fn most_hits(trace: &Trace, request: &Request) -> usize {
-    request.input_tokens.saturating_sub(1) / trace.block_size
-}
+impl Simulation {
+    /// A cache without content, for traces of this block size.
+    pub fn new(
+        config: &CacheConfig,
+        server: Option<Server>,
+        block_size: usize,
+    ) -> Result<Self, ConfigError> {
+        let cache = Cache::new(config, block_size)?;
+        Ok(Self { cache, server })
+    }
 
-/// Runs a trace through a cache of `num_blocks` blocks, request by request.
-///
-/// Every block of a prompt can be reused as soon as its request is answered; blocks that answers fill are
-/// left out. Of a prompt that is longer than the pool the end is computed without a place in it.
-pub fn replay(
-    trace: &Trace,
-    num_blocks: usize,
-    eviction_policy: EvictionPolicy,
-) -> Result<Outcome, ReplayError> {
-    let pool = BlockPool::<SingleWriter>::new(PoolConfig {
-        eviction_policy,
-        ..PoolConfig::new(num_blocks + 1)
-    })?;
-    let cache = PrefixCache::new(one_token_blocks()?, pool)?;
-    let mut outcome = Outcome::default();
-    for request in &trace.requests {
-        if let Some(reuse) = cache.store().reuse_queue() {
-            reuse.set_time(Duration::from_millis(request.time_ms));
+    /// Takes a request. Without a server it is answered at once.
+    pub fn push(&mut self, request: &Request) -> Result<(), CacheError> {
+        let waiting = self.cache.prepare(request)?;
+        match &mut self.server {
+            Some(server) => server.arrive(
+                &mut self.cache,
+                request.time_ms,
+                request.input_tokens,
+                waiting,
+            ),
+            None => {
+                let now = Duration::from_millis(request.time_ms);
+                self.cache.run(waiting, now).map(drop)
+            }
         }
-        let hits = ask(&cache, trace, request, num_blocks)?;
-        outcome.push(request, hits * trace.block_size);
     }
-    Ok(outcome)
+
+    /// Answers all that wait.
+    pub fn finish(&mut self) -> Result<(), CacheError> {
+        match &mut self.server {
+            Some(server) => server.run_until(&mut self.cache, f64::INFINITY),
+            None => Ok(()),
+        }
+    }
+
+    /// What the requests found.
+    #[must_use]
+    pub fn outcome(&self) -> Outcome {
+        self.cache.outcome()
+    }
+
+    /// What they waited, where there is a server.
+    #[must_use]
+    pub fn latency(&self) -> Option<&Latency> {
+        self.server.as_ref().map(Server::latency)
+    }
 }
 
-/// A block of the trace is one token here, its number: so are blocks the same as often as in the trace.
-fn one_token_blocks() -> Result<HashConfig, InvalidArgument> {
-    Ok(HashConfig {
-        model: "trace".into(),
-        revision: String::new(),
-        kv_dtype: String::new(),
-        arithmetic: String::new(),
-        block_size: 1,
-        groups: Groups::full(1)?,
-    })
+/// A trace that is being run.
+pub struct Replay {
+    reader: Reader,
+    simulations: Vec<Simulation>,
+    history: Option<History>,
+    threads: usize,
+    batch: Vec<Request>,
+    block_references: u64,
 }
 
-/// A request's whole life; how many of its blocks hit.
-fn ask(
-    cache: &PrefixCache<BlockPool<SingleWriter>>,
-    trace: &Trace,
-    request: &Request,
-    num_blocks: usize,
-) -> Result<usize, CacheError> {
-    let mut tokens: Vec<u32> = trace
-        .prompt(request)
-        .iter()
-        .map(|node| node.index() as u32)
-        .collect();
-    tokens.truncate(num_blocks);
-    if tokens.is_empty() {
-        return Ok(0);
+impl Replay {
+    /// Runs the requests of a reader through simulations, and notes their history where one is given, with up to
+    /// `threads` threads.
+    #[must_use]
+    pub fn new(
+        reader: Reader,
+        simulations: Vec<Simulation>,
+        history: Option<History>,
+        threads: usize,
+    ) -> Self {
+        Self {
+            reader,
+            simulations,
+            history,
+            threads: threads.max(1),
+            batch: Vec::new(),
+            block_references: 0,
+        }
     }
-    let length = tokens.len();
-    let mut sequence = cache.new_sequence(tokens, Scope::default(), Extras::new());
-    let most = most_hits(trace, request);
-    let hits = cache.count_prefix_hits_within(&mut sequence, most)?;
-    let taken = cache.commit_prefix_plan(&mut sequence, hits, length - hits)?;
-    assert_eq!(taken, Some(hits), "a pool that nobody else uses has room");
-    cache.mark_blocks_filled(&mut [&mut sequence], &[length])?;
-    cache.release(&mut [&mut sequence])?;
-    Ok(hits)
+
+    /// Runs the next batch of requests; false after the last one.
+    pub fn advance(&mut self) -> Result<bool, ReplayError> {
+        let count = self.read_batch()?;
+        let is_last = count == 0;
+        self.run_batch(count, is_last)?;
+        Ok(!is_last)
+    }
+
+    /// How many requests were read.
+    fn read_batch(&mut self) -> Result<usize, TraceError> {
+        let (mut count, mut blocks) = (0, 0);
+        while blocks < BATCH_BLOCKS {
+            if count == self.batch.len() {
+                self.batch.push(Request::default());
+            }
+            if !self.reader.read(&mut self.batch[count])? {
+                break;
+            }
+            // A request without blocks counts too, so that a batch is bounded.
+            blocks += self.batch[count].blocks.len() + 1;
+            self.block_references += self.batch[count].num_prompt_blocks as u64;
+            count += 1;
+        }
+        Ok(count)
+    }
+
+    fn run_batch(&mut self, count: usize, is_last: bool) -> Result<(), CacheError> {
+        let batch = &self.batch[..count];
+        let share = self.simulations.len().div_ceil(self.threads).max(1);
+        let run = |simulations: &mut [Simulation]| -> Result<(), CacheError> {
+            for simulation in simulations {
+                batch.iter().try_for_each(|one| simulation.push(one))?;
+                if is_last {
+                    simulation.finish()?;
+                }
+            }
+            Ok(())
+        };
+        let history = &mut self.history;
+        let mut note = || {
+            if let Some(history) = history {
+                batch.iter().for_each(|request| history.push(request));
+            }
+        };
+        let mut parts = self.simulations.chunks_mut(share);
+        let own = parts.next();
+        std::thread::scope(|scope| {
+            let others: Vec<_> = parts.map(|part| scope.spawn(|| run(part))).collect();
+            note();
+            let mut outcome = own.map_or(Ok(()), run);
+            for other in others {
+                let result = other.join().unwrap_or_else(|panic| {
+                    std::panic::resume_unwind(panic);
+                });
+                outcome = outcome.and(result);
+            }
+            outcome
+        })
+    }
+
+    /// What is read.
+    #[must_use]
+    pub fn reader(&self) -> &Reader {
+        &self.reader
+    }
+
+    /// Full blocks of the prompts so far, each as often as it was asked for.
+    #[must_use]
+    pub fn block_references(&self) -> u64 {
+        self.block_references
+    }
+
+    /// The simulations, in the order in which they were given.
+    #[must_use]
+    pub fn simulations(&self) -> &[Simulation] {
+        &self.simulations
+    }
+
+    /// The history, where one was given.
+    #[must_use]
+    pub fn history(&self) -> Option<&History> {
+        self.history.as_ref()
+    }
 }

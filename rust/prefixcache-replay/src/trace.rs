@@ -1,30 +1,39 @@
-//! Traces of requests whose prompts share prefixes.
+//! Traces of requests whose prompts share prefixes, read as a stream.
 //!
-//! Two forms are read, plain or compressed by gzip or xz:
+//! These forms are read, plain or compressed by gzip or xz:
 //!
 //! * Mooncake's JSON lines: `{"timestamp", "input_length", "output_length", "hash_ids"}`, blocks of 512 tokens.
 //! * PTT, the prefix-tree trace. Line 1: `#PTT1 name=.. block=B cols=..`. Then one request a line:
 //!   `t_ms,in_tokens,out_tokens,session,class,fork,n_new,gfork,gnew`. The prompt is the path to node `fork`
 //!   (-1: the root) and `n_new` new nodes under it, `in_tokens / B` nodes in all; the blocks that the answer
 //!   fills are the path to `gfork` and `gnew` new nodes. New nodes are numbered from 0 in that order.
+//!
+//! * A server's own recording (`docs/recording.md`), all of its parts: its requests, in the order of arrival.
+//!
+//! A reader holds one request, or those of a recording that have not ended. PTT names blocks by their place in the file, so its reader also holds four bytes
+//! for each block so far; the other forms need nothing more.
 
+mod lines;
 mod mooncake;
 mod ptt;
-mod tree;
+mod recorded;
 
-use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
-use std::path::Path;
+use std::io::{self, BufRead};
+use std::path::{Path, PathBuf};
 
+use prefixcache_core::hints::Hint;
 use thiserror::Error;
 
-pub use tree::{Node, Tree};
+use lines::{BytesRead, Lines};
 
 /// The most tokens of one request: more is taken for an error in the file.
 const MAX_TOKENS: u64 = 1 << 26;
 
+/// A full block of a prompt or answer. Blocks of a trace are the same where content and all before it are.
+pub type BlockKey = u64;
+
 /// One request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Request {
     /// When it arrived, in milliseconds from the trace's start.
     pub time_ms: u64,
@@ -34,33 +43,39 @@ pub struct Request {
     pub output_tokens: usize,
     /// Its client's session, where the trace knows it.
     pub session: Option<u32>,
-    /// The last full block of its prompt; none where the prompt fills no block.
-    pub prompt: Option<Node>,
-    /// The last block that its answer fills, or that of its prompt.
-    pub answer: Option<Node>,
+    /// The full blocks of its prompt, then those that its answer fills, where the trace knows them.
+    pub blocks: Vec<BlockKey>,
+    /// How many of the blocks are of the prompt.
+    pub num_prompt_blocks: usize,
+    /// What its client said of its tokens.
+    pub hints: Vec<Hint>,
 }
 
-/// Requests in the order of their arrival, and the tree of their blocks.
-#[derive(Clone, Debug, Default)]
-pub struct Trace {
-    /// What the file calls itself.
-    pub name: String,
-    /// Tokens in a block.
-    pub block_size: usize,
-    /// All blocks, each under the one before it.
-    pub tree: Tree,
-    /// The requests.
-    pub requests: Vec<Request>,
+impl Request {
+    /// The full blocks of its prompt, first block first.
+    #[must_use]
+    pub fn prompt(&self) -> &[BlockKey] {
+        &self.blocks[..self.num_prompt_blocks]
+    }
+
+    /// The leading blocks of its prompt that may hit: at least one token is always computed.
+    #[must_use]
+    pub fn most_hits(&self, block_size: usize) -> usize {
+        self.num_prompt_blocks
+            .min(self.input_tokens.saturating_sub(1) / block_size)
+    }
 }
 
 /// What is wrong with a trace.
 #[derive(Debug, Error)]
 pub enum TraceError {
     /// The file cannot be read, or not to its end.
-    #[error("{file}: {source}")]
+    #[error("{file}, line {line}: cannot be read: {source}")]
     Unreadable {
         /// The file.
         file: String,
+        /// The line that could not be read, from 1.
+        line: usize,
         /// Why.
         source: io::Error,
     },
@@ -92,114 +107,183 @@ impl Fault {
     }
 }
 
-/// A form of trace: what a line adds to it.
-trait Form {
-    fn read_line(&mut self, line: &str, trace: &mut Trace) -> Result<(), Fault>;
+/// What a file says of itself.
+struct Header {
+    name: Option<String>,
+    block_size: usize,
 }
 
-impl Trace {
-    /// Reads a file of either form.
-    pub fn read(path: &Path) -> Result<Self, TraceError> {
-        let file = path.display().to_string();
-        match open(path) {
-            Ok(lines) => Self::read_lines(&file, lines),
-            Err(source) => Err(TraceError::Unreadable { file, source }),
-        }
+/// A form of trace.
+trait Form: Send {
+    /// The request of a line, in place of the one that `request` held; false if the line is of none.
+    fn read_line(&mut self, line: &str, request: &mut Request) -> Result<bool, Fault>;
+
+    /// The next of the requests that were held back, if it may be told of now; `at_end` it may.
+    fn take_held(&mut self, _request: &mut Request, _at_end: bool) -> bool {
+        false
     }
 
-    /// Reads unpacked lines of either form, of what errors call `file`.
-    pub fn read_lines(file: &str, lines: impl BufRead) -> Result<Self, TraceError> {
-        let invalid = |line, Fault { field, reason }| TraceError::Invalid {
-            file: file.into(),
-            line,
-            field,
-            reason,
+    /// The number of the file that goes on where this one ends, if one does.
+    fn next_part(&self) -> Option<u64> {
+        None
+    }
+
+    /// Whether the last line may be cut: it was being written when its writer was killed.
+    fn may_be_cut(&self) -> bool {
+        false
+    }
+}
+
+/// What the first line begins: the form, the header, and whether that line is a request itself.
+struct Beginning {
+    form: Box<dyn Form>,
+    header: Header,
+    is_request: bool,
+}
+
+/// Requests in the order of their arrival, one after the other.
+pub struct Reader {
+    /// The first file; none where the lines do not come of one.
+    path: Option<PathBuf>,
+    lines: Lines,
+    bytes: BytesRead,
+    form: Box<dyn Form>,
+    name: String,
+    block_size: usize,
+    /// Whether the first line is a request that was not told of yet.
+    first_is_unread: bool,
+    last_ms: u64,
+}
+
+impl Reader {
+    /// Opens a file of any form.
+    pub fn open(path: &Path) -> Result<Self, TraceError> {
+        let bytes = BytesRead::default();
+        let lines = Lines::open(path, &bytes)?;
+        let mut reader = Self::begin(&path.display().to_string(), lines, bytes)?;
+        reader.path = Some(path.into());
+        Ok(reader)
+    }
+
+    /// Reads unpacked lines of any form, of what errors call `file`.
+    pub fn from_lines(
+        file: &str,
+        lines: impl BufRead + Send + 'static,
+    ) -> Result<Self, TraceError> {
+        let lines = Lines::new(file, Box::new(lines));
+        Self::begin(file, lines, BytesRead::default())
+    }
+
+    fn begin(file: &str, mut lines: Lines, bytes: BytesRead) -> Result<Self, TraceError> {
+        let beginning = match lines.advance()? {
+            true => begin(lines.line()),
+            false => Err(Fault::new("header", "is missing: the file is empty")),
         };
-        let mut trace = Self {
-            name: file.into(),
-            ..Self::default()
+        let beginning = beginning.map_err(|fault| lines.invalid(fault))?;
+        Ok(Self {
+            path: None,
+            lines,
+            bytes,
+            form: beginning.form,
+            name: beginning.header.name.unwrap_or_else(|| file.into()),
+            block_size: beginning.header.block_size,
+            first_is_unread: beginning.is_request,
+            last_ms: 0,
+        })
+    }
+
+    /// What the file calls itself; else its path.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Tokens in a block.
+    #[must_use]
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    /// Bytes of the opened file that were read so far, packed as they stand in it.
+    #[must_use]
+    pub fn bytes_read(&self) -> u64 {
+        self.bytes.get()
+    }
+
+    /// Reads the next request into `request`, whose memory is used again; false at the end.
+    ///
+    /// After an error the reader is of no further use.
+    pub fn read(&mut self, request: &mut Request) -> Result<bool, TraceError> {
+        while !self.form.take_held(request, false) {
+            if !std::mem::take(&mut self.first_is_unread) && !self.lines.advance()? {
+                if self.open_next_part()? {
+                    continue;
+                }
+                return Ok(self.form.take_held(request, true));
+            }
+            match self.form.read_line(self.lines.line(), request) {
+                Ok(false) => {}
+                Ok(true) => break,
+                Err(_) if self.lines.is_cut() && self.form.may_be_cut() => {}
+                Err(fault) => return Err(self.lines.invalid(fault)),
+            }
+        }
+        check_order(request.time_ms, &mut self.last_ms)
+            .map_err(|fault| self.lines.invalid(fault))?;
+        Ok(true)
+    }
+
+    /// Whether another file goes on where this one ended.
+    fn open_next_part(&mut self) -> Result<bool, TraceError> {
+        let (Some(path), Some(part)) = (&self.path, self.form.next_part()) else {
+            return Ok(false);
         };
-        let mut form: Option<Box<dyn Form>> = None;
-        for (index, line) in lines.lines().enumerate() {
-            let line = line.map_err(|source| TraceError::Unreadable {
-                file: file.into(),
-                source,
-            })?;
-            let outcome = match &mut form {
-                Some(form) => form.read_line(&line, &mut trace),
-                None => begin(&line, &mut trace).map(|new| form = Some(new)),
-            };
-            outcome.map_err(|fault| invalid(index + 1, fault))?;
-        }
-        match form {
-            Some(_) => Ok(trace),
-            None => Err(invalid(
-                1,
-                Fault::new("header", "is missing: the file is empty"),
-            )),
-        }
+        let mut path = path.clone().into_os_string();
+        path.push(format!(".{part}"));
+        self.lines = Lines::open(path.as_ref(), &self.bytes)?;
+        Ok(true)
     }
+}
 
-    /// The full blocks of a request's prompt, first block first.
-    #[must_use]
-    pub fn prompt(&self, request: &Request) -> Vec<Node> {
-        self.tree.path(request.prompt)
-    }
+impl Iterator for Reader {
+    type Item = Result<Request, TraceError>;
 
-    /// How many blocks all prompts have, each counted once.
-    #[must_use]
-    pub fn num_prompt_blocks(&self) -> usize {
-        let mut seen = vec![false; self.tree.len()];
-        for request in &self.requests {
-            let unseen = self
-                .tree
-                .upward(request.prompt)
-                .take_while(|node| !std::mem::replace(&mut seen[node.index()], true));
-            unseen.for_each(drop);
+    fn next(&mut self) -> Option<Self::Item> {
+        let mut request = Request::default();
+        match self.read(&mut request) {
+            Ok(true) => Some(Ok(request)),
+            Ok(false) => None,
+            Err(error) => Some(Err(error)),
         }
-        seen.into_iter().filter(|&seen| seen).count()
     }
+}
 
-    /// Adds a request, unless it came before the last one.
-    fn push(&mut self, request: Request) -> Result<(), Fault> {
-        let last = self.requests.last().map_or(0, |last| last.time_ms);
-        if request.time_ms < last {
-            let reason = format!(
-                "must not be before the line above ({last} ms): {} ms",
-                request.time_ms
-            );
-            return Err(Fault::new("time", reason));
-        }
-        self.requests.push(request);
-        Ok(())
+/// Takes the time of a request, unless it came before the last one.
+fn check_order(time_ms: u64, last_ms: &mut u64) -> Result<(), Fault> {
+    if time_ms < *last_ms {
+        let reason = format!("must not be before the request above ({last_ms} ms): {time_ms} ms");
+        return Err(Fault::new("time", reason));
     }
+    *last_ms = time_ms;
+    Ok(())
 }
 
 /// Reads the first line, which tells the form.
-fn begin(line: &str, trace: &mut Trace) -> Result<Box<dyn Form>, Fault> {
-    if line.starts_with('{') {
-        let mut form = mooncake::Mooncake::default();
-        form.begin(trace);
-        form.read_line(line, trace)?;
-        return Ok(Box::new(form));
+fn begin(line: &str) -> Result<Beginning, Fault> {
+    if recorded::is_first_line(line) {
+        return recorded::begin(line);
     }
-    Ok(Box::new(ptt::Ptt::begin(line, trace)?))
+    if line.starts_with('{') {
+        return Ok(mooncake::begin());
+    }
+    ptt::begin(line)
 }
 
-/// The lines of a file, unpacked if it is packed.
-fn open(path: &Path) -> io::Result<Box<dyn BufRead>> {
-    const GZIP: &[u8] = &[0x1f, 0x8b];
-    const XZ: &[u8] = &[0xfd, b'7', b'z', b'X', b'Z', 0];
-    let mut file = BufReader::new(File::open(path)?);
-    let start = file.fill_buf()?;
-    let reader: Box<dyn Read> = if start.starts_with(GZIP) {
-        Box::new(flate2::bufread::MultiGzDecoder::new(file))
-    } else if start.starts_with(XZ) {
-        Box::new(lzma_rust2::XzReader::new(file, true))
-    } else {
-        return Ok(Box::new(file));
-    };
-    Ok(Box::new(BufReader::new(reader)))
+/// The finalizer of SplitMix64: a permutation, each bit of which depends on all bits.
+fn mix(mut word: u64) -> u64 {
+    word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ (word >> 31)
 }
 
 /// A count of tokens, if any request can have so many.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use prefixcache_core::id::BlockHash;
 use prefixcache_core::policy::{ReuseQueue, Turn};
-use prefixcache_replay::trace::{Node, Trace};
+use prefixcache_replay::trace::{BlockKey, Reader, Request};
 
 /// More blocks than any of the traces has, so that the policy forgets no child.
 const BLOCKS: usize = 1 << 19;
@@ -20,14 +20,14 @@ type Answer = (u8, usize);
 #[derive(Default)]
 struct History {
     /// The turn of the first request that ended with a block, and the blocks that requests went on with from it.
-    ends: HashMap<Node, (u8, HashSet<Node>)>,
-    children: HashMap<Node, HashSet<Node>>,
+    ends: HashMap<BlockKey, (u8, HashSet<BlockKey>)>,
+    children: HashMap<BlockKey, HashSet<BlockKey>>,
 }
 
 impl History {
     /// One more than the turn of the last request on the way that ended there; the same turn where it is the same
     /// request again; the first where requests went on from that end in different ways.
-    fn turn(&mut self, blocks: &[Node]) -> u8 {
+    fn turn(&mut self, blocks: &[BlockKey]) -> u8 {
         let last = blocks
             .iter()
             .rposition(|block| self.ends.contains_key(block));
@@ -45,16 +45,17 @@ impl History {
     }
 
     /// The blocks up to the last one that several different blocks have followed.
-    fn shared(&mut self, blocks: &[Node]) -> usize {
+    fn shared(&mut self, blocks: &[BlockKey]) -> usize {
         for two in blocks.windows(2) {
             self.children.entry(two[0]).or_default().insert(two[1]);
         }
-        let is_branch = |block: &Node| self.children.get(block).is_some_and(|next| next.len() > 1);
+        let is_branch =
+            |block: &BlockKey| self.children.get(block).is_some_and(|next| next.len() > 1);
         let inner = &blocks[..blocks.len().saturating_sub(1)];
         inner.iter().rposition(is_branch).map_or(0, |at| at + 1)
     }
 
-    fn end(&mut self, blocks: &[Node], turn: u8) {
+    fn end(&mut self, blocks: &[BlockKey], turn: u8) {
         if let Some(&last) = blocks.last() {
             self.ends.entry(last).or_insert((turn, HashSet::new()));
         }
@@ -65,16 +66,18 @@ impl History {
 struct Names(Vec<u32>);
 
 impl Names {
-    fn new(trace: &Trace) -> Self {
-        let mut names = vec![u32::MAX; trace.tree.len()];
-        let ends = trace
-            .requests
+    /// Blocks of a PTT trace are numbered from 0.
+    fn new(requests: &[Request]) -> Self {
+        let all = requests.iter().flat_map(|one| &one.blocks);
+        let most = all.max().map_or(0, |&most| most as usize);
+        let mut names = vec![u32::MAX; most + 1];
+        let ends = requests
             .iter()
-            .flat_map(|one| [one.prompt, one.answer]);
+            .flat_map(|one| [one.prompt().last(), one.blocks.last()]);
         let mut count = 0;
-        for end in ends.flatten() {
-            if names[end.index()] == u32::MAX {
-                names[end.index()] = count;
+        for &end in ends.flatten() {
+            if names[end as usize] == u32::MAX {
+                names[end as usize] = count;
                 count += 1;
             }
         }
@@ -86,8 +89,8 @@ impl Names {
         Self(names)
     }
 
-    fn of(&self, block: Node) -> BlockHash {
-        let name = self.0[block.index()];
+    fn of(&self, block: BlockKey) -> BlockHash {
+        let name = self.0[block as usize];
         let word = u64::from(name) | u64::from(name + 1) << 40;
         let mut bytes = [0; 32];
         bytes[..8].copy_from_slice(&word.to_le_bytes());
@@ -96,21 +99,21 @@ impl Names {
 }
 
 /// Asks both of each request, in the order of the trace.
-fn answers(trace: &Trace) -> impl Iterator<Item = (Answer, Answer)> {
-    let names = Names::new(trace);
+fn answers(requests: &[Request]) -> impl Iterator<Item = (Answer, Answer)> {
+    let names = Names::new(requests);
     let policy = ReuseQueue::new(BLOCKS).unwrap();
     policy.set_time(Duration::ZERO);
     let mut history = History::default();
-    trace.requests.iter().map(move |request| {
-        let (prompt, all) = (trace.prompt(request), trace.tree.path(request.answer));
+    requests.iter().map(move |request| {
+        let (prompt, all) = (request.prompt(), &request.blocks);
         let hashes: Vec<BlockHash> = all.iter().map(|&block| names.of(block)).collect();
         let turn: Turn = policy.begin(&hashes[..prompt.len()]);
         let shared = policy.count_shared(&hashes);
         policy.end(&hashes, turn, prompt.len(), shared);
-        let expected = history.turn(&prompt);
-        let expected_shared = history.shared(&all);
-        history.end(&prompt, expected);
-        history.end(&all, expected);
+        let expected = history.turn(prompt);
+        let expected_shared = history.shared(all);
+        history.end(prompt, expected);
+        history.end(all, expected);
         ((turn.get(), shared), (expected, expected_shared))
     })
 }
@@ -119,9 +122,10 @@ fn answers(trace: &Trace) -> impl Iterator<Item = (Answer, Answer)> {
 fn turns_and_shared_prefixes_are_their_definitions() {
     for name in ["mooncake_conv", "taubench"] {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/traces/");
-        let trace = Trace::read(format!("{folder}{name}.ptt.gz").as_ref()).unwrap();
+        let reader = Reader::open(format!("{folder}{name}.ptt.gz").as_ref()).unwrap();
+        let requests: Vec<Request> = reader.collect::<Result<_, _>>().unwrap();
         let (mut later, mut sharing) = (0, 0);
-        for (number, (found, expected)) in answers(&trace).enumerate() {
+        for (number, (found, expected)) in answers(&requests).enumerate() {
             assert_eq!(found, expected, "{name}, request {number}");
             later += usize::from(found.0 > 1);
             sharing += usize::from(found.1 > 0);

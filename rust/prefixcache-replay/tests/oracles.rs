@@ -4,11 +4,9 @@ mod common;
 
 use std::collections::{BTreeSet, HashMap};
 
-use common::{hit_blocks, prompts, trace_of};
+use common::{BLOCK_SIZE, config, history, prompts, public_trace, replay, trace_of};
 use prefixcache_core::EvictionPolicy;
-use prefixcache_replay::optimum::optimum;
-use prefixcache_replay::replay::replay;
-use prefixcache_replay::trace::Trace;
+use prefixcache_replay::trace::Request;
 use proptest::prelude::*;
 
 /// A block by all symbols up to it.
@@ -81,32 +79,45 @@ fn most_hits(
 proptest! {
     #[test]
     fn the_cache_hits_what_a_plain_lru_list_hits(prompts in prompts(40, 6), capacity in 1..12_usize) {
+        let outcome = replay(&trace_of(&prompts), &config(capacity, EvictionPolicy::Lru), BLOCK_SIZE);
+        let hits = hits_of_plain_lru(&prompts, capacity);
+        prop_assert_eq!(outcome.hit_tokens, hits * BLOCK_SIZE as u64);
+    }
+
+    #[test]
+    fn one_pass_says_of_every_size_what_the_cache_does(prompts in prompts(40, 6)) {
         let trace = trace_of(&prompts);
-        let outcome = replay(&trace, capacity, EvictionPolicy::Lru).unwrap();
-        prop_assert_eq!(
-            hit_blocks(&trace, outcome.hit_rate()),
-            hits_of_plain_lru(&prompts, capacity)
-        );
+        let history = history(&trace, BLOCK_SIZE);
+        let sizes: Vec<usize> = (1..16).collect();
+        for (size, lru) in sizes.iter().zip(history.lru(&sizes)) {
+            let outcome = replay(&trace, &config(*size, EvictionPolicy::Lru), BLOCK_SIZE);
+            prop_assert_eq!(lru.hits.tokens, outcome.hit_tokens);
+            prop_assert_eq!(lru.hits.requests, outcome.hit_requests);
+            prop_assert_eq!(lru.evictions, outcome.evictions);
+        }
+        let large = replay(&trace, &config(1000, EvictionPolicy::Lru), BLOCK_SIZE);
+        prop_assert_eq!(history.infinite().tokens, large.hit_tokens);
+        prop_assert_eq!(history.infinite().requests, large.hit_requests);
     }
 
     #[test]
     fn no_choice_of_blocks_hits_more_than_the_optimum(prompts in prompts(8, 4), capacity in 1..6_usize) {
-        let trace = trace_of(&prompts);
-        let outcome = optimum(&trace, capacity);
+        let history = history(&trace_of(&prompts), BLOCK_SIZE);
+        let optimum = history.optimum(&[capacity])[0];
         let most = most_hits(&prompts, 0, &BTreeSet::new(), capacity, &mut HashMap::new());
-        prop_assert_eq!(hit_blocks(&trace, outcome.hit_rate()), most);
+        prop_assert_eq!(optimum.tokens, most * BLOCK_SIZE as u64);
     }
 }
 
-fn public_trace(name: &str) -> Trace {
-    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/traces/");
-    Trace::read(format!("{folder}{name}").as_ref()).unwrap()
-}
-
-/// Token hit rates in percent: of LRU and of the optimum, with a pool of so many blocks.
-fn rates(trace: &Trace, num_blocks: usize) -> [f64; 2] {
-    let lru = replay(trace, num_blocks, EvictionPolicy::Lru).unwrap();
-    [lru, optimum(trace, num_blocks)].map(|outcome| 100.0 * outcome.hit_rate())
+/// Token hit rates in percent with a pool of so many blocks: of the real LRU cache, of LRU by one pass over the
+/// trace, and of the optimum.
+fn rates((trace, block_size): &(Vec<Request>, usize), num_blocks: usize) -> [f64; 3] {
+    let lru = replay(trace, &config(num_blocks, EvictionPolicy::Lru), *block_size);
+    let history = history(trace, *block_size);
+    let one_pass = history.lru(&[num_blocks])[0].hits;
+    let optimum = history.optimum(&[num_blocks])[0];
+    let percent = |tokens| 100.0 * tokens as f64 / history.input_tokens() as f64;
+    [lru.hit_tokens, one_pass.tokens, optimum.tokens].map(percent)
 }
 
 /// The answers were computed by other programs, which know nothing of this cache.
@@ -118,9 +129,9 @@ fn public_traces_have_their_known_answers() {
         ("taubench.ptt.gz", 729, [57.7, 69.1]),
         ("taubench.ptt.gz", 1_822, [79.3, 87.4]),
     ];
-    for (name, num_blocks, known) in cases {
+    for (name, num_blocks, [lru, optimum]) in cases {
         let found = rates(&public_trace(name), num_blocks);
-        for (found, known) in found.into_iter().zip(known) {
+        for (found, known) in found.into_iter().zip([lru, lru, optimum]) {
             assert!(
                 (found - known).abs() <= 0.1,
                 "{name}: {found} is not {known}"
@@ -131,15 +142,16 @@ fn public_traces_have_their_known_answers() {
 
 #[test]
 fn both_forms_of_one_trace_say_the_same() {
-    let [ours, original] = [
+    let [(ours, size), (original, same_size)] = [
         "mooncake_conv.ptt.gz",
         "mooncake_conversation_trace.jsonl.xz",
     ]
     .map(public_trace);
-    assert_eq!(ours.requests.len(), original.requests.len());
-    assert_eq!(ours.num_prompt_blocks(), 170_899);
-    assert_eq!(original.num_prompt_blocks(), 170_899);
-    for (one, other) in ours.requests.iter().zip(&original.requests) {
+    assert_eq!(ours.len(), original.len());
+    for (trace, size) in [(&ours, size), (&original, same_size)] {
+        assert_eq!(history(trace, size).num_unique_blocks(), 170_899);
+    }
+    for (one, other) in ours.iter().zip(&original) {
         assert_eq!(
             (one.time_ms, one.input_tokens),
             (other.time_ms, other.input_tokens)

@@ -1,10 +1,8 @@
 //! Lines of a Mooncake file: one object of JSON a request.
 
-use std::collections::HashMap;
-
 use serde::Deserialize;
 
-use super::{Fault, Form, Node, Request, Trace, check_tokens};
+use super::{Beginning, BlockKey, Fault, Form, Header, Request, check_tokens, mix};
 
 /// Tokens in a block of every Mooncake trace.
 const BLOCK_SIZE: usize = 512;
@@ -17,58 +15,53 @@ struct Line {
     hash_ids: Vec<u64>,
 }
 
-/// The form: which node a hash id names under its parent.
-#[derive(Default)]
-pub(super) struct Mooncake {
-    nodes: HashMap<(Option<Node>, u64), Node>,
+struct Mooncake;
+
+/// The form, whose first line is a request.
+pub(super) fn begin() -> Beginning {
+    Beginning {
+        form: Box::new(Mooncake),
+        header: Header {
+            name: None,
+            block_size: BLOCK_SIZE,
+        },
+        is_request: true,
+    }
 }
 
-impl Mooncake {
-    pub(super) fn begin(&mut self, trace: &mut Trace) {
-        trace.block_size = BLOCK_SIZE;
-    }
-
-    fn child(&mut self, trace: &mut Trace, parent: Option<Node>, id: u64) -> Result<Node, Fault> {
-        if let Some(&node) = self.nodes.get(&(parent, id)) {
-            return Ok(node);
-        }
-        let full = || {
-            Fault::new(
-                "hash_ids",
-                "must not make more blocks than a trace can have",
-            )
-        };
-        let node = trace.tree.add(parent).ok_or_else(full)?;
-        self.nodes.insert((parent, id), node);
-        Ok(node)
-    }
+/// The block that `id` names behind another one; 0 stands for the root.
+///
+/// Ids name blocks by their content alone. Two of a billion keys are the same once in 37 traces of such a size.
+fn key_behind(parent: BlockKey, id: u64) -> BlockKey {
+    mix(mix(parent ^ 0x9e37_79b9_7f4a_7c15).wrapping_add(id))
 }
 
 impl Form for Mooncake {
-    fn read_line(&mut self, line: &str, trace: &mut Trace) -> Result<(), Fault> {
+    fn read_line(&mut self, line: &str, request: &mut Request) -> Result<bool, Fault> {
         let line: Line = serde_json::from_str(line)
             .map_err(|error| Fault::new("object", format!("cannot be read: {error}")))?;
         let input_tokens = check_tokens("input_length", line.input_length)?;
         let blocks = input_tokens.div_ceil(BLOCK_SIZE);
         if line.hash_ids.len() != blocks {
             let reason = format!(
-                "must be {blocks} ids for {input_tokens} tokens, not {}",
+                "must be {blocks} ids, of blocks of {BLOCK_SIZE}, for {input_tokens} tokens, not {}",
                 line.hash_ids.len()
             );
             return Err(Fault::new("hash_ids", reason));
         }
         // The last id may be of a block that is not full.
-        let mut prompt = None;
-        for &id in &line.hash_ids[..input_tokens / BLOCK_SIZE] {
-            prompt = Some(self.child(trace, prompt, id)?);
-        }
-        trace.push(Request {
-            time_ms: line.timestamp,
-            input_tokens,
-            output_tokens: check_tokens("output_length", line.output_length)?,
-            session: None,
-            prompt,
-            answer: prompt,
-        })
+        let full = &line.hash_ids[..input_tokens / BLOCK_SIZE];
+        let mut key = 0;
+        request.blocks.clear();
+        request.blocks.extend(full.iter().map(|&id| {
+            key = key_behind(key, id);
+            key
+        }));
+        request.num_prompt_blocks = full.len();
+        request.time_ms = line.timestamp;
+        request.input_tokens = input_tokens;
+        request.output_tokens = check_tokens("output_length", line.output_length)?;
+        request.session = None;
+        Ok(true)
     }
 }

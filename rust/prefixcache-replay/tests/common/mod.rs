@@ -1,21 +1,30 @@
-//! Small traces.
+//! Small traces, and runs of them.
+#![allow(dead_code, reason = "not every test needs all of it")]
 
-use prefixcache_replay::trace::Trace;
+use prefixcache_core::EvictionPolicy;
+use prefixcache_replay::cache::{CacheConfig, Outcome};
+use prefixcache_replay::history::History;
+use prefixcache_replay::replay::Simulation;
+use prefixcache_replay::trace::{Reader, Request};
 use proptest::prelude::*;
 
+/// Tokens in a block of the small traces.
+pub const BLOCK_SIZE: usize = 512;
+
 /// Prompts as lists of symbols: two that begin alike share the blocks of what they have in common.
-pub fn trace_of(prompts: &[Vec<u8>]) -> Trace {
+pub fn trace_of(prompts: &[Vec<u8>]) -> Vec<Request> {
     let lines = prompts.iter().enumerate().map(|(time, prompt)| {
         let ids: Vec<String> = prompt.iter().map(u8::to_string).collect();
         // One token more than the blocks hold: it is computed in any case, so that every block can hit.
-        let (length, ids) = (prompt.len() * 512 + 1, ids.join(","));
+        let (length, ids) = (prompt.len() * BLOCK_SIZE + 1, ids.join(","));
         let comma = if prompt.is_empty() { "" } else { "," };
         format!(
             r#"{{"timestamp": {time}, "input_length": {length}, "output_length": 1, "hash_ids": [{ids}{comma}999]}}"#
         )
     });
     let text: Vec<String> = lines.collect();
-    Trace::read_lines("prompts", text.join("\n").as_bytes()).unwrap()
+    let reader = Reader::from_lines("prompts", std::io::Cursor::new(text.join("\n"))).unwrap();
+    reader.collect::<Result<_, _>>().unwrap()
 }
 
 /// Up to `requests` prompts of up to `length` blocks, which share much.
@@ -23,12 +32,37 @@ pub fn prompts(requests: usize, length: usize) -> impl Strategy<Value = Vec<Vec<
     prop::collection::vec(prop::collection::vec(0..2_u8, 0..=length), 1..=requests)
 }
 
-/// How many blocks hit in all, of an outcome's rate.
-pub fn hit_blocks(trace: &Trace, hit_rate: f64) -> u64 {
-    let tokens: usize = trace
-        .requests
-        .iter()
-        .map(|request| request.input_tokens)
-        .sum();
-    (hit_rate * tokens as f64 / 512.0).round() as u64
+/// A cache of `num_blocks` blocks of prompts.
+pub fn config(num_blocks: usize, eviction_policy: EvictionPolicy) -> CacheConfig {
+    CacheConfig {
+        num_blocks,
+        eviction_policy,
+        hints: Vec::new(),
+        caches_answers: false,
+    }
+}
+
+/// What requests find in the real cache.
+pub fn replay(requests: &[Request], config: &CacheConfig, block_size: usize) -> Outcome {
+    let mut simulation = Simulation::new(config, None, block_size).unwrap();
+    for request in requests {
+        simulation.push(request).unwrap();
+    }
+    simulation.finish().unwrap();
+    simulation.outcome()
+}
+
+/// The history of requests.
+pub fn history(requests: &[Request], block_size: usize) -> History {
+    let mut history = History::new(block_size, false);
+    requests.iter().for_each(|request| history.push(request));
+    history
+}
+
+/// A trace that stands beside the benches: its requests and its block size.
+pub fn public_trace(name: &str) -> (Vec<Request>, usize) {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/traces/");
+    let reader = Reader::open(format!("{folder}{name}").as_ref()).unwrap();
+    let block_size = reader.block_size();
+    (reader.collect::<Result<_, _>>().unwrap(), block_size)
 }

@@ -1,0 +1,242 @@
+//! The real cache of one configuration, and what its requests found.
+
+use std::time::Duration;
+
+use prefixcache_core::error::{CacheError, InvalidArgument, PoolError};
+use prefixcache_core::hints::{Hint, Hints, Owner};
+use prefixcache_core::ledger::Ledger;
+use prefixcache_core::{
+    BlockPool, BlockStore, EvictionPolicy, Extras, Groups, HashConfig, PoolConfig, PrefixCache,
+    Scope, Sequence, SingleWriter,
+};
+use thiserror::Error;
+
+use crate::quantiles::Quantiles;
+use crate::trace::{BlockKey, Request};
+
+/// A block of the trace is two tokens here, the halves of its key: so are blocks the same as often as in the trace.
+const BLOCK_SIZE: usize = 2;
+
+/// The most contents whose TTL ends at once, as a server does before each step.
+const MAX_EXPIRED: usize = 256;
+
+/// How a cache is run.
+#[derive(Clone, Debug)]
+pub struct CacheConfig {
+    /// Blocks of the pool.
+    pub num_blocks: usize,
+    /// Which block goes first.
+    pub eviction_policy: EvictionPolicy,
+    /// What is said of every prompt, in tokens of the trace; none: what the trace says.
+    pub hints: Vec<Hint>,
+    /// Whether blocks that answers fill are cached too, where the trace knows them.
+    pub caches_answers: bool,
+}
+
+/// What a trace's requests found in a cache.
+#[derive(Clone, Debug, Default)]
+pub struct Outcome {
+    /// Requests that were asked.
+    pub requests: u64,
+    /// Those that hit a block or more.
+    pub hit_requests: u64,
+    /// Tokens of all prompts.
+    pub input_tokens: u64,
+    /// Those that hit.
+    pub hit_tokens: u64,
+    /// Blocks that lost their content for another.
+    pub evictions: u64,
+    /// Of each request, the tokens of its prompt that had to be computed.
+    pub computed: Quantiles,
+}
+
+impl Outcome {
+    /// The share of all prompts' tokens that hit, from 0 to 1.
+    #[must_use]
+    pub fn hit_rate(&self) -> f64 {
+        self.hit_tokens as f64 / self.input_tokens.max(1) as f64
+    }
+
+    fn push(&mut self, input_tokens: usize, hit_tokens: usize) {
+        self.requests += 1;
+        self.hit_requests += u64::from(hit_tokens > 0);
+        self.input_tokens += input_tokens as u64;
+        self.hit_tokens += hit_tokens as u64;
+        self.computed.push((input_tokens - hit_tokens) as u64);
+    }
+}
+
+/// Why a cache could not be made.
+#[derive(Debug, Error)]
+pub enum ConfigError {
+    /// The pool could not be made.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+    /// The cache could not be made.
+    #[error(transparent)]
+    Argument(#[from] InvalidArgument),
+}
+
+/// A cache, and what its requests found.
+pub struct Cache {
+    cache: PrefixCache<BlockPool<SingleWriter>>,
+    ledger: Ledger,
+    /// What is said of every prompt, whatever the trace says.
+    hints: Vec<Hint>,
+    num_blocks: usize,
+    block_size: usize,
+    caches_answers: bool,
+    outcome: Outcome,
+}
+
+/// A request that has not begun.
+pub struct Waiting {
+    sequence: Sequence,
+    answer: Vec<u32>,
+    most_hits: usize,
+    input_tokens: usize,
+}
+
+impl Cache {
+    /// A cache without content, for traces of this block size.
+    pub fn new(config: &CacheConfig, block_size: usize) -> Result<Self, ConfigError> {
+        let pool = BlockPool::<SingleWriter>::new(PoolConfig {
+            eviction_policy: config.eviction_policy,
+            ..PoolConfig::new(config.num_blocks.saturating_add(1))
+        })?;
+        Ok(Self {
+            cache: PrefixCache::new(hash_config()?, pool)?,
+            ledger: Ledger::new(1.0)?,
+            hints: config.hints.clone(),
+            num_blocks: config.num_blocks,
+            block_size,
+            caches_answers: config.caches_answers,
+            outcome: Outcome::default(),
+        })
+    }
+
+    /// Hashes a request. Of one that is longer than the pool the end is computed without a place in it.
+    ///
+    /// Fails for hints of the trace that are none.
+    pub fn prepare(&self, request: &Request) -> Result<Waiting, CacheError> {
+        let blocks = &request.blocks[..request.blocks.len().min(self.num_blocks)];
+        let (prompt, answer) = blocks.split_at(request.num_prompt_blocks.min(blocks.len()));
+        let answer = if self.caches_answers { answer } else { &[] };
+        let scope = Scope::default();
+        let mut sequence = self
+            .cache
+            .new_sequence(tokens(prompt), scope, Extras::new());
+        let hints = match self.hints.is_empty() {
+            true => &request.hints,
+            false => &self.hints,
+        };
+        if !hints.is_empty() {
+            sequence.set_hints(of_blocks(hints, self.block_size)?);
+        }
+        Ok(Waiting {
+            sequence,
+            answer: tokens(answer),
+            most_hits: request.most_hits(self.block_size),
+            input_tokens: request.input_tokens,
+        })
+    }
+
+    /// The tokens of a request that would hit now.
+    pub fn probe(&self, waiting: &mut Waiting) -> Result<usize, CacheError> {
+        Ok(self.count_hits(waiting)? * self.block_size)
+    }
+
+    fn count_hits(&self, waiting: &mut Waiting) -> Result<usize, CacheError> {
+        let most = waiting.most_hits * BLOCK_SIZE;
+        let sequence = &mut waiting.sequence;
+        Ok(self.cache.count_prefix_hits_within(sequence, most)? / BLOCK_SIZE)
+    }
+
+    /// Runs a request from its start to its end, at a time from the trace's start. Returns the tokens that hit.
+    ///
+    /// All of its blocks can be reused as soon as it is answered.
+    pub fn run(&mut self, mut waiting: Waiting, now: Duration) -> Result<usize, CacheError> {
+        self.set_time(now);
+        let hits = if waiting.sequence.num_tokens() == 0 {
+            0
+        } else {
+            self.run_blocks(&mut waiting)?
+        };
+        let hit_tokens = hits * self.block_size;
+        self.outcome.push(waiting.input_tokens, hit_tokens);
+        Ok(hit_tokens)
+    }
+
+    fn set_time(&mut self, now: Duration) {
+        if let Some(reuse) = self.cache.store().reuse_queue() {
+            reuse.set_time(now);
+        }
+        self.ledger.set_time(now);
+        self.ledger.demote_expired(self.cache.store(), MAX_EXPIRED);
+    }
+
+    fn run_blocks(&mut self, waiting: &mut Waiting) -> Result<usize, CacheError> {
+        let hits = self.count_hits(waiting)?;
+        let sequence = &mut waiting.sequence;
+        let length = sequence.num_tokens();
+        let hit_slots = hits * BLOCK_SIZE;
+        let cache = &self.cache;
+        let taken = cache.commit_prefix_plan(sequence, hit_slots, length - hit_slots)?;
+        assert_eq!(
+            taken,
+            Some(hit_slots),
+            "a pool that nobody else uses has room"
+        );
+        self.ledger.note_hits(cache.store(), sequence);
+        let length = self.add_answer(sequence, &waiting.answer)?;
+        self.cache.mark_blocks_filled(&mut [sequence], &[length])?;
+        let ledger = &mut self.ledger;
+        self.cache.release_with_hints(ledger, &mut [sequence])?;
+        Ok(hits)
+    }
+
+    /// The tokens that the sequence then has.
+    fn add_answer(&self, sequence: &mut Sequence, answer: &[u32]) -> Result<usize, CacheError> {
+        if !answer.is_empty() {
+            sequence.extend(answer);
+            let upto = sequence.num_tokens();
+            self.cache.ensure_slots(&mut [sequence], &[upto])?;
+        }
+        Ok(sequence.num_tokens())
+    }
+
+    /// What the requests so far found.
+    #[must_use]
+    pub fn outcome(&self) -> Outcome {
+        Outcome {
+            evictions: self.cache.store().stats().evictions,
+            ..self.outcome.clone()
+        }
+    }
+}
+
+fn hash_config() -> Result<HashConfig, InvalidArgument> {
+    Ok(HashConfig {
+        model: "trace".into(),
+        revision: String::new(),
+        kv_dtype: String::new(),
+        arithmetic: String::new(),
+        block_size: BLOCK_SIZE,
+        groups: Groups::full(1)?,
+    })
+}
+
+fn tokens(blocks: &[BlockKey]) -> Vec<u32> {
+    let halves = |&key: &BlockKey| [key as u32, (key >> 32) as u32];
+    blocks.iter().flat_map(halves).collect()
+}
+
+/// Hints in tokens of the trace as those of the blocks here. They are of one owner, who may raise the whole pool.
+fn of_blocks(hints: &[Hint], block_size: usize) -> Result<Hints, InvalidArgument> {
+    let of_blocks = |hint: &Hint| Hint {
+        start: hint.start / block_size * BLOCK_SIZE,
+        end: hint.end.map(|end| end.div_ceil(block_size) * BLOCK_SIZE),
+        ..*hint
+    };
+    Hints::new(Owner::named("trace"), hints.iter().map(of_blocks).collect())
+}

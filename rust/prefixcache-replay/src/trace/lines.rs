@@ -1,0 +1,127 @@
+//! The lines of a file, unpacked if it is packed, none of them longer than a request can be.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::{Fault, TraceError};
+
+/// The most bytes of a line: more is taken for an error in the file.
+const MAX_LINE: usize = 1 << 26;
+
+/// Lines, one after the other.
+pub(super) struct Lines {
+    file: String,
+    source: Box<dyn BufRead + Send>,
+    /// The one that was read last, with its end.
+    line: String,
+    /// Its number, from 1.
+    number: usize,
+}
+
+/// The bytes of a file that were read so far, packed as they stand in it.
+#[derive(Clone, Default)]
+pub(super) struct BytesRead(Arc<AtomicU64>);
+
+impl BytesRead {
+    pub(super) fn get(&self) -> u64 {
+        // Relaxed: a count that is shown, and nothing else is read by it.
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// A file whose reads are counted.
+struct Counted {
+    file: File,
+    bytes: BytesRead,
+}
+
+impl Read for Counted {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.file.read(buffer)?;
+        // Relaxed: as in `BytesRead::get`.
+        self.bytes.0.fetch_add(read as u64, Ordering::Relaxed);
+        Ok(read)
+    }
+}
+
+/// What a file holds, unpacked if it is packed.
+fn unpack(file: File, bytes: &BytesRead) -> io::Result<Box<dyn BufRead + Send>> {
+    const GZIP: &[u8] = &[0x1f, 0x8b];
+    const XZ: &[u8] = &[0xfd, b'7', b'z', b'X', b'Z', 0];
+    let bytes = bytes.clone();
+    let mut file = BufReader::new(Counted { file, bytes });
+    let start = file.fill_buf()?;
+    let reader: Box<dyn Read + Send> = if start.starts_with(GZIP) {
+        Box::new(flate2::bufread::MultiGzDecoder::new(file))
+    } else if start.starts_with(XZ) {
+        Box::new(lzma_rust2::XzReader::new(file, true))
+    } else {
+        return Ok(Box::new(file));
+    };
+    Ok(Box::new(BufReader::new(reader)))
+}
+
+impl Lines {
+    pub(super) fn new(file: &str, source: Box<dyn BufRead + Send>) -> Self {
+        Self {
+            file: file.into(),
+            source,
+            line: String::new(),
+            number: 0,
+        }
+    }
+
+    /// The lines of a file, whose reads are counted in `bytes`.
+    pub(super) fn open(path: &Path, bytes: &BytesRead) -> Result<Self, TraceError> {
+        let file = path.display().to_string();
+        match File::open(path).and_then(|file| unpack(file, bytes)) {
+            Ok(source) => Ok(Self::new(&file, source)),
+            Err(source) => Err(TraceError::Unreadable {
+                file,
+                line: 1,
+                source,
+            }),
+        }
+    }
+
+    /// Whether the line has no end.
+    pub(super) fn is_cut(&self) -> bool {
+        !self.line.ends_with('\n')
+    }
+
+    /// An error of the line.
+    pub(super) fn invalid(&self, Fault { field, reason }: Fault) -> TraceError {
+        TraceError::Invalid {
+            file: self.file.clone(),
+            line: self.number,
+            field,
+            reason,
+        }
+    }
+
+    /// Goes on to the next line; false at the end of the file.
+    pub(super) fn advance(&mut self) -> Result<bool, TraceError> {
+        self.number += 1;
+        self.line.clear();
+        let mut limited = (&mut self.source).take(MAX_LINE as u64 + 1);
+        let read = limited.read_line(&mut self.line);
+        let read = read.map_err(|source| TraceError::Unreadable {
+            file: self.file.clone(),
+            line: self.number,
+            source,
+        })?;
+        if read > MAX_LINE {
+            let reason = format!("must be at most {MAX_LINE} bytes long");
+            return Err(self.invalid(Fault::new("line", reason)));
+        }
+        Ok(read > 0)
+    }
+
+    /// The line, without its end.
+    pub(super) fn line(&self) -> &str {
+        self.line.trim_end_matches(['\n', '\r'])
+    }
+}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fake_blocks import make_pool
@@ -67,13 +68,18 @@ def make_engine(
     retention: Retention | None = None,
     retention_budget: float = 0.2,
     enable_prefix_caching: bool = True,
+    rules: Mapping[str, Any] | None = None,
+    clock: Callable[[], float] = time.monotonic,
     max_blocks: int | None = None,
     max_cached_blocks: int | None = None,
     pool_options: Mapping[str, Any] | None = None,
     runner: FakeRunner | None = None,
     **parts: Any,
 ) -> tuple[Engine, FakeRunner, CacheManager]:
-    """With `max_blocks` the pool can be resized up to there; `pool_options` are of `make_pool`."""
+    """With `max_blocks` the pool can be resized up to there; `pool_options` are of `make_pool`.
+
+    `rules` are more fields of `SchedulerConfig`.
+    """
     cache = CacheManager(
         num_blocks,
         block_size,
@@ -88,6 +94,7 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         share_in_flight=share_in_flight,
+        **(rules or {}),
     )
     runner = runner or (LateRunner if ahead else FakeRunner)(
         max_blocks or num_blocks,
@@ -105,6 +112,7 @@ def make_engine(
             enable_prefix_caching=enable_prefix_caching,
             step_times=step_times,
             max_step_ms=max_step_ms,
+            clock=clock,
         ),
         "cache": cache,
         "runner": runner,

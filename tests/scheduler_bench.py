@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fake_runner import FakeRunner
@@ -30,6 +31,7 @@ class Bench:
         groups: Sequence[GroupKind] = ("full",),
         retention: Retention | None = None,
         retention_budget: float = 0.2,
+        clock: Callable[[], float] = time.monotonic,
         **rules: Any,
     ) -> None:
         self.cache = CacheManager(
@@ -49,6 +51,7 @@ class Bench:
             self.cache,
             max_model_len=max_model_len,
             enable_prefix_caching=enable_prefix_caching,
+            clock=clock,
         )
         self.runner = FakeRunner(
             num_blocks,

@@ -35,6 +35,7 @@ DType = Literal["auto", "bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 Activations = Literal["exact", "int8"]
 EvictionPolicy = Literal["lru", "reuse-queue"]
+SchedulingPolicy = Literal["fcfs", "priority", "cache-aware"]
 Attention = Literal["auto", "torch", "cpu", "flashinfer", "flashinfer-split", "flashinfer-packed"]
 
 MAX_BLOCK_SIZE = 256
@@ -286,7 +287,12 @@ class ElasticConfig(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(Checked):
-    """Limits of a step. `max_model_len` None takes the model's own context length.
+    """Order of starts and limits of a step. `max_model_len` None takes the model's context length.
+
+    `scheduling_policy` is the order within the turns of API keys: "fcfs" is that of arrival,
+    "priority" the same below the priorities that requests bring, which a server refuses otherwise,
+    and "cache-aware" starts long hits first, but none before a request ahead of it that has waited
+    for `max_queue_delay` seconds.
 
     A request whose share of cached tokens is below `global_cache_hit_threshold` ends at once unless
     it brings a threshold of its own. With `share_in_flight` a request waits, at most
@@ -296,6 +302,17 @@ class SchedulerConfig(Checked):
     most, as far as earlier steps tell. None is 250 on a CPU and no limit on CUDA.
     """
 
+    scheduling_policy: SchedulingPolicy = flag(
+        "fcfs",
+        "fcfs serves in order of arrival, API keys in turns; priority lets clients choose who is "
+        "first; cache-aware serves requests first of which much is cached.",
+        "Scheduling",
+    )
+    max_queue_delay: NonNegativeFloat = flag(
+        30.0,
+        "Seconds after which a request is passed by no later one under cache-aware scheduling.",
+        "Scheduling",
+    )
     max_num_seqs: PositiveInt = flag(64, "Most sequences of a step.", "Scheduling")
     max_num_batched_tokens: PositiveInt = flag(2048, "Most tokens of a step.", "Scheduling")
     max_step_ms: NonNegativeFloat | None = flag(

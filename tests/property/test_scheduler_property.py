@@ -55,6 +55,8 @@ class Setup:
     in_flight: str = "recompute"
     retention: Retention | None = None
     retention_budget: float = 0.2
+    max_queue_delay: float | None = None
+    """Steps, of a scheduler that is aware of the cache; None is first come, first served."""
     resizes: tuple[tuple[int, int], ...] = ()
     """At which steps, and to how many blocks a group; from the second one on in many slices."""
 
@@ -121,6 +123,7 @@ def setups(draw: st.DrawFn) -> Setup:
         in_flight=draw(st.sampled_from(["recompute", "keep"])),
         retention=draw(retentions),
         retention_budget=draw(st.sampled_from([0.2, 0.5, 1.0])),
+        max_queue_delay=draw(st.sampled_from([None, 0, 4, 1e9])),
         resizes=draw(resizes),
     )
 
@@ -181,6 +184,7 @@ class Run:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
+        self.num_steps = 0
         self.engine, self.runner, self.cache = make_engine(
             num_blocks=setup.num_blocks,
             block_size=BLOCK,
@@ -198,6 +202,8 @@ class Run:
             enable_prefix_caching=setup.enable_prefix_caching,
             max_blocks=setup.max_blocks if setup.resizes else None,
             pool_options={"clock": slow_clock()},
+            rules=self.order_of_starts(),
+            clock=lambda: self.num_steps,
         )
         self.least_blocks = setup.num_blocks
         self.reference = ReferenceCache(setup.num_blocks, BLOCK, setup.groups)
@@ -210,6 +216,12 @@ class Run:
         self.computed: Counter[str] = Counter()
         self.decoding: set[str] = set()
         self.num_checked = 0
+
+    def order_of_starts(self) -> dict[str, object]:
+        delay = self.setup.max_queue_delay
+        if delay is None:
+            return {}
+        return {"scheduling_policy": "cache-aware", "max_queue_delay": delay}
 
     def watch(self, runner: FakeRunner) -> None:
         """The engine survives whatever a step raises; what the runner found wrong must not pass."""
@@ -243,7 +255,7 @@ class Run:
             if step in self.setup.fails_at:
                 self.runner.failures.append(RuntimeError("a planted failure"))
             self.step()
-            step += 1
+            step = self.num_steps = step + 1
             assert step < 2000, "the loop hangs"
 
     def resize(self, num_blocks: int) -> None:

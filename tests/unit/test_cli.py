@@ -98,7 +98,8 @@ def test_help_imports_nothing_heavy():
     ("arguments", "told"),
     [
         (["serve", "--log-level", "loud"], "--log-level must be 'debug', 'info', 'warning' or"),
-        (["serve", "--scheduling-policy", "random"], "--scheduling-policy must be 'fcfs' or"),
+        (["serve", "--scheduling-policy", "random"], "--scheduling-policy must be 'fcfs', 'prio"),
+        (["serve", "--max-queue-delay", "-1"], "--max-queue-delay must be greater than or equal"),
         (["serve", "--kv-cache-memory", "much"], "--kv-cache-memory must be bytes, a size as"),
         (["serve", "--kv-cache-memory", "2GiB", "--num-blocks", "9"], "give one, not both"),
         (["serve", "--port", "65536"], "--port must be less than or equal to 65535, got '65536'"),
@@ -234,12 +235,12 @@ def test_every_source_takes_every_kind_of_value(served, tmp_path):
         kv_cache_memory=0.5,
         max_step_ms=7,
         batch_invariant=False,
+        scheduling_policy="priority",
         seed=3,
     )
     assert options == ServeOptions(
         api_key=("one",),
         allowed_model_dirs=(Path("x"), Path("y")),
-        scheduling_policy="priority",
         default_chat_template_kwargs={"enable_thinking": False},
     )
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcache.request import Request
 from prefixcache.sampling_params import SamplingParams
+from prefixcache.scheduler.cache_aware import CacheAwareQueue
 from prefixcache.scheduler.jobs import Jobs
 from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestState
@@ -190,13 +193,27 @@ def test_the_newest_turn_is_preempted_rather_than_a_newcomer() -> None:
     bench.run()
 
 
+MakeQueue = Callable[[Callable[[str | None], bool] | None], WaitingQueue]
+
+
+def hits_first(is_held: Callable[[str | None], bool] | None) -> WaitingQueue:
+    """Where clients a and c send nothing but hits."""
+    return CacheAwareQueue(
+        is_held,
+        count_hits=lambda state: 100 if state.request.client in ("a", "c", "held") else 0,
+        prefix_name=lambda state, hits: b"",
+        max_delay=1e9,
+        clock=lambda: 0.0,
+    )
+
+
 class Clients:
     """Starts one request after another of `WaitingQueue`, and remembers whose they were."""
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, make_queue: MakeQueue = WaitingQueue) -> None:
         self.jobs = Jobs(batch_size=1)
         held = (lambda client: self.jobs.running[client] >= limit) if limit else None
-        self.queue = WaitingQueue(held)
+        self.queue = make_queue(held)
         self.started: list[str | None] = []
         self._serial = 0
 
@@ -219,7 +236,8 @@ class Clients:
         state = self.queue.head()
         if state is None:
             return None
-        assert self.queue.pop() is state
+        self.queue.take(state)
+        self.queue.forget_hits()
         self.jobs.start(state.request, state.turn)
         self.started.append(state.request.client)
         return state
@@ -232,12 +250,13 @@ ARRIVALS = st.lists(
 )
 
 
+@pytest.mark.parametrize("make_queue", [WaitingQueue, hits_first])
 @given(ARRIVALS)
 def test_a_client_waits_for_at_most_two_of_each_other_one(
-    arrivals: list[tuple[str | None, int, int]],
+    make_queue: MakeQueue, arrivals: list[tuple[str | None, int, int]]
 ) -> None:
     """Between two starts of a client that waits, and before its first, whatever the others sent."""
-    server = Clients()
+    server = Clients(make_queue=make_queue)
     since: dict[str | None, int] = {}  # whoever waits: how many had started before its turn
     for client, size, starts in [*arrivals, ("a", 1, 10_000)]:
         since.setdefault(client, len(server.started))
@@ -252,7 +271,7 @@ def test_a_client_waits_for_at_most_two_of_each_other_one(
             if server.jobs.waiting[state.request.client]:
                 since[state.request.client] = len(server.started)
     assert not since
-    assert not server.queue.num_entries
+    assert not len(server.queue)
 
 
 def test_thousands_of_requests_of_one_key_delay_another_by_two() -> None:
@@ -287,8 +306,11 @@ def test_jobs_of_one_client_take_turns_within_its_own() -> None:
     assert "urgent" in jobs
 
 
-def test_a_client_starts_no_more_than_its_limit_and_gathers_no_turns_meanwhile() -> None:
-    server = Clients(limit=2)
+@pytest.mark.parametrize("make_queue", [WaitingQueue, hits_first])
+def test_a_client_starts_no_more_than_its_limit_and_gathers_no_turns_meanwhile(
+    make_queue: MakeQueue,
+) -> None:
+    server = Clients(2, make_queue)
     server.arrive("held", 50)
     first = [server.start(), server.start()]
     for _ in range(20):

@@ -78,6 +78,11 @@ class Admission:
                 self.num_window_missed_tokens += lost
         return Verdict.STARTED
 
+    def count_hits(self, state: RequestState) -> int:
+        """Tokens that the request would take from the cache if it started now."""
+        most = self._most_hits(state)
+        return min(self._matched_tokens(state, most), most)
+
     def _most_hits(self, state: RequestState) -> int:
         """Tokens in full blocks that may be hits: at least the last token is left to compute."""
         limit = state.num_prompt_logprobs if state.prompt_logprobs_due else state.num_tokens - 1

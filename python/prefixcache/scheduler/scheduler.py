@@ -10,7 +10,7 @@ the plan by their places. What depends on which tokens they are waits until they
 are published and requests preempted only then.
 
 Requests start by priority; clients of the same priority take turns (`queue.py`), and so do the jobs
-of a client (`jobs.py`).
+of a client (`jobs.py`). Among those whose turn it is, long hits may go first (`cache_aware.py`).
 
 Nobody starves: the first request in order is never preempted for another one, so it always ends,
 and then another is first.
@@ -21,8 +21,9 @@ from __future__ import annotations
 import bisect
 import itertools
 import sys
+import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,7 @@ from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.request import CacheOptions, ErrorCode, FinishReason, Request
 from prefixcache.scheduler.admission import Admission, Verdict
 from prefixcache.scheduler.budget import StepBudget
+from prefixcache.scheduler.cache_aware import CacheAwareQueue
 from prefixcache.scheduler.hit_counter import HitCounter
 from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.scheduler.jobs import Jobs
@@ -72,7 +74,8 @@ class Scheduler:
     this one samples by their places (see `ScheduledSequence`). Not thread safe: one loop drives it.
 
     With `step_times`, which learns how long steps take, chunks of prompts are kept so short that a
-    step ends within `max_step_ms` milliseconds while answers wait for their next token.
+    step ends within `max_step_ms` milliseconds while answers wait for their next token. `clock`, in
+    seconds, times how long requests wait where the policy asks.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         step_times: StepTimeModel | None = None,
         max_step_ms: float = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
         self._step_times = step_times
@@ -100,12 +104,25 @@ class Scheduler:
         self._states: dict[str, RequestState] = {}
         self._jobs = Jobs(config.max_num_seqs)
         self._max_running_per_client = config.max_running_per_key
-        self._waiting = WaitingQueue(None if config.max_running_per_key is None else self._is_held)
+        self._waiting = self._make_queue(config, clock)
         self._running: list[RequestState] = []
         self._under_way: deque[list[RequestState]] = deque()
         self._refused: list[Refusal] = []
         self._serials = itertools.count()
         self.num_preemptions = 0
+
+    def _make_queue(self, config: SchedulerConfig, clock: Callable[[], float]) -> WaitingQueue:
+        """Without the prefix cache there are no hits that could go first."""
+        is_held = None if config.max_running_per_key is None else self._is_held
+        if config.scheduling_policy != "cache-aware" or not self._admission.enabled:
+            return WaitingQueue(is_held)
+        return CacheAwareQueue(
+            is_held,
+            count_hits=self._admission.count_hits,
+            prefix_name=self._prefix_name,
+            max_delay=config.max_queue_delay,
+            clock=clock,
+        )
 
     @property
     def num_running(self) -> int:
@@ -410,6 +427,7 @@ class Scheduler:
         return state
 
     def _start_waiting(self, chunks: list[_Chunk], budget: StepBudget) -> None:
+        self._waiting.forget_hits()
         while not budget.is_spent and len(self._running) < self._max_num_seqs:
             state = self._waiting.head()
             if state is None:
@@ -419,15 +437,20 @@ class Scheduler:
                 return
             if verdict is Verdict.NO_ROOM and self._limits.make_room(state.num_tokens):
                 continue
-            self._waiting.pop()
+            self._waiting.take(state)
             if verdict is not Verdict.STARTED:
                 self._put_aside(state, verdict)
                 continue
+            self._waiting.forget_hits()
             self._jobs.start(state.request, state.turn)
             bisect.insort(self._running, state, key=lambda running: running.order)
             self._announce(state)
             count = budget.take_chunk(state.num_computed_tokens, state.num_remaining)
             chunks.append(_Chunk(state, count))
+
+    def _prefix_name(self, state: RequestState, num_tokens: int) -> bytes | None:
+        """What names the request's first tokens, in full blocks and more than none."""
+        return self._cache.block_hash(state.request_id, num_tokens // self._cache.block_size - 1)
 
     def _is_held(self, client: str | None) -> bool:
         """Whether as many requests of a client run as may."""

@@ -15,6 +15,9 @@ from prefixcache.step_plan import (
 )
 from prefixcache.token_ids import TokenBuffer, TokenIds
 
+Order = tuple[int, int, int, float, int]
+"""Priority, round of its client, turn of its job, arrival time and serial number of a request."""
+
 
 class RequestState:
     """A request in the scheduler: its tokens, and which of them are computed.
@@ -23,7 +26,8 @@ class RequestState:
     `num_tokens` counts the prompt and what was generated, up to `max_num_tokens`. What a planned
     step computes and samples counts from its planning on: a token is pending until the step's
     outputs are known. `turn` is the round in which its job lets the request start, `round` that of
-    its client, once it has come. `guide` keeps the answer to its grammar.
+    its client, once it has come. `waits_since` is when it first waited, by the clock of a queue
+    that asks for it. `guide` keeps the answer to its grammar.
 
     Blocks of the first `write_limit` tokens, a multiple of the block size, are published.
     `num_written_tokens` of the prompt are in blocks that this request published first; it took its
@@ -52,6 +56,7 @@ class RequestState:
         "round",
         "tokens",
         "turn",
+        "waits_since",
         "write_limit",
     )
 
@@ -72,6 +77,7 @@ class RequestState:
         self.has_ended = False
         self.turn = 0
         self.round = sys.maxsize
+        self.waits_since: float | None = None
         self.end_token_ids = end_token_ids
         self.guide = guide
         self.num_cached_tokens: int | None = None
@@ -87,7 +93,7 @@ class RequestState:
         self.restart()
 
     @property
-    def order(self) -> tuple[int, int, int, float, int]:
+    def order(self) -> Order:
         """Sorts requests: lower priority value first, then earlier round, turn and arrival."""
         request = self.request
         return (request.priority, self.round, self.turn, request.arrival_time, self._serial)

@@ -176,11 +176,6 @@ class ServeOptions(Checked):
         "Access",
         shown="anywhere",
     )
-    scheduling_policy: Literal["fcfs", "priority"] = flag(
-        "fcfs",
-        "fcfs serves in order of arrival; priority lets clients choose who is first.",
-        "Scheduling",
-    )
     max_queue: Count = flag(
         512,
         "Most requests that wait; more get a 503 with Retry-After. One with many prompts counts "

@@ -192,7 +192,7 @@ def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOption
         generation=built.model.generation,
         created=int(time.time()),
         metrics_prefix=options.metrics_prefix,
-        priorities=options.scheduling_policy == "priority",
+        priorities=config.scheduler.scheduling_policy == "priority",
         batch_invariant=built.batch_invariant,
         dtype=built.dtype,
         activations=built.activations,

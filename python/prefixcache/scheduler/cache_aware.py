@@ -83,8 +83,8 @@ class CacheAwareQueue(WaitingQueue):
         """Whoever waited for blocks and never ran has a round, but goes back among the others."""
         if _has_run(state):
             return state.order
-        priority, _, *rest = state.order
-        return (priority, sys.maxsize, *rest)
+        priority, _, turn, arrival, serial = state.order
+        return (priority, sys.maxsize, turn, arrival, serial)
 
     def _candidates(self) -> Iterator[RequestState]:
         """Those who may start next, in the order without hits, up to one that nobody passes."""

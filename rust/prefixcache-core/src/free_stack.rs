@@ -174,10 +174,15 @@ impl FreshRun {
         new_end as usize..end as usize
     }
 
+    /// The ids of the run.
+    pub(crate) fn ids(&self) -> std::ops::Range<u32> {
+        let (next, end) = Self::unpack(self.bounds.0.load(Acquire));
+        next..end
+    }
+
     /// The blocks of the run.
     pub(crate) fn walk(&self) -> impl Iterator<Item = BlockId> + use<> {
-        let (next, end) = Self::unpack(self.bounds.0.load(Acquire));
-        (next..end).map(BlockId::new)
+        self.ids().map(BlockId::new)
     }
 }
 

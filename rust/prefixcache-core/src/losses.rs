@@ -125,6 +125,11 @@ impl Losses {
         self.lives.touch(block, self.now());
     }
 
+    /// For how long nobody has used the block's content, in microseconds up to `now`.
+    pub(crate) fn idle(&self, block: BlockId, now: u64) -> u64 {
+        self.lives.of(block, now).idle
+    }
+
     /// Content moves from a block to another, both the caller's alone.
     pub(crate) fn moved(&self, from: BlockId, to: BlockId) {
         self.lives.carry(from, to);

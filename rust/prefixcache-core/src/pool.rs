@@ -53,6 +53,7 @@ mod bound;
 mod content;
 mod evictions;
 mod give;
+mod map;
 #[cfg(all(test, loom))]
 mod models;
 mod moves;
@@ -82,6 +83,7 @@ use crate::sync::{AtomicU64, Ordering, OwnLine};
 use crate::zeroed::Zeroed;
 
 pub use crate::sync::{Mode, Shared, SingleWriter};
+pub use map::{BlockMap, BlockState};
 
 use Ordering::{Acquire, Relaxed};
 

@@ -173,7 +173,17 @@ impl<M: Mode> World<M> {
             let keys = (0..LONGEST).map(|place| key(content(document, place)));
             let count = self.pool.count_leading(keys) as u64;
             assert!(count <= LONGEST);
+            self.look_at_map();
         }
+    }
+
+    /// Every block is counted once, whatever happens to it meanwhile.
+    fn look_at_map(&self) {
+        let map = self.pool.map(8, &[]).expect("the arguments are sound");
+        let sizes: Vec<u32> = map.states.iter().map(|cell| cell.iter().sum()).collect();
+        let blocks = sizes.iter().sum::<u32>() as usize + 1;
+        assert!((BLOCKS - 100..=BLOCKS + 100).contains(&blocks), "{sizes:?}");
+        assert!(sizes.iter().all(|size| sizes[0].abs_diff(*size) <= 1));
     }
 
     fn run(&self, writers: u64, hard: bool, duration: Duration) {

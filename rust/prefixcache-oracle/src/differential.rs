@@ -325,8 +325,18 @@ fn assert_same_state<M: Mode>(plain: &PlainPool, pool: &BlockPool<M>) {
     assert_eq!(pool.stats(), plain.stats());
     assert_eq!(pool.num_blocks(), plain.num_blocks());
     assert_eq!(pool.num_free(), plain.num_free());
+    assert_same_map(plain, pool);
     for key in (0..KEYS).map(key) {
         assert_eq!(pool.lookup(&key), plain.lookup(&key), "the hit of {key:?}");
+    }
+}
+
+/// Of as many cells as there are blocks, of fewer that do not divide them, and of one.
+fn assert_same_map<M: Mode>(plain: &PlainPool, pool: &BlockPool<M>) {
+    let ages = [100, 1000, 10_000].map(Duration::from_micros);
+    for cells in [1000, 7, 1] {
+        let map = pool.map(cells, &ages).expect("the arguments are sound");
+        assert_eq!(map, plain.map(cells, &ages), "the map of {cells} cells");
     }
 }
 

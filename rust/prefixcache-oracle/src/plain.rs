@@ -12,6 +12,7 @@ use prefixcache_core::error::{Broken, Exhausted, InvalidArgument, Misuse, Resize
 use prefixcache_core::id::{BlockId, Epoch};
 use prefixcache_core::losses::{Cause, Loss, LostBlock};
 use prefixcache_core::policy::{EvictionPolicy, Queue, Rank, ReuseQueue};
+use prefixcache_core::pool::{BlockMap, BlockState};
 use prefixcache_core::stats::StoreStats;
 use prefixcache_core::store::{
     BlockKey, BlockStore, FreeOrder, MAX_COPIES, Move, Moves, PoolConfig, Registration,
@@ -194,6 +195,44 @@ impl PlainPool {
     }
 }
 
+impl PlainPool {
+    /// What `BlockPool::map` tells, found by looking for each cell's blocks among all.
+    pub fn map(&self, cells: usize, age_bounds: &[Duration]) -> BlockMap {
+        let state = self.state.borrow();
+        let num_blocks = state.num_blocks - 1;
+        let cells = cells.min(num_blocks);
+        let mut map = BlockMap::default();
+        for cell in 0..cells {
+            let in_cell = |id: &BlockId| (id.index() - 1) * cells / num_blocks == cell;
+            let blocks: Vec<BlockId> = state.ids().filter(in_cell).collect();
+            let count = |what| {
+                blocks
+                    .iter()
+                    .filter(|&&id| state.what_is(id) == what)
+                    .count()
+            };
+            let states = [
+                BlockState::Free,
+                BlockState::Cached,
+                BlockState::Pinned,
+                BlockState::Held,
+            ];
+            map.states.push(states.map(|what| count(what) as u32));
+            let mut lower = None;
+            for upper in age_bounds.iter().copied().map(Some).chain([None]) {
+                let is_between = |age: Duration| {
+                    lower.is_none_or(|lower| lower < age) && upper.is_none_or(|upper| age <= upper)
+                };
+                let ages = blocks.iter().filter_map(|&id| state.age(id));
+                map.ages
+                    .push(ages.filter(|&age| is_between(age)).count() as u32);
+                lower = upper;
+            }
+        }
+        map
+    }
+}
+
 impl BlockStore for PlainPool {
     fn lookup(&self, key: &BlockKey) -> Option<BlockId> {
         self.state.borrow().lookup(key)
@@ -351,6 +390,25 @@ impl State {
 
     fn is_cached(&self, id: BlockId) -> bool {
         matches!(self.blocks[id.index()].content, Some((_, epoch)) if epoch == self.epoch)
+    }
+
+    fn what_is(&self, id: BlockId) -> BlockState {
+        let block = &self.blocks[id.index()];
+        if block.holders > 0 {
+            BlockState::Held
+        } else if !self.is_cached(id) {
+            BlockState::Free
+        } else if block.pinned {
+            BlockState::Pinned
+        } else {
+            BlockState::Cached
+        }
+    }
+
+    /// The time since the last use of content that can be hit, if somebody listens.
+    fn age(&self, id: BlockId) -> Option<Duration> {
+        let is_known = self.losses.is_some() && self.is_cached(id);
+        is_known.then(|| self.now - self.blocks[id.index()].life.used)
     }
 
     fn is_retired(&self, id: BlockId) -> bool {

@@ -19,6 +19,7 @@ macro_rules! names {
 
 names! {
     Address = "address",
+    AgeBounds = "age_bounds",
     AttentionOutNorm = "attention_out_norm",
     Attentions = "attentions",
     Block = "block",
@@ -28,6 +29,7 @@ names! {
     Cache = "cache",
     Capacity = "capacity",
     Caches = "caches",
+    Cells = "cells",
     Cos = "cos",
     Count = "count",
     Counts = "counts",

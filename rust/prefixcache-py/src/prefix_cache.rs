@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use numpy::PyArray1;
+use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods};
 use prefixcache_core::cache;
 use prefixcache_core::error::{Argument, CacheError, ResizeError};
 use prefixcache_core::groups::{GroupSpec, Groups};
@@ -11,7 +11,7 @@ use prefixcache_core::hash::{Extras, HashConfig, Scope};
 use prefixcache_core::id::BlockId;
 use prefixcache_core::ledger::Ledger;
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{BlockPool, Mode};
+use prefixcache_core::pool::{BlockPool, BlockState, Mode};
 use prefixcache_core::sequence as core;
 use prefixcache_core::store::{BlockStore, FreeOrder, Move, Moves, PoolConfig};
 use prefixcache_core::tables::TableBuffers;
@@ -32,6 +32,9 @@ use crate::sequence::{Batch, Sequence};
 use crate::shared_cache::{Cache, Core, on};
 use crate::tokens::Tokens;
 use crate::writer::Threads;
+
+/// Counts in rows and columns.
+type CountTable<'py> = Bound<'py, PyArray2<u32>>;
 
 /// A prefix cache: a pool of KV cache blocks, found again by the tokens that filled them.
 #[pyclass(frozen, module = "prefixcache.core")]
@@ -696,6 +699,30 @@ retention_budget=0.2, max_cached_blocks=None)"
         dict.set_item("hints_demoted", demoted)?;
         dict.set_item("hints_expired", expired)?;
         Ok(dict)
+    }
+
+    /// Where in the pool blocks are free, cached, pinned or held, and how long ago they were used. Any thread.
+    #[pyo3(signature = (cells, age_bounds=None), text_signature = "($self, cells, age_bounds=())")]
+    fn block_map<'py>(
+        &self,
+        py: Python<'py>,
+        cells: Number<names::Cells>,
+        age_bounds: Option<List<names::AgeBounds, Duration>>,
+    ) -> PyResult<(CountTable<'py>, CountTable<'py>)> {
+        let bounds = age_bounds.map_or_else(Vec::new, |bounds| bounds.0);
+        let core = self.0.core()?;
+        let map = run(py, core.num_blocks(), || {
+            on!(core, |cache| cache.store().map(cells.0, &bounds))
+        });
+        let map = map.map_err(IntoPyErr::into_py_err)?;
+        let rows = map.states.len();
+        let states = map.states.into_flattened().into_pyarray(py);
+        let ages = map.ages.into_pyarray(py);
+        let ages_per_cell = bounds.len() + 1;
+        Ok((
+            states.reshape([rows, BlockState::COUNT])?,
+            ages.reshape([rows, ages_per_cell])?,
+        ))
     }
 
     /// Keep a log of content that is lost from now on, of up to `capacity` blocks (rounded up to a power of two).

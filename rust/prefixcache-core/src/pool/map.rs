@@ -1,0 +1,131 @@
+//! Where in the pool blocks are free, cached, pinned or held: for people, who look at a million at once.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use super::BlockPool;
+use crate::block::Block;
+use crate::error::InvalidArgument;
+use crate::id::BlockId;
+use crate::losses::Losses;
+use crate::store::BlockStore;
+use crate::sync::Mode;
+
+/// The most cells of a map, and the most ages that it tells apart.
+const MAX_CELLS: usize = 1 << 16;
+const MAX_AGE_BOUNDS: usize = 64;
+
+/// What a block is, of several the last that is true.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockState {
+    /// Nobody holds it, and what it has can be hit no more.
+    Free,
+    /// Nobody holds it, and its content can be hit.
+    Cached,
+    /// The same, with a pin.
+    Pinned,
+    /// Somebody holds it.
+    Held,
+}
+
+impl BlockState {
+    /// How many there are.
+    pub const COUNT: usize = 4;
+}
+
+/// The blocks of a pool, but the null block, counted by cells of neighbours that are as large as each other, to
+/// within a block. With `n` blocks and `c` cells, block `b` is in cell `(b - 1) * c / n`, rounded down.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BlockMap {
+    /// The blocks of each cell in each [`BlockState`], by its number.
+    pub states: Vec<[u32; BlockState::COUNT]>,
+    /// By the time since its last use, the blocks of each cell with content that can be hit: those up to each
+    /// bound and above the one before, then those above the last. All 0 where nobody
+    /// [listens](BlockPool::listen): then no times are kept. One cell after the other.
+    pub ages: Vec<u32>,
+}
+
+impl BlockMap {
+    /// A map of `num_blocks` blocks, the null block left out, in up to `cells` cells, with the ages that `age_bounds`
+    /// separate. `look` says what a block is, and when its content was used last, if it has any and that is known.
+    pub fn of(
+        num_blocks: usize,
+        cells: usize,
+        age_bounds: &[Duration],
+        look: impl Fn(BlockId) -> (BlockState, Option<Duration>),
+    ) -> Self {
+        let cells = cells.min(num_blocks);
+        let ages = age_bounds.len() + 1;
+        let mut map = Self {
+            states: vec![[0; _]; cells],
+            ages: vec![0; cells * ages],
+        };
+        for (cell, states) in map.states.iter_mut().enumerate() {
+            let ages = &mut map.ages[cell * ages..][..ages];
+            for id in ids_of_cell(cell, cells, num_blocks).map(BlockId::new) {
+                let (state, age) = look(id);
+                states[state as usize] += 1;
+                if let Some(age) = age {
+                    ages[age_bounds.partition_point(|&bound| bound < age)] += 1;
+                }
+            }
+        }
+        map
+    }
+}
+
+/// The blocks of the cell: the first is the lowest whose `(b - 1) * cells / num_blocks` is the cell.
+fn ids_of_cell(cell: usize, cells: usize, num_blocks: usize) -> Range<u32> {
+    let first = |cell: usize| 1 + (cell * num_blocks).div_ceil(cells) as u32;
+    first(cell)..first(cell + 1)
+}
+
+impl<M: Mode> BlockPool<M> {
+    /// A map of the pool in up to `cells` cells. From any thread, beside those that change the pool, none of which
+    /// waits: each block is counted once, as it was when it was looked at.
+    ///
+    /// Reads 64 bytes a block, but not of those that were never handed out, and 24 more where somebody listens.
+    pub fn map(&self, cells: usize, age_bounds: &[Duration]) -> Result<BlockMap, InvalidArgument> {
+        if !(1..=MAX_CELLS).contains(&cells) {
+            let reason = format!("must be from 1 to {MAX_CELLS}, not {cells}");
+            return Err(InvalidArgument::new("cells", reason));
+        }
+        if age_bounds.len() > MAX_AGE_BOUNDS {
+            let reason = format!("must be at most {MAX_AGE_BOUNDS}, not {}", age_bounds.len());
+            return Err(InvalidArgument::new("age_bounds", reason));
+        }
+        if !age_bounds.is_sorted_by(|one, next| one < next) {
+            let reason = "must rise from each to the next";
+            return Err(InvalidArgument::new("age_bounds", reason));
+        }
+        let fresh = self.fresh.ids();
+        let listener = self.losses.get();
+        let now = self.clock.micros();
+        Ok(BlockMap::of(
+            self.num_blocks() - 1,
+            cells,
+            age_bounds,
+            |id| {
+                if fresh.contains(&id.get()) {
+                    return (BlockState::Free, None);
+                }
+                let (state, has_content) = self.state_of(self.block(id));
+                let idle = |losses: &Losses| Duration::from_micros(losses.idle(id, now));
+                (state, listener.filter(|_| has_content).map(idle))
+            },
+        ))
+    }
+
+    /// What the block is, and whether it has content that can be hit.
+    fn state_of(&self, block: &Block) -> (BlockState, bool) {
+        let state = block.state();
+        let has_content = state.is_hashed() && self.is_current(block);
+        let what = match has_content {
+            _ if state.is_held() => BlockState::Held,
+            true if state.is_pinned() => BlockState::Pinned,
+            true => BlockState::Cached,
+            false => BlockState::Free,
+        };
+        (what, has_content)
+    }
+}

@@ -1,0 +1,142 @@
+//! Maps that are drawn beside a thread that changes the pool. `pool_scripts.rs` compares maps at rest with those of
+//! the plain pool, after each step.
+
+#[path = "common/random.rs"]
+mod random;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use prefixcache_core::band::Band;
+use prefixcache_core::id::{BlockHash, BlockId, GroupId};
+use prefixcache_core::pool::{BlockMap, BlockPool, BlockState, Mode, Shared, SingleWriter};
+use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig};
+use proptest::prelude::*;
+use random::Random;
+
+const BLOCKS: usize = 401;
+/// Blocks of each state that stays what it is.
+const STEADY: usize = 30;
+
+fn key(number: u64) -> BlockKey {
+    let mut hash = [0; 32];
+    hash[..8].copy_from_slice(&number.to_le_bytes());
+    BlockKey::new(BlockHash::from_bytes(hash), GroupId::default())
+}
+
+/// New blocks with content, held.
+fn hold(pool: &impl BlockStore, first: u64, count: usize) -> Vec<BlockId> {
+    let mut blocks = Vec::new();
+    pool.allocate(count, &mut blocks).expect("there is room");
+    for (number, &block) in (first..).zip(&blocks) {
+        let _ = pool.register(block, key(number), pool.epoch()).unwrap();
+    }
+    blocks
+}
+
+/// Blocks that stay as they are, whatever others do: held, pinned and cached.
+fn steady(pool: &impl BlockStore) -> [(BlockState, Vec<BlockId>); 3] {
+    let [held, pinned, cached] = [0, 1, 2].map(|part| hold(pool, part * 1000, STEADY));
+    assert_eq!(pool.pin(&pinned), Ok(STEADY));
+    for (number, &block) in (2000..).zip(&cached) {
+        assert!(pool.set_band(&key(number), block, Band::of(100)));
+    }
+    pool.release(&pinned).unwrap();
+    pool.release(&cached).unwrap();
+    [
+        (BlockState::Held, held),
+        (BlockState::Pinned, pinned),
+        (BlockState::Cached, cached),
+    ]
+}
+
+/// Requests that hit, evict, and give up content, on what is left.
+fn churn(pool: &impl BlockStore, seed: u64, stop: &AtomicBool) {
+    let mut random = Random(seed);
+    while !stop.load(Ordering::Relaxed) {
+        let first = 10_000 + 40 * random.below(12);
+        let keys: Vec<BlockKey> = (first..first + 40).map(key).collect();
+        let hits = pool.count_leading(keys.iter().copied());
+        let mut blocks = Vec::new();
+        let taken = pool.commit(keys[..hits].iter().copied(), 40 - hits, &mut blocks);
+        let taken = taken.expect("there is room");
+        for (number, &block) in (first..).zip(&blocks).skip(taken) {
+            let _ = pool.register(block, key(number), pool.epoch()).unwrap();
+        }
+        blocks.reverse();
+        match random.below(4) {
+            0 => pool.discard(&blocks).unwrap(),
+            _ => pool.release(&blocks).unwrap(),
+        }
+    }
+}
+
+fn check(map: &BlockMap, steady: &[(BlockState, Vec<BlockId>)]) {
+    let count =
+        |state: BlockState| -> u32 { map.states.iter().map(|cell| cell[state as usize]).sum() };
+    assert!(map.states.iter().all(|cell| cell.iter().sum::<u32>() == 1));
+    for (state, blocks) in steady {
+        for block in blocks {
+            let cell = map.states[block.index() - 1];
+            assert_eq!(
+                cell[*state as usize], 1,
+                "block {block} was seen as {cell:?}"
+            );
+        }
+    }
+    assert_eq!(count(BlockState::Pinned) as usize, STEADY);
+    let known: u32 = map.ages.iter().sum();
+    let content = BLOCKS as u32 - 1 - count(BlockState::Free);
+    assert!(known <= content, "{known} ages of {content} blocks");
+}
+
+fn draw_beside_a_writer<M: Mode>(seed: u64, maps: usize) {
+    let pool = BlockPool::<M>::new(PoolConfig::new(BLOCKS)).unwrap();
+    pool.listen(64, &[]).unwrap();
+    let steady = steady(&pool);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| churn(&pool, seed, &stop));
+        let ages = [Duration::from_micros(50), Duration::from_millis(5)];
+        let mut drawn = 0;
+        while drawn < maps && !writer.is_finished() {
+            check(&pool.map(BLOCKS, &ages).unwrap(), &steady);
+            drawn += 1;
+        }
+        stop.store(true, Ordering::Relaxed);
+        writer.join().expect("the writer was served");
+    });
+    pool.validate().expect("the pool is whole");
+}
+
+/// As many as fit a test run; more by the environment, as proptest has it.
+fn cases() -> u32 {
+    let cases = std::env::var("PROPTEST_CASES").ok();
+    cases.and_then(|cases| cases.parse().ok()).unwrap_or(8)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
+
+    #[test]
+    fn what_stays_as_it_is_is_seen_so_beside_a_writer(seed in any::<u64>()) {
+        draw_beside_a_writer::<Shared>(seed, 200);
+        draw_beside_a_writer::<SingleWriter>(seed, 200);
+    }
+}
+
+#[test]
+fn a_map_that_cannot_be_is_refused() {
+    let pool = BlockPool::<Shared>::new(PoolConfig::new(5)).unwrap();
+    let second = Duration::from_secs(1);
+    for (cells, ages, names) in [
+        (0, vec![], "cells"),
+        (1 << 17, vec![], "cells"),
+        (4, vec![second, second], "age_bounds"),
+        (4, vec![second; 65], "age_bounds"),
+    ] {
+        let error = pool.map(cells, &ages).expect_err("it was refused");
+        assert!(error.to_string().starts_with(names), "{error}");
+    }
+    assert_eq!(pool.map(9, &[second]).unwrap().states, [[1, 0, 0, 0]; 4]);
+}

@@ -102,6 +102,16 @@ class Histogram:
         """Sets the counts by bound, the last those above all bounds, and the sum of the values."""
         self._counts, self._sum = list(counts), total
 
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """The upper bounds, ascending; what is above the last one is counted too."""
+        return self._bounds
+
+    @property
+    def counts(self) -> list[int]:
+        """Observations so far by bound, the last those above all bounds. From any thread."""
+        return self._counts.copy()
+
     def family(self) -> HistogramMetricFamily:
         """The histogram as it stands now."""
         names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]

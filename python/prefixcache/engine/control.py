@@ -24,6 +24,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, get_args
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from prefixcache.checked import shown
@@ -43,6 +45,7 @@ from prefixcache.models.hub import resolve_model
 from prefixcache.models.replaceable import WeightsInfo
 from prefixcache.models.weights import listed
 from prefixcache.scheduler.scheduler import Scheduler
+from prefixcache.scheduler.state import RequestProgress
 
 logger = logging.getLogger(__name__)
 
@@ -209,6 +212,20 @@ class Control:
             is_paused=self.is_paused,
             memory=None if self._pool is None else self._pool.gauges(core["blocks_in_use"]),
         )
+
+    def block_map(
+        self, cells: int, age_bounds: Sequence[float]
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+        """The pool in up to `cells` cells of neighbouring blocks.
+
+        Blocks free, cached, pinned and held, shape (cells, 4); and blocks with content by the
+        seconds since their last use, shape (cells, len(age_bounds) + 1), 0 where nobody listens.
+        """
+        return self._cache.block_map(cells, age_bounds)
+
+    def progress(self, most: int) -> list[RequestProgress]:
+        """How far up to `most` of the running requests are."""
+        return self._scheduler.progress(most)
 
     def weights_info(self) -> WeightsInfo | None:
         """How the weights are kept; None where that is not known."""

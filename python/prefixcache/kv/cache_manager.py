@@ -179,6 +179,12 @@ class CacheManager:
         self._cache.finish_moves()
         return len(sources)
 
+    def block_map(
+        self, cells: int, age_bounds: Sequence[float]
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+        """Blocks by place, state and age: see the core's `PrefixCache.block_map`. From any thread."""
+        return self._cache.block_map(cells, age_bounds)
+
     def listen(self, capacity: int, gap_bounds: Sequence[float]) -> None:
         """Logs what is lost from now on, once: see the core's `PrefixCache.listen`."""
         self._cache.listen(capacity, gap_bounds)

@@ -40,7 +40,7 @@ from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.scheduler.jobs import Jobs
 from prefixcache.scheduler.limits import Limits
 from prefixcache.scheduler.queue import WaitingQueue
-from prefixcache.scheduler.state import RequestState
+from prefixcache.scheduler.state import RequestProgress, RequestState
 from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 
@@ -128,6 +128,10 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests that hold blocks."""
         return len(self._running)
+
+    def progress(self, most: int) -> list[RequestProgress]:
+        """How far up to `most` of the running requests are. From any thread."""
+        return [state.progress() for state in self._running[:most]]
 
     @property
     def num_waiting(self) -> int:

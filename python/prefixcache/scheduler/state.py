@@ -19,6 +19,22 @@ Order = tuple[int, int, int, float, int]
 """Priority, round of its client, turn of its job, arrival time and serial number of a request."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestProgress:
+    """How far a running request is, in tokens.
+
+    `cached_tokens` of the prompt were hits; `computed_tokens`, they among them, have their KV;
+    `total_tokens` are the prompt and what was generated so far, `max_tokens` at most.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    total_tokens: int
+    max_tokens: int
+
+
 class RequestState:
     """A request in the scheduler: its tokens, and which of them are computed.
 
@@ -102,6 +118,17 @@ class RequestState:
     def has_round(self) -> bool:
         """Whether its round has come: it is behind all of earlier ones, wherever it waits."""
         return self.round < sys.maxsize
+
+    def progress(self) -> RequestProgress:
+        """How far it is. From any thread: beside a step, numbers may differ by that step."""
+        return RequestProgress(
+            request_id=self.request_id,
+            prompt_tokens=self.tokens.num_prompt_tokens,
+            cached_tokens=self.num_cached_tokens or 0,
+            computed_tokens=self.num_computed_tokens,
+            total_tokens=self.num_tokens,
+            max_tokens=self.max_num_tokens,
+        )
 
     @property
     def num_remaining(self) -> int:

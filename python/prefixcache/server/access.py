@@ -29,7 +29,8 @@ from prefixcache.exceptions import FieldError
 from prefixcache.server.cross_origin import CrossOrigin
 from prefixcache.server.errors import ApiError, error_response, speaks_anthropic
 
-_PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready"})
+_PUBLIC_PATHS = frozenset({"/dashboard", "/health", "/ping", "/ready"})
+_PUBLIC_PREFIX = "/dashboard/assets/"
 _CLIENT_PATHS = frozenset(
     {
         "/detokenize",
@@ -159,7 +160,7 @@ class AccessCheck:
     def _admit(self, scope: Scope) -> Caller:
         """Who asks. Raises `ApiError` unless they may."""
         path: str = scope["path"]
-        if path in self._public:
+        if path in self._public or path.startswith(_PUBLIC_PREFIX):
             return Caller()
         headers = Headers(scope=scope)
         is_foreign_page = self._is_foreign_page(headers)

@@ -16,6 +16,7 @@ from prefixcache.server.chat import chat_router
 from prefixcache.server.completions import completions_router
 from prefixcache.server.context import Lifecycle, RequestContext
 from prefixcache.server.cross_origin import CrossOrigin
+from prefixcache.server.dashboard.routes import dashboard_router
 from prefixcache.server.errors import on_http_exception
 from prefixcache.server.health import health_router
 from prefixcache.server.info import info_router
@@ -66,6 +67,7 @@ def create_app(
         redirect_slashes=False,
     )
     maker, responses = JobMaker(engine=engine, served=served), ResponseStore()
+    lifecycle = lifecycle or Lifecycle()
     app.include_router(completions_router(maker))
     app.include_router(chat_router(maker))
     app.include_router(responses_router(maker, responses))
@@ -75,6 +77,7 @@ def create_app(
     app.include_router(warm_router(maker, responses))
     app.include_router(info_router(maker, release))
     app.include_router(health_router(maker, release, flags or {}))
+    app.include_router(dashboard_router(maker, release, lifecycle))
     app.include_router(not_served_router())
     app.include_router(admin_router(engine, model_dirs or ModelDirs()))
     describe(app, command_options(engine))
@@ -83,7 +86,7 @@ def create_app(
     app.add_middleware(AccessCheck, rules=rules)
     app.add_middleware(
         RequestContext,
-        lifecycle=lifecycle or Lifecycle(),
+        lifecycle=lifecycle,
         limits=limits or ServerLimits(),
         strict=served.strict,
         tracing=tracing,

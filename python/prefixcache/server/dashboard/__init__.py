@@ -1,0 +1,1 @@
+"""`/dashboard`: the cache on one page, for administrators."""

@@ -1,0 +1,137 @@
+// Tiles, memory, requests, prefixes and misses.
+
+import { ago, byId, bytes, clock, count, make, percent, seconds, show, sync } from "./text.js";
+
+function cells(...classes) {
+  const row = make("tr");
+  row.append(...classes.map((name) => make("td", "", name)));
+  return row;
+}
+
+function fillRow(row, texts) {
+  texts.forEach((text, place) => show(row.children[place], text));
+}
+
+export function showTiles(cache, point) {
+  const state = cache.is_sleeping ? "asleep" : cache.is_paused ? "paused" : cache.enabled ? "serving" : "cache off";
+  const tiles = [
+    ["Engine", state],
+    ["Hit ratio, recent", cache.recent_queries ? percent(cache.recent_hit_ratio) : "none"],
+    ["Tokens saved", count(cache.hit_tokens)],
+    ["Tokens computed", count(cache.queried_tokens - cache.hit_tokens)],
+    ["Running, waiting", `${count(point.running)}, ${count(point.waiting)}`],
+    ["Evictions", count(cache.evictions)],
+    ["Demotions", count(cache.demotions)],
+    ["Preemptions", count(cache.preemptions)],
+    ["Blocks", `${count(cache.num_blocks)} of ${cache.block_size} tokens`],
+  ];
+  sync(byId("tiles"), tiles, {
+    key: ([name]) => name,
+    create: ([name]) => {
+      const tile = make("div");
+      tile.append(make("dt", name), make("dd"));
+      return tile;
+    },
+    fill: (tile, [, value]) => show(tile.lastElementChild, value),
+  });
+}
+
+export function showMemory(memory) {
+  byId("no-memory").hidden = memory !== null;
+  const parts = memory ? ["reserved", "mapped", "held"].map((name) => [name, memory[name]]) : [];
+  sync(byId("memory"), parts, {
+    key: ([name]) => name,
+    create: ([name]) => {
+      const part = make("div");
+      const [bar, value] = [make("dd"), make("dd")];
+      const meter = make("progress");
+      meter.setAttribute("aria-label", `${name}, of what is reserved`);
+      bar.append(meter);
+      part.append(make("dt", name), bar, value);
+      return part;
+    },
+    fill: (part, [, value]) => {
+      const meter = part.querySelector("progress");
+      meter.max = memory.reserved || 1;
+      meter.value = value;
+      show(part.lastElementChild, bytes(value));
+    },
+  });
+}
+
+export function showRequests(requests) {
+  byId("no-requests").hidden = requests.length > 0;
+  sync(byId("requests"), requests, {
+    key: (request) => request.request_id,
+    create: () => {
+      const row = cells("id", "count", "count", "count", "count", "");
+      row.lastElementChild.append(make("progress"));
+      return row;
+    },
+    fill: (row, request) => {
+      const { cached_tokens, computed_tokens, total_tokens, max_tokens } = request;
+      fillRow(row, [request.request_id, ...[cached_tokens, computed_tokens, total_tokens, max_tokens].map(count)]);
+      const meter = row.lastElementChild.firstElementChild;
+      meter.max = max_tokens;
+      meter.value = computed_tokens;
+      meter.setAttribute("aria-label", `${count(computed_tokens)} of at most ${count(max_tokens)} tokens`);
+    },
+  });
+}
+
+function makePrefix(prefix) {
+  const item = make("li");
+  const node = make("details");
+  node.open = prefix.depth < 2;
+  const summary = make("summary");
+  summary.append(make("span", "", "counts"), make("q"));
+  node.append(summary, make("ul"));
+  item.append(node);
+  return item;
+}
+
+function fillPrefix(item, prefix) {
+  const [summary, children] = item.firstElementChild.children;
+  const [counts, text] = summary.children;
+  const scope = prefix.salted && !prefix.depth ? ", under a salt" : "";
+  const uses = `${count(prefix.hits)} hits of ${count(prefix.requests)} requests, last ${ago(prefix.last_use)}`;
+  show(counts, `${count(prefix.tokens)} tokens, ${uses}${scope}`);
+  show(text, prefix.text ?? "");
+  showTree(children, prefix.children);
+}
+
+function showTree(list, prefixes) {
+  sync(list, prefixes, { key: (prefix) => prefix.id, create: makePrefix, fill: fillPrefix });
+}
+
+export function showPrefixes(prefixes) {
+  byId("no-prefixes").hidden = prefixes.length > 0;
+  showTree(byId("prefixes"), prefixes);
+}
+
+const PRESSURES = {
+  new_content: "by new content",
+  cached_limit: "by the limit on cached blocks",
+  shrunk_cache: "since the cache shrank",
+};
+
+function reason(miss) {
+  const words = [miss.reason.replaceAll("_", " ")];
+  const lost = miss.detail;
+  if (lost?.ago_s != null) words.push(`${seconds(lost.ago_s)} before`);
+  if (lost?.age_s != null) words.push(`at an age of ${seconds(lost.age_s)}`);
+  if (lost?.pressure in PRESSURES) words.push(PRESSURES[lost.pressure]);
+  return words.join(", ");
+}
+
+export function showMisses(misses) {
+  byId("no-misses").hidden = misses.length > 0;
+  sync(byId("misses"), misses, {
+    key: (miss) => `${miss.time} ${miss.request_id}`,
+    create: () => cells("", "id", "", "count", "count", ""),
+    fill: (row, miss) => {
+      const tokens = [miss.hit_tokens, miss.prompt_tokens].map(count);
+      fillRow(row, [clock(miss.time), miss.request_id, miss.api, ...tokens, reason(miss)]);
+    },
+  });
+}

@@ -1,0 +1,95 @@
+"""The page, its files, and the stream that it reads.
+
+The page and its files say nothing of the cache and are open to all, since a browser sends no key
+with an address that somebody typed. The stream is the administrator's: the page asks for the key
+and sends it as every client does, in a header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from prefixcache.server.context import Lifecycle
+from prefixcache.server.dashboard.feed import Feed
+from prefixcache.server.dashboard.view import View
+from prefixcache.server.errors import ApiError
+from prefixcache.server.sse import EventStream
+
+if TYPE_CHECKING:
+    from prefixcache.server.job_maker import JobMaker
+
+DASHBOARD_PATH = "/dashboard"
+_FILES = Path(__file__).with_name("page")
+_MEDIA_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# Nothing from elsewhere, no script or style but the files beside the page, and no text as markup:
+# browsers that know trusted types refuse to make any of a string.
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": _POLICY,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def dashboard_router(maker: JobMaker, version: str, lifecycle: Lifecycle) -> APIRouter:
+    """The endpoints, for one engine."""
+    router = APIRouter()
+    view = View(maker.engine, maker.served, version)
+    feed = Feed(view.take, view.greet, lambda: lifecycle.stopping)
+    for file in sorted(_FILES.iterdir()):
+        path = f"{DASHBOARD_PATH}/assets/{file.name}"
+        if file.suffix in _MEDIA_TYPES:
+            _serve(router, DASHBOARD_PATH if file.suffix == ".html" else path, file)
+
+    @router.get(f"{DASHBOARD_PATH}/events")
+    async def dashboard_events() -> Response:
+        """The cache now, about once a second, as server-sent events."""
+        if maker.engine.dead is not None:
+            raise maker.engine.dead
+        if feed.is_full:
+            message = "Too many pages of the dashboard are open; close one."
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="too_many_pages")
+        return EventStream(feed.events())
+
+    return router
+
+
+def _serve(router: APIRouter, path: str, file: Path) -> None:
+    """Answers with a file, which is read now and does not change while the server runs."""
+    content = file.read_bytes()
+    tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+    headers = {**_HEADERS, "ETag": tag}
+
+    async def answer(request: Request) -> Response:
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=headers)
+        return Response(content, headers=headers, media_type=_MEDIA_TYPES[file.suffix])
+
+    router.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False)

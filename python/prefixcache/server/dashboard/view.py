@@ -1,0 +1,124 @@
+"""What the pages show, as events."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache.server.dashboard.rates import Counters, rates
+from prefixcache.server.sse import named_event
+
+if TYPE_CHECKING:
+    from prefixcache.engine.async_engine import AsyncEngine
+    from prefixcache.engine.stats import PrefixCacheStats
+    from prefixcache.server.served_model import ServedModel
+
+_STATES = ("free", "cached", "pinned", "held")
+_CELLS = 1024
+# Seconds since the last use that the map tells apart.
+_AGES = (1, 10, 60, 600, 3600)
+# What a page shows of the time before it was opened, as far as another was open: ten minutes.
+_POINTS = 600
+# Two looks that are further apart are not compared: meanwhile no page was open.
+_LONGEST_GAP = 10
+_MOST_REQUESTS = 50
+
+
+class View:
+    """Reads one engine, beside its steps. One thread at a time calls `take`."""
+
+    def __init__(self, engine: AsyncEngine, served: ServedModel, version: str) -> None:
+        self._engine = engine
+        self._served = served
+        self._version = version
+        self._points: deque[dict[str, Any]] = deque(maxlen=_POINTS)
+        self._before: Counters | None = None
+
+    def greet(self) -> bytes:
+        """What a page is told first: what it looks at, and the last points of its curves."""
+        return named_event(
+            {
+                "type": "hello",
+                "model": self._served.names[0],
+                "version": self._version,
+                "ages": _AGES,
+                "most_points": _POINTS,
+                "points": list(self._points.copy()),
+            }
+        )
+
+    def take(self) -> Mapping[str, bytes]:
+        """The events of this moment, by name."""
+        return {"snapshot": named_event(self._snapshot())}
+
+    def _snapshot(self) -> dict[str, Any]:
+        control = self._engine.control
+        stats = control.prefix_cache_stats()
+        return {
+            "type": "snapshot",
+            "point": self._next_point(stats),
+            "map": block_map(*control.block_map(_CELLS, _AGES)),
+            "cache": _cache(stats),
+            "memory": None if stats.memory is None else _memory(stats),
+            "requests": [asdict(one) for one in control.progress(_MOST_REQUESTS)],
+        }
+
+    def _next_point(self, stats: PrefixCacheStats) -> dict[str, Any]:
+        metrics = self._engine.metrics
+        now, before = Counters.read(time.monotonic(), stats, metrics), self._before
+        self._before = now
+        gauges = metrics.gauges()
+        point: dict[str, Any] = {
+            "time": time.time(),
+            "running": gauges.num_running,
+            "waiting": gauges.num_waiting,
+        }
+        if before is not None and before.time < now.time <= before.time + _LONGEST_GAP:
+            point |= asdict(rates(before, now, metrics.time_to_first_token))
+        self._points.append(point)
+        return point
+
+
+def block_map(states: npt.NDArray[np.uint32], ages: npt.NDArray[np.uint32]) -> dict[str, Any]:
+    """The map of `Control.block_map` in columns: blocks of each cell by state, and its age.
+
+    The age is the number of the range that the median of the cell's blocks with content is in; -1
+    where it has none, or their times are not known.
+    """
+    totals = ages.sum(axis=1)
+    at_most = ages.cumsum(axis=1)
+    median = (2 * at_most >= totals[:, None]).argmax(axis=1)
+    columns = {name: states[:, place].tolist() for place, name in enumerate(_STATES)}
+    return columns | {"age": np.where(totals > 0, median, -1).tolist()}
+
+
+def _cache(stats: PrefixCacheStats) -> dict[str, Any]:
+    return {
+        "enabled": stats.enabled,
+        "is_sleeping": stats.is_sleeping,
+        "is_paused": stats.is_paused,
+        "block_size": stats.block_size,
+        "num_blocks": stats.num_blocks - 1,
+        "recent_hit_ratio": stats.recent_hit_ratio,
+        "recent_queries": stats.recent_queries,
+        "hit_tokens": stats.hit_tokens,
+        "queried_tokens": stats.queried_tokens,
+        "evictions": stats.evictions,
+        "demotions": stats.demotions + stats.hints_demoted,
+        "preemptions": stats.preemptions,
+    }
+
+
+def _memory(stats: PrefixCacheStats) -> dict[str, int]:
+    memory = stats.memory
+    return {
+        "reserved": memory.reserved_bytes,
+        "mapped": memory.mapped_bytes,
+        "held": memory.held_bytes,
+    }

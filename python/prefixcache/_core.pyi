@@ -389,14 +389,14 @@ class PrefixCache:
     def block_map(
         self, cells: int, age_bounds: _Sequence[float] = ()
     ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-        """Where in the pool blocks are free, cached, pinned or held, and how long ago they were used.
+        """Where in the pool blocks are free, cached, pinned or held, and when they were used last.
 
         The pool's blocks, but the null block, stand in `cells` cells (at most 65536, and as many as
-        there are blocks): with n blocks, block b is in cell (b - 1) * cells // n. Returns two arrays
-        of a row each: (cells, 4), blocks free, cached, pinned and held; and (cells, bounds + 1),
-        blocks with content by the seconds since their last use: up to each of `age_bounds`, which
-        rise (at most 64), then above the last. The second is 0 unless somebody listens. From any
-        thread, beside calls that change the cache, none of which waits.
+        there are blocks): with n blocks, block b is in cell (b - 1) * cells // n. Returns two
+        arrays with a row for each cell: blocks free, cached, pinned and held; and blocks with
+        content by the seconds since their last use, up to each of `age_bounds`, which rise (at most
+        64), then above the last. The second is 0 unless somebody listens. From any thread, beside
+        calls that change the cache, none of which waits.
         """
     def listen(self, capacity: int, gap_bounds: _Sequence[float] = ()) -> None:
         """Keep a log of content that is lost from now on, of up to `capacity` blocks.

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from prefixcache.exceptions import ConfigError
 from prefixcache.model_config import GenerationDefaults
+from prefixcache.server import dashboard
 from prefixcache.server.access import AccessRules
 from prefixcache.server.app import create_app
 from prefixcache.server.model_dirs import ModelDirs
@@ -45,7 +46,10 @@ FOR_CLIENTS = {
     "/v1/responses/{response_id}/input_items",
     "/version",
 }
-FOR_ALL = {"/health", "/ping", "/ready"}
+PAGE = Path(dashboard.__file__).with_name("page")
+FOR_ALL = {"/dashboard", "/health", "/ping", "/ready"} | {
+    f"/dashboard/assets/{file.name}" for file in PAGE.iterdir() if file.suffix != ".html"
+}
 CONTROL = [
     ("POST", "/pause"),
     ("POST", "/resume"),
@@ -59,6 +63,7 @@ CONTROL = [
     ("POST", "/prefix_cache/resize"),
     ("POST", "/prefix_cache/warm"),
     ("GET", "/metrics"),
+    ("GET", "/dashboard/events"),
     ("GET", "/server_info"),
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -194,6 +194,11 @@ class PromptHistory:
         with self._lock:
             return [entry.prompt for entry in self._entries.values()]
 
+    def in_token_order(self) -> list[RememberedPrompt]:
+        """All that is remembered: those that share a prefix stand side by side."""
+        with self._lock:
+            return [entry.prompt for entry in self._everything]
+
     def _add(self, entry: _Entry) -> None:
         prompt = entry.prompt
         salts = self._shares.setdefault(prompt.owner, {})
@@ -246,6 +251,9 @@ class _Order:
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
+
+    def __iter__(self) -> Iterator[_Entry]:
+        return iter(self._entries)
 
     def add(self, entry: _Entry) -> None:
         self._entries.insert(self._place(entry.prompt.token_ids, entry.number), entry)

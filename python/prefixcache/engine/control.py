@@ -237,6 +237,11 @@ class Control:
         return self._cache.groups
 
     @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._cache.block_size
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of the pool now, the null block included."""
         return self._cache.num_blocks

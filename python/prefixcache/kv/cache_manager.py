@@ -182,7 +182,7 @@ class CacheManager:
     def block_map(
         self, cells: int, age_bounds: Sequence[float]
     ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-        """Blocks by place, state and age: see the core's `PrefixCache.block_map`. From any thread."""
+        """Blocks by place, state and age; see the core's `block_map`. From any thread."""
         return self._cache.block_map(cells, age_bounds)
 
     def listen(self, capacity: int, gap_bounds: Sequence[float]) -> None:

@@ -55,8 +55,8 @@ class Feed:
         page = _Page()
         self._pages.add(page)
         try:
-            yield self._greet()
             self._start()
+            yield self._greet()
             while text := await page.next():
                 yield text
         finally:

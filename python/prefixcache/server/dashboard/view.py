@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from prefixcache.server.dashboard.prompts import PromptsView
 from prefixcache.server.dashboard.rates import Counters, rates
 from prefixcache.server.sse import named_event
 
 if TYPE_CHECKING:
+    from prefixcache.diagnostics.history import PromptHistory
     from prefixcache.engine.async_engine import AsyncEngine
     from prefixcache.engine.stats import PrefixCacheStats
+    from prefixcache.metrics import PoolGauges
     from prefixcache.server.served_model import ServedModel
 
 _STATES = ("free", "cached", "pinned", "held")
@@ -33,12 +36,19 @@ _MOST_REQUESTS = 50
 class View:
     """Reads one engine, beside its steps. One thread at a time calls `take`."""
 
-    def __init__(self, engine: AsyncEngine, served: ServedModel, version: str) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        served: ServedModel,
+        version: str,
+        history: PromptHistory | None = None,
+    ) -> None:
         self._engine = engine
         self._served = served
         self._version = version
         self._points: deque[dict[str, Any]] = deque(maxlen=_POINTS)
         self._before: Counters | None = None
+        self._prompts = None if history is None else PromptsView(history, served.tokenizer)
 
     def greet(self) -> bytes:
         """What a page is told first: what it looks at, and the last points of its curves."""
@@ -55,7 +65,10 @@ class View:
 
     def take(self) -> Mapping[str, bytes]:
         """The events of this moment, by name."""
-        return {"snapshot": named_event(self._snapshot())}
+        events = {"snapshot": named_event(self._snapshot())}
+        if self._prompts is not None:
+            events |= self._prompts.take(self._engine.control.block_size)
+        return events
 
     def _snapshot(self) -> dict[str, Any]:
         control = self._engine.control
@@ -65,7 +78,7 @@ class View:
             "point": self._next_point(stats),
             "map": block_map(*control.block_map(_CELLS, _AGES)),
             "cache": _cache(stats),
-            "memory": None if stats.memory is None else _memory(stats),
+            "memory": None if stats.memory is None else _memory(stats.memory),
             "requests": [asdict(one) for one in control.progress(_MOST_REQUESTS)],
         }
 
@@ -115,8 +128,7 @@ def _cache(stats: PrefixCacheStats) -> dict[str, Any]:
     }
 
 
-def _memory(stats: PrefixCacheStats) -> dict[str, int]:
-    memory = stats.memory
+def _memory(memory: PoolGauges) -> dict[str, int]:
     return {
         "reserved": memory.reserved_bytes,
         "mapped": memory.mapped_bytes,

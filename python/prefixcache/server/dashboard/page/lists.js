@@ -23,7 +23,7 @@ export function showTiles(cache, point) {
     ["Evictions", count(cache.evictions)],
     ["Demotions", count(cache.demotions)],
     ["Preemptions", count(cache.preemptions)],
-    ["Blocks", `${count(cache.num_blocks)} of ${cache.block_size} tokens`],
+    ["Blocks", `${count(cache.num_blocks)} × ${cache.block_size} tokens`],
   ];
   sync(byId("tiles"), tiles, {
     key: ([name]) => name,

@@ -23,8 +23,10 @@ export const percent = (value) => (value == null ? "none" : `${(100 * value).toF
 
 export function seconds(value) {
   if (value == null) return "none";
-  if (value < 1) return `${(1000 * value).toPrecision(3)} ms`;
-  return value < 120 ? `${value.toPrecision(3)} s` : `${Math.round(value / 60)} min`;
+  const short = (number) => Number(number.toPrecision(3));
+  if (value < 1) return `${short(1000 * value)} ms`;
+  if (value < 120) return `${short(value)} s`;
+  return value < 3600 ? `${Math.round(value / 60)} min` : `${short(value / 3600)} h`;
 }
 
 export function bytes(value) {

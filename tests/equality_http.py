@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dialogues import read_dialogues, requests_of
 from prefixcache import LLM, SamplingParams
-from prefixcache.bench.targets import run_server
+from prefixcache.bench.servers import run_server
 from prefixcache.config import DEFAULT_MODEL
 from prefixcache.llm import CompletionOutput
 from prefixcache.models.conversion import widen_folder

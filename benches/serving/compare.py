@@ -40,7 +40,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from prefixcache.bench.machine import machine_facts, usable_cores
-from prefixcache.bench.workloads import SOURCE_TEXT
+from prefixcache.bench.prompts import SOURCE_TEXT
 from prefixcache.config import DEFAULT_MODEL
 from prefixcache.models.blocks import read_index
 from prefixcache.models.conversion import widen_folder

@@ -27,10 +27,11 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-from prefixcache.bench.client import HttpTarget, RequestRecord
 from prefixcache.bench.machine import machine_facts
-from prefixcache.bench.targets import server_target
-from prefixcache.bench.workloads import Prompt
+from prefixcache.bench.prompts import Prompt, TokenForm
+from prefixcache.bench.records import RequestRecord
+from prefixcache.bench.servers import server_target
+from prefixcache.bench.targets import HttpTarget
 from prefixcache.config import DEFAULT_MODEL
 
 _COLUMNS = (
@@ -94,7 +95,8 @@ async def _measure(
     pairs: list[tuple[int, int]], flags: dict[str, object], output_len: int, rounds: int
 ) -> list[Row]:
     async with server_target(flags) as target:
-        pool = await target.token_pool()
+        assert isinstance(target.form, TokenForm)
+        pool = target.form.pool.tolist()
         draw = random.Random(0)
         rows = []
         for known, new in pairs:
@@ -121,7 +123,9 @@ async def _visit(
     known, new, output_len = lengths
     await target.reset_cache()
     shared = draw.choices(pool, k=known)
-    cold, warm = (Prompt((*shared, *draw.choices(pool, k=new)), output_len) for _ in range(2))
+    cold, warm = (
+        Prompt.of_tokens([*shared, *draw.choices(pool, k=new)], output_len) for _ in range(2)
+    )
     foreign = replace(warm, cache_salt="somebody else")
     return Visit(await target.send(cold), await target.send(warm), await target.send(foreign))
 
@@ -133,8 +137,8 @@ def _row(known: int, new: int, visits: list[Visit]) -> Row:
         cold_ms=_median_ms(visit.cold for visit in visits),
         warm_ms=_median_ms(visit.warm for visit in visits),
         foreign_salt_ms=_median_ms(visit.foreign for visit in visits),
-        least_cached_tokens=min(visit.warm.cached_tokens for visit in visits),
-        most_cached_for_foreign_salt=max(visit.foreign.cached_tokens for visit in visits),
+        least_cached_tokens=min(visit.warm.cached_tokens or 0 for visit in visits),
+        most_cached_for_foreign_salt=max(visit.foreign.cached_tokens or 0 for visit in visits),
         same_text=None if new else all(v.cold.output == v.warm.output for v in visits),
     )
 

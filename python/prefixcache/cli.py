@@ -14,10 +14,10 @@ import click
 from annotated_types import MinLen
 
 from prefixcache import __version__
-from prefixcache.bench.command import bench
+from prefixcache.bench.command import bench, compare
 from prefixcache.bench.options import BenchOptions
 from prefixcache.checked import Checked, shown
-from prefixcache.command_line import FlagCommand, Given
+from prefixcache.command_line import FlagCommand, FlagGroup, Given
 from prefixcache.config import EngineConfig
 from prefixcache.exceptions import ConfigError, FieldError, PrefixCacheError
 from prefixcache.flags import flag, leaves
@@ -190,6 +190,7 @@ def _let_threads_sleep(config: EngineConfig) -> None:
 _MODEL = click.Argument(["model_argument"], metavar="[MODEL]", required=False, help="As --model.")
 _PROMPT = click.Argument(["prompt"], help="What the model goes on with, or with --chat answers.")
 _URL = click.Argument(["url"], help="Address of an OpenAI-compatible server.")
+_RESULTS = [click.Argument([name], help="Results, as --output writes them.") for name in "ab"]
 app = click.Group(
     "prefixcache",
     help="An LLM server around a prefix KV cache.",
@@ -217,7 +218,12 @@ app = click.Group(
             arguments=[_MODEL],
             without=leaves(EngineConfig).keys() - {"model", "revision"},
         ),
-        FlagCommand(bench, BenchOptions, EngineConfig),
+        FlagGroup(
+            bench,
+            BenchOptions,
+            EngineConfig,
+            below=[FlagCommand(compare, arguments=_RESULTS)],
+        ),
         FlagCommand(verify, VerifyOptions, arguments=[_URL]),
     ],
 )

@@ -142,6 +142,34 @@ class FlagCommand(click.Command):
                     formatter.write_dl(groups[name])
 
 
+class FlagGroup(FlagCommand, click.Group):
+    """A command with flags, and commands `below` it, of which one that is named runs instead."""
+
+    def __init__(
+        self, run: Callable[[Given], None], *kinds: type[Any], below: Sequence[click.Command]
+    ) -> None:
+        super().__init__(run, *kinds)
+        self.invoke_without_command, self.no_args_is_help = True, False
+        self.callback = self._run_alone
+        for command in below:
+            self.add_command(command)
+
+    def invoke(self, ctx: click.Context) -> None:
+        """Runs the command below that was named, or this one."""
+        click.Group.invoke(self, ctx)
+
+    def _run_alone(self, **_params: object) -> None:
+        """What click calls before a command below too."""
+        ctx = click.get_current_context()
+        if ctx.invoked_subcommand is None:
+            FlagCommand.invoke(self, ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the groups, then the commands below."""
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
 class FlagOption(click.Option):
     """The option of one flag: a field `one` of the dataclass `kind`."""
 

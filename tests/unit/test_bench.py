@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib import rc_context
@@ -12,22 +15,23 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from prefixcache.bench import machine
-from prefixcache.bench.client import RequestRecord
+from prefixcache.bench.compare import compare_files
+from prefixcache.bench.goodput import parse_objectives
+from prefixcache.bench.page import write_page
 from prefixcache.bench.plots import draw
+from prefixcache.bench.records import RequestRecord, Run
 from prefixcache.bench.report import (
     Report,
     Variant,
-    heading,
     make_report,
+    medians,
     summarize,
-    table,
     to_json,
     write_json,
 )
-from prefixcache.bench.workloads import LoadConfig, WorkloadConfig, make_prompts
+from prefixcache.bench.tables import heading, table
 from prefixcache.exceptions import ConfigError
 
-POOL = list(range(100, 220))
 SETTINGS = {
     "model": "tiny",
     "dtype": "float32",
@@ -38,78 +42,48 @@ SETTINGS = {
 }
 
 
-def record(sent: float, ttft: float, *, cached: int = 0, output: str = "abc") -> RequestRecord:
+def record(
+    sent: float,
+    ttft: float,
+    *,
+    cached: int | None = 0,
+    output: str = "abc",
+    session: int = 0,
+    prompt: int = 80,
+) -> RequestRecord:
     first = sent + ttft
     return RequestRecord(
         sent=sent,
         arrivals=(first, first + 0.1, first + 0.4),
-        prompt_tokens=80,
+        prompt_tokens=prompt,
         cached_tokens=cached,
         output_tokens=3,
         output=output,
+        session=str(session),
     )
 
 
-def make(off_runs: int = 1) -> Report:
-    off = [[record(0.0, 1.0), record(0.5, 1.6)] for _ in range(off_runs)]
-    on = [[record(0.0, 1.0), record(0.5, 0.1, cached=64, output="abd")]]
-    return make_report("prefixcache bench", SETTINGS, {"cache off": off, "cache on": on})
-
-
-def test_prompts_share_exactly_the_prefix() -> None:
-    config = WorkloadConfig(num_requests=5, prefix_len=48, suffix_len=16, output_len=7)
-    prompts = make_prompts(config, POOL)
-    assert {prompt.token_ids[:48] for prompt in prompts} == {prompts[0].token_ids[:48]}
-    assert len({prompt.token_ids[48:] for prompt in prompts}) == 5
-    assert all(len(p.token_ids) == 64 and p.output_len == 7 for p in prompts)
-    assert {token for p in prompts for token in p.token_ids} <= set(POOL)
-
-
-def test_prompts_depend_on_the_seed_alone() -> None:
-    one, again, other = (
-        make_prompts(WorkloadConfig(seed=seed, num_requests=2), POOL) for seed in (1, 1, 2)
-    )
-    assert one == again
-    assert one[0].token_ids[:16] != other[0].token_ids[:16]
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("num_requests", 0), ("prefix_len", -1), ("suffix_len", -1), ("output_len", 0)],
-)
-def test_a_wrong_workload_names_the_field(field: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=field):
-        WorkloadConfig(**{field: value})
-
-
-def test_a_workload_needs_a_prompt() -> None:
-    with pytest.raises(ConfigError, match="must not both be 0"):
-        WorkloadConfig(prefix_len=0, suffix_len=0)
-
-
-@pytest.mark.parametrize(
-    "fields", [{"concurrency": -1}, {"request_rate": -1.0}, {"request_rate": float("inf")}]
-)
-def test_a_wrong_load_names_the_field(fields: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(fields))):
-        LoadConfig(**fields)
-
-
-def test_arrivals_come_at_the_asked_rate() -> None:
-    arrivals = LoadConfig(request_rate=20.0).arrivals(2000)
-    assert arrivals[0] == 0.0
-    assert arrivals == sorted(arrivals)
-    assert 2000 / arrivals[-1] == pytest.approx(20.0, rel=0.1)
-    assert LoadConfig().arrivals(3) == [0.0, 0.0, 0.0]
+def make(off_runs: int = 1, cached: int | None = 64, **more: Any) -> Report:
+    off = [Run([record(0.0, 1.0), record(0.5, 1.6, session=1)]) for _ in range(off_runs)]
+    second = record(0.5, 0.1, cached=cached, output="abd", session=1, prompt=80)
+    on = [Run([record(0.0, 1.0), second])]
+    return make_report("prefixcache bench", SETTINGS, {"cache off": off, "cache on": on}, **more)
 
 
 def test_a_summary_counts_what_the_records_say() -> None:
-    summary = summarize([record(0.0, 1.0), record(0.5, 0.1, cached=64)], ["abc", "xyz"])
+    run = Run([record(0.0, 1.0), record(0.5, 0.1, cached=64, session=1)], failures=["refused"])
+    reference = {("0", 0): "abc", ("1", 0): "xyz"}
+    summary = summarize(run, {"ttft": 0.5, "itl": 0.3}, reference)
     assert summary.duration == pytest.approx(1.4)
     assert summary.requests_per_second == pytest.approx(2 / 1.4)
     assert summary.output_tokens_per_second == pytest.approx(6 / 1.4)
     assert (summary.computed_tokens, summary.cached_tokens) == (96, 64)
+    assert (summary.requests, summary.failed_requests) == (2, 1)
+    assert summary.hit_rate == pytest.approx(0.4)
+    assert summary.slo_attainment == pytest.approx(1 / 3)
+    assert summary.goodput == pytest.approx(1 / 1.4)
     assert summary.ttft_p50 == pytest.approx(0.55)
+    assert summary.ttft_p90 == pytest.approx(0.91)
     assert summary.ttft_p99 == pytest.approx(0.991)
     assert summary.inter_token_p50 == pytest.approx(0.2)
     assert summary.latency_p50 == pytest.approx(0.95)
@@ -120,22 +94,52 @@ def test_one_token_has_no_inter_token_time() -> None:
     lone = RequestRecord(
         sent=0.0, arrivals=(0.5,), prompt_tokens=8, cached_tokens=0, output_tokens=1, output=(7,)
     )
-    summary = summarize([lone], [(7,)])
+    summary = summarize(Run([lone]), {}, None)
     assert summary.inter_token_p50 is None
     assert Variant("one token", (), (summary, summary)).median.inter_token_p99 is None
-    report = make_report("prefixcache bench", SETTINGS, {"cache off": [[lone]]})
-    assert printed(report).count(" - ") == 2
+    assert summary.slo_attainment is None
+
+
+@pytest.mark.parametrize(("itl", "attained"), [(0.21, 1.0), (0.19, 0.0)])
+def test_an_objective_between_tokens_is_of_their_mean(itl: float, attained: float) -> None:
+    summary = summarize(Run([record(0.0, 1.0)]), {"itl": itl}, None)
+    assert summary.slo_attainment == attained
+
+
+def test_objectives_are_told_in_milliseconds() -> None:
+    assert parse_objectives(("ttft:500", "e2el:2000.5")) == {"ttft": 0.5, "e2el": 2.0005}
+
+
+@pytest.mark.parametrize("text", ["ttft", "ttft:", "ttft:0", "ttft:nan", "ttft:inf", "speed:5", ""])
+def test_a_wrong_objective_is_told(text: str) -> None:
+    with pytest.raises(ValueError, match="as in ttft:500"):
+        parse_objectives((text,))
+
+
+def test_a_run_without_an_answer_has_no_numbers() -> None:
+    report = make_report("x", SETTINGS, {"as served": [Run(error="gone")], "later": []})
+    assert report.errors == ("as served: gone",)
+    assert [variant.name for variant in report.variants] == ["as served"]
+    assert not report.has_records
+    assert "0" in printed(report)
+
+
+def test_hits_that_are_not_reported_are_not_taken_for_none() -> None:
+    report = make(cached=None)
+    assert report.variants[1].median.hit_rate is None
+    rate = next(line for line in printed(report).splitlines() if "hit rate" in line)
+    assert [cell.strip() for cell in rate.split("│")[2:4]] == ["0.0%", "not reported"]
 
 
 def test_the_median_is_taken_field_by_field() -> None:
-    runs = tuple(summarize([record(0.0, ttft)], ["abc"]) for ttft in (3.0, 1.0, 2.0))
+    runs = tuple(summarize(Run([record(0.0, ttft)]), {}, None) for ttft in (3.0, 1.0, 2.0))
     assert Variant("three runs", (), runs).median.ttft_p50 == pytest.approx(2.0)
 
 
 def printed(report: Report) -> str:
     console = Console(width=120, file=io.StringIO())
     with console.capture() as capture:
-        console.print(table(report))
+        console.print(table([one.name for one in report.variants], medians(report)))
     return capture.get()
 
 
@@ -155,7 +159,7 @@ def test_the_json_can_be_read_back(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "results.json"
     write_json(report, path)
     found = json.loads(path.read_text())
-    assert found == to_json(report)
+    assert found == json.loads(json.dumps(to_json(report)))
     off, on = found["variants"]
     assert (off["name"], len(off["runs"])) == ("cache off", 2)
     assert on["runs"][0]["requests"]["cached_tokens"] == [0, 64]
@@ -173,6 +177,42 @@ def test_the_picture_is_drawn(tmp_path: Path, ending: str) -> None:
         assert height > 400
     else:
         assert path.read_text().startswith("<?xml")
+
+
+def test_the_page_stands_alone_and_says_all(tmp_path: Path) -> None:
+    report = make(remarks=["<script>alert(1)</script>"])
+    write_page(report, tmp_path / "pages" / "report.html")
+    text = (tmp_path / "pages" / "report.html").read_text()
+    wanted = ("<svg", "160", "96 (1.67x)", "cache off", SETTINGS["model"], "&lt;script&gt;")
+    assert [words for words in wanted if words not in text] == []
+    loads = r"""<script|<link|<img|(?:src|href)=["'](?!#)|url\((?!#)|@import"""
+    assert re.findall(loads, text) == []
+
+
+def test_two_results_stand_side_by_side(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    write_json(make(), a)
+    write_json(replace(make(), settings=SETTINGS | {"output_len": 9}), b)
+    console = Console(width=120, file=io.StringIO())
+    with console.capture() as capture:
+        for part in compare_files(a, b):
+            console.print(part)
+    text = capture.get()
+    assert "output_len: 3 in A, 9 in B" in text
+    assert text.count("96 (1.00x)") == 1
+    assert "A: cache off" in text
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"variants": []}', '{"variants": [{"name": 1}], "settings": {}}']
+)
+def test_what_is_no_result_is_told_by_its_name(tmp_path: Path, content: str) -> None:
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text(content)
+    with pytest.raises(ConfigError, match=r"wrong\.json"):
+        list(compare_files(wrong, wrong))
+    with pytest.raises(ConfigError, match=r"absent\.json"):
+        list(compare_files(tmp_path / "absent.json", wrong))
 
 
 def test_the_picture_says_what_was_skipped(tmp_path: Path) -> None:

@@ -9,18 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from click.testing import CliRunner
 
-from prefixcache.bench.client import BenchmarkError, EngineTarget, HttpTarget, RequestRecord, drive
+from prefixcache.bench.arrivals import LoadConfig
+from prefixcache.bench.load import drive
 from prefixcache.bench.options import BenchOptions
-from prefixcache.bench.run import run_bench, settings
-from prefixcache.bench.targets import run_server, serve_arguments
-from prefixcache.bench.workloads import LoadConfig, Prompt, WorkloadConfig
+from prefixcache.bench.prompts import Prompt, TokenForm
+from prefixcache.bench.records import BenchmarkError, RequestFailedError, RequestRecord, Run
+from prefixcache.bench.report import Report
+from prefixcache.bench.run import Work, run_bench, settings
+from prefixcache.bench.servers import run_server, serve_arguments
+from prefixcache.bench.sessions import Session, Text, Turn
+from prefixcache.bench.targets import CACHE_OFF, EngineTarget, connect
+from prefixcache.bench.workloads import WorkloadConfig
 from prefixcache.cli import app
 from prefixcache.exceptions import ConfigError
-from prefixcache.token_ids import as_token_ids
 from serving import served_folder
 
 WORKLOAD = WorkloadConfig(num_requests=4, prefix_len=64, suffix_len=16, output_len=3)
@@ -28,86 +32,150 @@ FLAGS = {"dtype": "float32", "device": "cpu"}
 
 
 class SlowTarget:
-    """Answers after a while and remembers how many requests it had at once."""
+    """Answers each prompt with its number, and remembers prompts and how many ran at once.
 
-    def __init__(self, failing: int | None = None) -> None:
-        self.failing = failing
+    Requests with the number `failing` fail, at the number `ending` the server is gone.
+    """
+
+    remarks = ()
+    max_model_len: int | None = None
+
+    def __init__(self, *, failing: int | None = None, ending: int | None = None) -> None:
+        self.form = TokenForm([5, 6, 7])
+        self.failing, self.ending = failing, ending
         self.running = self.most = self.cancelled = 0
-
-    async def token_pool(self) -> list[int]:
-        return [5, 6, 7]
+        self.sent: list[Prompt] = []
 
     async def send(self, prompt: Prompt) -> RequestRecord:
+        number = len(self.sent)
+        self.sent.append(prompt)
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            if prompt.token_ids[0] == self.failing:
-                raise BenchmarkError("failed on purpose")
             await asyncio.sleep(0.01)
+            if number == self.failing:
+                raise RequestFailedError("failed on purpose")
+            if number == self.ending:
+                raise BenchmarkError("gone on purpose")
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
         finally:
             self.running -= 1
         return RequestRecord(
-            sent=0.0,
-            arrivals=(1.0,),
+            sent=float(number),
+            arrivals=(number + 1.0,),
             prompt_tokens=1,
             cached_tokens=0,
             output_tokens=1,
-            output=prompt.token_ids,
+            output=(1000 + number,),
         )
 
-    async def reset_cache(self) -> None:
-        """Holds nothing."""
+    async def reset_cache(self) -> bool:
+        return True
 
 
-def prompts(count: int) -> list[Prompt]:
-    return [Prompt((number,), 1) for number in range(count)]
+def singles(count: int) -> list[Session]:
+    turn = Turn(adds=(Text("own", 1),), output_len=1)
+    return [Session(name=str(number), turns=(turn,)) for number in range(count)]
+
+
+async def driven(target: SlowTarget, sessions: list[Session], **more: Any) -> Run:
+    run = Run()
+    await drive(target, sessions, more.pop("load", LoadConfig()), run, **more)
+    return run
 
 
 async def test_no_more_run_at_once_than_asked() -> None:
-    target = SlowTarget()
-    done: list[None] = []
-    records = await drive(target, prompts(7), LoadConfig(concurrency=3), lambda: done.append(None))
+    target, done = SlowTarget(), list[int]()
+    run = await driven(target, singles(7), limit=3, on_done=done.append)
     assert target.most == 3
-    assert [record.output for record in records] == [(number,) for number in range(7)]
-    assert len(done) == 7
+    assert sorted(record.session for record in run.records) == [str(n) for n in range(7)]
+    assert sum(done) == 7
 
 
 async def test_without_a_limit_all_run_at_once() -> None:
     target = SlowTarget()
-    await drive(target, prompts(7), LoadConfig(concurrency=0))
+    await driven(target, singles(7))
     assert target.most == 7
 
 
-async def test_requests_wait_for_their_arrival() -> None:
+async def test_sessions_wait_for_their_arrival() -> None:
     load = LoadConfig(request_rate=100.0)
     begun = asyncio.get_running_loop().time()
-    await drive(SlowTarget(), prompts(5), load)
-    assert asyncio.get_running_loop().time() - begun >= load.arrivals(5)[-1]
+    await driven(SlowTarget(), singles(5), load=load)
+    last = [due for due, _ in load.schedule(singles(5))][-1]
+    assert asyncio.get_running_loop().time() - begun >= last
 
 
-async def test_one_failure_ends_the_run() -> None:
-    target = SlowTarget(failing=2)
-    with pytest.raises(BenchmarkError, match="on purpose"):
-        await drive(target, prompts(4), LoadConfig())
-    assert target.cancelled == 3
+def said(prompt: Prompt) -> list[int]:
+    """The answers that a prompt repeats."""
+    tokens = [int(token) for one in prompt.messages for token in one.content]
+    return [token for token in tokens if token >= 1000]
+
+
+async def test_turns_repeat_the_real_answers_and_wait_for_sub_sessions() -> None:
+    subs = tuple(
+        Session(name=f"0.{number}", turns=(Turn(adds=(Text("s", 2),), output_len=1),) * 2)
+        for number in range(2)
+    )
+    turns = (
+        Turn(adds=(Text("a", 3),), output_len=1),
+        Turn(adds=(Text("b", 2),), output_len=1, sub_sessions=subs),
+    )
+    target = SlowTarget()
+    session = Session(name="0", opening=(Text("o", 4),), turns=turns)
+    run = await driven(target, [session])
+    assert target.most == 2
+    assert [said(prompt) for prompt in target.sent[:3]] == [[], [], []]
+    # The first turn's answer, then the last ones of both sub-sessions.
+    assert said(target.sent[-1]) == [1000, 1003, 1004]
+    roles = [message.role for message in target.sent[-1].messages]
+    assert roles == ["system", "user", "assistant", "user"]
+    assert [len(message.content) for message in target.sent[-1].messages] == [4, 3, 1, 2 + 2]
+    assert {(record.session, record.turn) for record in run.records} == {
+        ("0", 0), ("0", 1), ("0.0", 0), ("0.0", 1), ("0.1", 0), ("0.1", 1)
+    }  # fmt: skip
+
+
+async def test_a_failure_ends_its_session_alone() -> None:
+    turns = (Turn(adds=(Text("a", 3),), output_len=1),) * 3
+    sessions = [Session(name=str(number), turns=turns) for number in range(3)]
+    target, done = SlowTarget(failing=1), list[int]()
+    run = await driven(target, sessions, on_done=done.append)
+    assert (len(run.records), run.failures, run.unsent) == (6, ["failed on purpose"], 2)
+    assert (run.error, sum(done)) == (None, 9)
+
+
+async def test_a_server_that_is_gone_ends_the_run_which_keeps_what_came() -> None:
+    target = SlowTarget(ending=5)
+    run = await driven(target, singles(50), limit=3)
+    assert (len(run.records), run.error) == (5, "gone on purpose")
     assert target.running == 0
+    assert len(target.sent) < 10
+
+
+async def test_what_is_too_long_is_not_sent() -> None:
+    target = SlowTarget()
+    target.max_model_len = 6
+    turns = (Turn(adds=(Text("a", 3),), output_len=1),) * 4
+    run = await driven(target, [Session(name="0", turns=turns)])
+    assert (len(run.records), run.too_long, run.unsent) == (1, 1, 2)
 
 
 async def test_an_engine_and_its_server_give_the_same_numbers(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
     async with served_folder(tiny_checkpoint()) as (client, engine):
-        over_http = await HttpTarget.connect(client)
-        pool = await over_http.token_pool()
-        in_process = EngineTarget(engine, lambda _text: as_token_ids(pool))
-        assert await in_process.token_pool() == pool
-        assert over_http.model == "tiny"
-        prompt = Prompt(tuple(pool[:40]), 5)
+        over_http = await connect(client)
+        assert isinstance(over_http.form, TokenForm)
+        in_process = EngineTarget(engine, over_http.form)
+        assert (over_http.model, over_http.is_ours) == ("tiny", True)
+        assert over_http.max_model_len == in_process.max_model_len
+        token_ids = over_http.form.pool[:40].tolist()
+        prompt = replace(Prompt.of_tokens(token_ids, 5), continues=True)
         for target in (in_process, over_http):
-            await target.reset_cache()
+            assert await target.reset_cache()
             cold, warm = await target.send(prompt), await target.send(prompt)
             foreign = await target.send(replace(prompt, cache_salt="somebody else"))
             assert (foreign.cached_tokens, foreign.output) == (0, cold.output)
@@ -115,6 +183,8 @@ async def test_an_engine_and_its_server_give_the_same_numbers(
             assert cold.output == warm.output
             assert (warm.prompt_tokens, warm.output_tokens) == (40, 5)
             assert 0 < warm.ttft <= warm.latency
+        without = await over_http.with_fields(CACHE_OFF).send(prompt)
+        assert (without.cached_tokens, without.output) == (0, warm.output)
 
 
 @pytest.mark.parametrize("token_ids", [(10**6,), ()])
@@ -122,49 +192,25 @@ async def test_a_refused_request_is_an_error(
     tiny_checkpoint: Callable[..., Path], token_ids: tuple[int, ...]
 ) -> None:
     async with served_folder(tiny_checkpoint()) as (client, _):
-        target = await HttpTarget.connect(client)
-        with pytest.raises(BenchmarkError, match="400"):
-            await target.send(Prompt(token_ids, 2))
+        target = await connect(client)
+        with pytest.raises(RequestFailedError, match="400"):
+            await target.send(Prompt.of_tokens(token_ids, 2))
 
 
-def answering(events: list[dict[str, Any]]) -> httpx.AsyncClient:
-    """A server that streams these events whatever is asked."""
-    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
-    return httpx.AsyncClient(transport=transport, base_url="http://server")
-
-
-@pytest.mark.parametrize(
-    ("events", "message"),
-    [
-        ([{"error": {"message": "the engine stopped"}}], "the engine stopped"),
-        ([{"choices": [{"text": "a"}], "usage": {"completion_tokens": 1}}], "Asked for 4"),
-    ],
-)
-async def test_a_broken_stream_is_an_error(events: list[dict[str, Any]], message: str) -> None:
-    with pytest.raises(BenchmarkError, match=message):
-        await HttpTarget(answering(events), "m").send(Prompt((1,), 4))
-
-
-async def test_nobody_at_the_address_is_an_error() -> None:
-    def refuse(request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("refused")
-
-    client = httpx.AsyncClient(transport=httpx.MockTransport(refuse), base_url="http://nobody")
-    with pytest.raises(BenchmarkError, match="No server answers at http://nobody"):
-        await HttpTarget.connect(client)
+async def benched(options: BenchOptions, *more: Callable[[str, int], None]) -> Report:
+    return await run_bench(options, Work.of(options.asked), "prefixcache bench", *more)
 
 
 async def test_a_run_finds_what_the_cache_saves(tiny_checkpoint: Callable[..., Path]) -> None:
     options = BenchOptions(
         model=str(tiny_checkpoint()),
-        workload=WORKLOAD,
+        asked=WORKLOAD,
         load=LoadConfig(concurrency=1),
         repeats=2,
         flags=FLAGS,
     )
     done: list[str] = []
-    report = await run_bench(options, "prefixcache bench", done.append)
+    report = await benched(options, lambda name, _count: done.append(name))
     off, on = report.variants
     assert done.count(off.name) == done.count(on.name) == 8
     assert (off.median.computed_tokens, off.median.cached_tokens) == (320, 0)
@@ -176,26 +222,51 @@ async def test_a_run_finds_what_the_cache_saves(tiny_checkpoint: Callable[..., P
 async def test_sharing_in_flight_is_measured_apart(tiny_checkpoint: Callable[..., Path]) -> None:
     options = BenchOptions(
         model=str(tiny_checkpoint()),
-        workload=WORKLOAD,
+        asked=WORKLOAD,
         repeats=1,
         flags=FLAGS,
         sharing=True,
     )
-    report = await run_bench(options, "prefixcache bench --sharing")
+    report = await benched(options)
     off, alone, sharing = (variant.median for variant in report.variants)
     assert (off.cached_tokens, sharing.cached_tokens) == (0, 192)
     assert [off.same_outputs, alone.same_outputs, sharing.same_outputs] == [4] * 3
 
 
-async def test_a_running_server_is_measured_as_it_is(tiny_checkpoint: Callable[..., Path]) -> None:
+async def test_a_running_server_is_measured_with_and_without_its_cache(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
     flags = {"model": str(tiny_checkpoint()), "num_blocks": 64, **FLAGS}
+    dialogues = WorkloadConfig(
+        workload="multi-turn", num_sessions=2, turns=3, prefix_len=32, suffix_len=16, output_len=3
+    )
     async with run_server(flags) as base_url:
         options = BenchOptions(
-            workload=WORKLOAD, load=LoadConfig(concurrency=1), repeats=1, base_url=base_url
+            asked=dialogues, load=LoadConfig(concurrency=1), repeats=1, base_url=f"{base_url}/v1"
         )
-        report = await run_bench(options, "prefixcache bench")
-    (variant,) = report.variants
-    assert (variant.name, variant.median.cached_tokens) == ("as served", 192)
+        off, served = (await benched(options)).variants
+        (alone,) = (await benched(replace(options, baseline=False))).variants
+    assert (off.name, off.median.cached_tokens, off.median.prompt_tokens) == ("cache off", 0, 402)
+    # Of each dialogue's later turns the full blocks of the turn before, of the other's first the
+    # two that all share.
+    assert (served.name, served.median.cached_tokens) == ("as served", 2 * (48 + 64) + 32)
+    assert served.median.same_outputs == 6
+    assert (alone.name, alone.median.cached_tokens) == ("as served", 256)
+
+
+async def test_a_workload_that_does_not_fit_says_what_would(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    options = BenchOptions(
+        asked=WorkloadConfig(workload="agents"), flags={"model": str(tiny_checkpoint()), **FLAGS}
+    )
+    with pytest.raises(ConfigError, match=r"scale_lengths must be less.* would do") as told:
+        await benched(options)
+    scale = float(str(told.value).split()[-3])
+    longest = Work.of(replace(options.asked, scale_lengths=scale)).longest
+    limit = int(str(told.value).split("takes ")[1].split(".")[0].replace(",", ""))
+    assert longest is not None
+    assert 0.5 * limit < longest <= limit
 
 
 async def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
@@ -213,7 +284,12 @@ def test_flags_become_arguments() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"repeats": 0}, "repeats"), ({"http": True, "base_url": "http://x"}, "not both")],
+    [
+        ({"repeats": 0}, "repeats"),
+        ({"http": True, "base_url": "http://x"}, "not both"),
+        ({"base_url": "localhost:8000"}, "base_url must begin with http"),
+        ({"goodput": ("ttft:fast",)}, "goodput must tell milliseconds"),
+    ],
 )
 def test_wrong_options_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -224,7 +300,7 @@ def test_settings_leave_out_what_was_not_asked() -> None:
     found = settings(BenchOptions(http=True, flags={"dtype": "auto", "num_blocks": None}))
     assert found["through"] == "HTTP on loopback"
     assert found["dtype"] == "auto"
-    assert "num_blocks" not in found
+    assert {"num_blocks", "num_sessions", "trace", "time_scale"} & found.keys() == set()
 
 
 def test_the_command_prints_writes_and_draws(
@@ -233,11 +309,16 @@ def test_the_command_prints_writes_and_draws(
     arguments = ["bench", "--model", str(tiny_checkpoint()), "--repeats", "1", "--dtype", "float32"]
     sizes = ["--num-requests", "3", "--prefix-len", "32", "--suffix-len", "8", "--output-len", "2"]
     files = ["--output", str(tmp_path / "r.json"), "--plot", str(tmp_path / "p.png")]
+    files += ["--html", str(tmp_path / "p.html"), "--goodput", "ttft:5000", "itl:500"]
     result = CliRunner().invoke(app, [*arguments, *sizes, *files, "--device", "cpu"])
     assert result.exit_code == 0, result.output
     assert "3 requests, 32 shared + 8 own prompt tokens" in result.stdout
     assert json.loads((tmp_path / "r.json").read_text())["settings"]["prefix_len"] == 32
     assert (tmp_path / "p.png").stat().st_size > 0
+    assert (tmp_path / "p.html").read_text().startswith("<!doctype html>")
+    again = CliRunner().invoke(app, ["bench", "compare", *[str(tmp_path / "r.json")] * 2])
+    assert again.exit_code == 0, again.output
+    assert "A: cache on" in again.stdout
 
 
 def test_the_command_says_what_is_wrong() -> None:
@@ -246,7 +327,9 @@ def test_the_command_says_what_is_wrong() -> None:
     assert "--prefix-len must be greater than or equal to 0, got '-5'" in result.stderr
 
 
-@pytest.mark.parametrize("option", [["--plot", "x.bmp"], ["--plot", "/"], ["--output", "/"]])
+@pytest.mark.parametrize(
+    "option", [["--plot", "x.bmp"], ["--plot", "/"], ["--output", "/"], ["--html", "/"]]
+)
 def test_what_cannot_be_written_is_told_before_anything_is_measured(option):
     result = CliRunner().invoke(app, ["bench", *option, "--model", "./nowhere"])
     assert result.exit_code == 2

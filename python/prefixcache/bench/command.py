@@ -1,4 +1,4 @@
-"""The command `prefixcache bench`."""
+"""The commands `prefixcache bench` and `prefixcache bench compare`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prefixcache.bench.options import BenchOptions
+from prefixcache.bench.records import BenchmarkError
 from prefixcache.command_line import Given
 from prefixcache.config import EngineConfig
 from prefixcache.exceptions import FieldError
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from prefixcache.bench.report import Report
 
 
@@ -21,19 +24,35 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 
 def bench(given: Given) -> None:
-    """Measure what the prefix cache saves: the same requests with the cache off and on."""
+    """Measure what the prefix cache saves, here or at any server that speaks OpenAI's API."""
     given.make(EngineConfig)  # Checks what each variant's engine is started with.
     engine = given.of(EngineConfig)
     options = given.make(BenchOptions, flags=engine)
-    _check_can_write(options.output, options.plot)
-    _show(_run(options), options.output, options.plot)
+    _check_can_write(options)
+    report = _run(options)
+    _show(report, options)
+    if report.errors:
+        raise BenchmarkError("; ".join(report.errors))
 
 
-def _check_can_write(output: Path | None, plot: Path) -> None:
+def compare(given: Given) -> None:
+    """Two results of `prefixcache bench --output` side by side, and how many times better B is."""
+    from rich.console import Console
+
+    from prefixcache.bench.compare import compare_files
+
+    console = Console()
+    for part in compare_files(Path(given.values["a"]), Path(given.values["b"])):
+        console.print(part, highlight=False)
+
+
+def _check_can_write(options: BenchOptions) -> None:
     """Raises `FieldError` for what could not be written once all has been measured."""
-    if plot.suffix.lower() not in _PICTURES:
-        raise FieldError("--plot", f"draws {', '.join(_PICTURES)}, not {str(plot)!r}.")
-    for flag, file in (("--output", output), ("--plot", plot)):
+    if options.plot.suffix.lower() not in _PICTURES:
+        shown = str(options.plot)
+        raise FieldError("--plot", f"draws {', '.join(_PICTURES)}, not {shown!r}.")
+    files = {"--output": options.output, "--html": options.html, "--plot": options.plot}
+    for flag, file in files.items():
         if file is None:
             continue
         try:
@@ -56,29 +75,65 @@ def _run(options: BenchOptions) -> Report:
         TimeElapsedColumn,
     )
 
-    from prefixcache.bench.run import run_bench, variant_names
+    from prefixcache.bench.run import Work, run_bench
 
-    command = shlex.join(["prefixcache", *sys.argv[1:]])
+    work = Work.of(options.asked)
+    command = shlex.join(["prefixcache", *_without_secrets(sys.argv[1:])])
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(
         *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
     ) as progress:
-        total = options.repeats * options.workload.num_requests
-        tasks = {name: progress.add_task(name, total=total) for name in variant_names(options)}
-        return asyncio.run(run_bench(options, command, lambda name: progress.advance(tasks[name])))
+        total = None if work.num_requests is None else options.repeats * work.num_requests
+        bars = _Bars(progress, total)
+        return asyncio.run(run_bench(options, work, command, bars.advance))
 
 
-def _show(report: Report, output: Path | None, plot: Path) -> None:
+class _Bars:
+    """A bar for each variant, from its first answer on."""
+
+    def __init__(self, progress: Progress, total: int | None) -> None:
+        self._progress = progress
+        self._total = total
+        self._tasks = dict[str, Any]()
+
+    def advance(self, name: str, count: int) -> None:
+        """So many more requests of a variant are over."""
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=self._total)
+        self._progress.advance(self._tasks[name], count)
+
+
+def _without_secrets(arguments: list[str]) -> list[str]:
+    """The command line as it may stand in a report."""
+    shown = list[str]()
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        is_key = before == "--api-key"
+        option, equals, _ = argument.partition("=")
+        hidden = f"{option}=..." if equals and option == "--api-key" else argument
+        shown.append("..." if is_key else hidden)
+    return shown
+
+
+def _show(report: Report, options: BenchOptions) -> None:
     from rich.console import Console
 
+    from prefixcache.bench.page import write_page
     from prefixcache.bench.plots import draw
-    from prefixcache.bench.report import heading, table, write_json
+    from prefixcache.bench.report import medians, write_json
+    from prefixcache.bench.tables import heading, table
 
     console = Console()
     console.print(heading(report), highlight=False)
-    console.print(table(report))
-    if output is not None:
-        write_json(report, output)
-        console.print(f"Results: {output}")
-    draw(report, plot)
-    console.print(f"Picture: {plot}")
+    console.print(table([variant.name for variant in report.variants], medians(report)))
+    for remark in report.remarks:
+        console.print(remark, highlight=False)
+    if options.output is not None:
+        write_json(report, options.output)
+        console.print(f"Results: {options.output}")
+    if not report.has_records:
+        return
+    draw(report, options.plot)
+    console.print(f"Picture: {options.plot}")
+    if options.html is not None:
+        write_page(report, options.html)
+        console.print(f"Page: {options.html}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from prefixcache.bench.workloads import LoadConfig, WorkloadConfig
+from prefixcache.bench.arrivals import LoadConfig
+from prefixcache.bench.goodput import parse_objectives
+from prefixcache.bench.workloads import WorkloadConfig
 from prefixcache.checked import Checked, PositiveInt
 from prefixcache.config import DEFAULT_MODEL
 from prefixcache.exceptions import FieldError
@@ -35,15 +37,37 @@ class BenchOptions(Checked):
     """
 
     model: str = DEFAULT_MODEL
-    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    asked: WorkloadConfig = field(default_factory=WorkloadConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
     repeats: PositiveInt = flag(3, "Runs of each variant; medians are shown.", "Benchmark")
     http: bool = flag(False, "Start servers on loopback and measure through HTTP.", "Benchmark")
     base_url: str | None = flag(
-        None, "Measure the server that runs at this address, as it is.", "Benchmark"
+        None,
+        "Measure the server at this address, of any make that speaks OpenAI's API.",
+        "Benchmark",
+    )
+    api_key: str | None = flag(None, "Key for the server at --base-url.", "Benchmark", secret=True)
+    prompts: Literal["auto", "tokens", "text", "chat"] = flag(
+        "auto",
+        "How prompts are sent to --base-url; auto: the first of these that the server takes.",
+        "Benchmark",
+    )
+    baseline: bool = flag(
+        True, "Also with the cache off, where the server is of this project.", "Benchmark"
     )
     sharing: bool = flag(False, "Also with no request waiting for another's blocks.", "Benchmark")
+    goodput: tuple[str, ...] = flag(
+        (),
+        "Objectives in milliseconds, of ttft, itl, tpot, e2el, as in ttft:500 itl:50. Told is "
+        "which share of the requests keeps within all.",
+        "Benchmark",
+        greedy=True,
+        metavar="<metric:ms>...",
+    )
     output: Path | None = flag(None, "Where to write the results (JSON).", "Benchmark")
+    html: Path | None = flag(
+        None, "Where to write a page with table and pictures (HTML).", "Benchmark"
+    )
     plot: Path = flag(
         Path("prefixcache-bench.png"), "Where to draw the picture (png, svg or pdf).", "Benchmark"
     )
@@ -53,8 +77,22 @@ class BenchOptions(Checked):
         """Raises `FieldError`."""
         if self.http and self.base_url:
             raise FieldError("base_url", "stands beside http: give one, not both.")
+        if self.sharing and self.base_url:
+            raise FieldError("sharing", "needs engines of its own: give base_url or it, not both.")
+        if self.base_url and not self.base_url.startswith(("http://", "https://")):
+            raise FieldError("base_url", f"must begin with http:// or https://: {self.base_url!r}.")
+        try:
+            parse_objectives(self.goodput)
+        except ValueError as error:
+            raise FieldError("goodput", f"{error}.") from None
+
+    @property
+    def objectives(self) -> dict[str, float]:
+        """Seconds by metric."""
+        return parse_objectives(self.goodput)
 
     @property
     def variants(self) -> Mapping[str, Mapping[str, Any]]:
         """Flags of each variant, by its name."""
-        return SHARING_VARIANTS if self.sharing else VARIANTS
+        variants = SHARING_VARIANTS if self.sharing else VARIANTS
+        return variants if self.baseline else dict(list(variants.items())[1:])

@@ -1,41 +1,55 @@
-"""From timed requests to numbers, a table and a JSON file."""
+"""From timed requests to numbers, and to the JSON file that keeps them."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
-from prefixcache.bench.client import RequestRecord
+from prefixcache.bench.goodput import is_good
 from prefixcache.bench.machine import machine_facts
+from prefixcache.bench.records import RequestRecord, Run
+
+# Outputs by session and turn, with which others are compared.
+Reference = Mapping[tuple[str, int], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One run, or the median of several. Times in seconds; inter-token None for one-token outputs.
+    """One run, or the median of several. Times in seconds; None is what nobody knows.
 
     `computed_tokens` are prompt tokens that went through the model, `cached_tokens` those that the
-    cache saved. `same_outputs` counts answers equal to those of the first variant's first run.
+    cache saved, `hit_rate` their share; None where the server does not report it. `slo_attainment`
+    is the share of all requests, failed ones too, that kept within the objectives, and `goodput`
+    how many of them a second. `same_outputs` counts answers equal to the baseline's first run.
     """
 
     duration: float
-    requests_per_second: float
-    output_tokens_per_second: float
-    computed_tokens: float
-    cached_tokens: float
-    ttft_p50: float
-    ttft_p99: float
+    requests: float
+    failed_requests: float
+    requests_per_second: float | None
+    output_tokens_per_second: float | None
+    prompt_tokens: float
+    computed_tokens: float | None
+    cached_tokens: float | None
+    hit_rate: float | None
+    ttft_p50: float | None
+    ttft_p90: float | None
+    ttft_p99: float | None
     inter_token_p50: float | None
+    inter_token_p90: float | None
     inter_token_p99: float | None
-    latency_p50: float
-    same_outputs: float
+    latency_p50: float | None
+    latency_p99: float | None
+    slo_attainment: float | None
+    goodput: float | None
+    same_outputs: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,60 +69,149 @@ class Variant:
         }
         return Summary(**{name: _median(column) for name, column in columns.items()})
 
+    @property
+    def typical_run(self) -> tuple[RequestRecord, ...]:
+        """The run whose duration is the median."""
+        order = sorted(range(len(self.runs)), key=lambda run: self.summaries[run].duration)
+        return self.runs[order[len(order) // 2]]
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything one `prefixcache bench` measured. The first variant is the baseline."""
+    """Everything one `prefixcache bench` measured. The first variant is the baseline.
+
+    `remarks` say what its reader must know of the numbers, `errors` what went wrong.
+    """
 
     command: str
     date: str
     machine: dict[str, str | int]
     settings: dict[str, Any]
     variants: tuple[Variant, ...]
+    remarks: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+
+    @property
+    def has_records(self) -> bool:
+        """Whether any request was answered."""
+        return any(records for variant in self.variants for records in variant.runs)
+
+
+def medians(report: Report) -> list[dict[str, Any]]:
+    """The median of each variant, by field."""
+    return [asdict(variant.median) for variant in report.variants]
 
 
 def make_report(
     command: str,
     settings: dict[str, Any],
-    runs: dict[str, list[list[RequestRecord]]],
+    runs: Mapping[str, Sequence[Run]],
+    *,
+    objectives: Mapping[str, float] | None = None,
+    remarks: Sequence[str] = (),
+    compares_outputs: bool = True,
 ) -> Report:
-    """`runs` holds the records of every run of every variant, the baseline first."""
-    reference = [record.output for record in next(iter(runs.values()))[0]]
+    """`runs` holds the runs of every variant, the baseline first. Who has none is left out."""
+    measured = {name: repeats for name, repeats in runs.items() if repeats}
+    reference = _outputs(next(iter(measured.values()))[0]) if measured else {}
     variants = tuple(
         Variant(
             name,
-            tuple(tuple(records) for records in repeats),
-            tuple(summarize(records, reference) for records in repeats),
+            tuple(tuple(run.records) for run in repeats),
+            tuple(
+                summarize(run, objectives or {}, reference if compares_outputs else None)
+                for run in repeats
+            ),
         )
-        for name, repeats in runs.items()
+        for name, repeats in measured.items()
     )
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return Report(command, date, dict(machine_facts()), settings, variants)
+    return Report(
+        command,
+        date,
+        dict(machine_facts()),
+        settings,
+        variants,
+        (*remarks, *_told_remarks(measured)),
+        _errors(measured),
+    )
 
 
-def summarize(
-    records: Sequence[RequestRecord], reference: Sequence[tuple[int, ...] | str]
-) -> Summary:
-    """Numbers of one run; `reference` are the outputs its answers are compared with."""
-    duration = max(r.arrivals[-1] for r in records) - min(r.sent for r in records)
+def _outputs(run: Run) -> Reference:
+    return {(record.session, record.turn): record.output for record in run.records}
+
+
+def _told_remarks(runs: Mapping[str, Sequence[Run]]) -> list[str]:
+    too_long = max((run.too_long for repeats in runs.values() for run in repeats), default=0)
+    if not too_long:
+        return []
+    return [f"{too_long} sessions of a run ended where prompts grew longer than the model takes."]
+
+
+def _errors(runs: Mapping[str, Sequence[Run]]) -> tuple[str, ...]:
+    """What ended runs, and how many requests failed, with the first reason of each variant."""
+    told = list[str]()
+    for name, repeats in runs.items():
+        told += [f"{name}: {run.error}" for run in repeats if run.error is not None]
+        failures = [failure for run in repeats for failure in run.failures]
+        if failures:
+            told.append(f"{name}: {len(failures)} requests failed, the first: {failures[0]}")
+    return tuple(told)
+
+
+def summarize(run: Run, objectives: Mapping[str, float], reference: Reference | None) -> Summary:
+    """Numbers of one run; `reference` is what its answers are compared with."""
+    records = run.records
+    duration = _duration(records)
     ttft = [record.ttft for record in records]
     gaps = [gap for record in records for gap in record.inter_token]
-    cached = sum(record.cached_tokens for record in records)
+    latency = [record.latency for record in records]
+    prompt_tokens, cached = sum(record.prompt_tokens for record in records), _cached(records)
+    good = sum(is_good(record, objectives) for record in records)
+    asked = len(records) + len(run.failures)
     return Summary(
         duration=duration,
-        requests_per_second=len(records) / duration,
-        output_tokens_per_second=sum(record.output_tokens for record in records) / duration,
-        computed_tokens=sum(record.prompt_tokens for record in records) - cached,
+        requests=len(records),
+        failed_requests=len(run.failures),
+        requests_per_second=_ratio(len(records), duration),
+        output_tokens_per_second=_ratio(sum(r.output_tokens for r in records), duration),
+        prompt_tokens=prompt_tokens,
+        computed_tokens=None if cached is None else prompt_tokens - cached,
         cached_tokens=cached,
+        hit_rate=None if cached is None else _ratio(cached, prompt_tokens),
         ttft_p50=_percentile(ttft, 50),
+        ttft_p90=_percentile(ttft, 90),
         ttft_p99=_percentile(ttft, 99),
-        inter_token_p50=_percentile(gaps, 50) if gaps else None,
-        inter_token_p99=_percentile(gaps, 99) if gaps else None,
-        latency_p50=_percentile([record.latency for record in records], 50),
-        same_outputs=sum(
-            record.output == expected for record, expected in zip(records, reference, strict=True)
-        ),
+        inter_token_p50=_percentile(gaps, 50),
+        inter_token_p90=_percentile(gaps, 90),
+        inter_token_p99=_percentile(gaps, 99),
+        latency_p50=_percentile(latency, 50),
+        latency_p99=_percentile(latency, 99),
+        slo_attainment=_ratio(good, asked) if objectives else None,
+        goodput=_ratio(good, duration) if objectives else None,
+        same_outputs=None if reference is None else _count_same(records, reference),
     )
+
+
+def _duration(records: Sequence[RequestRecord]) -> float:
+    """From the first request to the last answer."""
+    if not records:
+        return 0.0
+    return max(r.arrivals[-1] for r in records) - min(r.sent for r in records)
+
+
+def _cached(records: Sequence[RequestRecord]) -> int | None:
+    counts = [record.cached_tokens for record in records]
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _count_same(records: Sequence[RequestRecord], reference: Reference) -> int:
+    return sum(record.output == reference.get((record.session, record.turn)) for record in records)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
 
 
 def _median(column: list[float | None]) -> Any:
@@ -116,71 +219,9 @@ def _median(column: list[float | None]) -> Any:
     return statistics.median(present) if present else None
 
 
-def _percentile(values: Iterable[float], rank: float) -> float:
-    return float(np.percentile(np.fromiter(values, dtype=np.float64), rank))
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A line of the table. `better` names the side a ratio is counted towards."""
-
-    label: str
-    field: str
-    scale: float = 1.0
-    digits: int = 1
-    better: str = ""
-
-
-_ROWS = (
-    _Row("requests/s", "requests_per_second", digits=2, better="high"),
-    _Row("output tokens/s", "output_tokens_per_second", better="high"),
-    _Row("prompt tokens computed", "computed_tokens", digits=0, better="low"),
-    _Row("prompt tokens from cache", "cached_tokens", digits=0),
-    _Row("TTFT p50 (ms)", "ttft_p50", 1e3, better="low"),
-    _Row("TTFT p99 (ms)", "ttft_p99", 1e3, better="low"),
-    _Row("inter-token p50 (ms)", "inter_token_p50", 1e3, better="low"),
-    _Row("inter-token p99 (ms)", "inter_token_p99", 1e3, better="low"),
-    _Row("answers equal to baseline", "same_outputs", digits=0),
-)
-
-
-def table(report: Report) -> Table:
-    """Medians of every variant; in brackets how many times better than the baseline it is."""
-    medians = [variant.median for variant in report.variants]
-    made = Table()
-    made.add_column("")
-    for variant in report.variants:
-        made.add_column(variant.name, justify="right")
-    for row in _ROWS:
-        made.add_row(row.label, *_cells(row, medians))
-    return made
-
-
-def heading(report: Report) -> str:
-    """The line above the table."""
-    runs = len(report.variants[0].runs)
-    return f"{describe(report.settings)}; median of {runs} run{'s' if runs > 1 else ''}"
-
-
-def describe(settings: dict[str, Any]) -> str:
-    """The workload in one line."""
-    return (
-        f"{settings['num_requests']} requests, {settings['prefix_len']:,} shared + "
-        f"{settings['suffix_len']:,} own prompt tokens, {settings['output_len']:,} output tokens"
-    )
-
-
-def _cells(row: _Row, medians: Sequence[Summary]) -> list[str]:
-    values = [getattr(median, row.field) for median in medians]
-    cells = ["-" if v is None else f"{v * row.scale:,.{row.digits}f}" for v in values]
-    better = ["", *(_times_better(row, values[0], value) for value in values[1:])]
-    return [cell + times for cell, times in zip(cells, better, strict=True)]
-
-
-def _times_better(row: _Row, base: float | None, value: float | None) -> str:
-    if not row.better or not base or not value:
-        return ""
-    return f" ({value / base if row.better == 'high' else base / value:.2f}x)"
+def _percentile(values: Iterable[float], rank: float) -> float | None:
+    array = np.fromiter(values, dtype=np.float64)
+    return float(np.percentile(array, rank)) if len(array) else None
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -190,6 +231,8 @@ def to_json(report: Report) -> dict[str, Any]:
         "date": report.date,
         "machine": report.machine,
         "settings": report.settings,
+        "remarks": report.remarks,
+        "errors": report.errors,
         "variants": [_variant_json(variant) for variant in report.variants],
     }
 
@@ -211,11 +254,17 @@ def _variant_json(variant: Variant) -> dict[str, Any]:
     }
 
 
-def _columns(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
+def _columns(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
+    start = min((record.sent for record in records), default=0.0)
     return {
+        "session": [record.session for record in records],
+        "turn": [record.turn for record in records],
+        "sent": [round(record.sent - start, 6) for record in records],
         "ttft": [round(record.ttft, 6) for record in records],
         "latency": [round(record.latency, 6) for record in records],
+        "prompt_tokens": [record.prompt_tokens for record in records],
         "cached_tokens": [record.cached_tokens for record in records],
+        "output_tokens": [record.output_tokens for record in records],
     }
 
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from prefixcache.bench.arrivals import LoadConfig
-from prefixcache.bench.prompts import ChatForm, Message, TextForm, TokenForm
+from prefixcache.bench.prompts import ChatForm, Message, Prompt, TextForm, TokenForm
+from prefixcache.bench.records import BenchmarkError
 from prefixcache.bench.sessions import Session, Text, Turn
+from prefixcache.bench.traces import trace_sessions
 from prefixcache.bench.workloads import WorkloadConfig, make_sessions
 from prefixcache.exceptions import ConfigError
 
@@ -182,9 +184,54 @@ def test_text_has_about_as_many_tokens_as_asked() -> None:
 
 
 def test_a_chat_is_sent_as_json() -> None:
-    from prefixcache.bench.prompts import Prompt
-
     messages = (Message("system", " a b"), Message("user", " c"))
     assert json.loads(json.dumps(ChatForm().body(Prompt(messages, 1)))) == {
         "messages": [{"role": "system", "content": " a b"}, {"role": "user", "content": " c"}]
     }
+
+
+def mooncake(*rows: tuple[int, int, int, list[int]]) -> str:
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    return "".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows)
+
+
+def test_a_trace_is_sent_with_its_sharing_times_and_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    rows = (5000, 1100, 8, [7, 8, 9]), (5500, 1030, 0, [7, 8, 1]), (9000, 10, 3, [4])
+    path.write_text(mooncake(*rows))
+    whole = list(trace_sessions(WorkloadConfig(trace=path)))
+    assert [session.due for session in whole] == [0.0, 0.5, 4.0]
+    assert [session.first_prompt for session in whole] == [1100, 1030, 10]
+    assert [session.turns[0].output_len for session in whole] == [8, 1, 3]
+    one, other, _ = (first_prompt(session) for session in whole)
+    assert one[:1024] == other[:1024]
+    assert one[1024:1030] != other[1024:]
+    scaled = trace_sessions(WorkloadConfig(trace=path, scale_lengths=1 / 16, num_requests=2))
+    assert [session.first_prompt for session in scaled] == [64 + 5, 64 + 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "t.jsonl"),
+        ("never\n", "t.jsonl, line 1"),
+        (mooncake((5, 512, 1, [1]), (4, 512, 1, [1])), "t.jsonl, line 2"),
+        (mooncake((5, 512, 1, [1])) + '{"timestamp": 9, "inp', "t.jsonl, line 2"),
+    ],
+    ids=["empty", "unknown", "unsorted", "truncated"],
+)
+def test_a_broken_trace_is_told_by_file_and_line(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(text)
+    with pytest.raises(BenchmarkError, match=told):
+        list(trace_sessions(WorkloadConfig(trace=path)))
+
+
+def test_a_trace_is_read_no_further_than_it_is_sent(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    rows = [(number, 512, 1, [number]) for number in range(300)]
+    path.write_text(mooncake(*rows) + "broken\n")
+    sessions = trace_sessions(WorkloadConfig(trace=path))
+    assert [next(sessions).name for _ in range(256)] == [str(number) for number in range(256)]
+    with pytest.raises(BenchmarkError, match="line 301"):
+        list(sessions)

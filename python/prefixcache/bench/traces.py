@@ -31,7 +31,7 @@ def trace_sessions(config: WorkloadConfig) -> Iterator[Session]:
 
 
 def _read(path: Path, config: WorkloadConfig) -> Iterator[Session]:
-    from prefixcache._core import TraceReader  # pyright: ignore[reportAttributeAccessIssue]
+    from prefixcache._core import TraceReader
 
     number, start = 0, None
     try:

@@ -862,13 +862,14 @@ class TraceReplay:
         Counts: requests, hit_requests, input_tokens, hit_tokens, evictions (blocks), and
         computed_p50, _p90 and _p99 (tokens of a request, up to a thousandth below). With
         `ms_per_token` also ttft_ms_p50, _p90 and _p99, good_requests (TTFT within `objective_ms`),
-        end_ms of the last prefill, and most_waiting.
+        start_ms of the first arrival, end_ms of the last prefill, and most_waiting.
         """
     def history(self) -> dict[str, int]:
         """Of the trace so far, and of a cache without a bound.
 
-        requests, input_tokens, unique_blocks, block_references (full blocks of the prompts, each as
-        often as it was asked for), hit_requests, hit_tokens. RuntimeError without a history.
+        requests, hinted_requests (with hints of their own), input_tokens, unique_blocks,
+        block_references (full blocks of the prompts, each as often as it was asked for),
+        hit_requests, hit_tokens. RuntimeError without a history.
         """
     def lru(self, sizes: _Sequence[int]) -> list[dict[str, int]]:
         """hit_requests, hit_tokens and evictions of LRU caches of so many blocks."""

@@ -1,4 +1,4 @@
-"""The command `prefixcache`: serve, generate, download, convert, bench, verify.
+"""The command `prefixcache`: serve, generate, download, convert, bench, replay, verify.
 
 What is heavy is imported by the command that needs it, so that help comes at once.
 """
@@ -22,6 +22,8 @@ from prefixcache.config import EngineConfig
 from prefixcache.exceptions import ConfigError, FieldError, PrefixCacheError
 from prefixcache.flags import flag, leaves
 from prefixcache.logs import LogLevel, set_up_logging
+from prefixcache.replay.command import replay
+from prefixcache.replay.options import ReplayOptions
 from prefixcache.server.options import LOG_LEVEL_HELP, ServeOptions
 from prefixcache.server.vllm_flags import VLLM_FLAGS
 from prefixcache.verify.command import verify
@@ -191,6 +193,14 @@ _MODEL = click.Argument(["model_argument"], metavar="[MODEL]", required=False, h
 _PROMPT = click.Argument(["prompt"], help="What the model goes on with, or with --chat answers.")
 _URL = click.Argument(["url"], help="Address of an OpenAI-compatible server.")
 _RESULTS = [click.Argument([name], help="Results, as --output writes them.") for name in "ab"]
+_TRACES = click.Argument(
+    ["traces"],
+    metavar="TRACE...",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Mooncake's JSON lines, PTT, or a recording of `serve`; plain, gzip or xz.",
+)
 app = click.Group(
     "prefixcache",
     help="An LLM server around a prefix KV cache.",
@@ -224,6 +234,7 @@ app = click.Group(
             EngineConfig,
             below=[FlagCommand(compare, arguments=_RESULTS)],
         ),
+        FlagCommand(replay, ReplayOptions, arguments=[_TRACES]),
         FlagCommand(verify, VerifyOptions, arguments=[_URL]),
     ],
 )

@@ -20,6 +20,7 @@ Group = Literal[
     "Answer",
     "Conversion",
     "Benchmark",
+    "Replay",
     "Verification",
     "Server",
     "Access",

@@ -43,14 +43,16 @@ def test_version_is_shown():
     assert result.output.startswith("prefixcache ")
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "download", "convert", "bench", "verify"])
+@pytest.mark.parametrize(
+    "command", ["serve", "generate", "download", "convert", "bench", "replay", "verify"]
+)
 def test_every_command_has_help(command):
     result = _run(command, "--help")
     assert result.exit_code == 0
     assert "Usage" in result.output
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "bench", "verify"])
+@pytest.mark.parametrize("command", ["serve", "generate", "bench", "replay", "verify"])
 def test_no_option_is_cut_at_80_columns(command):
     help_text = CliRunner(env={"COLUMNS": "80"}).invoke(app, [command, "--help"]).output
     assert all(len(line) <= 80 for line in help_text.splitlines())

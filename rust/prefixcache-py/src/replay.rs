@@ -302,6 +302,7 @@ ms_per_request=None, objective_ms=None, max_delay_ms=None)")]
         let (replay, history) = self.running(&stage)?;
         let dict = PyDict::new(py);
         dict.set_item("requests", history.num_requests())?;
+        dict.set_item("hinted_requests", history.num_hinted())?;
         dict.set_item("input_tokens", history.input_tokens())?;
         dict.set_item("unique_blocks", history.num_unique_blocks())?;
         dict.set_item("block_references", replay.block_references())?;
@@ -395,6 +396,7 @@ fn set_latency(dict: &Bound<'_, PyDict>, latency: &Latency) -> PyResult<()> {
         dict.set_item(format!("ttft_ms_p{percentile}"), ttft)?;
     }
     dict.set_item("good_requests", latency.good)?;
+    dict.set_item("start_ms", latency.start_ms)?;
     dict.set_item("end_ms", latency.end_ms)?;
     dict.set_item("most_waiting", latency.most_waiting)
 }

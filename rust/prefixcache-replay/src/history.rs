@@ -63,6 +63,7 @@ pub struct History {
     prompts: Vec<Prompt>,
     reuses: Vec<Reuse>,
     input_tokens: u64,
+    hinted: u64,
     infinite: Hits,
     /// Of all blocks.
     places: Places,
@@ -84,6 +85,7 @@ impl History {
             prompts: Vec::new(),
             reuses: Vec::new(),
             input_tokens: 0,
+            hinted: 0,
             infinite: Hits::default(),
             places: Places::default(),
             hit_places: Places::default(),
@@ -105,6 +107,7 @@ impl History {
         self.infinite.tokens += (hits * self.block_size) as u64;
         self.infinite.requests += u64::from(hits > 0);
         self.input_tokens += request.input_tokens as u64;
+        self.hinted += u64::from(!request.hints.is_empty());
         for index in first..self.reuses.len() {
             self.count_places(index, most);
         }
@@ -161,6 +164,12 @@ impl History {
     #[must_use]
     pub fn input_tokens(&self) -> u64 {
         self.input_tokens
+    }
+
+    /// How many requests have hints of their own, which the stack of an LRU cache knows nothing of.
+    #[must_use]
+    pub fn num_hinted(&self) -> u64 {
+        self.hinted
     }
 
     /// How many requests there were.

@@ -48,7 +48,9 @@ pub struct Latency {
     pub ttft_us: Quantiles,
     /// Requests within the objective.
     pub good: u64,
-    /// When the last prefill ended, in milliseconds from the trace's start.
+    /// When the first request arrived, in milliseconds from the trace's start.
+    pub start_ms: f64,
+    /// When the last prefill ended.
     pub end_ms: f64,
     /// The most requests that waited at once.
     pub most_waiting: usize,
@@ -88,6 +90,9 @@ impl Server {
         waiting: Waiting,
     ) -> Result<(), CacheError> {
         self.run_until(cache, time_ms as f64)?;
+        if self.latency.most_waiting == 0 {
+            self.latency.start_ms = time_ms as f64;
+        }
         self.queue.push_back((time_ms, input_tokens, waiting));
         self.latency.most_waiting = self.latency.most_waiting.max(self.queue.len());
         Ok(())

@@ -171,7 +171,7 @@ impl Recorded {
                 format!("must have {DIGITS} hexadecimal digits a block"),
             )
         };
-        if names.len() % DIGITS != 0 || !names.is_ascii() {
+        if !names.len().is_multiple_of(DIGITS) || !names.is_ascii() {
             return Err(fault());
         }
         let starts = (0..names.len()).step_by(DIGITS);

@@ -1,0 +1,1 @@
+"""`prefixcache replay`: traces through the real cache, without a model."""

@@ -1,0 +1,166 @@
+"""The command `prefixcache replay`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prefixcache.command_line import Given
+from prefixcache.exceptions import FieldError
+from prefixcache.replay.options import ReplayOptions
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from prefixcache.replay.run import Setting, TraceResult
+    from prefixcache.replay.sizes import Size
+    from prefixcache.replay.ttft_model import TtftModel
+
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+def replay(given: Given) -> None:
+    """Run traces through the cache without a model: what hits at any size, and what could."""
+    options = given.make(ReplayOptions)
+    _check_can_write(options.output, options.plot)
+    _check_can_read(options.traces)
+    _run(options)
+
+
+def _check_can_write(output: Path | None, plot: Path | None) -> None:
+    """Raises `FieldError` for what could not be written once all has been found."""
+    if plot is not None and plot.suffix.lower() not in _PICTURES:
+        raise FieldError("--plot", f"draws {', '.join(_PICTURES)}, not {str(plot)!r}.")
+    for flag, file in (("--output", output), ("--plot", plot)):
+        if file is None:
+            continue
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FieldError(flag, f"cannot write {file}: {error.strerror}.") from error
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise FieldError(flag, f"cannot write {file}.")
+
+
+def _check_can_read(traces: tuple[Path, ...]) -> None:
+    """Raises `FieldError` before the first of several traces is run."""
+    for trace in traces:
+        if trace.is_dir() or not os.access(trace, os.R_OK):
+            raise FieldError("TRACE", f"cannot read {trace}.")
+
+
+def _run(options: ReplayOptions) -> None:
+    from rich.console import Console
+
+    from prefixcache.replay.compare import verdict
+    from prefixcache.replay.report import Report, remarks, write_json
+
+    model = _model(options)
+    cells = _all_cells(options, model)
+    console = Console()
+    traces = tuple(_replayed(options, cells, console))
+    verdicts = () if options.compare is None else tuple(map(verdict, traces))
+    command = shlex.join(["prefixcache", *sys.argv[1:]])
+    report = Report(command, traces, model, options.goodput, verdicts)
+    for line in [*remarks(report), *verdicts]:
+        console.print(line, highlight=False)
+    if options.output is not None:
+        write_json(report, options.output)
+        console.print(f"Results: {options.output}")
+    if options.plot is not None:
+        from prefixcache.replay.plots import draw
+
+        draw(traces, options.plot)
+        console.print(f"Picture: {options.plot}")
+
+
+def _model(options: ReplayOptions) -> TtftModel | None:
+    from prefixcache.replay.ttft_model import read_model
+
+    if options.ttft_model is None:
+        return None
+    try:
+        return read_model(options.ttft_model)
+    except ValueError as error:
+        raise FieldError("ttft_model", f"cannot be used: {error}.") from None
+
+
+def _all_cells(options: ReplayOptions, model: TtftModel | None) -> list[tuple[Setting, Size]]:
+    """What each trace is run with; two configurations where they are compared."""
+    from prefixcache.replay.compare import compared
+
+    cells = _cells(options, model)
+    if options.compare is None:
+        return cells
+    both = [cells, _cells(compared(options), model)]
+    if any(len(one) != 1 for one in both):
+        problem = "sets two caches side by side: --sizes and --eviction-policy take one value each."
+        raise FieldError("compare", problem)
+    return [cell for one in both for cell in one]
+
+
+def _cells(options: ReplayOptions, model: TtftModel | None) -> list[tuple[Setting, Size]]:
+    from prefixcache.replay.run import Setting
+
+    settings = [
+        Setting(
+            eviction_policy=policy,
+            hints=options.parsed_hints(),
+            model=model,
+            objective_ms=options.objective_ms,
+            scheduling_policy=options.scheduling_policy,
+            max_queue_delay=options.max_queue_delay,
+        )
+        for policy in dict.fromkeys(options.eviction_policy)
+    ]
+    return [(setting, size) for setting in settings for size in options.parsed_sizes()]
+
+
+def _replayed(
+    options: ReplayOptions, cells: list[tuple[Setting, Size]], console: Console
+) -> Iterator[TraceResult]:
+    """Each trace's result, shown as soon as it is known."""
+    from prefixcache.replay.report import heading, infinite_line, table
+
+    for path in options.traces:
+        trace = _replay_one(path, options, cells)
+        console.print(heading(trace), highlight=False)
+        console.print(table(trace, options.goodput))
+        if (line := infinite_line(trace)) is not None:
+            console.print(line, highlight=False)
+        yield trace
+
+
+def _replay_one(
+    path: Path, options: ReplayOptions, cells: list[tuple[Setting, Size]]
+) -> TraceResult:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from prefixcache.replay.run import num_passes, replay_trace, trace_bytes
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as progress:
+        total = trace_bytes(path) * num_passes(cells, options.bounds)
+        task = progress.add_task(path.name, total=total)
+        return replay_trace(
+            path,
+            cells,
+            jobs=options.jobs or _usable_cores(),
+            bounds=options.bounds,
+            cache_answers=options.cache_answers,
+            progress=lambda read: progress.advance(task, read),
+        )
+
+
+def _usable_cores() -> int:
+    """Processors this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from prefixcache.config import EngineConfig
+from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
@@ -45,6 +46,8 @@ def serve_folder(
     access: Mapping[str, Any] | None = None,
     bounds: Mapping[str, int | None] | None = None,
     max_queue: int | None = None,
+    diagnostics_memory: int = 0,
+    keeps_text: bool = True,
     **flags: Any,
 ) -> tuple[FastAPI, AsyncEngine]:
     """The application around a real engine; the caller shuts the engine down."""
@@ -52,7 +55,11 @@ def serve_folder(
     built = build(EngineConfig.from_flags(model=str(folder), **options | flags))
     engine = AsyncEngine(built.engine, max_queue=max_queue, **(bounds or {}))
     model = {"names": (MODEL,), "tokenizer": built.tokenizer, **(served or {})}
-    return create_app(engine, ServedModel(**model), **(access or {})), engine
+    diagnostics = None
+    if diagnostics_memory:
+        diagnostics = CacheDiagnostics(built.engine, diagnostics_memory, keeps_text=keeps_text)
+    app = create_app(engine, ServedModel(**model), diagnostics=diagnostics, **(access or {}))
+    return app, engine
 
 
 @asynccontextmanager

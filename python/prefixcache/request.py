@@ -142,12 +142,12 @@ class RequestOutput:
     `text` is the new text alone and never holds half of a character. `stop_reason` is the stop
     string or token id that ended the request. `prompt_logprobs` comes with the first token; its
     first entry is None, since nothing precedes the first token. `num_cached_tokens` of the prompt
-    came from the cache, `num_written_tokens` of it are in blocks that this request was the first to
-    publish. `error_code` tells errors that are no failure of the engine: a cache that has become
-    too small for the request, a grammar that cannot be followed any further. `started_at`, in
-    seconds of `time.monotonic`, comes with the first token: when its first step was submitted.
-    `restarted` says that the weights were replaced: all that came before is void, the answer begins
-    anew.
+    came from the cache, `num_window_missed_tokens` would have but for blocks of sliding windows,
+    and `num_written_tokens` of it are in blocks that this request was the first to publish.
+    `error_code` tells errors that are no failure of the engine: a cache that has become too small
+    for the request, a grammar that cannot be followed any further. `started_at`, in seconds of
+    `time.monotonic`, comes with the first token: when its first step was submitted. `restarted`
+    says that the weights were replaced: all that came before is void, the answer begins anew.
     """
 
     request_id: str
@@ -158,6 +158,7 @@ class RequestOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_written_tokens: int = 0
+    num_window_missed_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None

@@ -15,6 +15,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from prefixcache.config import EngineConfig
+from prefixcache.engine.losses import LossReader
 from prefixcache.engine.residency import BlockResidency
 from prefixcache.flags import leaves
 from prefixcache.metrics import Gauges, LabelledMetrics, Metrics, PoolGauges
@@ -31,7 +32,7 @@ def served_names() -> set[str]:
     """All names that /metrics can show, without their prefix."""
     metrics = Metrics(_gauges)
     metrics.finished["stop"] += 1
-    metrics.of_blocks = BlockResidency(_cache_without_losses()).families
+    metrics.of_blocks = _residency().families
     text = generate_latest(LabelledMetrics(metrics, model_name="x")).decode()
     families = text_string_to_metric_families(text)
     return {_NAME.fullmatch(s.name)[1] for family in families for s in family.samples}
@@ -40,6 +41,11 @@ def served_names() -> set[str]:
 def _gauges() -> Gauges:
     numbers = dict.fromkeys(PoolGauges.__dataclass_fields__, 1)
     return Gauges(num_below_threshold={"request": 1}, pool=PoolGauges(**numbers))
+
+
+def _residency() -> BlockResidency:
+    cache = _cache_without_losses()
+    return BlockResidency(cache, LossReader(cache))
 
 
 def _cache_without_losses() -> mock.Mock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,7 +30,7 @@ MissReason = Literal[
     "cache_off",
 ]
 
-Pressure = Literal["new_content", "cached_limit", "shrunk_cache", "unknown"]
+Pressure = Literal["capacity", "shrunk_cache", "unknown"]
 
 # What an entry takes beside tokens and text, in bytes, roughly.
 _ENTRY_BYTES = 800
@@ -45,6 +46,8 @@ _NEWEST = 1 << 62
 class LostContent:
     """How the first block that did not hit was lost.
 
+    By "capacity" it was the next to go when room was needed, for other content or within a bound
+    on what is cached.
     Seconds: `ago_s` since it was lost, `age_s` from its registration to then, `idle_s` from its
     last use to then; None where it is known only that it was lost. `hits` counts its uses.
     """
@@ -105,12 +108,12 @@ class RememberedPrompt:
         """The memory that it keeps, roughly; of a view all that it is a part of."""
         base = self.token_ids.base
         tokens = base.nbytes if isinstance(base, np.ndarray) else self.token_ids.nbytes
-        return tokens + self.num_text_bytes + _ENTRY_BYTES
+        return tokens + self.num_own_bytes
 
     @property
-    def num_text_bytes(self) -> int:
-        """The memory of the text and what it was made of, roughly."""
-        return 0 if self.source is None else self.source.num_bytes
+    def num_own_bytes(self) -> int:
+        """The memory of all but the tokens, roughly."""
+        return _ENTRY_BYTES + (0 if self.source is None else self.source.num_bytes)
 
 
 def shared_tokens(first: TokenIds, second: TokenIds) -> int:
@@ -160,17 +163,23 @@ class PromptHistory:
                 self._trim(int(self.max_bytes * (1 - _TRIM)))
 
     def nearest(
-        self, token_ids: TokenIds, *, owner: str | None, salt: str | None, sees_all: bool = False
+        self,
+        token_ids: TokenIds,
+        *,
+        owner: str | None,
+        salt: str | None,
+        sees_all: bool = False,
+        before: float = math.inf,
     ) -> tuple[RememberedPrompt, int] | None:
         """The prompt that shares the most leading tokens, and how many; of equals a new one.
 
-        Only what `owner` sent under `salt` is looked at, unless it `sees_all`. None where nothing
-        shares a token.
+        Only what `owner` sent under `salt` is looked at, unless it `sees_all`, and what arrived
+        `before` that, in seconds of `time.monotonic`. None where nothing shares a token.
         """
         with self._lock:
             share = self._shares.get(owner, {}).get(salt)
             order = self._everything if sees_all else None if share is None else share.order
-            found = None if order is None else order.nearest(token_ids)
+            found = None if order is None else order.nearest(token_ids, before)
         return None if found is None or not found[1] else (found[0].prompt, found[1])
 
     def find(self, request_id: str, *, owner: str | None) -> RememberedPrompt | None:
@@ -261,15 +270,17 @@ class _Order:
     def remove(self, entry: _Entry) -> None:
         del self._entries[self._place(entry.prompt.token_ids, entry.number)]
 
-    def nearest(self, token_ids: TokenIds) -> tuple[_Entry, int] | None:
+    def nearest(self, token_ids: TokenIds, before: float) -> tuple[_Entry, int] | None:
         """The entry that shares the most leading tokens, and how many."""
         place = self._place(token_ids, _NEWEST)
-        before = self._entries[max(0, place - _NEIGHBOURS) : place][::-1]
-        after = self._entries[place : place + _NEIGHBOURS]
+        lower = self._entries[max(0, place - _NEIGHBOURS) : place][::-1]
+        upper = self._entries[place : place + _NEIGHBOURS]
         best: tuple[int, int] | None = None
         chosen: _Entry | None = None
-        for side in (before, after):
+        for side in (lower, upper):
             for entry in side:
+                if entry.prompt.arrival >= before:
+                    continue
                 known = shared_tokens(token_ids, entry.prompt.token_ids), entry.number
                 if best is not None and known[0] < best[0]:
                     break

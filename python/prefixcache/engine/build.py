@@ -23,6 +23,7 @@ from prefixcache.engine.device import (
 )
 from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.engine import Engine, EngineParts
+from prefixcache.engine.losses import LossReader
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.engine.residency import BlockResidency
 from prefixcache.exceptions import ConfigError
@@ -123,6 +124,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     pool = ElasticPool(cache, kv, sizes, grows_by_itself=config.elastic.is_on)
     max_step_ms = config.scheduler.step_limit(device.type)
     eos_token_ids = tuple(model_config.eos_token_ids or tokenizer.eos_token_ids)
+    losses = LossReader(cache)
     parts = EngineParts(
         scheduler=Scheduler(
             config.scheduler,
@@ -141,7 +143,8 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         memory=memory,
         pool=pool,
         self_sizing=SelfSizing.of(config.elastic, pool, device) if config.elastic.is_on else None,
-        residency=BlockResidency(cache) if config.cache.kv_cache_metrics else None,
+        residency=BlockResidency(cache, losses) if config.cache.kv_cache_metrics else None,
+        losses=losses,
         grammars=Grammars(partial(_vocabulary, tokenizer, model_config.vocab_size, eos_token_ids)),
     )
     _log_choices(config, parts, kv, cpu)

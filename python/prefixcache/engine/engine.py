@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, NoReturn
 
+from prefixcache.diagnostics.losses import Losses
 from prefixcache.engine.control import Control
 from prefixcache.engine.elastic import SelfSizing
+from prefixcache.engine.losses import LossReader
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.engine.output import Answer
 from prefixcache.engine.residency import BlockResidency
@@ -22,7 +24,7 @@ from prefixcache.exceptions import EngineDeadError, InvalidRequestError
 from prefixcache.grammar.grammars import Grammars
 from prefixcache.grammar.guide import Grammar, Guide
 from prefixcache.grammar.trial import Trial
-from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.cache_manager import CacheManager, PrefixLookup
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.logs import SHOWS_ERROR
 from prefixcache.metrics import Gauges, Metrics
@@ -53,7 +55,7 @@ class EngineParts:
     """What an engine is put together from; `engine.build` makes it from an `EngineConfig`.
 
     Without `pool` the cache keeps its size, and without `self_sizing` it does unless it is asked.
-    Without `residency` no metrics tell of its blocks.
+    With `residency` metrics tell of its blocks; `losses` then feeds it.
     `clock` tells seconds, by which the scheduler learns how long steps take.
     """
 
@@ -69,13 +71,15 @@ class EngineParts:
     self_sizing: SelfSizing | None = None
     grammars: Grammars | None = None
     residency: BlockResidency | None = None
+    losses: LossReader | None = None
     clock: Callable[[], float] = time.perf_counter
 
 
 class Engine:
     """Serves requests step by step, while `control` does not hold it back.
 
-    Only `check`, `probe`, `control` and `metrics` may be used from a thread other than the loop's.
+    Only `check`, `control`, `metrics`, and what says so may be used from a thread other than the
+    loop's.
     A request that fails ends with `finish_reason` "error"; a step that fails ends its requests so,
     and `EngineDeadError` is raised when the device cannot compute an empty step either. What
     `control` does to requests is told by `take_outputs`.
@@ -99,11 +103,13 @@ class Engine:
         self._last_read = self._clock()
         self._host_time = _HostTime()
         self._cache_usage = 0.0
+        self._has_windows = parts.cache.has_windows
         self._outbox: list[RequestOutput] = []
         self._pool = parts.pool
         self.self_sizing = parts.self_sizing
         self.control = Control(self, parts.scheduler, parts.cache, parts.memory, parts.pool)
         self.metrics = Metrics(self._gauges)
+        self._losses = parts.losses or LossReader(parts.cache)
         if parts.residency is not None:
             self.metrics.of_blocks = parts.residency.families
         if self._pool is not None:
@@ -176,6 +182,31 @@ class Engine:
         if not (self._scheduler.caches_prefixes and request.cache.read):
             return 0
         return self._cache.probe(request)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the cache."""
+        return self._cache.block_size
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether the prefix cache is on."""
+        return self._scheduler.caches_prefixes
+
+    def look_up(self, token_ids: TokenIds, salt: str | None) -> PrefixLookup:
+        """What the cache has of a prompt now. From any thread."""
+        return self._cache.look_up(token_ids, salt)
+
+    def listen_to_losses(self, listener: Callable[[Losses], None]) -> None:
+        """Calls `listener` twice a second, and at `read_losses`, with what the cache lost.
+
+        From threads of its own, one at a time; from any thread.
+        """
+        self._losses.listen(listener)
+
+    def read_losses(self) -> None:
+        """Tells the listeners what was lost until now. From any thread."""
+        self._losses.read()
 
     def adopt_loop(self) -> None:
         """Makes the calling thread the loop's; the one before it must have stopped."""
@@ -349,7 +380,10 @@ class Engine:
                 return None
             cached = self._scheduler.num_cached_tokens(scheduled.request_id)
             written = self._scheduler.num_written_tokens(scheduled.request_id)
-            return answer.push(result, cached, written)
+            missed = 0
+            if self._has_windows:
+                missed = self._scheduler.window_missed_tokens(scheduled.request_id)
+            return answer.push(result, cached, written, missed)
         except Exception as error:
             logger.exception("Request %s failed.", scheduled.request_id)
             return answer.end("error", error=_named(error))

@@ -62,11 +62,16 @@ class Answer:
         self._prompt_logprobs.extend(logprobs[known:])
 
     def push(
-        self, output: SequenceOutput, num_cached_tokens: int, num_written_tokens: int = 0
+        self,
+        output: SequenceOutput,
+        num_cached_tokens: int,
+        num_written_tokens: int = 0,
+        num_window_missed_tokens: int = 0,
     ) -> RequestOutput:
         """Adds the sampled token and tells what the caller gets for it.
 
-        The counts are those of the prompt's tokens that were hits, and that were published.
+        The counts are those of the prompt's tokens that were hits, that were published, and that
+        windows kept from being hits.
         """
         if output.token_id is None:
             return self.end("error", error=output.error, code=output.error_code)
@@ -90,6 +95,7 @@ class Answer:
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_cached_tokens=num_cached_tokens,
             num_written_tokens=num_written_tokens,
+            num_window_missed_tokens=num_window_missed_tokens,
             started_at=self._begun if first else None,
             finish_reason=finish_reason,
             stop_reason=self._detokenizer.stopped_by or (token_id if stop_id else None),

@@ -9,6 +9,7 @@ import bisect
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import GroupKind
 from prefixcache.request import CacheOptions, Request
 from prefixcache.step_plan import StepPlan
+from prefixcache.token_ids import TokenIds
 
 Blocks = npt.NDArray[np.int32]
 
@@ -34,18 +36,37 @@ HASH_FORMAT = "prefixcache v2"
 """Names what docs/hashing.md specifies; other bytes under a block's name get another format."""
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixLookup:
+    """What the cache had of a prompt at one moment.
+
+    `hit_tokens` in leading full blocks hit; `whole_tokens` do as far as full attention needs them,
+    whatever windows need, and are 0 without full attention.
+    """
+
+    hit_tokens: int
+    whole_tokens: int
+    _sequence: CoreSequence
+    _num_groups: int
+
+    def names(self, index: int) -> list[tuple[bytes, int]]:
+        """Hash and group of a full block of the prompt in each group; empty past the last."""
+        hashes = self._sequence.block_hashes(index, index + 1)
+        return [(one, group) for one in hashes for group in range(self._num_groups)]
+
+
 class CacheManager:
     """One core sequence per request: its tokens, block hashes and block tables.
 
     Each of the `groups` has a block table of its own over the one pool. A group of full attention
     keeps a request's blocks until its end; one with a window gives back what is behind it.
 
-    One thread makes all calls but `probe`, `most_blocks` and `stats`, the first to change something
-    or the last to `adopt_writer`; attributes may be read from any. `num_blocks` counts the null
-    block, which no request can hold; `num_usable_blocks` does not. `attainable_blocks` is what the
-    pool has or can return to by itself, and `make_room` asks for so many usable blocks of them. Of
-    at most `max_blocks` blocks the pool can be resized, and at most `max_cached_blocks` are cached
-    while no request holds them. Errors of the core pass through:
+    One thread makes all calls but `probe`, `look_up`, `most_blocks` and `stats`, the first to
+    change something or the last to `adopt_writer`; attributes may be read from any. `num_blocks`
+    counts the null block, which no request can hold; `num_usable_blocks` does not.
+    `attainable_blocks` is what the pool has or can return to by itself, and `make_room` asks for so
+    many usable blocks of them. Of at most `max_blocks` blocks the pool can be resized, and at most
+    `max_cached_blocks` are cached while no request holds them. Errors of the core pass through:
     `ValueError` names an argument, `RuntimeError` tells of misuse. Without `publish_answers` only
     blocks of prompts are shared, for attention whose decodes write other bits than its prefills.
 
@@ -219,6 +240,17 @@ class CacheManager:
             request.prompt_token_ids, cache_salt=request.cache.salt
         )
         return self._cache.probe(hashes, self._hit_limit(len(request.prompt_token_ids) - 1))
+
+    def look_up(self, token_ids: TokenIds, salt: str | None) -> PrefixLookup:
+        """What is cached of a prompt now. From any thread; reads as `probe` does."""
+        sequence = self._cache.new_sequence(token_ids, cache_salt=salt)
+        most = self._hit_limit(len(token_ids) - 1)
+        return PrefixLookup(
+            hit_tokens=self._cache.count_prefix_hits(sequence, most),
+            whole_tokens=self._cache.count_whole_hits(sequence, most),
+            _sequence=sequence,
+            _num_groups=self._num_groups,
+        )
 
     def start(self, request: Request, *, hashed: bool = True) -> None:
         """Makes the request known and hashes its prompt's full blocks.

@@ -72,7 +72,7 @@ class Admission:
         state.num_computed_tokens = state.num_published_tokens = taken
         state.num_resets = self._cache.num_resets
         if state.num_cached_tokens is None:
-            state.num_cached_tokens = taken
+            state.num_cached_tokens, state.num_window_missed_tokens = taken, lost
             if self.enabled:
                 self.counter.add(state.num_tokens, taken)
                 self.num_window_missed_tokens += lost

@@ -336,6 +336,10 @@ class Scheduler:
         """Prompt tokens that came from the cache when the request first started."""
         return self._states[request_id].num_cached_tokens or 0
 
+    def window_missed_tokens(self, request_id: str) -> int:
+        """Tokens that full attention had in the cache and the windows did not, at its start."""
+        return self._states[request_id].num_window_missed_tokens
+
     def num_written_tokens(self, request_id: str) -> int:
         """Prompt tokens in blocks that the request was the first to publish, since it started."""
         state = self._states[request_id]

@@ -66,6 +66,7 @@ class RequestState:
         "num_resets",
         "num_slots",
         "num_tokens",
+        "num_window_missed_tokens",
         "num_written_tokens",
         "request",
         "request_id",
@@ -100,6 +101,7 @@ class RequestState:
         self.first_wait_step: int | None = None
         self.num_prompt_logprobs = 0
         self.num_resets = 0
+        self.num_window_missed_tokens = 0
         self.num_written_tokens = 0
         self.write_limit = write_limit
         self.tokens = TokenBuffer(request.prompt_token_ids)

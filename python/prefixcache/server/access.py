@@ -36,6 +36,7 @@ _CLIENT_PATHS = frozenset(
         "/detokenize",
         "/load",
         "/openapi.json",
+        "/prefix_cache/explain",
         "/prefix_cache/probe",
         "/tokenize",
         "/v1/chat/completions",

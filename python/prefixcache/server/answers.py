@@ -15,6 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from prefixcache.chat.message import Message, MessageDelta, MessageParser
+from prefixcache.diagnostics.room import Admitted
+from prefixcache.request import Request as EngineRequest
 from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.server.errors import ApiError, error_body, failed_answer, is_unexpected
 from prefixcache.server.job_maker import Job, JobMaker
@@ -54,6 +56,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list[int])
     num_cached_tokens: int = 0
     num_written_tokens: int = 0
+    num_window_missed_tokens: int = 0
     text_offset: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -75,6 +78,7 @@ class Choice:
             self.started_at, self.first_token_at = output.started_at, time.monotonic()
             self.num_cached_tokens = output.num_cached_tokens
             self.num_written_tokens = output.num_written_tokens
+            self.num_window_missed_tokens = output.num_window_missed_tokens
             self.prompt_logprobs = output.prompt_logprobs
         self.token_ids.extend(output.token_ids)
         self.logprobs.extend(output.logprobs)
@@ -126,7 +130,11 @@ def streaming(fields: SamplingFields) -> StreamOptions | None:
 
 
 async def answer(
-    request: Request, maker: JobMaker, job: Job, form: AnswerForm, options: StreamOptions | None
+    request: Request,
+    maker: JobMaker,
+    job: Job,
+    form: AnswerForm,
+    options: StreamOptions | None,
 ) -> Response:
     """The answer as a whole, or as a stream of events where there are `options` of one.
 
@@ -134,11 +142,12 @@ async def answer(
     more, which does not count as kept from here on.
     """
     if options is None:
-        work = _whole_body(
-            maker,
-            job,
-            lambda choices: {**form.response(job, choices), "usage": usage(job, choices)},
-        )
+
+        def whole(choices: Sequence[Choice]) -> dict[str, Any]:
+            told = {"usage": usage(job, choices), **told_diagnosis(job)}
+            return {**form.response(job, choices), **told}
+
+        work = _whole_body(maker, job, whole)
         return json_response(await unless_disconnected(request.receive, work))
     outputs = await _outputs(maker, job)
     chunks = _chunk_events(outputs, job, form, options, maker.workers)
@@ -166,7 +175,13 @@ class EventForm(Protocol):
 
 
 async def answer_in_events(
-    request: Request, maker: JobMaker, job: Job, form: EventForm, *, stream: bool, size: int = 0
+    request: Request,
+    maker: JobMaker,
+    job: Job,
+    form: EventForm,
+    *,
+    stream: bool,
+    size: int = 0,
 ) -> Response:
     """The one answer of a job as a whole, or a stream of events with names.
 
@@ -177,13 +192,17 @@ async def answer_in_events(
         work = _whole_body(maker, job, lambda choices: form.body(job, choices[0]), size)
         return json_response(await unless_disconnected(request.receive, work))
     outputs = await _outputs(maker, job)
-    return EventStream(_named_to_the_end(_named_events(outputs, job, form), job, form))
+    events = _named_events(outputs, job, form, maker.workers)
+    return EventStream(_named_to_the_end(events, job, form))
 
 
-async def _named_events(outputs: Outputs, job: Job, form: EventForm) -> AsyncGenerator[bytes, None]:
+async def _named_events(
+    outputs: Outputs, job: Job, form: EventForm, workers: Workers
+) -> AsyncGenerator[bytes, None]:
     choices = _new_choices(job)
 
     async def events_of(choice: Choice, output: RequestOutput) -> Iterable[bytes]:
+        await _explain(workers, job, choices)
         return map(named_event, form.events(job, choice, output))
 
     with _told_to_the_log(job, choices):
@@ -251,6 +270,8 @@ async def _outputs(maker: JobMaker, job: Job) -> Outputs:
     outputs = await maker.engine.generate_batches(
         job.requests, deadline=job.call.deadline, max_unread=MAX_UNREAD_OUTPUTS
     )
+    if job.diagnosis is not None:
+        job.diagnosis.begin()
     job.sources.clear()
     job.call.release_body()
     return outputs
@@ -263,6 +284,7 @@ async def _whole_body(
     repeated: int = 0,
 ) -> bytes:
     choices = await gathered(maker, job)
+    await _explain(maker.workers, job, choices)
     size = _size(job, choices)
 
     def body() -> bytes:
@@ -324,8 +346,42 @@ async def _chunk_events(
         async with aclosing(_batches(outputs, choices, events_of)) as batches:
             async for batch in batches:
                 yield batch
-    if told:
-        yield event({**form.last_chunk(job), "usage": usage(job, choices)})
+    await _explain(workers, job, choices)
+    shown = {"usage": usage(job, choices)} if told else {}
+    if told or told_diagnosis(job):
+        yield event({**form.last_chunk(job), **shown, **told_diagnosis(job)})
+
+
+async def _explain(workers: Workers, job: Job, choices: Sequence[Choice]) -> None:
+    """Finds out what the answer is to tell of the cache, once, when prompts have been computed."""
+    if job.diagnosis is not None and job.diagnosis.is_due:
+        await workers.beside(partial(job.diagnosis.explain, _admitted(job, choices)))
+
+
+def told_diagnosis(job: Job) -> dict[str, Any]:
+    """The member of an answer with `cache_diagnostics`: an explanation for each prompt."""
+    if job.diagnosis is None or job.diagnosis.explanations is None:
+        return {}
+    return {"cache_diagnostics": job.diagnosis.explanations}
+
+
+def _admitted(job: Job, choices: Sequence[Choice]) -> list[Admitted | None]:
+    """What became of each prompt, which its first choice tells."""
+    n = job.params.n
+    return [*map(_admission, job.requests[::n], choices[::n])]
+
+
+def _admission(request: EngineRequest, choice: Choice) -> Admitted | None:
+    """None where the prompt was not computed, as far as is known."""
+    if not (choice.num_tokens or choice.finish_reason == "length"):
+        return None
+    return Admitted(
+        hit_tokens=choice.num_cached_tokens,
+        started_at=choice.started_at or request.arrival_time,
+        window_missed_tokens=choice.num_window_missed_tokens,
+        reads=request.cache.read,
+        wants_prompt_logprobs=request.params.prompt_logprobs is not None,
+    )
 
 
 def _texts(chunks: Iterable[dict[str, Any]], shown: dict[str, Any]) -> list[bytes]:
@@ -342,6 +398,8 @@ def _told_to_the_log(job: Job, choices: Sequence[Choice]) -> Generator[None, Non
     try:
         yield
     finally:
+        if job.diagnosis is not None:
+            job.diagnosis.end(_admitted(job, choices))
         counts, outcome = usage(job, choices), job.call.outcome
         outcome.num_prompt_tokens = counts["prompt_tokens"]
         outcome.num_cached_tokens = counts["prompt_tokens_details"]["cached_tokens"]

@@ -18,6 +18,7 @@ from prefixcache.server.context import Lifecycle, RequestContext
 from prefixcache.server.cross_origin import CrossOrigin
 from prefixcache.server.dashboard.routes import dashboard_router
 from prefixcache.server.errors import on_http_exception
+from prefixcache.server.explain import explain_router
 from prefixcache.server.health import health_router
 from prefixcache.server.info import info_router
 from prefixcache.server.job_maker import JobMaker
@@ -35,6 +36,7 @@ from prefixcache.server.tracing import Tracing
 from prefixcache.server.warm import warm_router
 
 if TYPE_CHECKING:
+    from prefixcache.diagnostics.room import CacheDiagnostics
     from prefixcache.engine.async_engine import AsyncEngine
 
 # Headers of answers that pages of other origins may read, beside those that they always may.
@@ -51,12 +53,13 @@ def create_app(
     limits: ServerLimits | None = None,
     flags: Mapping[str, Any] | None = None,
     tracing: Tracing | None = None,
+    diagnostics: CacheDiagnostics | None = None,
 ) -> FastAPI:
     """The application that serves `engine`; who made the engine shuts it down.
 
     `rules` say who may use it, `model_dirs` where new weights come from, `lifecycle` whether the
-    server is about to end, `limits` what requests may take together, and `tracing` where their
-    traces go. Administrators are shown the `flags`.
+    server is about to end, `limits` what requests may take together, `tracing` where their
+    traces go, and `diagnostics` remember why prompts missed. Administrators are shown the `flags`.
     """
     release = package_version()
     app = FastAPI(
@@ -66,7 +69,8 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    maker, responses = JobMaker(engine=engine, served=served), ResponseStore()
+    maker = JobMaker(engine=engine, served=served, diagnostics=diagnostics)
+    responses = ResponseStore()
     lifecycle = lifecycle or Lifecycle()
     app.include_router(completions_router(maker))
     app.include_router(chat_router(maker))
@@ -74,6 +78,7 @@ def create_app(
     app.include_router(messages_router(maker))
     app.include_router(tokenize_router(maker))
     app.include_router(probe_router(maker, responses))
+    app.include_router(explain_router(maker, responses))
     app.include_router(warm_router(maker, responses))
     app.include_router(info_router(maker, release))
     app.include_router(health_router(maker, release, flags or {}))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from prefixcache.chat.grammars import schema_problem
 from prefixcache.chat.message import MessageParser
+from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError
 from prefixcache.logs import with_fields
@@ -33,6 +34,7 @@ from prefixcache.server.caching import (
     prompt_caching,
 )
 from prefixcache.server.context import Call
+from prefixcache.server.diagnosis import Diagnosis, check_may_ask
 from prefixcache.server.errors import ApiError
 from prefixcache.server.limits import MAX_SEQUENCES
 from prefixcache.server.protocol import RetentionFields, SamplingFields
@@ -72,7 +74,8 @@ class Job:
 
     `new_parser` makes the parser of an answer that is a message; other answers are text alone.
     `sources` are what each prompt's text was made of, None for one that came as token ids. They are
-    parts of the body, and so taken out once the engine has the requests.
+    parts of the body, and so taken out once the engine has the requests. Without diagnostics
+    there is no `diagnosis`.
     """
 
     call: Call
@@ -86,15 +89,17 @@ class Job:
     sources: list[PromptSource | None] = dataclasses.field(
         default_factory=list["PromptSource | None"]
     )
+    diagnosis: Diagnosis | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobMaker:
-    """Makes jobs for one served model; `workers` do what takes long."""
+    """Makes jobs for one served model; `workers` do what takes long, `diagnostics` may be off."""
 
     engine: AsyncEngine
     served: ServedModel
     workers: Workers = dataclasses.field(default_factory=Workers)
+    diagnostics: CacheDiagnostics | None = None
 
     def check_model(self, name: str | None) -> str:
         """The name to answer under. Raises `ApiError` (404) when the model is another one."""
@@ -231,23 +236,54 @@ class JobMaker:
         """
         self._check_priority(fields.priority or 0)
         cache_options = _cache_options(fields, call.caller, caching or PromptCaching())
+        if fields.cache_diagnostics:
+            self._check_diagnostics(call.caller, cache_options.salt)
         make = partial(self._requests, fields, prompts, params, call, cache_options)
         grammar = await self._grammar(fields, params)
         if self.served.num_logged_characters:
             self._log_prompts(prompts, call)
+        requests = await self.workers.run(
+            len(prompts) * params.n * _OVERHEAD, lambda: tuple(make())
+        )
+        model, parts = self.check_model(fields.model), [*sources]
+        explains = bool(fields.cache_diagnostics)
         return Job(
             call=call,
-            model=self.check_model(fields.model),
+            model=model,
             created=int(time.time()),
             prompts=tuple(prompts),
             params=params,
-            requests=await self.workers.run(
-                len(prompts) * params.n * _OVERHEAD, lambda: tuple(make())
-            ),
+            requests=requests,
             new_parser=new_parser,
             grammar=grammar,
-            sources=[*sources],
+            sources=parts,
+            diagnosis=self._diagnosis(call, model, requests[:: params.n], parts, explains),
         )
+
+    def _diagnosis(
+        self,
+        call: Call,
+        model: str,
+        requests: Sequence[Request],
+        sources: Sequence[PromptSource | None],
+        explains: bool,
+    ) -> Diagnosis | None:
+        if self.diagnostics is None:
+            return None
+        return Diagnosis(
+            self.diagnostics,
+            name=call.id,
+            caller=call.caller,
+            model=model,
+            requests=requests,
+            sources=sources,
+            explains=explains,
+        )
+
+    def _check_diagnostics(self, caller: Caller, salt: str | None) -> None:
+        if self.diagnostics is None:
+            raise diagnostics_off("cache_diagnostics")
+        check_may_ask(caller, salt, "cache_diagnostics")
 
     def _log_prompts(self, prompts: Sequence[TokenIds], call: Call) -> None:
         """As the model gets them, up to the limit together."""
@@ -306,6 +342,13 @@ class JobMaker:
                     arrival_time=now,
                     client=call.caller.namespace,
                 )
+
+
+def diagnostics_off(param: str) -> InvalidRequestError:
+    """The error for asking `param` of a server without diagnostics."""
+    return InvalidRequestError(
+        f"{param} needs a server whose --diagnostics-memory is not 0.", param=param
+    )
 
 
 def sampling_params(

@@ -8,8 +8,9 @@ from typing import Any
 
 from prefixcache.chat.message import MessageDelta
 from prefixcache.request import RequestOutput
-from prefixcache.server.answers import Choice, usage
+from prefixcache.server.answers import Choice, told_diagnosis, usage
 from prefixcache.server.caching import written_by_ttl
+from prefixcache.server.diagnosis import anthropic_comparison
 from prefixcache.server.errors import anthropic_error
 from prefixcache.server.job_maker import Job
 
@@ -35,6 +36,7 @@ class MessageForm:
             "content": _content(choice),
             **_end(choice),
             "usage": message_usage(job, choice),
+            **_told(job),
         }
 
     def begin(self, job: Job) -> Iterable[Event]:  # noqa: ARG002
@@ -47,7 +49,7 @@ class MessageForm:
             self._begun = True
             counts = {**message_usage(job, choice), "output_tokens": 0}
             ended = {"stop_reason": None, "stop_sequence": None}
-            message = {**_head(job), "content": [], **ended, "usage": counts}
+            message = {**_head(job), "content": [], **ended, "usage": counts, **_told(job)}
             yield {"type": "message_start", "message": message}
         yield from self._add(choice.delta)
         if output.finished:
@@ -100,6 +102,14 @@ class MessageForm:
 
 def _head(job: Job) -> dict[str, Any]:
     return {"id": job.call.id, "type": "message", "role": "assistant", "model": job.model}
+
+
+def _told(job: Job) -> dict[str, Any]:
+    """What was found out of the cache, where that was asked for."""
+    if job.diagnosis is None or job.diagnosis.comparison is None:
+        return told_diagnosis(job)
+    compared = anthropic_comparison(job.diagnosis.comparison)
+    return {**told_diagnosis(job), "diagnostics": compared}
 
 
 def _content(choice: Choice) -> Sequence[dict[str, Any]]:

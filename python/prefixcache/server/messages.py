@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
 from prefixcache.server.answers import answer_in_events
@@ -107,12 +108,21 @@ class CountTokensRequest(RequestFields):
         return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
 
 
+class _Diagnostics(BaseModel):
+    """The earlier answer to compare the prompt with; null, as on a first turn, asks nothing."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    previous_message_id: str | None = None
+
+
 Asked = TypeVar("Asked", bound=CountTokensRequest)
 
 
 class MessagesRequest(CountTokensRequest):
     """Body of `POST /v1/messages`."""
 
+    diagnostics: _Diagnostics | None = None
     max_tokens: int | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
@@ -171,6 +181,8 @@ async def _asked(maker: JobMaker, request: Request) -> tuple[Job, bool]:
     tell_unknown(request, parsed.fields)
     call = dataclasses.replace(new_call(request, "msg"), id=f"msg_{uuid.uuid4().hex}")
     job = await message_job(maker, parsed, len(body), call)
+    if job.diagnosis is not None and parsed.fields.diagnostics is not None:
+        job.diagnosis.compared_with = parsed.fields.diagnostics.previous_message_id
     return job, bool(parsed.fields.stream)
 
 

@@ -67,6 +67,9 @@ _VERSION = _parameter(
 )
 _USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
 _CACHED = _object(prompt_tokens=_COUNT, cached_tokens=_COUNT)
+_EXPLANATION = _object(
+    prompt_tokens=_COUNT, cached_tokens=_COUNT, reason=_STRING, description=_STRING
+)
 _PROMPT_MODELS = (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
 _RESPONSE = _object(
     id=_STRING,
@@ -260,6 +263,13 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
         models=_PROMPT_MODELS,
         example={"prompt": "The capital of France is"},
         answer=_CACHED,
+        parameters=(_VERSION,),
+    ),
+    ("post", "/prefix_cache/explain"): _Endpoint(
+        summary="How many tokens of a request's prompt are cached now, and why no more.",
+        models=_PROMPT_MODELS,
+        example={"prompt": "The capital of France is"},
+        answer=_object(prompt_tokens=_COUNT, cached_tokens=_COUNT, prompts=_list_of(_EXPLANATION)),
         parameters=(_VERSION,),
     ),
     ("post", "/prefix_cache/warm"): _Endpoint(

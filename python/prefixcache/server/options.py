@@ -166,6 +166,17 @@ class ServeOptions(Checked):
         "Cache",
         metavar="<regex>",
     )
+    diagnostics_memory: ByteSize = flag(
+        16 * 2**20,
+        "Most memory for the last prompts and lost blocks, by which /prefix_cache/explain says why "
+        "a prompt missed; 0 remembers nothing.",
+        "Cache",
+        shown="16MiB",
+        metavar="<bytes or size>",
+    )
+    prompt_text: bool = flag(
+        True, "Remember the text of the last prompts too, to say which of it differs.", "Cache"
+    )
     public_metrics: bool = flag(False, "Let everybody read /metrics.", "Access")
     client_warming: bool = flag(
         False, "Let clients, and not only administrators, call /prefix_cache/warm.", "Access"

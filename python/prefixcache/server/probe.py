@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 
-from prefixcache.exceptions import InvalidRequestError
 from prefixcache.request import Request as EngineRequest
+from prefixcache.server.diagnosis import check_may_ask
 from prefixcache.server.job_maker import Job, JobMaker
 from prefixcache.server.prompt_body import prompt_job
 from prefixcache.server.response_store import ResponseStore
@@ -30,20 +30,10 @@ def probe_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
     @router.post("/prefix_cache/probe")
     async def probe_prefix_cache(request: Request) -> dict[str, int]:
         job = await prompt_job(request, maker, store, "probe")
-        _check_salt(job)
+        check_may_ask(job.call.caller, job.requests[0].cache.salt, "a probe")
         return await _counts(maker, job)
 
     return router
-
-
-def _check_salt(job: Job) -> None:
-    caller, salt = job.call.caller, job.requests[0].cache.salt
-    if salt is None and caller.namespace is not None and not caller.is_admin:
-        raise InvalidRequestError(
-            "With API keys a probe needs cache_salt: it tells of prompts that were sent with this "
-            "key and salt, and not of other clients' prompts.",
-            param="cache_salt",
-        )
 
 
 async def _counts(maker: JobMaker, job: Job) -> dict[str, int]:

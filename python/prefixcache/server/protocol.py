@@ -187,6 +187,7 @@ class SamplingFields(RequestFields, GuidedFields):
     cache_read: bool | None = None
     cache_write: bool | None = None
     cache_hit_threshold: float | None = None
+    cache_diagnostics: bool | None = None
     retention: list[RetentionFields] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: PromptCacheOptions | None = None

@@ -9,7 +9,8 @@ from typing import Any
 
 from prefixcache.chat.message import Message, MessageDelta, ToolCallDelta
 from prefixcache.request import RequestOutput, TokenLogprobs
-from prefixcache.server.answers import Choice, usage
+from prefixcache.server.answers import Choice, told_diagnosis, usage
+from prefixcache.server.diagnosis import openai_comparison
 from prefixcache.server.errors import error_body
 from prefixcache.server.job_maker import Job
 from prefixcache.server.logprobs import chat_logprobs
@@ -188,6 +189,7 @@ class ResponseForm:
             reason = choice.finish_reason or ""
             body["incomplete_details"] = {"reason": _INCOMPLETE.get(reason, reason)}
         body["usage"] = _usage(usage(job, [choice]))
+        body |= _told(job)
         body["completed_at"] = int(time.time()) if status == "completed" else None
         self._keep(body)
         return body
@@ -228,6 +230,14 @@ def _status(job: Job, choice: Choice) -> str:
     if job.params.max_tokens == 0 or choice.finish_reason in ("stop", "tool_calls"):
         return "completed"
     return "cancelled" if choice.finish_reason == "abort" else "incomplete"
+
+
+def _told(job: Job) -> dict[str, Any]:
+    """What was found out of the cache, where that was asked for."""
+    if job.diagnosis is None or job.diagnosis.comparison is None:
+        return told_diagnosis(job)
+    compared = openai_comparison(job.diagnosis.comparison)
+    return {**told_diagnosis(job), "prompt_cache_diagnostics": compared}
 
 
 def _usage(counts: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,7 @@ class _CacheOptions(BaseModel):
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m", "12h"] | None = None
     prewarm: bool | None = None
+    comparison_response_id: str | None = None
 
 
 class ResponsesRequest(RequestFields):
@@ -150,7 +151,14 @@ class ResponsesRequest(RequestFields):
 
     def _told_options(self) -> dict[str, str] | None:
         options = self.prompt_cache_options
-        return options and {"mode": options.mode or "implicit", "ttl": options.ttl or "30m"}
+        if options is None:
+            return None
+        compared = options.comparison_response_id
+        return {
+            "mode": options.mode or "implicit",
+            "ttl": options.ttl or "30m",
+            **({} if compared is None else {"comparison_response_id": compared}),
+        }
 
     def settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """The members of an answer that tell what was asked; `params` are those of sampling."""
@@ -198,6 +206,7 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
         job = await _job(maker, fields, before, len(body), call)
         asked = await maker.workers.run(len(body), partial(_asked, fields))
         told = await maker.workers.run(len(body), partial(_told_settings, fields, job))
+        _compare(job, fields)
         keep = partial(_keep, store, asked, before, call)
         form = ResponseForm(maker.served.tokenizer, told, fields.num_logprobs, keep)
         with fields_named(_NAMES):
@@ -259,6 +268,12 @@ async def _job(
     chat = await maker.workers.run(size, lambda: _chat_fields(fields, before))
     with fields_named(_NAMES):
         return await chat_job(maker, chat, size, call, fields.caching(chat))
+
+
+def _compare(job: Job, fields: ResponsesRequest) -> None:
+    options = fields.prompt_cache_options
+    if job.diagnosis is not None and options is not None:
+        job.diagnosis.compared_with = options.comparison_response_id
 
 
 def _chat_fields(fields: ResponsesRequest, before: StoredResponse) -> ChatRequest:

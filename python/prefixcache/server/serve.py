@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import uvicorn
 from fastapi import FastAPI
 
+from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.exceptions import ConfigError, FieldError
 from prefixcache.flags import shown_values
 from prefixcache.server.access import AccessRules, is_host_name, is_loopback
@@ -86,6 +87,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
                 limits=_server_limits(options),
                 flags={**shown_values(config), **shown_values(options)},
                 tracing=tracing,
+                diagnostics=_diagnostics(built, options),
             )
             _collect_what_is_new_alone()
             scheme = "http" if certificates is None else "https"
@@ -118,6 +120,14 @@ def _check_weights(options: ServeOptions, *, is_gguf: bool) -> None:
         if value != "auto" and (value == "gguf") != is_gguf:
             problem = f"{value}: the model's weights are {found}, and are served as they are."
             raise FieldError(name, problem)
+
+
+def _diagnostics(built: BuiltEngine, options: ServeOptions) -> CacheDiagnostics | None:
+    if not options.diagnostics_memory:
+        return None
+    return CacheDiagnostics(
+        built.engine, options.diagnostics_memory, keeps_text=options.prompt_text
+    )
 
 
 def _access_rules(options: ServeOptions) -> AccessRules:

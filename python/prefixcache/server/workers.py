@@ -40,6 +40,10 @@ class Workers:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
+    async def beside(self, function: Callable[[], T]) -> T:
+        """The result of `function`, which is never called in the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
     async def compile(self, function: Callable[[], T]) -> T:
         """The result of `function`, which may take seconds."""
         return await asyncio.get_running_loop().run_in_executor(self._compilers, function)

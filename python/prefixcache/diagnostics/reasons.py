@@ -1,0 +1,276 @@
+"""Why the first block that did not hit did not, out of what the cache and the history know."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from prefixcache.diagnostics.history import (
+    LostContent,
+    Miss,
+    MissReason,
+    Pressure,
+    PromptHistory,
+    RememberedPrompt,
+    TokenIds,
+)
+from prefixcache.diagnostics.losses import DISCARDED, LostBlock, LostBlocks
+
+# Of the rest of an earlier prompt so many short pieces are looked for in the new one.
+_NUM_PIECES = 16
+_PIECE_TOKENS = 8
+
+
+_Found = tuple[RememberedPrompt, int] | None
+
+
+class KnownPrefix(Protocol):
+    """What the cache has of one prompt at this moment."""
+
+    @property
+    def hit_tokens(self) -> int:
+        """Leading tokens that hit, in full blocks."""
+        ...
+
+    @property
+    def whole_tokens(self) -> int:
+        """Leading tokens that full attention has, whatever windows have; 0 without it."""
+        ...
+
+    def names(self, index: int) -> list[tuple[bytes, int]]:
+        """Hash and group of a full block in each group; empty past the last."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A prompt whose miss is to be explained, and how it was or would be sent.
+
+    `hit_tokens` and `window_missed_tokens` are those of its admission; None where it was not sent,
+    and what the cache has now is told. It arrived and was started then, in seconds of
+    `time.monotonic`: only prompts that arrived before, and blocks that were lost before, have to
+    do with it. `reads` is whether it may read the cache.
+    """
+
+    token_ids: TokenIds
+    owner: str | None
+    salt: str | None
+    reads: bool = True
+    wants_prompt_logprobs: bool = False
+    hit_tokens: int | None = None
+    window_missed_tokens: int = 0
+    arrival: float = math.inf
+    started_at: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A miss, and the earlier prompt that shares the most with the one asked about, if any.
+
+    `first_block` are the tokens of the first full block that did not hit, None where it is not
+    full. `shared_tokens` lead both prompts.
+    """
+
+    prompt_tokens: int
+    miss: Miss
+    first_block: range | None
+    nearest: RememberedPrompt | None
+    shared_tokens: int
+
+    def __str__(self) -> str:
+        """One sentence."""
+        return _SENTENCES[self.miss.reason].format(
+            tokens=self._tokens(), hit=self.miss.hit_tokens, lost=_loss_in_words(self.miss.detail)
+        )
+
+    def _tokens(self) -> str:
+        block = self.first_block
+        return "" if block is None else f"tokens {block.start} to {block.stop - 1}"
+
+
+class Reasons:
+    """Explains misses of one cache.
+
+    `look_up` says what the cache has of a prompt under a salt now. `caches_prefixes` is False
+    where the cache is off.
+    """
+
+    def __init__(
+        self,
+        *,
+        look_up: Callable[[TokenIds, str | None], KnownPrefix],
+        block_size: int,
+        caches_prefixes: bool,
+        history: PromptHistory,
+        losses: LostBlocks,
+    ) -> None:
+        self._look_up = look_up
+        self._block_size = block_size
+        self._caches_prefixes = caches_prefixes
+        self._history = history
+        self._losses = losses
+
+    def explain(self, asked: Asked, *, sees_all: bool) -> Explanation:
+        """The reason, as whoever asks may know it: only with `sees_all` other salts are named.
+
+        Takes time that grows with the prompt, and lets go of the interpreter for most of it.
+        """
+        known = self._look_up(asked.token_ids, asked.salt)
+        hit = self._hit_tokens(asked, known)
+        own, best = self._nearest(asked, sees_all=sees_all)
+        end = hit + self._block_size
+        seen = next((one for one in (own, best) if one is not None and one[1] >= end), None)
+        reason, detail = self._why(asked, known, hit, None if seen is None else seen[0])
+        if reason == "never_seen" and best is not None and _differs(asked.token_ids, *best):
+            reason = "different_text"
+        return Explanation(
+            prompt_tokens=len(asked.token_ids),
+            miss=Miss(hit, reason, detail),
+            first_block=range(hit, end) if end <= len(asked.token_ids) else None,
+            nearest=best and best[0],
+            shared_tokens=best[1] if best else 0,
+        )
+
+    def _hit_tokens(self, asked: Asked, known: KnownPrefix) -> int:
+        if asked.hit_tokens is not None:
+            return asked.hit_tokens
+        reads = self._caches_prefixes and asked.reads and not asked.wants_prompt_logprobs
+        return min(known.hit_tokens, self._most_hits(asked)) if reads else 0
+
+    def _most_hits(self, asked: Asked) -> int:
+        """The last token is computed in any case."""
+        size = self._block_size
+        return (len(asked.token_ids) - 1) // size * size
+
+    def _nearest(self, asked: Asked, *, sees_all: bool) -> tuple[_Found, _Found]:
+        """Of what was sent under the same salt, and of all that may be known."""
+        nearest = partial(
+            self._history.nearest,
+            asked.token_ids,
+            owner=asked.owner,
+            salt=asked.salt,
+            before=asked.arrival,
+        )
+        own = nearest()
+        everything = nearest(sees_all=True) if sees_all else None
+        best = everything if everything and (own is None or everything[1] > own[1]) else own
+        return own, best
+
+    def _why(
+        self, asked: Asked, known: KnownPrefix, hit: int, seen: RememberedPrompt | None
+    ) -> tuple[MissReason, LostContent | None]:
+        """The reason; `seen` is an earlier prompt that has the whole block, if there is one."""
+        if not self._caches_prefixes:
+            return "cache_off", None
+        if not asked.reads:
+            return "cache_read_off", None
+        if hit >= self._most_hits(asked):
+            return "tail", None
+        if asked.wants_prompt_logprobs:
+            return "prompt_logprobs", None
+        if asked.window_missed_tokens or (asked.hit_tokens is None and known.whole_tokens > hit):
+            return "window_lost", None
+        lost = self._lost(known, hit // self._block_size, asked.started_at)
+        if seen is not None and seen.salt == asked.salt:
+            forgotten = self._forgotten(seen, lost)
+            if forgotten is not None:
+                return forgotten, None
+        if lost is not None:
+            return _told(lost)
+        return self._why_not_there(asked, hit + self._block_size, seen)
+
+    def _why_not_there(
+        self, asked: Asked, end: int, seen: RememberedPrompt | None
+    ) -> tuple[MissReason, LostContent | None]:
+        """The reason for a block of which no loss is known."""
+        if seen is None:
+            return "never_seen", None
+        if seen.salt != asked.salt:
+            return "another_salt", None
+        if seen.write_upto < end:
+            return "write_refused", None
+        return "evicted", LostContent()
+
+    def _lost(self, known: KnownPrefix, index: int, before: float) -> LostBlock | None:
+        """The last loss of the block in any group, unless that was later."""
+        found = [self._losses.find(name, group) for name, group in known.names(index)]
+        in_time = [one for one in found if one is not None and _went_by(one, before)]
+        return max(in_time, key=lambda one: one.time, default=None)
+
+    def _forgotten(self, seen: RememberedPrompt, lost: LostBlock | None) -> MissReason | None:
+        """Whether everything was forgotten after the prompt was seen, and before the block went."""
+        if self._losses.new_weights_at > seen.arrival:
+            return "weights_changed"
+        if lost is not None and lost.time > seen.arrival:
+            return None
+        return "cleared" if self._losses.cleared_at > seen.arrival else None
+
+
+_SENTENCES: Mapping[MissReason, str] = {
+    "never_seen": "No earlier prompt had the block of {tokens} behind the same beginning.",
+    "different_text": "An earlier prompt has other text within or before the block of {tokens}.",
+    "evicted": "The block of {tokens} was cached and is gone: {lost}.",
+    "another_salt": "The block of {tokens} was sent under another cache salt alone.",
+    "weights_changed": "The block of {tokens} was computed with other weights.",
+    "cleared": "The block of {tokens} was cached before the cache was cleared.",
+    "window_lost": "A sliding window's blocks before the end of {tokens} are gone.",
+    "write_refused": "The block of {tokens} was sent before, and not to be written to the cache.",
+    "tail": "All full blocks hit that may: what follows the first {hit} tokens fills none, or ends "
+    "with the last token, which is always computed.",
+    "prompt_logprobs": "Log probabilities of the prompt need all of it computed.",
+    "cache_read_off": "The request has cache_read false.",
+    "cache_off": "The prefix cache is off.",
+}
+_PRESSURES: Mapping[Pressure, str] = {
+    "capacity": "evicted to make room",
+    "shrunk_cache": "dropped when the cache shrank",
+    "unknown": "evicted, longer ago than is remembered",
+}
+
+
+def _loss_in_words(lost: LostContent | None) -> str:
+    if lost is None or lost.ago_s is None or lost.age_s is None or lost.idle_s is None:
+        return _PRESSURES["unknown"]
+    return (
+        f"{_PRESSURES[lost.pressure]} {lost.ago_s:.1f} s ago, {lost.age_s:.1f} s after it was "
+        f"computed and {lost.idle_s:.1f} s after its last use"
+    )
+
+
+def _went_by(lost: LostBlock, before: float) -> bool:
+    """Whether the block may have been lost then.
+
+    A request discards blocks behind its own windows, but evicts none that it holds.
+    """
+    return (lost.time if lost.cause == DISCARDED else lost.since) <= before
+
+
+def _told(lost: LostBlock) -> tuple[MissReason, LostContent]:
+    detail = LostContent(
+        pressure=lost.pressure,
+        ago_s=max(0.0, time.monotonic() - lost.time),
+        age_s=lost.age_s,
+        idle_s=lost.idle_s,
+        hits=lost.hits,
+    )
+    return "window_lost" if lost.cause == DISCARDED else "evicted", detail
+
+
+def _differs(token_ids: TokenIds, earlier: RememberedPrompt, shared: int) -> bool:
+    """Whether most of what follows in the earlier prompt follows here too, behind other text."""
+    rest, earlier_rest = token_ids[shared:], earlier.token_ids[shared:]
+    if len(earlier_rest) < 2 * _PIECE_TOKENS or not len(rest):
+        return False
+    last = len(earlier_rest) - _PIECE_TOKENS
+    starts = np.unique(np.linspace(1, last, _NUM_PIECES, dtype=np.int64)).tolist()
+    text = rest.tobytes()
+    found = sum(
+        text.find(earlier_rest[start : start + _PIECE_TOKENS].tobytes()) >= 0 for start in starts
+    )
+    return 2 * found > len(starts)

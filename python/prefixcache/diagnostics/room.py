@@ -1,0 +1,178 @@
+"""What one engine's diagnostics remember, and who may ask it."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from prefixcache.diagnostics.history import MissReason, PromptHistory, RememberedPrompt, TokenIds
+from prefixcache.diagnostics.losses import Losses, LostBlocks
+from prefixcache.diagnostics.reasons import Asked, Explanation, KnownPrefix, Reasons
+
+
+class Diagnosed(Protocol):
+    """What is asked of an engine; all of it from any thread."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        ...
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether the cache is on."""
+        ...
+
+    def look_up(self, token_ids: TokenIds, salt: str | None) -> KnownPrefix:
+        """What the cache has of a prompt now."""
+        ...
+
+    def listen_to_losses(self, listener: Callable[[Losses], None]) -> None:
+        """Calls `listener` regularly with what was lost, from one thread at a time."""
+        ...
+
+    def read_losses(self) -> None:
+        """Calls the listeners with what was lost until now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """What became of a prompt when its request was started, `started_at` in `time.monotonic`.
+
+    The others are as in `Asked`.
+    """
+
+    hit_tokens: int
+    started_at: float
+    window_missed_tokens: int = 0
+    reads: bool = True
+    wants_prompt_logprobs: bool = False
+
+
+class CacheDiagnostics:
+    """Remembers the prompts and the lost blocks of an engine, and explains misses out of them.
+
+    At most `max_bytes`: half for prompts that were answered, a quarter for those under way, the
+    rest for lost blocks. Everything may be called from any thread; `begin`, `end` and `drop` take
+    a microsecond or so. Reasons of ended requests are looked up when losses are read, twice a
+    second or on demand; `miss_counts` counts these. With `keeps_text` False nobody gives it texts.
+    """
+
+    def __init__(self, engine: Diagnosed, max_bytes: int, *, keeps_text: bool = True) -> None:
+        self.keeps_text = keeps_text
+        self.block_size = engine.block_size
+        self.history = PromptHistory(max_bytes // 2)
+        self.miss_counts: Counter[MissReason] = Counter()
+        self._losses = LostBlocks(max_bytes // 4)
+        self._under_way = _UnderWay(max_bytes // 4)
+        self._engine = engine
+        self._reasons = Reasons(
+            look_up=engine.look_up,
+            block_size=engine.block_size,
+            caches_prefixes=engine.caches_prefixes,
+            history=self.history,
+            losses=self._losses,
+        )
+        engine.listen_to_losses(self._take)
+
+    def begin(self, name: str, prompt: RememberedPrompt) -> None:
+        """A prompt goes to the engine; `name` is unique. Where memory is short it is forgotten."""
+        self._under_way.add(name, prompt)
+
+    def end(self, name: str, admitted: Admitted | None) -> None:
+        """Its request has ended; None where nothing was computed, and so nothing remembered."""
+        self._under_way.end(name, admitted)
+
+    def settle(self) -> None:
+        """Takes in what was lost and which requests ended until now."""
+        self._engine.read_losses()
+
+    def explain(self, asked: Asked, *, sees_all: bool) -> Explanation:
+        """Why the prompt misses or missed; see `Reasons.explain`. Call `settle` before."""
+        return self._reasons.explain(asked, sees_all=sees_all)
+
+    def _take(self, losses: Losses) -> None:
+        self._losses.add(losses)
+        for prompt, admitted in self._under_way.take_ended():
+            self._remember(prompt, admitted)
+            time.sleep(0)  # lets the step loop have the interpreter
+
+    def _remember(self, prompt: RememberedPrompt, admitted: Admitted) -> None:
+        miss = self.explain(asked_of(prompt, admitted), sees_all=True).miss
+        self.miss_counts[miss.reason] += 1
+        kept = dataclasses.replace(prompt, cached_tokens=admitted.hit_tokens, miss=miss)
+        self.history.remember(kept)
+
+
+def asked_of(prompt: RememberedPrompt, admitted: Admitted) -> Asked:
+    """The question why a prompt missed that was sent."""
+    return Asked(
+        token_ids=prompt.token_ids,
+        owner=prompt.owner,
+        salt=prompt.salt,
+        reads=admitted.reads,
+        wants_prompt_logprobs=admitted.wants_prompt_logprobs,
+        hit_tokens=admitted.hit_tokens,
+        window_missed_tokens=admitted.window_missed_tokens,
+        arrival=prompt.arrival,
+        started_at=admitted.started_at,
+    )
+
+
+@dataclass(slots=True)
+class _Kept:
+    prompt: RememberedPrompt
+    size: int
+    admitted: Admitted | None = None
+
+
+class _UnderWay:
+    """Prompts of requests that have not ended, or whose end was not looked at yet.
+
+    Of these the text counts: the tokens are the requests' own as long as they run.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._ended: deque[str] = deque()
+
+    def add(self, name: str, prompt: RememberedPrompt) -> None:
+        size = prompt.num_own_bytes
+        with self._lock:
+            self._kept[name] = _Kept(prompt, size)
+            self._num_bytes += size
+            while self._num_bytes > self._max_bytes:
+                _, oldest = self._kept.popitem(last=False)
+                self._num_bytes -= oldest.size
+
+    def end(self, name: str, admitted: Admitted | None) -> None:
+        with self._lock:
+            kept = self._kept.get(name)
+            if kept is None:
+                return
+            if admitted is None:
+                del self._kept[name]
+                self._num_bytes -= kept.size
+                return
+            kept.admitted = admitted
+            self._ended.append(name)
+
+    def take_ended(self) -> list[tuple[RememberedPrompt, Admitted]]:
+        """Those that have ended, which are forgotten here."""
+        taken: list[tuple[RememberedPrompt, Admitted]] = []
+        with self._lock:
+            while self._ended:
+                kept = self._kept.pop(self._ended.popleft(), None)
+                if kept is not None and kept.admitted is not None:
+                    self._num_bytes -= kept.size
+                    taken.append((kept.prompt, kept.admitted))
+        return taken

@@ -1,0 +1,137 @@
+"""The files and the stream of the dashboard, over a real port."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from prefixcache.server.access import AccessRules
+from prefixcache.server.context import Lifecycle
+from prefixcache.server.dashboard.feed import Feed
+from prefixcache.server.sse import EventStream
+from serving import running, serve_folder, serving, wait_until
+
+EVENTS = "/dashboard/events"
+KEY = {"Authorization": "Bearer root"}
+
+
+@pytest.fixture(scope="module")
+def app(tiny_checkpoint: Callable[..., Path]) -> Generator[FastAPI, None, None]:
+    rules = AccessRules(admin_api_keys=("root",))
+    app, engine = serve_folder(tiny_checkpoint(), num_blocks=40, access={"rules": rules})
+    yield app
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def address(app: FastAPI) -> Generator[str, None, None]:
+    with running(app) as address:
+        yield address
+
+
+def stream(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def test_a_page_is_told_what_the_cache_does(address: str) -> None:
+    body = {"model": "tiny", "prompt": "one two three " * 20, "max_tokens": 4}
+    with httpx.Client(base_url=address, headers=KEY, timeout=30) as client:
+        for _ in range(2):
+            client.post("/v1/completions", json=body).raise_for_status()
+        stats = client.get("/prefix_cache/stats").json()
+        with client.stream("GET", EVENTS) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            events = stream(answer.iter_lines())
+            hello, first = next(events), _next_snapshot(events)
+            client.post("/v1/completions", json=body).raise_for_status()
+            then = next(one for one in iter(lambda: _next_snapshot(events), None) if _has_hits(one))
+    assert (hello["type"], hello["model"]) == ("hello", "tiny")
+    drawn = {state: sum(first["map"][state]) for state in ("free", "cached", "pinned", "held")}
+    assert drawn == {
+        "free": 39 - stats["cached_blocks"],
+        "cached": stats["cached_blocks"],
+        "pinned": 0,
+        "held": 0,
+    }
+    assert first["cache"]["hit_tokens"] == stats["hit_tokens"] > 0
+    assert first["requests"] == []
+    assert 0 < then["point"]["hit_ratio"] < 1
+    assert then["point"]["ttft_p50"] > 0
+    assert then["point"]["saved_tokens"] > then["point"]["computed_tokens"] > 0
+
+
+def _next_snapshot(events: Iterator[dict[str, Any]]) -> dict[str, Any]:
+    return next(event for event in events if event["type"] == "snapshot")
+
+
+def _has_hits(snapshot: dict[str, Any]) -> bool:
+    return snapshot["point"].get("hit_ratio") is not None
+
+
+def test_the_page_says_nothing_and_loads_nothing_from_elsewhere(address: str) -> None:
+    page = httpx.get(f"{address}/dashboard")
+    texts = [page.text]
+    for name in re.findall(r'(?:src|href)="([^"#]+)"', page.text):
+        assert name.startswith("dashboard/assets/"), name
+        file = httpx.get(f"{address}/{name}")
+        assert file.is_success, name
+        for response in (page, file):
+            policy = response.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+            assert response.headers["x-content-type-options"] == "nosniff"
+        unchanged = httpx.get(f"{address}/{name}", headers={"If-None-Match": file.headers["etag"]})
+        assert (unchanged.status_code, unchanged.content) == (304, b"")
+        texts.append(file.text)
+    for text in texts:
+        assert "innerHTML" not in text
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
+
+
+def test_the_stream_is_for_administrators(address: str) -> None:
+    assert httpx.get(address + EVENTS).status_code == 401
+    wrong = httpx.get(address + EVENTS, headers={"Authorization": "Bearer client"})
+    assert wrong.json()["error"]["code"] == "invalid_api_key"
+
+
+def feed_app(**options: Any) -> tuple[FastAPI, Feed, Lifecycle]:
+    """An application with a stream of large events."""
+    app, lifecycle = FastAPI(), Lifecycle()
+    text = b"data: %b\n\n" % (b"x" * 2**20)
+    feed = Feed(lambda: {"a": text}, lambda: text, lambda: lifecycle.stopping, **options)
+
+    @app.get(EVENTS)
+    async def events() -> EventStream:
+        return EventStream(feed.events())
+
+    return app, feed, lifecycle
+
+
+def test_who_does_not_read_is_dropped() -> None:
+    app, feed, _ = feed_app(period=0.01, most_pages=1)
+    with running(app, timeout_write=0.2) as address, socket.socket() as lazy:
+        host, port = address.removeprefix("http://").split(":")
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        lazy.connect((host, int(port)))
+        lazy.sendall(f"GET {EVENTS} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        wait_until(lambda: feed.is_full)
+        wait_until(lambda: not (feed.is_full or feed.is_running))
+
+
+def test_a_page_does_not_hold_up_the_end_of_the_server() -> None:
+    app, _, lifecycle = feed_app(period=0.01)
+    server_of = serving(app, lifecycle, drain_seconds=600)
+    with server_of as (server, address), httpx.stream("GET", address + EVENTS) as answer:
+        pieces = answer.iter_bytes()
+        next(pieces)
+        server.stop()
+        assert sum(map(len, pieces)) > 0

@@ -78,6 +78,41 @@ def _has_hits(snapshot: dict[str, Any]) -> bool:
     return snapshot["point"].get("hit_ratio") is not None
 
 
+@pytest.mark.parametrize("keeps_text", [True, False])
+def test_prefixes_that_prompts_share_and_misses_are_told(
+    tiny_checkpoint: Callable[..., Path], keeps_text: bool
+) -> None:
+    rule = "Never tell anybody of this rule. " * 4
+    app, engine = serve_folder(
+        tiny_checkpoint(), num_blocks=60, diagnostics_memory=1 << 20, keeps_text=keeps_text
+    )
+    try:
+        with running(app) as address, httpx.Client(base_url=address, timeout=30) as client:
+            for question in ("Why?", "How?", "Who?"):
+                body = {"model": "tiny", "prompt": rule + question, "max_tokens": 1}
+                client.post("/v1/completions", json=body).raise_for_status()
+            with client.stream("GET", EVENTS) as answer:
+                told = _prompts_of_all_three(stream(answer.iter_lines()))
+    finally:
+        engine.close()
+    (prefix,) = told["prefixes"]
+    assert (prefix["requests"], prefix["hits"], prefix["salted"]) == (3, 2, False)
+    assert prefix["tokens"] % 16 == 0
+    assert prefix["tokens"] >= 32
+    assert prefix["text"] is None if not keeps_text else prefix["text"][:20] == rule[:20]
+    assert [miss["reason"] for miss in told["misses"]][-1] == "never_seen"
+    assert keeps_text or rule[:20] not in json.dumps(told)
+
+
+def _prompts_of_all_three(events: Iterator[dict[str, Any]]) -> dict[str, Any]:
+    """Ended requests are remembered twice a second."""
+    return next(
+        event
+        for event in events
+        if event["type"] == "prefixes" and event["prefixes"] and event["prefixes"][0]["hits"] == 2
+    )
+
+
 def test_the_page_says_nothing_and_loads_nothing_from_elsewhere(address: str) -> None:
     page = httpx.get(f"{address}/dashboard")
     texts = [page.text]

@@ -52,7 +52,9 @@ _HEADERS = {
 def dashboard_router(maker: JobMaker, version: str, lifecycle: Lifecycle) -> APIRouter:
     """The endpoints, for one engine."""
     router = APIRouter()
-    view = View(maker.engine, maker.served, version)
+    diagnostics = maker.diagnostics
+    history = None if diagnostics is None else diagnostics.history
+    view = View(maker.engine, maker.served, version, history)
     feed = Feed(view.take, view.greet, lambda: lifecycle.stopping)
     for file in sorted(_FILES.iterdir()):
         path = f"{DASHBOARD_PATH}/assets/{file.name}"

@@ -85,6 +85,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.close()
             return None
+        if self.path == "/reset_prefix_cache":
+            return self._answer(200, {})
         if not body.get("stream"):
             usage = {"usage": self.peer.usage(body)} if self.peer.tells_usage else {}
             return self._answer(200, {"choices": [{"text": " ok"}], **usage})
@@ -253,3 +255,11 @@ async def test_a_server_that_is_none_is_told(content: str) -> None:
     client = httpx.AsyncClient(transport=transport, base_url="http://server")
     with pytest.raises(BenchmarkError, match="server"):
         await connect(client)
+
+
+def test_a_server_that_dies_between_runs_leaves_them_too(tmp_path: Path) -> None:
+    with served(Peer(dies_at=6, paths=("/v1/completions", "/reset_prefix_cache"))) as url:
+        result = bench(url, tmp_path, "--num-requests", "1", "--repeats", "2")
+    assert (result.exit_code, "is gone" in result.stderr) == (1, True)
+    first, second = json.loads((tmp_path / "r.json").read_text())["variants"][0]["runs"]
+    assert (first["requests"]["output_tokens"], second["requests"]["output_tokens"]) == ([3], [])

@@ -155,6 +155,16 @@ async def test_a_server_that_is_gone_ends_the_run_which_keeps_what_came() -> Non
     assert len(target.sent) < 10
 
 
+async def test_a_server_that_is_gone_ends_sub_sessions_too() -> None:
+    subs = tuple(singles(4))
+    session = Session(
+        name="0", turns=(Turn(adds=(Text("a", 1),), output_len=1, sub_sessions=subs),)
+    )
+    target = SlowTarget(ending=1)
+    run = await driven(target, [session])
+    assert (run.error, target.running, len(target.sent)) == ("gone on purpose", 0, 4)
+
+
 async def test_what_is_too_long_is_not_sent() -> None:
     target = SlowTarget()
     target.max_model_len = 6

@@ -124,7 +124,8 @@ def _show(report: Report, options: BenchOptions) -> None:
 
     console = Console()
     console.print(heading(report), highlight=False)
-    console.print(table([variant.name for variant in report.variants], medians(report)))
+    if report.has_records:
+        console.print(table([variant.name for variant in report.variants], medians(report)))
     for remark in report.remarks:
         console.print(remark, highlight=False)
     if options.output is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import anyio
 
@@ -14,6 +15,8 @@ from prefixcache.bench.prompts import Content, Message, Prompt
 from prefixcache.bench.records import BenchmarkError, RequestFailedError, RequestRecord, Run
 from prefixcache.bench.sessions import Session, Turn
 from prefixcache.bench.targets import Target
+
+_T = TypeVar("_T")
 
 
 async def drive(
@@ -93,8 +96,8 @@ class _Player:
 
     async def _added(self, turn: Turn) -> Content:
         """What a turn adds, once its sub-sessions have run and its pause is over."""
-        plays = (self.play(sub, is_sub=True) for sub in turn.sub_sessions)
-        answers = [one for one in await asyncio.gather(*plays) if one is not None]
+        plays = [self.play(sub, is_sub=True) for sub in turn.sub_sessions]
+        answers = [one for one in await _side_by_side(plays) if one is not None]
         await asyncio.sleep(turn.pause)
         return self._form.join([*answers, self._form.draw(turn.adds, self._seed)])
 
@@ -119,3 +122,14 @@ class _Player:
         )
         self._run.unsent += left
         self._on_done(1 + left)
+
+
+async def _side_by_side(plays: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """What all of them give; the first that fails ends the others before its error is raised."""
+    tasks = [asyncio.ensure_future(one) for one in plays]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

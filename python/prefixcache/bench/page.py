@@ -86,9 +86,13 @@ def _paragraphs(kind: str, texts: Iterable[str]) -> list[str]:
     return [f'<p class="{kind}">{escape(text)}</p>' for text in texts]
 
 
+def _shown(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def _facts(title: str, facts: Mapping[str, Any]) -> list[str]:
     rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td>{escape(str(value))}</td></tr>'
+        f'<tr><th scope="row">{escape(name)}</th><td>{escape(_shown(value))}</td></tr>'
         for name, value in facts.items()
         if value not in (None, [], "")
     )

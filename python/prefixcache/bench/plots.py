@@ -142,14 +142,15 @@ def _draw_lengths(axes: Axes, variants: Sequence[Variant]) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_RULE)
-    axes.legend(frameon=False, fontsize=10, labelcolor=_INK, loc="upper left")
+    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
+    axes.legend(frameon=False, fontsize=10, labelcolor=_INK, ncols=len(variants), **place)
 
 
 def _ranges(lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-    """Places of sorted lengths: of each length its own, or of many lengths eight equal parts."""
-    distinct, begins = np.unique(lengths, return_index=True)
-    places = np.arange(len(lengths))
-    return np.split(places, begins[1:]) if len(distinct) <= 12 else np.array_split(places, 8)
+    """Places of sorted lengths, of each tenth of the way to the longest where there are any."""
+    tenths = np.linspace(lengths[0], lengths[-1], 11)[1:-1]
+    parts = np.split(np.arange(len(lengths)), np.searchsorted(lengths, tenths, side="right"))
+    return [part for part in parts if len(part)]
 
 
 def _ttft_label(median: float, baseline: float | None) -> str:
@@ -174,9 +175,9 @@ def _dress(axes: Axes, title: str, names: Sequence[str]) -> None:
 
 
 def _footer(report: Report) -> str:
-    settings, machine = report.settings, report.machine
+    machine = report.machine
     return (
-        f"{_model(settings)}: {describe(settings)}. "
+        f"{_model(report.settings)}: {describe(report.settings)}\n"
         f"{machine['cpu']}, {machine['cores']} cores. {report.date[:10]}"
     )
 

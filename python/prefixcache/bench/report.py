@@ -109,6 +109,7 @@ def make_report(
     *,
     objectives: Mapping[str, float] | None = None,
     remarks: Sequence[str] = (),
+    errors: Sequence[str] = (),
     compares_outputs: bool = True,
 ) -> Report:
     """`runs` holds the runs of every variant, the baseline first. Who has none is left out."""
@@ -133,7 +134,7 @@ def make_report(
         settings,
         variants,
         (*remarks, *_told_remarks(measured)),
-        _errors(measured),
+        (*errors, *_errors(measured)),
     )
 
 

@@ -24,7 +24,7 @@ from prefixcache.bench.targets import CACHE_OFF, HttpTarget, Target
 from prefixcache.bench.traces import trace_sessions
 from prefixcache.bench.workloads import WorkloadConfig, make_sessions
 from prefixcache.config import CacheConfig, EngineConfig
-from prefixcache.exceptions import FieldError
+from prefixcache.exceptions import FieldError, PrefixCacheError
 from prefixcache.models.hub import read_config, resolve_model
 
 OnDone = Callable[[str, int], None]
@@ -80,13 +80,14 @@ async def run_bench(
         try:
             await bench.measure()
         except asyncio.CancelledError:
-            bench.note("interrupted")
+            bench.errors.append("interrupted")
     return make_report(
         command,
         settings(options, next(iter(targets.values()))),
         bench.runs,
         objectives=options.objectives,
         remarks=bench.remarks,
+        errors=bench.errors,
         compares_outputs=bench.repeats_prompts,
     )
 
@@ -105,6 +106,7 @@ class _Bench:
         self._nonce = secrets.token_hex(4)
         self.runs: Runs = {name: [] for name in targets}
         self.remarks = list(next(iter(targets.values())).remarks)
+        self.errors = list[str]()
         self.repeats_prompts = True
 
     async def measure(self) -> None:
@@ -117,16 +119,14 @@ class _Bench:
                 if self.runs[name][-1].error is not None:
                     return
 
-    def note(self, error: str) -> None:
-        """Why the run under way ended."""
-        under_way = [repeats[-1] for repeats in self.runs.values() if repeats]
-        for run in under_way[-1:]:
-            run.error = run.error or error
-
     async def _run(self, name: str, repeat: int) -> None:
         target, run = self._targets[name], Run()
-        seed = await self._seed(target, repeat)
         self.runs[name].append(run)
+        try:
+            seed = await self._seed(target, repeat)
+        except PrefixCacheError as error:
+            run.error = str(error)
+            return
         await drive(
             target,
             self._work.sessions(),

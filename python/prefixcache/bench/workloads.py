@@ -55,7 +55,7 @@ class WorkloadConfig(Checked):
     workload: WorkloadName = flag("shared-prefix", "What is asked.", "Benchmark")
     trace: Path | None = flag(
         None,
-        "Trace to send: Mooncake's JSON lines or PTT, plain, gzip or xz; implies its workload.",
+        "Trace to send: Mooncake's JSON lines, PTT or a recording, plain, gzip or xz.",
         "Benchmark",
     )
     num_requests: PositiveInt | None = flag(

@@ -23,6 +23,7 @@ mod linear;
 mod losses;
 mod names;
 mod prefix_cache;
+mod recording;
 mod replay;
 mod rowwise;
 mod sequence;
@@ -56,6 +57,8 @@ mod _core {
     use crate::linear::PackedLinear;
     #[pymodule_export]
     use crate::prefix_cache::PrefixCache;
+    #[pymodule_export]
+    use crate::recording::{BlockNamer, replay_recording};
     #[pymodule_export]
     use crate::replay::{TraceReader, TraceReplay};
     #[pymodule_export]

@@ -9,6 +9,7 @@ pub mod cache;
 pub mod history;
 pub mod optimum;
 pub mod quantiles;
+pub mod recording;
 pub mod replay;
 pub mod server;
 pub mod trace;

@@ -24,6 +24,7 @@ use std::path::{Path, PathBuf};
 use prefixcache_core::hints::Hint;
 use thiserror::Error;
 
+pub(crate) use lines::open;
 use lines::{BytesRead, Lines};
 
 /// The most tokens of one request: more is taken for an error in the file.

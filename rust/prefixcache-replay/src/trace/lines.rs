@@ -64,6 +64,11 @@ fn unpack(file: File, bytes: &BytesRead) -> io::Result<Box<dyn BufRead + Send>> 
     Ok(Box::new(BufReader::new(reader)))
 }
 
+/// What a file at a path holds, unpacked if it is packed.
+pub(crate) fn open(path: &Path) -> io::Result<Box<dyn BufRead + Send>> {
+    unpack(File::open(path)?, &BytesRead::default())
+}
+
 impl Lines {
     pub(super) fn new(file: &str, source: Box<dyn BufRead + Send>) -> Self {
         Self {

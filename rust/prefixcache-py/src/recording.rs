@@ -1,0 +1,112 @@
+//! The Python class `BlockNamer` and the function `replay_recording`.
+
+use std::path::PathBuf;
+
+use prefixcache_replay::recording::{
+    Agreement, Chain, Counters, Namer, Policy, RecordingError, replay,
+};
+use pyo3::exceptions::{PyOSError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict};
+
+use crate::arguments::Number;
+use crate::detach::run_on_tokens;
+use crate::errors::out_of_range;
+use crate::names;
+use crate::tokens::Tokens;
+
+/// Names the blocks of requests for one recording, by hashes under a key. Any thread.
+#[pyclass(frozen, module = "prefixcache._core")]
+pub struct BlockNamer(Namer);
+
+#[pymethods]
+impl BlockNamer {
+    /// A namer with a `key` of 32 bytes, for blocks of `block_size` tokens.
+    #[new]
+    fn new(key: &[u8], block_size: Number<names::BlockSize>) -> PyResult<Self> {
+        let block_size = block_size.0;
+        if block_size == 0 {
+            return Err(out_of_range("block_size", "must be at least 1, not 0"));
+        }
+        Ok(Self(Namer::new(key_of("key", key)?, block_size)))
+    }
+
+    /// The chain before the first block of requests with this cache salt: 32 bytes.
+    #[pyo3(signature = (cache_salt=None))]
+    fn begin<'py>(&self, py: Python<'py>, cache_salt: Option<&str>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.0.begin(cache_salt))
+    }
+
+    /// The chain behind the full blocks of `tokens`, and their names: 16 hexadecimal digits each.
+    fn extend<'py>(
+        &self,
+        py: Python<'py>,
+        chain: &[u8],
+        tokens: Tokens,
+    ) -> PyResult<(Bound<'py, PyBytes>, String)> {
+        let mut chain: Chain = key_of("chain", chain)?;
+        let tokens = tokens.0;
+        let named = run_on_tokens(py, tokens.len(), || {
+            let mut named = String::new();
+            self.0.extend(&mut chain, &tokens, &mut named);
+            named
+        });
+        Ok((PyBytes::new(py, &chain), named))
+    }
+}
+
+fn key_of(argument: &'static str, bytes: &[u8]) -> PyResult<[u8; 32]> {
+    bytes.try_into().map_err(|_| {
+        let reason = format!("must have 32 bytes, not {}", bytes.len());
+        out_of_range(argument, reason)
+    })
+}
+
+/// Make the calls of a recording again, to a cache of its size and policy: does that count the same?
+///
+/// Returns what the live server and the replay counted, and the first difference. Raises ValueError, naming
+/// file and line, for what is no recording, and OSError for what cannot be read.
+#[pyfunction]
+pub fn replay_recording(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyDict>> {
+    let told = py.detach(|| replay(&path)).map_err(into_py_err)?;
+    agreement(py, &told)
+}
+
+fn into_py_err(error: RecordingError) -> PyErr {
+    match error {
+        RecordingError::Unreadable { .. } => PyOSError::new_err(error.to_string()),
+        RecordingError::Invalid { .. } => PyValueError::new_err(error.to_string()),
+    }
+}
+
+fn agreement<'py>(py: Python<'py>, told: &Agreement) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("agrees", told.agrees())?;
+    let difference = told.difference.as_ref();
+    let difference = difference.map(|(place, how)| format!("{place}: {how}"));
+    dict.set_item("difference", difference)?;
+    dict.set_item("ended", &told.ended)?;
+    dict.set_item("parts", told.parts)?;
+    dict.set_item("requests", told.requests)?;
+    dict.set_item("events", told.events)?;
+    dict.set_item("checks", told.checks)?;
+    dict.set_item("unchecked_events", told.unchecked)?;
+    dict.set_item("live", counters(py, &told.live)?)?;
+    dict.set_item("replayed", counters(py, &told.replayed)?)?;
+    dict.set_item("block_size", told.header.block_size)?;
+    dict.set_item("num_blocks", told.header.num_blocks)?;
+    let policy = match told.header.eviction_policy {
+        Policy::Lru => "lru",
+        Policy::ReuseQueue => "reuse-queue",
+    };
+    dict.set_item("eviction_policy", policy)?;
+    Ok(dict)
+}
+
+fn counters<'py>(py: Python<'py>, counters: &Counters) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    for (name, count) in counters.named() {
+        dict.set_item(name, count)?;
+    }
+    Ok(dict)
+}

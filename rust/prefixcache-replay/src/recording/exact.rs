@@ -1,0 +1,580 @@
+//! A recording's calls, made again.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::time::Duration;
+
+use prefixcache_core::error::{CacheError, InvalidArgument, PoolError, ResizeError};
+use prefixcache_core::hints::{Hint, Hints, Owner};
+use prefixcache_core::ledger::Ledger;
+use prefixcache_core::retention::{Pins, Retention};
+use prefixcache_core::store::{BlockStore, Moves, PoolConfig};
+use prefixcache_core::{
+    BlockPool, Extras, Groups, HashConfig, PrefixCache, Scope, Sequence, SingleWriter,
+};
+
+use super::events::{Counters, Event, Events, Header, Place, RecordingError, Windows};
+use super::names;
+
+/// The most tokens of a request: more is taken for an error in the file.
+const MAX_TOKENS: usize = 1 << 26;
+
+/// Contents whose TTL has ended that one call of the server looks at.
+const EXPIRED_AT_ONCE: usize = 256;
+
+/// Whether a replay counted what the live server counted.
+#[derive(Clone, Debug)]
+pub struct Agreement {
+    /// What the recording says of the cache.
+    pub header: Header,
+    /// The parts that were read.
+    pub parts: u64,
+    /// Requests that were added.
+    pub requests: u64,
+    /// Events that were replayed, up to the first difference.
+    pub events: u64,
+    /// Points at which all counts were compared, and were the same.
+    pub checks: u64,
+    /// Events after the last of these points, whose counts nobody compared.
+    pub unchecked: u64,
+    /// What the live server counted at the last point that was read.
+    pub live: Counters,
+    /// What the replay counted there.
+    pub replayed: Counters,
+    /// Where the two differ first, and how.
+    pub difference: Option<(Place, String)>,
+    /// Why the recording ended; none where it was cut off.
+    pub ended: Option<String>,
+}
+
+impl Agreement {
+    /// Whether counts were compared, and all of them were the same.
+    #[must_use]
+    pub fn agrees(&self) -> bool {
+        self.checks > 0 && self.difference.is_none()
+    }
+}
+
+/// Makes the calls of a recording to a cache of its size and policy, in their order, up to the first that has
+/// another outcome than it had in the live server.
+pub fn replay(path: &Path) -> Result<Agreement, RecordingError> {
+    let mut events = Events::open(path)?;
+    let header = events.header().clone();
+    let mut cache = Cache::new(&header)
+        .map_err(|reason| events.place().invalid(format!("header: {reason}")))?;
+    let mut told = Agreement {
+        header,
+        parts: 1,
+        requests: 0,
+        events: 0,
+        checks: 0,
+        unchecked: 0,
+        live: Counters::default(),
+        replayed: Counters::default(),
+        difference: None,
+        ended: None,
+    };
+    while let Some(line) = events.read()? {
+        cache.set_time(line.t);
+        told.events += 1;
+        told.unchecked += 1;
+        let outcome = match line.event {
+            Event::Next {} => {
+                events.open_next()?;
+                told.parts += 1;
+                continue;
+            }
+            Event::Stop { reason } => {
+                told.unchecked -= 1;
+                told.ended = Some(reason);
+                continue;
+            }
+            Event::Counters(live) => {
+                (told.live, told.replayed) = (live, cache.counters());
+                told.unchecked = 0;
+                compare(&told.live, &told.replayed).map(|()| told.checks += 1)
+            }
+            event => {
+                told.requests += u64::from(matches!(event, Event::Add { .. }));
+                cache.apply(event)
+            }
+        };
+        match outcome {
+            Ok(()) => {}
+            Err(Fault::Invalid(reason)) => return Err(events.place().invalid(reason)),
+            Err(Fault::Differs(how)) => {
+                told.difference = Some((events.place().clone(), how));
+                break;
+            }
+        }
+    }
+    Ok(told)
+}
+
+fn compare(live: &Counters, replayed: &Counters) -> Result<(), Fault> {
+    let pairs = live.named().into_iter().zip(replayed.named());
+    let other = pairs.filter(|(live, replayed)| live != replayed);
+    let told: Vec<String> = other
+        .map(|((name, live), (_, replayed))| format!("{name} {live} live and {replayed} replayed"))
+        .collect();
+    match told.is_empty() {
+        true => Ok(()),
+        false => Err(Fault::Differs(told.join(", "))),
+    }
+}
+
+/// Why an event was not replayed.
+enum Fault {
+    /// It is not what the form asks for.
+    Invalid(String),
+    /// It had another outcome than in the live server.
+    Differs(String),
+}
+
+impl From<CacheError> for Fault {
+    fn from(error: CacheError) -> Self {
+        Self::Differs(format!("the replayed cache refuses: {error}"))
+    }
+}
+
+impl From<ResizeError> for Fault {
+    fn from(error: ResizeError) -> Self {
+        Self::Differs(format!("the replayed cache refuses: {error}"))
+    }
+}
+
+fn invalid<T>(reason: impl Into<String>) -> Result<T, Fault> {
+    Err(Fault::Invalid(reason.into()))
+}
+
+/// A request that waits or runs.
+struct Request {
+    sequence: Sequence,
+    /// Its full blocks as far as they were told.
+    blocks: Vec<u64>,
+    prompt_blocks: usize,
+    is_hashed: bool,
+    hints: Option<Hints>,
+    /// Anchors that are known from the start.
+    anchors: Vec<usize>,
+    is_pinned: bool,
+}
+
+/// The cache of a replay, and what the server's cache manager does around it.
+struct Cache {
+    cache: PrefixCache<BlockPool<SingleWriter>>,
+    ledger: Ledger,
+    moves: Moves,
+    block_size: usize,
+    merges_twins: bool,
+    windows: Option<Windows>,
+    requests: HashMap<u64, Request>,
+    /// Tokens that were looked up beyond full blocks: the replayed sequences have none.
+    rest_queries: u64,
+}
+
+impl Cache {
+    fn new(header: &Header) -> Result<Self, String> {
+        let groups = header.groups.iter().map(super::events::Group::spec);
+        let told = |error: InvalidArgument| error.to_string();
+        let hashing = HashConfig {
+            model: "recording".into(),
+            revision: String::new(),
+            kv_dtype: String::new(),
+            arithmetic: String::new(),
+            block_size: header.block_size,
+            groups: Groups::new(groups.collect()).map_err(told)?,
+        };
+        hashing.check().map_err(told)?;
+        let pool = BlockPool::new(PoolConfig {
+            num_blocks: header.num_blocks,
+            max_blocks: header.max_blocks,
+            free_order: header.free_order.into(),
+            eviction_policy: header.eviction_policy.into(),
+        });
+        let pool = pool.map_err(|error: PoolError| error.to_string())?;
+        let cache = PrefixCache::new(hashing, pool).map_err(told)?;
+        cache.set_max_cached(header.max_cached_blocks);
+        Ok(Self {
+            cache,
+            ledger: Ledger::new(header.retention_budget).map_err(told)?,
+            moves: Moves::default(),
+            block_size: header.block_size,
+            merges_twins: header.merge_twins,
+            windows: header.retention,
+            requests: HashMap::new(),
+            rest_queries: 0,
+        })
+    }
+
+    /// Sets the time of an event, as the server did: half a millisecond on, so that no rounding of seconds
+    /// leads to the millisecond before.
+    fn set_time(&mut self, time_ms: u64) {
+        let now = Duration::from_micros(time_ms.saturating_mul(1000).saturating_add(500));
+        self.cache.store().set_time(now);
+        self.ledger.set_time(now);
+    }
+
+    fn counters(&self) -> Counters {
+        let (tokens, blocks) = (self.cache.stats(), self.cache.store().stats());
+        Counters {
+            queries: tokens.queries + self.rest_queries,
+            hits: tokens.hits,
+            evictions: blocks.evictions,
+            allocations: blocks.allocations,
+            touches: blocks.touches,
+            pins: blocks.pins,
+            demotions: blocks.demotions,
+            moved: blocks.moved,
+            lost_to_resize: blocks.lost_to_resize,
+            cached: blocks.cached as u64,
+            in_use: blocks.in_use as u64,
+        }
+    }
+
+    fn apply(&mut self, event: Event<'_>) -> Result<(), Fault> {
+        match event {
+            add @ Event::Add { .. } => self.add(add),
+            start @ Event::Start { .. } => self.start(start),
+            Event::Slots { ids, upto } => self.give_slots(&ids, &upto),
+            Event::Publish { ids, upto, names } => self.publish(&ids, &upto, &names),
+            Event::Anchor { id, at } => {
+                self.request(id)?.sequence.add_anchor(at);
+                Ok(())
+            }
+            Event::Drop { ids, upto } => {
+                let mut taken = self.take(&ids)?;
+                let outcome = self.cache.drop_unneeded(&mut sequences(&mut taken), &upto);
+                self.put_back(&ids, taken);
+                Ok(outcome.map(drop)?)
+            }
+            Event::Preempt { ids } => self.release(&ids),
+            Event::Restart { id } => self.restart(id),
+            Event::End { ids, well, .. } => self.end(&ids, &well),
+            Event::Demote { count } => {
+                self.cache.demote(count);
+                Ok(())
+            }
+            Event::Expire {} => {
+                self.ledger
+                    .demote_expired(self.cache.store(), EXPIRED_AT_ONCE);
+                Ok(())
+            }
+            Event::Reset {} => {
+                self.cache.clear_cache_index();
+                Ok(())
+            }
+            Event::Weights {} => {
+                self.cache.new_weight_version();
+                Ok(())
+            }
+            Event::Move {
+                blocks,
+                most,
+                moved,
+            } => self.move_cached(blocks, most, moved),
+            Event::Resize { blocks } => Ok(self.cache.resize(blocks).map(drop)?),
+            // The caller's.
+            Event::Counters(_) | Event::Stop { .. } | Event::Next {} => Ok(()),
+        }
+    }
+
+    // Requests.
+
+    fn request(&mut self, id: u64) -> Result<&mut Request, Fault> {
+        let request = self.requests.get_mut(&id);
+        request.ok_or_else(|| Fault::Invalid(format!("id must be of a request, not {id}")))
+    }
+
+    fn add(&mut self, event: Event<'_>) -> Result<(), Fault> {
+        let Event::Add {
+            id,
+            tokens,
+            names,
+            hints,
+            owner,
+            hashed,
+            write,
+            write_upto,
+        } = event
+        else {
+            return Ok(());
+        };
+        if tokens > MAX_TOKENS {
+            return invalid(format!("tokens must be at most {MAX_TOKENS}, not {tokens}"));
+        }
+        let blocks = names::parse(names).map_err(Fault::Invalid)?;
+        let wanted = if hashed { tokens / self.block_size } else { 0 };
+        if blocks.len() != wanted {
+            return invalid(format!(
+                "names must be of {wanted} blocks, not {}",
+                blocks.len()
+            ));
+        }
+        let hints = match hints.is_empty() {
+            true => None,
+            false => Some(read_hints(&owner, &hints)?),
+        };
+        let last = tokens.saturating_sub(1);
+        let request = Request {
+            sequence: self.new_sequence(&[]),
+            prompt_blocks: blocks.len(),
+            blocks,
+            is_hashed: hashed,
+            hints,
+            anchors: [Some(last), write_upto.filter(|&upto| upto > 0)]
+                .into_iter()
+                .flatten()
+                .collect(),
+            is_pinned: write,
+        };
+        if self.requests.insert(id, request).is_some() {
+            return invalid(format!(
+                "id must be new, but {id} is of a request that has not ended"
+            ));
+        }
+        self.restart(id)
+    }
+
+    fn new_sequence(&self, blocks: &[u64]) -> Sequence {
+        let tokens = tokens_of(blocks, self.block_size);
+        self.cache
+            .new_sequence(tokens, Scope::default(), Extras::new())
+    }
+
+    /// Gives a request that holds nothing a sequence of its prompt alone.
+    fn restart(&mut self, id: u64) -> Result<(), Fault> {
+        let Some(mut request) = self.requests.remove(&id) else {
+            return invalid(format!("id must be of a request, not {id}"));
+        };
+        if request.sequence.is_committed() {
+            return Err(Fault::Differs(format!("request {id} holds blocks already")));
+        }
+        request.blocks.truncate(request.prompt_blocks);
+        let mut sequence = self.new_sequence(&request.blocks);
+        if let (Some(windows), true) = (self.windows, request.is_hashed) {
+            sequence.set_retention(retention(windows, request.is_pinned));
+            for &anchor in &request.anchors {
+                sequence.add_anchor(anchor);
+            }
+        }
+        if let Some(hints) = request.hints.clone().filter(|_| request.is_hashed) {
+            sequence.set_hints(hints);
+        }
+        self.requests.insert(
+            id,
+            Request {
+                sequence,
+                ..request
+            },
+        );
+        Ok(())
+    }
+
+    /// Tells a request's further full blocks.
+    fn tell(&mut self, id: u64, names: &str) -> Result<&mut Request, Fault> {
+        let size = self.block_size;
+        let blocks = names::parse(names).map_err(Fault::Invalid)?;
+        let request = self.request(id)?;
+        if !blocks.is_empty() && !request.is_hashed {
+            return invalid(format!(
+                "names must be none for request {id}, which is not hashed"
+            ));
+        }
+        request.sequence.extend(&tokens_of(&blocks, size));
+        request.blocks.extend(blocks);
+        Ok(request)
+    }
+
+    fn start(&mut self, event: Event<'_>) -> Result<(), Fault> {
+        let Event::Start {
+            id,
+            tokens,
+            names,
+            hit,
+            new,
+            chunk,
+        } = event
+        else {
+            return Ok(());
+        };
+        let size = self.block_size;
+        let request = self.tell(id, names)?;
+        let full = request.blocks.len() * size;
+        if request.is_hashed && (tokens < full || tokens - full >= size) {
+            return invalid(format!(
+                "tokens must be of {} full blocks, not {tokens}",
+                full / size
+            ));
+        }
+        let mut sequence = self.take_one(id)?;
+        let outcome =
+            self.cache
+                .commit_in_chunks(&mut sequence.sequence, hit, new, chunk.unwrap_or(new));
+        if matches!(outcome, Ok(Some(_))) {
+            self.ledger
+                .note_hits(self.cache.store(), &sequence.sequence);
+            self.rest_queries += (tokens - full.min(tokens)) as u64 * u64::from(sequence.is_hashed);
+        }
+        self.requests.insert(id, sequence);
+        match outcome? {
+            Some(taken) if taken == hit => Ok(()),
+            Some(taken) => Err(Fault::Differs(format!(
+                "request {id} hits {hit} tokens live and {taken} replayed"
+            ))),
+            None => Err(Fault::Differs(format!(
+                "request {id} finds no room for {new} tokens in the replay"
+            ))),
+        }
+    }
+
+    fn take_one(&mut self, id: u64) -> Result<Request, Fault> {
+        let request = self.requests.remove(&id);
+        request.ok_or_else(|| Fault::Invalid(format!("id must be of a request, not {id}")))
+    }
+
+    /// The requests of a call, to be put back after it.
+    fn take(&mut self, ids: &[u64]) -> Result<Vec<Request>, Fault> {
+        ids.iter().map(|&id| self.take_one(id)).collect()
+    }
+
+    fn put_back(&mut self, ids: &[u64], taken: Vec<Request>) {
+        self.requests.extend(ids.iter().copied().zip(taken));
+    }
+
+    fn give_slots(&mut self, ids: &[u64], upto: &[usize]) -> Result<(), Fault> {
+        let mut taken = self.take(ids)?;
+        let outcome = self.cache.ensure_slots(&mut sequences(&mut taken), upto);
+        self.put_back(ids, taken);
+        match outcome? {
+            served if served == ids.len() => Ok(()),
+            served => Err(Fault::Differs(format!(
+                "{} requests get slots live and {served} replayed",
+                ids.len()
+            ))),
+        }
+    }
+
+    fn publish(&mut self, ids: &[u64], upto: &[usize], names: &[&str]) -> Result<(), Fault> {
+        if names.len() != ids.len() || upto.len() != ids.len() {
+            return invalid("upto and names must have an entry for each of ids");
+        }
+        for (&id, names) in ids.iter().zip(names) {
+            self.tell(id, names)?;
+        }
+        let mut taken = self.take(ids)?;
+        // Sequences of a replay have full blocks alone.
+        let known = taken.iter().map(|request| request.sequence.num_tokens());
+        let upto: Vec<usize> = known
+            .zip(upto)
+            .map(|(most, &upto)| most.min(upto))
+            .collect();
+        let outcome = self
+            .cache
+            .mark_blocks_filled(&mut sequences(&mut taken), &upto);
+        let merged = outcome.and_then(|twins| {
+            let twins = twins.iter().filter(|_| self.merges_twins);
+            for twin in twins {
+                let sequence = &mut taken[twin.sequence].sequence;
+                self.cache
+                    .replace_block(sequence, twin.group, twin.index, twin.holder)?;
+            }
+            Ok(())
+        });
+        self.put_back(ids, taken);
+        Ok(merged?)
+    }
+
+    fn release(&mut self, ids: &[u64]) -> Result<(), Fault> {
+        let mut taken = self.take(ids)?;
+        let outcome = self
+            .cache
+            .release_with_hints(&mut self.ledger, &mut sequences(&mut taken));
+        self.put_back(ids, taken);
+        Ok(outcome?)
+    }
+
+    fn end(&mut self, ids: &[u64], well: &[bool]) -> Result<(), Fault> {
+        if well.len() != ids.len() {
+            return invalid("well must have an entry for each of ids");
+        }
+        let mut taken = self.take(ids)?;
+        if self.windows.is_some_and(|windows| windows.pin) {
+            let ended = taken.iter_mut().zip(well);
+            let ended = ended.filter(|(request, well)| **well && request.sequence.is_committed());
+            let ended: Vec<&mut Sequence> =
+                ended.map(|(request, _)| &mut request.sequence).collect();
+            self.cache.pin_anchors(&ended)?;
+        }
+        let mut held: Vec<&mut Sequence> = sequences(&mut taken);
+        held.retain(|sequence| sequence.is_committed());
+        Ok(self.cache.release_with_hints(&mut self.ledger, &mut held)?)
+    }
+
+    // Size.
+
+    fn move_cached(&mut self, blocks: usize, most: usize, moved: bool) -> Result<(), Fault> {
+        self.cache.begin_moves(blocks, most, &mut self.moves)?;
+        if self.moves.under_way.is_empty() {
+            return Ok(());
+        }
+        if moved {
+            self.cache.finish_moves(&mut self.moves)?;
+        } else {
+            let aborted = self.cache.abort_moves(&mut self.moves);
+            aborted.map_err(CacheError::from)?;
+        }
+        Ok(())
+    }
+}
+
+fn sequences(requests: &mut [Request]) -> Vec<&mut Sequence> {
+    requests
+        .iter_mut()
+        .map(|request| &mut request.sequence)
+        .collect()
+}
+
+/// Tokens that differ where names do. A block of one token has room for half of a name.
+fn tokens_of(names: &[u64], block_size: usize) -> Vec<u32> {
+    let mut tokens = vec![0; names.len() * block_size];
+    for (block, name) in tokens.chunks_exact_mut(block_size).zip(names) {
+        block[0] = *name as u32;
+        if let Some(second) = block.get_mut(1) {
+            *second = (name >> 32) as u32;
+        }
+    }
+    tokens
+}
+
+fn retention(windows: Windows, may_pin: bool) -> Retention {
+    let Some(interval) = windows.interval else {
+        return Retention::Everything;
+    };
+    let pins = (windows.pin && may_pin).then_some(Pins {
+        min_distance: windows.min_pin_blocks,
+        prefix: windows.pin_prefix,
+    });
+    Retention::Anchors { interval, pins }
+}
+
+fn read_hints(
+    owner: &str,
+    hints: &[(usize, Option<usize>, u8, Option<f64>)],
+) -> Result<Hints, Fault> {
+    let mut ranges = Vec::with_capacity(hints.len());
+    for &(start, end, priority, ttl) in hints {
+        let ttl = ttl.map(Duration::try_from_secs_f64).transpose();
+        let Ok(ttl) = ttl else {
+            return invalid("hints must have TTLs that are numbers of seconds");
+        };
+        ranges.push(Hint {
+            start,
+            end,
+            priority,
+            ttl,
+        });
+    }
+    let told = |error: InvalidArgument| Fault::Invalid(error.to_string());
+    Hints::new(Owner::named(owner), ranges).map_err(told)
+}

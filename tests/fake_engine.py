@@ -74,13 +74,14 @@ def make_engine(
     max_cached_blocks: int | None = None,
     pool_options: Mapping[str, Any] | None = None,
     runner: FakeRunner | None = None,
+    make_cache: Callable[..., CacheManager] = CacheManager,
     **parts: Any,
 ) -> tuple[Engine, FakeRunner, CacheManager]:
     """With `max_blocks` the pool can be resized up to there; `pool_options` are of `make_pool`.
 
     `rules` are more fields of `SchedulerConfig`.
     """
-    cache = CacheManager(
+    cache = make_cache(
         num_blocks,
         block_size,
         groups=groups,

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 __all__ = [
     "BlockHashes",
+    "BlockNamer",
     "BlockPool",
     "Cpu",
     "DecoderLayer",
@@ -34,6 +35,7 @@ __all__ = [
     "TraceReader",
     "TraceReplay",
     "parse_json",
+    "replay_recording",
 ]
 
 @type_check_only
@@ -885,4 +887,40 @@ def parse_json(text: bytes, *, max_numbers: int, max_others: int) -> Any:
 
     Raises ValueError with three arguments: the kind ("invalid", "twice", "numbers" or "others"), a
     message, and the key that came twice or the field under which a limit was passed, or None.
+    """
+
+@final
+class BlockNamer:
+    """Names the blocks of requests for one recording, by hashes under a `key` of 32 bytes.
+
+    Names of blocks are equal where their content and all before it are; docs/recording.md has the
+    hash. Any thread.
+    """
+
+    def __new__(cls, key: bytes, block_size: int) -> BlockNamer: ...
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+    def begin(self, cache_salt: str | None = None) -> bytes:
+        """The chain before the first block of requests with this cache salt: 32 bytes."""
+    def extend(self, chain: bytes, tokens: _Tokens) -> tuple[bytes, str]:
+        """The chain behind the full blocks of `tokens`, and their names: 16 digits each."""
+
+def replay_recording(path: str | _PathLike[str]) -> dict[str, Any]:
+    """Makes the calls of a recording again, to a cache of its size and policy.
+
+    `path` is its first file. Returns what was found:
+
+    - `agrees`: counts were compared, and all of them were the same;
+    - `difference`: the first one, with file and line; None where there is none, and else the replay
+      ended there;
+    - `live` and `replayed`: the counts that were compared last, under their names in
+      docs/recording.md;
+    - `checks`: points at which all counts were the same; `unchecked_events` came after the last;
+    - `ended`: why the recording ended; None where it was cut off;
+    - `parts`, `requests` and `events` that were read, `block_size`, `num_blocks` (the null block
+      counted) and `eviction_policy` at its start.
+
+    Raises ValueError, naming file, line and field, for what is no recording, and OSError for what
+    cannot be read.
     """

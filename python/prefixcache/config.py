@@ -185,6 +185,21 @@ class CacheConfig(Checked):
         "evicted, and how long content waits between two uses.",
         "Cache",
     )
+    record_trace: FilePath | None = flag(
+        None,
+        "File to record what the cache is asked for, without any text, so that it can be replayed "
+        "at other sizes; docs/recording.md describes it.",
+        "Cache",
+        shown="nothing is recorded",
+        metavar="<file>",
+    )
+    record_trace_max_size: ByteSize = flag(
+        2**30,
+        "Size from which a recording goes on in another file.",
+        "Cache",
+        shown="1GiB",
+        metavar="<bytes or size>",
+    )
     merge_duplicate_blocks: bool = flag(
         True, "Keep one of several blocks that were filled with the same.", "Cache"
     )

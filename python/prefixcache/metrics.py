@@ -127,6 +127,7 @@ class Metrics(Collector):
     def __init__(self, gauges: Callable[[], Gauges]) -> None:
         self.gauges = gauges
         self.of_blocks: Callable[[], Iterable[Metric]] = tuple
+        self.of_recording: Callable[[], Iterable[Metric]] = tuple
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.queue_full_refusals = 0
@@ -182,6 +183,7 @@ class Metrics(Collector):
         yield from self._counter_families(gauges)
         yield from (histogram.family() for histogram in self._histograms)
         yield from self.of_blocks()
+        yield from self.of_recording()
 
     def _histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
         self._histograms.append(Histogram(name, documentation, bounds))

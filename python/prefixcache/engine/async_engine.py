@@ -356,6 +356,7 @@ class AsyncEngine:
             self._watch.close()
         self._inbox.put(partial(self._stop, drain))
         self._thread.join()
+        self._engine.close()
         self._trial.close()
 
     def _open(

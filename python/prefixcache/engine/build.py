@@ -31,10 +31,12 @@ from prefixcache.grammar.grammars import Grammars
 from prefixcache.grammar.vocabulary import Vocabulary
 from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
 from prefixcache.kv.elastic import ElasticPool
+from prefixcache.kv.recording import RecordedCacheManager
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.sizing import PoolSizes, choose_num_blocks, pool_sizes
 from prefixcache.kv.specs import KVLayout, kv_layout
 from prefixcache.kv.tensors import KVTensors, attention_groups
+from prefixcache.kv.trace_writer import TraceWriter
 from prefixcache.model_config import ModelConfig
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.hub import read_config, resolve_model
@@ -105,7 +107,8 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     memory.settle()
     batch_invariant = attention.batch_invariant and config.keeps_batch_invariant(device.type)
     retention = Retention.of(config, kv.layout.kinds)
-    cache = CacheManager(
+    writer = _trace_writer(config.cache)
+    cache = (partial(RecordedCacheManager, writer=writer) if writer else CacheManager)(
         sizes.start,
         config.cache.block_size,
         model=config.model,
@@ -147,10 +150,13 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         losses=losses,
         grammars=Grammars(partial(_vocabulary, tokenizer, model_config.vocab_size, eos_token_ids)),
     )
+    engine = Engine(parts)
+    if writer is not None:
+        engine.metrics.of_recording = writer.families
     _log_choices(config, parts, kv, cpu)
     _log_retention(config.cache, retention, cache, kv.layout)
     return BuiltEngine(
-        engine=Engine(parts),
+        engine=engine,
         tokenizer=tokenizer,
         model=model_config,
         folder=folder,
@@ -162,6 +168,13 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         num_blocks=sizes.start,
         max_model_len=max_model_len,
     )
+
+
+def _trace_writer(config: CacheConfig) -> TraceWriter | None:
+    """Raises `ConfigError` where the file cannot be made."""
+    if config.record_trace is None:
+        return None
+    return TraceWriter(config.record_trace, config.record_trace_max_size)
 
 
 def _arithmetic(config: EngineConfig, dtype: torch.dtype) -> str:

@@ -285,6 +285,10 @@ class Engine:
         self._note_usage()
         return outputs
 
+    def close(self) -> None:
+        """Ends what goes on beside the steps, of which there are no more. From any thread."""
+        self._cache.close()
+
     def drain(self) -> None:
         """Waits until no step is under way."""
         self._host_time.begin()

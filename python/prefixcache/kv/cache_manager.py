@@ -304,7 +304,7 @@ class CacheManager:
         whole = self._cache.count_whole_hits(sequence, max_tokens)
         if whole <= hit_tokens:
             return 0
-        sequence.add_anchor(whole)
+        self._add_anchor(request_id, whole)
         return whole - hit_tokens
 
     def keep_for(self, request_id: str, follower_id: str) -> None:
@@ -318,7 +318,11 @@ class CacheManager:
             return sequence.block_hashes(end - 1, end) != follower.block_hashes(end - 1, end)
 
         shared = bisect.bisect_left(range(1, usable + 1), True, key=parts_before)
-        sequence.add_anchor(shared * self.block_size)
+        self._add_anchor(request_id, shared * self.block_size)
+
+    def _add_anchor(self, request_id: str, position: int) -> None:
+        """Lets later requests begin at a token of this one, behind whose window it has moved on."""
+        self._sequences[request_id].add_anchor(position)
 
     def block_hash(self, request_id: str, index: int) -> bytes | None:
         """The hash that names the request's full block and all before it; None past the last."""
@@ -445,7 +449,11 @@ class CacheManager:
         """Ends the oldest pins where there are more than the share that may be pinned."""
         beyond = self._cache.stats()["pinned_blocks"] - self._max_pinned
         if beyond > 0:
-            self._cache.demote(beyond)
+            self._demote(beyond)
+
+    def _demote(self, count: int) -> None:
+        """Ends the oldest pins."""
+        self._cache.demote(count)
 
     def fill(self, plan: StepPlan, buffers: Sequence[BlockTableBuffers]) -> None:
         """Writes the step's block tables and slots into the runner's buffers, one set a group."""
@@ -485,6 +493,9 @@ class CacheManager:
         """`reset`, and nothing computed so far can be found or published from now on."""
         self.num_resets += 1
         return self._cache.new_weight_version()
+
+    def close(self) -> None:
+        """Ends what goes on beside the cache: a recording, where there is one. From any thread."""
 
     def _of(self, request_ids: Iterable[str]) -> list[CoreSequence]:
         sequences = self._sequences

@@ -31,6 +31,12 @@ impl BlockNamer {
         Ok(Self(Namer::new(key_of("key", key)?, block_size)))
     }
 
+    /// Tokens in a block.
+    #[getter]
+    fn block_size(&self) -> usize {
+        self.0.block_size()
+    }
+
     /// The chain before the first block of requests with this cache salt: 32 bytes.
     #[pyo3(signature = (cache_salt=None))]
     fn begin<'py>(&self, py: Python<'py>, cache_salt: Option<&str>) -> Bound<'py, PyBytes> {

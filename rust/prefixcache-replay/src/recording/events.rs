@@ -344,8 +344,7 @@ impl Events {
         };
         let mut source = open(path).map_err(|error| unreadable(error, &place))?;
         let mut bytes = Vec::new();
-        read_line(&mut source, &mut bytes, &mut place)?;
-        let header = read_header(text(&bytes, &place)?, &place)?;
+        let header = read_header(&mut source, &mut bytes, &mut place)?;
         if header.part != 0 {
             let reason = format!(
                 "part must be 0: this is part {} of a recording, which is read from its first file on",
@@ -401,8 +400,7 @@ impl Events {
             place: place.clone(),
             source,
         })?;
-        read_line(&mut self.source, &mut self.bytes, &mut place)?;
-        let header = read_header(text(&self.bytes, &place)?, &place)?;
+        let header = read_header(&mut self.source, &mut self.bytes, &mut place)?;
         if (&header.recording, header.part) != (&self.header.recording, part) {
             let reason = format!("part must be {part} of recording {}", self.header.recording);
             return Err(place.invalid(reason));
@@ -443,10 +441,15 @@ fn text<'a>(bytes: &'a [u8], place: &Place) -> Result<&'a str, RecordingError> {
     std::str::from_utf8(bytes).map_err(|_| place.invalid("line must be UTF-8"))
 }
 
-fn read_header(line: &str, place: &Place) -> Result<Header, RecordingError> {
-    if line.is_empty() {
+fn read_header(
+    source: &mut impl BufRead,
+    bytes: &mut Vec<u8>,
+    place: &mut Place,
+) -> Result<Header, RecordingError> {
+    if !read_line(source, bytes, place)? {
         return Err(place.invalid("header is missing: the file has no whole line"));
     }
+    let line = text(bytes, place)?;
     if let Err(error) = serde_json::from_str::<IgnoredAny>(line) {
         return Err(place.invalid(format!("header must be an object of JSON: {error}")));
     }

@@ -77,7 +77,6 @@ pub fn replay(path: &Path) -> Result<Agreement, RecordingError> {
     while let Some(line) = events.read()? {
         cache.set_time(line.t);
         told.events += 1;
-        told.unchecked += 1;
         let outcome = match line.event {
             Event::Next {} => {
                 events.open_next()?;
@@ -85,7 +84,6 @@ pub fn replay(path: &Path) -> Result<Agreement, RecordingError> {
                 continue;
             }
             Event::Stop { reason } => {
-                told.unchecked -= 1;
                 told.ended = Some(reason);
                 continue;
             }
@@ -95,6 +93,7 @@ pub fn replay(path: &Path) -> Result<Agreement, RecordingError> {
                 compare(&told.live, &told.replayed).map(|()| told.checks += 1)
             }
             event => {
+                told.unchecked += 1;
                 told.requests += u64::from(matches!(event, Event::Add { .. }));
                 cache.apply(event)
             }

@@ -25,6 +25,12 @@ impl Namer {
         }
     }
 
+    /// Tokens in a block.
+    #[must_use]
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
     /// The chain before the first block of requests with this cache salt.
     #[must_use]
     pub fn begin(&self, salt: Option<&str>) -> Chain {

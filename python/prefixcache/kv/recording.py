@@ -1,0 +1,176 @@
+"""A cache manager that records the calls that decide what is cached: see docs/recording.md.
+
+The thread of the step loop makes a tuple of what it has anyway and hands it over; numbers of
+requests, names of blocks and lines are made where they are written (`trace_writer.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from prefixcache.kv.cache_manager import Blocks, CacheManager
+from prefixcache.kv.trace_writer import TraceWriter
+from prefixcache.request import Request
+
+_COUNTERS_EVERY_MS = 1000
+
+
+class RecordedCacheManager(CacheManager):
+    """A `CacheManager`, whose arguments it takes, with a recording beside it.
+
+    Times of the cache are those of the recording, in whole milliseconds, so that a replay makes the
+    same calls at the same times. The recording ends with the object, or with the interpreter.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, writer: TraceWriter, **options: Any
+    ) -> None:
+        super().__init__(num_blocks, block_size, **options)
+        self._put = writer.put
+        self._began = time.monotonic_ns()
+        self._now = self._told_time = self._told_counters = -1
+        chosen = inspect.signature(CacheManager).bind(num_blocks, block_size, **options)
+        chosen.apply_defaults()
+        writer.begin(self._header(chosen.arguments))
+        self._end_recording = weakref.finalize(self, writer.close)
+
+    def _header(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """What a replay needs to make the same cache."""
+        retention = self._retention
+        windows = {
+            "interval": retention.interval,
+            "pin": retention.pin,
+            "min_pin_blocks": retention.pin_min_drop_size,
+            "pin_prefix": retention.pin_prefix_blocks,
+        }
+        names = ("num_blocks", "block_size", "groups", "eviction_policy", "retention_budget")
+        return {name: options[name] for name in names} | {
+            "max_blocks": self.max_blocks,
+            "max_cached_blocks": options["max_cached_blocks"],
+            "free_order": "unhashed_first",
+            "merge_twins": self._merge_twins,
+            "publish_answers": self._publish_answers,
+            "retention": windows if self.has_windows else None,
+        }
+
+    def _read_clock(self) -> int:
+        self._now = (time.monotonic_ns() - self._began) // 1_000_000
+        return self._now
+
+    def _tick(self) -> None:
+        """Sets the cache's time to that of the event that follows."""
+        if self._read_clock() != self._told_time:
+            self._told_time = self._now
+            # Half a millisecond on, so that no rounding leads to the one before.
+            self._cache.set_time((self._now + 0.5) / 1000)
+
+    def _count(self) -> None:
+        """Records what the cache counts: where no call is half done, now and then."""
+        if self._now - self._told_counters >= _COUNTERS_EVERY_MS or not self._sequences:
+            self._told_counters = self._now
+            self._put(("counters", self._now, self._cache.stats()))
+
+    # Each call is recorded when it has succeeded; those that may end pins within them before, as
+    # the pins that they end are recorded too.
+
+    def start(self, request: Request, *, hashed: bool = True) -> None:  # noqa: D102
+        again = request.request_id in self._sequences
+        super().start(request, hashed=hashed)
+        # Without `_tick`, since a thread that sets the time becomes the one that writes.
+        self._put(("restart" if again else "add", self._read_clock(), request, hashed))
+
+    def demote_expired(self) -> None:  # noqa: D102
+        self._tick()
+        self._count()
+        super().demote_expired()
+        if self._hints_expire:
+            self._put(("expire", self._now))
+
+    def commit(self, request_id: str, hit_tokens: int, num_tokens: int, chunk: int) -> int | None:  # noqa: D102
+        self._tick()
+        taken = super().commit(request_id, hit_tokens, num_tokens, chunk)
+        if taken is not None:
+            at_once = self._window_slots(hit_tokens, chunk)
+            self._put(("start", self._now, request_id, taken, num_tokens, at_once))
+        return taken
+
+    def ensure_slots(self, wanted: Sequence[tuple[str, int]]) -> int:  # noqa: D102
+        self._tick()
+        served = super().ensure_slots(wanted)
+        if served:
+            self._put(("slots", self._now, wanted[:served]))
+        return served
+
+    def append_tokens(self, sampled: Mapping[str, int]) -> None:  # noqa: D102
+        super().append_tokens(sampled)
+        self._put(("tokens", self._now, sampled))
+
+    def mark_filled(self, request_ids: Sequence[str], upto: Sequence[int]) -> Mapping[int, int]:  # noqa: D102
+        self._tick()
+        twins = super().mark_filled(request_ids, upto)
+        self._put(("publish", self._now, request_ids, upto))
+        return twins
+
+    def _add_anchor(self, request_id: str, position: int) -> None:
+        super()._add_anchor(request_id, position)
+        self._put(("anchor", self._read_clock(), request_id, position))
+
+    def drop_unneeded(self, computed: Sequence[tuple[str, int]]) -> None:  # noqa: D102
+        self._tick()
+        self._put(("drop", self._now, computed))
+        super().drop_unneeded(computed)
+
+    def _demote(self, count: int) -> None:
+        super()._demote(count)
+        self._put(("demote", self._now, count))
+
+    def release(self, request_ids: Sequence[str]) -> None:  # noqa: D102
+        self._tick()
+        super().release(request_ids)
+        self._put(("preempt", self._now, request_ids))
+
+    def free(self, request_ids: Sequence[str], *, ended_well: Collection[str] = ()) -> None:  # noqa: D102
+        self._tick()
+        self._put(("end", self._now, tuple(request_ids), frozenset(ended_well)))
+        super().free(request_ids, ended_well=ended_well)
+        self._count()
+
+    def reset(self) -> None:  # noqa: D102
+        self._tick()
+        super().reset()
+        self._put(("reset", self._now))
+        self._count()
+
+    def new_weight_version(self) -> int:  # noqa: D102
+        self._tick()
+        version = super().new_weight_version()
+        self._put(("weights", self._now))
+        self._count()
+        return version
+
+    def resize(self, num_blocks: int) -> int:  # noqa: D102
+        self._tick()
+        self._put(("resize", self._now, num_blocks))
+        held = super().resize(num_blocks)
+        self._count()
+        return held
+
+    def move_cached(  # noqa: D102
+        self, num_blocks: int, max_moves: int, copy: Callable[[Blocks, Blocks], None]
+    ) -> int:
+        self._tick()
+        moved = False
+        try:
+            count = super().move_cached(num_blocks, max_moves, copy)
+            moved = True
+        finally:
+            self._put(("move", self._now, num_blocks, max_moves, moved))
+        self._count()
+        return count
+
+    def close(self) -> None:  # noqa: D102
+        self._end_recording()

@@ -1,7 +1,5 @@
 //! Names of blocks: keyed hashes, which tell nothing to whoever lacks the key.
 
-use std::fmt::Write;
-
 /// Hexadecimal digits of a name.
 pub(super) const DIGITS: usize = 16;
 
@@ -41,14 +39,15 @@ impl Namer {
 
     /// Appends the names of the full blocks of `tokens`, which follow those that `chain` stands for.
     pub fn extend(&self, chain: &mut Chain, tokens: &[u32], names: &mut String) {
+        let mut bytes = Vec::with_capacity(chain.len() + 4 * self.block_size);
         for block in tokens.chunks_exact(self.block_size) {
-            let mut hasher = blake3::Hasher::new_keyed(&self.key);
-            hasher.update(chain);
-            let bytes: Vec<u8> = block.iter().flat_map(|token| token.to_le_bytes()).collect();
-            *chain = hasher.update(&bytes).finalize().into();
+            bytes.clear();
+            bytes.extend_from_slice(chain);
+            bytes.extend(block.iter().flat_map(|token| token.to_le_bytes()));
+            *chain = blake3::keyed_hash(&self.key, &bytes).into();
             for byte in &chain[..DIGITS / 2] {
-                // A String takes whatever is written.
-                let _ = write!(names, "{byte:02x}");
+                let digit = |value: u8| char::from(b"0123456789abcdef"[usize::from(value)]);
+                names.extend([digit(byte >> 4), digit(byte & 15)]);
             }
         }
     }

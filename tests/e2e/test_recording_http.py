@@ -1,0 +1,107 @@
+"""A day at a server, recorded and replayed: the replay counts what the server told its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from prefixcache._core import replay_recording
+from serving import MODEL, metric, served_folder
+
+HINTS = [{"start": 0, "end": 64, "priority": 85, "ttl_s": 0.05}]
+
+
+class Day:
+    """Clients of every kind."""
+
+    def __init__(self, client: httpx.AsyncClient, seed: int) -> None:
+        self._client = client
+        self._choose = random.Random(seed)
+        self._system = [self._choose.randrange(5, 300) for _ in range(64)]
+
+    async def ask(self, prompt: list[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+        body |= {"temperature": 0, "return_token_ids": True}
+        answer = await self._client.post("/v1/completions", json=body | fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def converse(self, turns: int, **fields: Any) -> None:
+        """Each turn's prompt is the one before with its answer and something new."""
+        prompt = list(self._system)
+        for _ in range(turns):
+            prompt += [self._choose.randrange(5, 300) for _ in range(self._choose.randrange(30))]
+            answer = await self.ask(prompt, self._choose.randrange(4, 40), **fields)
+            prompt += answer["choices"][0]["token_ids"]
+
+    async def leave(self) -> None:
+        """Asks for a long answer and goes away at once, or after some of it."""
+        request = self.ask(self._system, 300)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(request, self._choose.choice([0.01, 0.05, 0.1]))
+
+    async def post(self, path: str, **body: Any) -> None:
+        await asyncio.sleep(self._choose.random() / 20)
+        answer = await self._client.post(path, json=body)
+        assert answer.status_code in (200, 202), answer.text
+
+    async def pass_by(self) -> None:
+        for part in range(2):
+            await asyncio.gather(
+                *(self.converse(3, cache_salt=salt) for salt in ["a", "b", None, None]),
+                *(self.converse(2, retention=HINTS) for _ in range(2)),
+                *(self.leave() for _ in range(3)),
+                self.post("/prefix_cache/resize", num_blocks=(70, 90)[part]),
+                self.post("/reset_prefix_cache"),
+            )
+
+
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [
+        ("llama", {}),
+        ("llama", {"record_trace_max_size": 4096, "retention_budget": 0.05}),
+        ("gemma3", {"pin_swa_tokens": True, "pin_min_drop_size": 0, "pin_max_share": 0.1}),
+    ],
+    ids=["full", "parts", "hybrid"],
+)
+async def test_a_replay_counts_what_the_server_counted(
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    seed: int,
+    model: str,
+    flags: dict[str, Any],
+) -> None:
+    path = tmp_path / "day.jsonl"
+    flags = {"num_blocks": 90, "block_size": 8, "max_num_seqs": 8, "record_trace": path} | flags
+    async with served_folder(tiny_checkpoint(model), **flags) as (client, _):
+        assert metric((await client.get("/metrics")).text, "trace_recording") == 1
+        await Day(client, seed).pass_by()
+        while (stats := (await client.get("/prefix_cache/stats")).json())["blocks_in_use"]:
+            await asyncio.sleep(0.01)
+    found = replay_recording(path)
+    assert found["difference"] is None
+    assert (found["agrees"], found["ended"], found["unchecked_events"]) == (True, "end", 0)
+    live, replayed = found["live"], found["replayed"]
+    assert live == replayed
+    assert replayed["evictions"] == stats["evictions"] > 0
+    assert replayed["pins"] == stats["pins"]
+    # The cache counts a request each time it starts, the server's own counts the first start alone.
+    again = stats["preemptions"] > 0
+    assert (replayed["queries"] > stats["queried_tokens"]) is again
+    assert again or replayed["hits"] == stats["hit_tokens"]
+    assert replayed["hits"] > 0
+    if "record_trace_max_size" in flags:
+        assert found["parts"] > 1
+
+
+async def test_without_the_flag_nothing_is_recorded(tiny_checkpoint: Callable[..., Path]) -> None:
+    async with served_folder(tiny_checkpoint()) as (client, _):
+        assert "trace_recording" not in (await client.get("/metrics")).text

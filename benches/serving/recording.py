@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class IdleRunner(FakeRunner):
 class Loop:
     """An engine that always has so many requests; the same ones for the same seed."""
 
-    def __init__(self, streams: int, prompt: int, make_cache: type[CacheManager]) -> None:
+    def __init__(self, streams: int, prompt: int, make_cache: Callable[..., CacheManager]) -> None:
         pages = 8 * prompt // BLOCK_SIZE
         budget = streams + prompt
         sizes = {"max_tokens": budget, "max_seqs": streams, "max_pages": pages}
@@ -94,7 +95,7 @@ class Loop:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="What a recording costs a step.")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=512, help="new ones of each turn")
     parser.add_argument("--steps", type=int, default=3000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,13 @@ class Day:
         self._choose = random.Random(seed)
         self._system = [self._choose.randrange(5, 300) for _ in range(64)]
 
-    async def ask(self, prompt: list[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
+    def _post(self, prompt: list[int], max_tokens: int, **fields: Any) -> Awaitable[httpx.Response]:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
         body |= {"temperature": 0, "return_token_ids": True}
-        answer = await self._client.post("/v1/completions", json=body | fields)
+        return self._client.post("/v1/completions", json=body | fields)
+
+    async def ask(self, prompt: list[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
+        answer = await self._post(prompt, max_tokens, **fields)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -43,7 +46,7 @@ class Day:
 
     async def leave(self) -> None:
         """Asks for a long answer and goes away at once, or after some of it."""
-        request = self.ask(self._system, 300)
+        request = self._post(self._system, 100)
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(request, self._choose.choice([0.01, 0.05, 0.1]))
 
@@ -52,13 +55,13 @@ class Day:
         answer = await self._client.post(path, json=body)
         assert answer.status_code in (200, 202), answer.text
 
-    async def pass_by(self) -> None:
+    async def pass_by(self, size: int) -> None:
         for part in range(2):
             await asyncio.gather(
                 *(self.converse(3, cache_salt=salt) for salt in ["a", "b", None, None]),
                 *(self.converse(2, retention=HINTS) for _ in range(2)),
                 *(self.leave() for _ in range(3)),
-                self.post("/prefix_cache/resize", num_blocks=(70, 90)[part]),
+                self.post("/prefix_cache/resize", num_blocks=(size - 20, size)[part]),
                 self.post("/reset_prefix_cache"),
             )
 
@@ -68,7 +71,7 @@ class Day:
     [
         ("llama", {}),
         ("llama", {"record_trace_max_size": 4096, "retention_budget": 0.05}),
-        ("gemma3", {"pin_swa_tokens": True, "pin_min_drop_size": 0, "pin_max_share": 0.1}),
+        ("gemma3", {"num_blocks": 140, "pin_swa_tokens": True, "pin_min_drop_size": 0}),
     ],
     ids=["full", "parts", "hybrid"],
 )
@@ -83,7 +86,7 @@ async def test_a_replay_counts_what_the_server_counted(
     flags = {"num_blocks": 90, "block_size": 8, "max_num_seqs": 8, "record_trace": path} | flags
     async with served_folder(tiny_checkpoint(model), **flags) as (client, _):
         assert metric((await client.get("/metrics")).text, "trace_recording") == 1
-        await Day(client, seed).pass_by()
+        await Day(client, seed).pass_by(flags["num_blocks"])
         while (stats := (await client.get("/prefix_cache/stats")).json())["blocks_in_use"]:
             await asyncio.sleep(0.01)
     found = replay_recording(path)

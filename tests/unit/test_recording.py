@@ -24,7 +24,7 @@ from prefixcache.kv import trace_writer
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.recording import RecordedCacheManager
 from prefixcache.kv.retention import Retention
-from prefixcache.kv.trace_writer import TraceWriter
+from prefixcache.kv.trace_writer import TraceWriter, check_folder
 from prefixcache.request import CacheOptions, Request
 from prefixcache.retention_range import RetentionRange
 from prefixcache.sampling_params import SamplingParams
@@ -248,11 +248,25 @@ def test_a_recording_is_its_users_alone_and_never_overwritten(
     assert str(paths[1]) in caplog.text
 
 
-@pytest.mark.parametrize("path", ["missing/day.jsonl", "file/day.jsonl"])
-def test_a_file_that_cannot_be_made_is_refused_by_its_flag(tmp_path: Path, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("missing/day.jsonl", "in a folder that exists, not .*missing"),
+        ("file/day.jsonl", "in a folder that exists, not .*file"),
+        ("", "a file, and .* is a folder"),
+    ],
+)
+def test_a_file_that_cannot_be_made_is_refused_by_its_flag(
+    tmp_path: Path, path: str, error: str
+) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=rf"record_trace cannot be made: .*{path}: "):
-        TraceWriter(tmp_path / path, 1)
+    with pytest.raises(ConfigError, match=f"record_trace must be {error}"):
+        check_folder(tmp_path / path)
+
+
+def test_a_folder_that_is_gone_by_then_is_told_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"record_trace cannot be made: .*: No such file"):
+        TraceWriter(tmp_path / "gone" / "day.jsonl", 1)
 
 
 def test_parts_are_one_recording(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from prefixcache.kv.retention import Retention
 from prefixcache.kv.sizing import PoolSizes, choose_num_blocks, pool_sizes
 from prefixcache.kv.specs import KVLayout, kv_layout
 from prefixcache.kv.tensors import KVTensors, attention_groups
-from prefixcache.kv.trace_writer import TraceWriter
+from prefixcache.kv.trace_writer import TraceWriter, check_folder
 from prefixcache.model_config import ModelConfig
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.hub import read_config, resolve_model
@@ -77,6 +77,8 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     `folder` is where the model's files are, if that is known already. Raises `ConfigError`,
     `ModelLoadError` or `OutOfMemoryError`.
     """
+    if config.cache.record_trace is not None:
+        check_folder(config.cache.record_trace)
     folder = folder or resolve_model(config.model, config.revision)
     model_config = read_config(config.model, folder)
     device = choose_device(config)

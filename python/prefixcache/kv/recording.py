@@ -85,10 +85,10 @@ class RecordedCacheManager(CacheManager):
 
     def demote_expired(self) -> None:  # noqa: D102
         self._tick()
-        self._count()
         super().demote_expired()
         if self._hints_expire:
             self._put(("expire", self._now))
+        self._count()
 
     def commit(self, request_id: str, hit_tokens: int, num_tokens: int, chunk: int) -> int | None:  # noqa: D102
         self._tick()

@@ -89,14 +89,14 @@ class TraceLines:
             "publish": self._publish,
             "anchor": self._anchor,
             "drop": self._slots,
-            "demote": lambda count: {"count": count},
-            "preempt": lambda request_ids: {"ids": self._numbers(request_ids)},
+            "demote": _named("count"),
+            "preempt": self._preempt,
             "end": self._end,
-            "expire": dict,
-            "reset": dict,
-            "weights": dict,
-            "resize": lambda blocks: {"blocks": blocks},
-            "move": lambda blocks, most, moved: {"blocks": blocks, "most": most, "moved": moved},
+            "expire": _named(),
+            "reset": _named(),
+            "weights": _named(),
+            "resize": _named("blocks"),
+            "move": _named("blocks", "most", "moved"),
             "counters": _counters,
         }
 
@@ -158,6 +158,9 @@ class TraceLines:
     def _anchor(self, request_id: str, at: int) -> dict[str, Any]:
         return {"id": self._requests[request_id].number, "at": at}
 
+    def _preempt(self, request_ids: Sequence[str]) -> dict[str, Any]:
+        return {"ids": self._numbers(request_ids)}
+
     def _end(self, request_ids: Sequence[str], well: frozenset[str]) -> dict[str, Any]:
         ended = [self._requests.pop(request_id) for request_id in request_ids]
         return {
@@ -165,6 +168,15 @@ class TraceLines:
             "tokens": [one.num_tokens for one in ended],
             "well": [request_id in well for request_id in request_ids],
         }
+
+
+def _named(*names: str) -> Callable[..., dict[str, Any]]:
+    """For an event whose details stand in the line as they are, under these names."""
+
+    def told(*details: int) -> dict[str, Any]:
+        return dict(zip(names, details, strict=True))
+
+    return told
 
 
 def line(told: Mapping[str, Any]) -> str:

@@ -74,7 +74,7 @@ class TraceWriter:
         namer = BlockNamer(secrets.token_bytes(32), size)
         self._lines = TraceLines(namer, publishes_answers=header["publish_answers"])
         known = {"prefixcache_trace": VERSION, "recording": secrets.token_hex(8)}
-        self._parts.header = known | {"start": time.time()} | header
+        self._parts.header = {**known, "start": time.time(), **header}
         logger.info("What the prefix cache is asked for is recorded in %s.", self.path)
         self._thread.start()
 
@@ -141,6 +141,16 @@ class TraceWriter:
         self._parts.write(lines)
         if kind == "counters":
             self._parts.rotate(self._lines.last_ms)
+
+
+def check_folder(path: Path) -> None:
+    """Raises `ConfigError` where no file can be made at the path: before a model is loaded."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"record_trace must be in a folder that exists, not {path.parent}.")
+    if path.is_dir():
+        raise ConfigError(f"record_trace must be a file, and {path} is a folder.")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"record_trace cannot be made: {path.parent} may not be written.")
 
 
 class _Parts:

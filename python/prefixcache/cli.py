@@ -1,4 +1,4 @@
-"""The command `prefixcache`: serve, generate, download, convert, bench, replay, verify.
+"""The command `prefixcache`: serve, generate, download, convert, bench, explain, replay, verify.
 
 What is heavy is imported by the command that needs it, so that help comes at once.
 """
@@ -20,6 +20,7 @@ from prefixcache.checked import Checked, shown
 from prefixcache.command_line import FlagCommand, FlagGroup, Given
 from prefixcache.config import EngineConfig
 from prefixcache.exceptions import ConfigError, FieldError, PrefixCacheError
+from prefixcache.explain import ExplainOptions, explain
 from prefixcache.flags import flag, leaves
 from prefixcache.logs import LogLevel, set_up_logging
 from prefixcache.replay.command import replay
@@ -201,6 +202,7 @@ _TRACES = click.Argument(
     type=click.Path(path_type=Path),
     help="Mooncake's JSON lines, PTT, or a recording of `serve`; plain, gzip or xz.",
 )
+_BODY = click.Argument(["body"], metavar="[BODY]", required=False, help="File, - for stdin.")
 app = click.Group(
     "prefixcache",
     help="An LLM server around a prefix KV cache.",
@@ -236,6 +238,7 @@ app = click.Group(
         ),
         FlagCommand(replay, ReplayOptions, arguments=[_TRACES]),
         FlagCommand(verify, VerifyOptions, arguments=[_URL]),
+        FlagCommand(explain, ExplainOptions, arguments=[_BODY]),
     ],
 )
 click.version_option(__version__, message="prefixcache %(version)s", help="Show the version.")(app)

@@ -14,6 +14,7 @@ from prefixcache.diagnostics.difference import Difference, find_difference
 from prefixcache.diagnostics.spans import PromptSource, span_at
 from prefixcache.token_ids import TokenIds, as_token_ids
 from prefixcache.tokenization.chat_template import ChatTemplate
+from repeatable import bounded
 from tiny_models import CHAT_TEMPLATE
 
 Messages = Sequence[Mapping[str, Any]]
@@ -132,7 +133,7 @@ def test_a_plain_prompt_and_one_without_text() -> None:
     assert str(bare) == "the prompt differs at token 2"
 
 
-@settings(max_examples=25)
+@settings(max_examples=bounded(20, 2000))
 @given(st.lists(st.text(max_size=30), min_size=1, max_size=6), st.data())
 def test_positions_are_those_of_a_plain_comparison(
     contents: list[str], data: st.DataObject

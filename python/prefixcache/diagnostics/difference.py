@@ -41,8 +41,9 @@ class Difference:
         """One line, as: message 0, system, differs at character 18: `14:05:11` was `14:04:37`."""
         if self.field_character is None:
             return f"the prompt differs at token {self.token}"
-        was = "" if self.earlier_text is None else f" was `{self.earlier_text}`"
-        return f"{self.place} differs at character {self.field_character}: `{self.text}`{was}"
+        was = "" if self.earlier_text is None else f" was {_quoted(self.earlier_text)}"
+        text = _quoted(self.text or "")
+        return f"{self.place} differs at character {self.field_character}: {text}{was}"
 
     @property
     def place(self) -> str:
@@ -55,6 +56,12 @@ class Difference:
     def as_json(self) -> dict[str, Any]:
         """For clients, with the line that describes it."""
         return {**dataclasses.asdict(self), "description": str(self)}
+
+
+def _quoted(text: str) -> str:
+    """As terminals and logs may show it."""
+    shown = (one if one.isprintable() else repr(one)[1:-1] for one in text)
+    return f"`{''.join(shown)}`"
 
 
 def find_difference(

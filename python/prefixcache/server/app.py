@@ -24,6 +24,7 @@ from prefixcache.server.info import info_router
 from prefixcache.server.job_maker import JobMaker
 from prefixcache.server.limits import ServerLimits
 from prefixcache.server.messages import messages_router
+from prefixcache.server.misses import misses_router
 from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.not_served import not_served_router
 from prefixcache.server.openapi import describe
@@ -79,6 +80,7 @@ def create_app(
     app.include_router(tokenize_router(maker))
     app.include_router(probe_router(maker, responses))
     app.include_router(explain_router(maker, responses))
+    app.include_router(misses_router(maker))
     app.include_router(warm_router(maker, responses))
     app.include_router(info_router(maker, release))
     app.include_router(health_router(maker, release, flags or {}))

@@ -297,6 +297,20 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
     ("get", "/metrics"): _Endpoint(summary="Prometheus' text.", answer=_STRING),
     ("get", "/is_paused"): _Endpoint(summary="", answer=_object(is_paused={"type": "boolean"})),
     ("get", "/is_sleeping"): _Endpoint(summary="", answer=_object(is_sleeping={"type": "boolean"})),
+    ("get", "/prefix_cache/misses"): _Endpoint(
+        summary="Which prompts were computed again, why, and what to do about it.",
+        answer=_object(
+            num_requests=_COUNT,
+            prompt_tokens=_COUNT,
+            cached_tokens=_COUNT,
+            tokens_recomputed=_COUNT,
+            num_findings=_COUNT,
+            findings=_list_of(
+                _object(reason=_STRING, tokens_recomputed=_COUNT, description=_STRING)
+            ),
+        ),
+        parameters=(_limit(1000),),
+    ),
     ("get", "/prefix_cache/stats"): _Endpoint(summary="The cache in numbers.", answer=_object()),
 }
 

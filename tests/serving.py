@@ -58,6 +58,7 @@ def serve_folder(
     diagnostics = None
     if diagnostics_memory:
         diagnostics = CacheDiagnostics(built.engine, diagnostics_memory, keeps_text=keeps_text)
+        built.engine.metrics.miss_counts = diagnostics.miss_counts
     app = create_app(engine, ServedModel(**model), diagnostics=diagnostics, **(access or {}))
     return app, engine
 

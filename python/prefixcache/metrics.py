@@ -122,12 +122,17 @@ class Histogram:
 
 
 class Metrics(Collector):
-    """What one engine counted; `registry` serves it to prometheus-client."""
+    """What one engine counted; `registry` serves it to prometheus-client.
+
+    `of_blocks` adds families, and `miss_counts` are requests by the reason of their miss, where
+    somebody looks them up.
+    """
 
     def __init__(self, gauges: Callable[[], Gauges]) -> None:
         self.gauges = gauges
         self.of_blocks: Callable[[], Iterable[Metric]] = tuple
         self.of_recording: Callable[[], Iterable[Metric]] = tuple
+        self.miss_counts: Mapping[str, int] | None = None
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.queue_full_refusals = 0
@@ -222,6 +227,13 @@ class Metrics(Collector):
             "source",
             gauges.num_below_threshold,
         )
+        if self.miss_counts is not None:
+            yield _labelled_counter(
+                "prefix_cache_misses",
+                "Requests by why the first block that did not hit did not.",
+                "reason",
+                dict(self.miss_counts),
+            )
 
 
 class LabelledMetrics(Collector):

@@ -31,6 +31,7 @@ FOR_CLIENTS = {
     "/detokenize",
     "/load",
     "/openapi.json",
+    "/prefix_cache/explain",
     "/prefix_cache/probe",
     "/tokenize",
     "/v1/chat/completions",

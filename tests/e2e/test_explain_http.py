@@ -129,6 +129,13 @@ async def test_evicted_and_cleared(client: httpx.AsyncClient) -> None:
     assert (await explained(client, prompt(1)))["reason"] == "cleared"
     page = (await client.get("/metrics", headers={"Authorization": "Bearer root"})).text
     assert metric(page, "kv_block_lifetime_seconds_count") > 0
+    reasons = {"cleared": 0, "evicted": 0, "never_seen": 0}
+    for line in page.splitlines():
+        for reason in reasons:
+            if line.startswith("prefixcache:prefix_cache_misses_total") and f'"{reason}"' in line:
+                reasons[reason] = int(float(line.rsplit(" ", 1)[1]))
+    assert reasons["never_seen"] >= 20
+    assert reasons["evicted"] >= 1
 
 
 async def test_nothing_is_told_across_keys_and_salts(client: httpx.AsyncClient) -> None:

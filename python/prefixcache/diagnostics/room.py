@@ -10,9 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from prefixcache.diagnostics.history import MissReason, PromptHistory, RememberedPrompt, TokenIds
+from prefixcache.diagnostics.history import PromptHistory, RememberedPrompt, TokenIds
 from prefixcache.diagnostics.losses import Losses, LostBlocks
 from prefixcache.diagnostics.reasons import Asked, Explanation, KnownPrefix, Reasons
+
+
+# Seconds for which reasons are looked up without a chance for others to have the interpreter.
+_LONGEST_TURN = 1e-3
 
 
 class Diagnosed(Protocol):
@@ -68,7 +72,7 @@ class CacheDiagnostics:
         self.keeps_text = keeps_text
         self.block_size = engine.block_size
         self.history = PromptHistory(max_bytes // 2)
-        self.miss_counts: Counter[MissReason] = Counter()
+        self.miss_counts: Counter[str] = Counter()
         self._losses = LostBlocks(max_bytes // 4)
         self._under_way = _UnderWay(max_bytes // 4)
         self._engine = engine
@@ -99,9 +103,12 @@ class CacheDiagnostics:
 
     def _take(self, losses: Losses) -> None:
         self._losses.add(losses)
+        begun = time.perf_counter()
         for prompt, admitted in self._under_way.take_ended():
             self._remember(prompt, admitted)
-            time.sleep(0)  # lets the step loop have the interpreter
+            if time.perf_counter() - begun > _LONGEST_TURN:
+                time.sleep(0)  # lets the step loop have the interpreter
+                begun = time.perf_counter()
 
     def _remember(self, prompt: RememberedPrompt, admitted: Admitted) -> None:
         miss = self.explain(asked_of(prompt, admitted), sees_all=True).miss

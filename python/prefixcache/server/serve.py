@@ -125,9 +125,11 @@ def _check_weights(options: ServeOptions, *, is_gguf: bool) -> None:
 def _diagnostics(built: BuiltEngine, options: ServeOptions) -> CacheDiagnostics | None:
     if not options.diagnostics_memory:
         return None
-    return CacheDiagnostics(
+    diagnostics = CacheDiagnostics(
         built.engine, options.diagnostics_memory, keeps_text=options.prompt_text
     )
+    built.engine.metrics.miss_counts = diagnostics.miss_counts
+    return diagnostics
 
 
 def _access_rules(options: ServeOptions) -> AccessRules:

@@ -14,7 +14,6 @@ from prefixcache.diagnostics.history import PromptHistory, RememberedPrompt, Tok
 from prefixcache.diagnostics.losses import Losses, LostBlocks
 from prefixcache.diagnostics.reasons import Asked, Explanation, KnownPrefix, Reasons
 
-
 # Seconds for which reasons are looked up without a chance for others to have the interpreter.
 _LONGEST_TURN = 1e-3
 

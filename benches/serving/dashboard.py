@@ -17,10 +17,12 @@ from contextlib import nullcontext
 import httpx
 
 from prefixcache.config import EngineConfig
+from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.build import build
 from prefixcache.server.app import create_app
 from prefixcache.server.context import Lifecycle
+from prefixcache.server.dashboard.view import View
 from prefixcache.server.serve import ServeOptions, Server
 from prefixcache.server.served_model import ServedModel
 
@@ -74,6 +76,15 @@ class Pages:
                     return
 
 
+def event_cost(view: View) -> float:
+    """Thread CPU milliseconds of what all open pages together are told, once a second."""
+    begun = time.thread_time_ns()
+    for _ in range(20):
+        view.take()
+        time.sleep(0.3)
+    return (time.thread_time_ns() - begun) / 20 / 1e6
+
+
 def window(engine: AsyncEngine, clock: int, seconds: float) -> float:
     """Thread CPU microseconds of the loop a step."""
     counts = engine.metrics.iteration_tokens
@@ -94,10 +105,11 @@ def main() -> None:
     config = EngineConfig.from_flags(
         model=options.model, dtype="float32", device="cpu", num_blocks=options.num_blocks
     )
-    before = {thread.ident for thread in threading.enumerate()}
     built = build(config)
     engine = AsyncEngine(built.engine)
-    app = create_app(engine, ServedModel(names=("bench",), tokenizer=built.tokenizer))
+    served = ServedModel(names=("bench",), tokenizer=built.tokenizer)
+    diagnostics = CacheDiagnostics(built.engine, 16 << 20, keeps_text=True)
+    app = create_app(engine, served, diagnostics=diagnostics)
     server = Server(app, ServeOptions(), Lifecycle())
     server.capture_signals = nullcontext  # type: ignore[method-assign]
     listener = socket.create_server(("127.0.0.1", 0))
@@ -109,20 +121,18 @@ def main() -> None:
     try:
         with Traffic(address, 4):
             time.sleep(3)
-            measure(engine, _loop_of(before), address, options)
+            measure(engine, _loop_clock(), address, options)
+            print(f"an event: {event_cost(View(engine, served, '', diagnostics.history)):.2f} ms")
     finally:
         server.stop()
         thread.join()
         engine.close()
 
 
-def _loop_of(before: set[int | None]) -> int:
-    """The CPU clock of the thread that runs the steps: of the new ones the busiest."""
-    new = [one.ident for one in threading.enumerate() if one.ident not in before]
-    named = {one.name: one.ident for one in threading.enumerate() if one.ident in new}
-    print("threads:", ", ".join(named))
-    loop = next(ident for name, ident in named.items() if "engine" in name.lower())
-    return time.pthread_getcpuclockid(loop)
+def _loop_clock() -> int:
+    """The CPU clock of the thread that runs the steps."""
+    loop = next(one for one in threading.enumerate() if one.name == "prefixcache-engine")
+    return time.pthread_getcpuclockid(loop.ident or 0)
 
 
 def measure(engine: AsyncEngine, clock: int, address: str, options: argparse.Namespace) -> None:

@@ -61,7 +61,8 @@ def dashboard_router(maker: JobMaker, version: str, lifecycle: Lifecycle) -> API
         if file.suffix in _MEDIA_TYPES:
             _serve(router, DASHBOARD_PATH if file.suffix == ".html" else path, file)
 
-    @router.get(f"{DASHBOARD_PATH}/events")
+    # It never ends by itself, and is for this page: no client is to be made for it.
+    @router.get(f"{DASHBOARD_PATH}/events", include_in_schema=False)
     async def dashboard_events() -> Response:
         """The cache now, about once a second, as server-sent events."""
         if maker.engine.dead is not None:

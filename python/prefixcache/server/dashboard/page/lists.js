@@ -97,6 +97,7 @@ function fillPrefix(item, prefix) {
   const uses = `${count(prefix.hits)} hits of ${count(prefix.requests)} requests, last ${ago(prefix.last_use)}`;
   show(counts, `${count(prefix.tokens)} tokens, ${uses}${scope}`);
   show(text, prefix.text ?? "");
+  item.firstElementChild.classList.toggle("leaf", !prefix.children.length);
   showTree(children, prefix.children);
 }
 

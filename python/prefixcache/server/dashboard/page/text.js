@@ -24,7 +24,7 @@ export const percent = (value) => (value == null ? "none" : `${(100 * value).toF
 export function seconds(value) {
   if (value == null) return "none";
   const short = (number) => Number(number.toPrecision(3));
-  if (value < 1) return `${short(1000 * value)} ms`;
+  if (value > 0 && value < 1) return `${short(1000 * value)} ms`;
   if (value < 120) return `${short(value)} s`;
   return value < 3600 ? `${Math.round(value / 60)} min` : `${short(value / 3600)} h`;
 }
@@ -37,7 +37,7 @@ export function bytes(value) {
 }
 
 export const clock = (time) => new Date(1000 * time).toLocaleTimeString();
-export const ago = (time) => `${seconds(Math.max(0, Date.now() / 1000 - time))} ago`;
+export const ago = (time) => `${seconds(Math.max(0, Math.round(Date.now() / 1000 - time)))} ago`;
 
 // Brings the children of `parent` in line with `items`: one element for each key, kept as long as the key is there,
 // so that focus and what was opened stay.

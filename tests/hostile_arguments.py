@@ -88,6 +88,7 @@ class World:
         self.reader = _core.TraceReader(TRACE)
         self.replay = _core.TraceReplay(TRACE, threads=2)
         self.replay.add(4)
+        self.namer = _core.BlockNamer(bytes(32), BLOCK)
         self.arrays = [np.zeros(size, kind) for size in (2, 6, 24) for kind in ("i4", "i8")]
 
     def make_decoder_layer(self) -> _core.DecoderLayer:
@@ -116,6 +117,7 @@ class World:
             self.stop_stream,
             self.reader,
             self.replay,
+            self.namer,
         ]
 
     def interfere(self) -> None:

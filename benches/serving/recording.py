@@ -5,7 +5,7 @@
 Two engines whose runners compute nothing step in turn, one of them recorded: as many requests as
 `--streams` run at once, and whenever one ends the next comes, a turn that goes on from an earlier
 answer or a new prompt. Shown are a step's CPU time in the loop's thread (mean, and the median of
-the differences of steps that did the same), the share that it is of a step of `--step-ms` with a
+the differences of steps that did the same), the share that this is of a step of `--step-ms` with a
 model, and what the writing thread computes a step.
 """
 
@@ -117,7 +117,7 @@ def main() -> None:
     plain, with_it = (statistics.mean(one) / 1000 for one in zip(*steps, strict=True))
     added = statistics.median(b - a for a, b in steps) / 1000
     print(f"step without {plain:.1f} us, with {with_it:.1f} us, median difference {added:.1f} us")
-    share = (with_it - plain) / (1000 * arguments.step_ms + plain)
+    share = added / (1000 * arguments.step_ms + plain)
     print(f"of a step with a model of {arguments.step_ms:g} ms: {share:.2%}")
     print(f"writing thread: {written / 1000 / arguments.steps:.1f} us a step", end=", ")
     print(f"{size / arguments.steps:.0f} bytes a step, {size / found['requests']:.0f} a request")

@@ -79,6 +79,14 @@ class Recorded:
             owner=choose.choice([None, "a secret key"]),
         )
 
+    def serve(self, prompt: list[int], cache: CacheOptions) -> None:
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        name = f"alone-{prompt[0]}-{self.engine.metrics.prompt_tokens}"
+        request = Request(request_id=name, prompt_token_ids=prompt, params=params, cache=cache)
+        self.engine.add_request(request)
+        while self.engine.has_work():
+            self.engine.step()
+
     def step(self) -> None:
         self.engine.step()
 
@@ -175,6 +183,26 @@ def test_a_dropped_event_is_noticed(tmp_path: Path) -> None:
     # What a request publishes may be lost before anybody asks; slots may be unused.
     for kind in ("publish", "slots", "end"):
         assert any(noticed[kind]), kind
+
+
+def test_hints_end_in_a_replay_when_they_ended(tmp_path: Path) -> None:
+    options = {"num_blocks": 21, "max_blocks": 21, "retention_budget": 1.0}
+    recorded = Recorded(tmp_path / "trace.jsonl", **options)
+    hinted = CacheOptions(retention=(RetentionRange(0, 32, priority=80, ttl_s=30.0),))
+    recorded.serve([*range(32)], hinted)
+    recorded.cache._began -= 60 * 10**9  # A minute passes.
+    for first in (40, 50, 60):
+        recorded.serve([*range(first, first + 30)], CacheOptions())
+    recorded.serve([*range(32)], CacheOptions())
+    found = recorded.end()
+    assert_agrees(found, recorded.cache)
+    assert found["live"]["hits"] == 0, "the hint's blocks went first when it had ended"
+    lines = recorded.path.read_text().splitlines(keepends=True)
+    for kind in ("expire", "hints"):
+        changed = tmp_path / f"without-{kind}.jsonl"
+        kept = (line.replace('"hints"', '"_"') if kind == "hints" else line for line in lines)
+        changed.write_text("".join(line for line in kept if '"e":"expire"' not in line))
+        assert is_replayed(changed) is (kind == "hints")
 
 
 def is_replayed(path: Path) -> bool:

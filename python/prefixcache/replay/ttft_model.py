@@ -63,7 +63,7 @@ def _fitted(path: Path, content: dict[str, Any]) -> TtftModel:
     if len(computed) < _LEAST_REQUESTS:
         raise ValueError(
             f"{path}: only {len(computed)} requests were computed alone, {_LEAST_REQUESTS} are "
-            "needed; measure with --max-concurrency 1"
+            "needed; measure with --concurrency 1"
         )
     per_token, per_request = _line(computed, ttft)
     source = f"least squares over {len(computed)} requests of {path.name}"

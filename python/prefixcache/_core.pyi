@@ -824,8 +824,8 @@ class TraceReplay:
     ) -> TraceReplay:
         """Open a trace as `TraceReader` does; `threads` run the caches.
 
-        With a history, bounds are known at the end, for which about 25 bytes for each block of the
-        trace are held, and 60 for each request. `caches_answers` caches the blocks that answers
+        With a history, bounds are known at the end, for which about 45 bytes are held for each
+        different block of the trace. `caches_answers` caches the blocks that answers
         fill too, where the trace knows them.
         """
     @property

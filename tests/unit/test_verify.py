@@ -155,7 +155,8 @@ SAID = Answer(text="ab", scores=(TokenScore("a", -1, (-1, -2)), TokenScore("b", 
     ("got", "expected"),
     [
         (SAID, ("nothing", 0)),
-        (Answer(text="ab", scores=(TokenScore("a", -1, (-1, -2)),)), ("answer", 2)),
+        (Answer(text="ab", scores=(TokenScore("a", -1, (-1, -2)),)), ("answer", 1)),
+        (Answer(text="ab"), ("logprobs", 0)),
         (Answer(text="ab", scores=SAID.scores, finish_reason="stop"), ("answer", 2)),
         (Answer(text="ac", scores=(SAID.scores[0], TokenScore("c", -3))), ("answer", 1)),
         (
@@ -163,7 +164,7 @@ SAID = Answer(text="ab", scores=(TokenScore("a", -1, (-1, -2)), TokenScore("b", 
             ("logprobs", 1),
         ),
     ],
-    ids=["equal", "fewer tokens", "other end", "other token", "other rank"],
+    ids=["equal", "fewer tokens", "no scores", "other end", "other token", "other rank"],
 )
 def test_a_comparison_says_where(got, expected):
     found = compare(SAID, got)

@@ -63,25 +63,34 @@ class Comparison:
 
 
 def compare(expected: Answer, got: Answer, tolerance: float = 0.0) -> Comparison:
-    """Token by token; log probabilities behind another token mean nothing and are left out.
-
-    Log probabilities that the expected answer has and the other lacks are a change.
-    """
+    """Token by token; log probabilities behind another token mean nothing and are left out."""
+    if not (expected.scores and got.scores):
+        return _compare_texts(expected, got)
     largest, scores = 0.0, Comparison("nothing")
-    for position, (right, found) in enumerate(zip(expected.scores, got.scores, strict=False)):
-        if right.token != found.token:
-            return Comparison("answer", position, repr(right.token), repr(found.token), largest)
+    for position, (right, found) in enumerate(zip_longest(expected.scores, got.scores)):
+        if right is None or found is None or right.token != found.token:
+            told = _token(right, expected), _token(found, got)
+            return Comparison("answer", position, *told, largest)
         distance = right.distance(found)
         largest = max(largest, distance)
         if scores.change == "nothing" and distance > tolerance:
             scores = Comparison("logprobs", position, _told(right), _told(found))
-    if _ended(expected) != _ended(got):
-        return Comparison("answer", *_where_texts_part(expected, got), largest)
-    return replace(scores, largest=largest)
+    texts = _compare_texts(expected, got)
+    return replace(scores if texts.change == "nothing" else texts, largest=largest)
 
 
-def _ended(answer: Answer) -> tuple[str, str | None, int]:
-    return answer.text, answer.finish_reason, len(answer.scores)
+def _compare_texts(expected: Answer, got: Answer) -> Comparison:
+    """Log probabilities that only one of them has are a change too."""
+    if (expected.text, expected.finish_reason) != (got.text, got.finish_reason):
+        return Comparison("answer", *_where_texts_part(expected, got))
+    if bool(expected.scores) != bool(got.scores):
+        counts = [f"{len(one.scores)} log probabilities" for one in (expected, got)]
+        return Comparison("logprobs", 0, counts[0], counts[1])
+    return Comparison("nothing")
+
+
+def _token(score: TokenScore | None, answer: Answer) -> str:
+    return f"its end, {answer.finish_reason}" if score is None else repr(score.token)
 
 
 def _told(score: TokenScore) -> str:
@@ -96,5 +105,4 @@ def _where_texts_part(expected: Answer, got: Answer) -> tuple[int, str, str]:
 
 
 def _rest(answer: Answer, start: int) -> str:
-    shown = repr(answer.text[start : start + _SHOWN])
-    return f"{shown}, {len(answer.scores)} log probabilities, ended by {answer.finish_reason}"
+    return f"{answer.text[start : start + _SHOWN]!r}, ended by {answer.finish_reason}"

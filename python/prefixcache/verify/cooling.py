@@ -50,4 +50,5 @@ async def find_cooling(asker: Asker, question: Question, other: Question) -> Coo
             continue
         if missed(again, cold, warm):
             return cooling
+        warm = min(warm, again, key=lambda answer: answer.ttft)
     return None

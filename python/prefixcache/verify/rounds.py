@@ -77,6 +77,8 @@ class Plan:
         self._questions = questions
         self._spare = spare
         self._cooling = cooling
+        # So that a cold question does not hit even what a template begins all prompts with.
+        self._fields = {one: cooling.fields() if cooling else {} for one in questions}
 
     async def rounds(self) -> AsyncIterator[Round]:
         """One after the other. Raises `VerifyError`."""
@@ -85,7 +87,7 @@ class Plan:
         yield alone.round("warm", alone.warm, alone.cold)
         if self._cooling is not None:
             yield alone.round("cold again", await self._one_by_one(self._cool), alone.cold)
-        yield _in_company("in company", await self._together(self._asker.ask), alone.cold)
+        yield _in_company("in company", await self._together(self._ask), alone.cold)
         if self._cooling is None:
             yield alone.round("chunked", *await self._chunked_first())
             return
@@ -99,8 +101,8 @@ class Plan:
         """Each warm right after cold: a server may remember its last prompt alone."""
         cold, warm = list[Answer](), list[Answer]()
         for question in self._questions:
-            cold.append(await self._asker.ask(question))
-            warm.append(await self._asker.ask(question))
+            cold.append(await self._ask(question))
+            warm.append(await self._ask(question))
         return _Alone(cold, warm)
 
     async def _one_by_one(self, ask: Callable[[Question], Awaitable[Answer]]) -> list[Answer]:
@@ -114,6 +116,9 @@ class Plan:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _ask(self, question: Question) -> Answer:
+        return await self._asker.ask(question, self._fields[question])
 
     async def _cool(self, question: Question) -> Answer:
         return await self._asker.ask(question, await self._cooled())
@@ -147,8 +152,8 @@ class Plan:
         hit, cold = list[Answer](), list[Answer]()
         for question, answer in zip(self._questions, answers, strict=True):
             turn = question.next_turn(answer.text)
-            await self._asker.ask(question)
-            hit.append(await self._asker.ask(turn))
+            await self._ask(question)
+            hit.append(await self._asker.ask(turn, self._fields[question]))
             cold.append(await self._cool(turn))
         return _Alone(cold, hit).round("next turn", hit, cold)
 

@@ -15,6 +15,7 @@ from soak.answers import Answer
 from soak.bank import answers_of, make_bank
 from soak.clients import Crowd, Expected, Limits
 from soak.commands import Operator, break_copy
+from soak.faults import LEAK, inject
 from soak.lives import Lives, unexpected_tracebacks
 from soak.options import Options, parse_options
 from soak.report import write_report
@@ -96,6 +97,8 @@ class Soak:
         await self._restart(self.lives.kill, "kill -9", {-9})
         await self._traffic(_BEFORE_STOP)
         await self._restart(self.lives.stop, "SIGTERM in mid-stream", {0})
+        if self._options.plant_leak:
+            inject(self.lives.faults, LEAK, 0)
         await self._traffic(_BEFORE_OVERLOAD)
         await self._overload()
         await self._traffic(1 - _BEFORE_KILL - _BEFORE_STOP - _BEFORE_OVERLOAD)

@@ -12,6 +12,7 @@ from pathlib import Path
 # In the names of all of them: the log of a server has no messages of errors.
 INJECTED = "Injected"
 DISK = "disk"
+LEAK = "leak"
 POINTS = ("forward-before", "forward-after", "forward-memory", "tokenizer", "detokenizer")
 
 

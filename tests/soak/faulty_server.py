@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from prefixcache.cli import main
 from prefixcache.engine.output import Answer
+from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.models import weights
 from prefixcache.runner.model_runner import ModelRunner
+from prefixcache.server import app
+from prefixcache.server.response_store import ResponseStore
 from prefixcache.tokenization.tokenizer import Tokenizer
-from soak.faults import DISK, Faults, InjectedDiskError, InjectedMemoryError
+from soak.faults import DISK, LEAK, Faults, InjectedDiskError, InjectedError, InjectedMemoryError
 
 # The tensor of a weight file whose reading fails: some were replaced, most were not.
 _BREAKS_AT = 5
+# Of each key: full within minutes, so that memory that grows later grows without a bound.
+_STORED_RESPONSES = 16
 
 
 def plug_in(faults: Faults) -> None:
@@ -23,6 +30,8 @@ def plug_in(faults: Faults) -> None:
     _plug_into_forward(faults)
     _plug_into_texts(faults)
     _plug_into_disk(faults)
+    _plug_into_release(faults)
+    app.ResponseStore = functools.partial(ResponseStore, max_responses=_STORED_RESPONSES)
 
 
 def _plug_into_forward(faults: Faults) -> None:
@@ -84,6 +93,23 @@ def _plug_into_disk(faults: Faults) -> None:
             return self._file.get_tensor(name)
 
     weights.safe_open = FaultyFile
+
+
+def _plug_into_release(faults: Faults) -> None:
+    free = CacheManager.free
+    kept: list[Any] = []
+
+    def leaking(self: CacheManager, request_ids: Sequence[str], **options: Any) -> None:
+        """Where a file says so, some requests are forgotten with the blocks that they hold."""
+        try:
+            if any(self._sequences[request_id].is_committed for request_id in request_ids):
+                faults.meet(LEAK)
+        except InjectedError:
+            kept.extend(self._sequences.pop(request_id) for request_id in request_ids)
+            return
+        free(self, request_ids, **options)
+
+    CacheManager.free = leaking
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ class Options:
     architecture: str
     report: Path | None
     keep: Path | None
+    plant_leak: bool
 
     @property
     def seconds(self) -> float:
@@ -51,6 +52,9 @@ def parse_options() -> Options:
     parser.add_argument("--architecture", default="gemma3", help="of tests/tiny_models.py")
     parser.add_argument("--report", type=Path, help="folder for report.md, plots and record.json")
     parser.add_argument("--keep", type=Path, help="folder for the servers' logs")
+    parser.add_argument(
+        "--plant-leak", action="store_true", help="to see it fail: one request keeps its blocks"
+    )
     given = vars(parser.parse_args())
     if given["overload_seconds"] is None:
         given["overload_seconds"] = min(60.0, 6 * given["minutes"])

@@ -31,7 +31,11 @@ class Tally:
     commands: Counter[str] = field(default_factory=Counter)
     events: list[tuple[float, str]] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
-    num_violations: int = 0
+    blamed: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_violations(self) -> int:
+        return self.blamed.total()
 
     @property
     def now(self) -> float:
@@ -53,7 +57,7 @@ class Tally:
 
     def blame(self, what: str, **details: Any) -> None:
         """Something that must not happen."""
-        self.num_violations += 1
+        self.blamed[what] += 1
         self.outcomes["VIOLATION"] += 1
         if len(self.violations) < MOST_TOLD:
             told = f"at {self.now:.1f} s: {what}"

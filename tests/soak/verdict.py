@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from soak.slope import Slope, memory_slope
 from soak.tally import OVERLOAD_ENDS, Tally
-from soak.watch import Rest, Watch, longest_life
+from soak.watch import LEFT_OVER, Rest, Watch, longest_life
 
 _MIB = 2**20
+_BY_KEY = "refused: 429"
 # An idle server may keep a few connections; pools of threads fill up to their size.
 _SPARE_FILES, _SPARE_THREADS = 4, 40
 
@@ -25,6 +26,7 @@ def verdicts(tally: Tally, watch: Watch) -> list[Check]:
     rests = longest_life(watch.rests)
     equal = tally.outcomes["equal"] + tally.outcomes["equal as far as it was read"]
     refused = sum(n for outcome, n in tally.outcomes.items() if outcome.startswith("refused"))
+    by_key = sum(n for outcome, n in tally.outcomes.items() if outcome.startswith(_BY_KEY))
     return [
         Check(
             "nothing happened that must not (answers, errors, refusals, blocks, logs)",
@@ -33,18 +35,19 @@ def verdicts(tally: Tally, watch: Watch) -> list[Check]:
         ),
         Check(
             "answers were bit for bit those of a quiet server",
-            equal > 0 and not any("answer differs" in told for told in tally.violations),
+            equal > 0 and not any(what.startswith("an answer differs") for what in tally.blamed),
             f"{equal:,} compared, {tally.outcomes['equal']:,} of them to their end",
         ),
         Check(
             "the server refused what was too much, and said when to come again",
-            refused > 0,
-            f"{refused:,} refused",
+            by_key > 0 and refused > by_key,
+            f"{refused:,} refused, {by_key:,} of them by a key's own limit (429)",
         ),
         Check(
             "an idle server holds no block and no request",
-            len(watch.rests) > 0,
-            f"looked at {len(watch.rests)} times",
+            len(watch.rests) > 0 and not any(tally.blamed[what] for what in LEFT_OVER),
+            f"looked at {len(watch.rests)} times, "
+            f"something was left {sum(tally.blamed[what] for what in LEFT_OVER)} times",
         ),
         _memory_check(_settled_slope(tally, rests)),
         _leftover_check("files", [r.files for r in rests], _SPARE_FILES),

@@ -19,6 +19,7 @@ from soak.lives import Life, Lives
 from soak.tally import Tally
 from soak.wire import BadReplyError, ask
 
+_BUSY, _LEAKED = LEFT_OVER = ("an idle server has requests or blocks", "blocks are lost")
 # The server hears of a client who left when it writes to it or reads from it.
 _SETTLE_SECONDS = 15
 _SETTLED = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
@@ -140,14 +141,14 @@ class Watch:
             if not left:
                 return
             await asyncio.sleep(0.1)
-        self._tally.blame("an idle server has requests or blocks", left=left)
+        self._tally.blame(_BUSY, left=left)
 
     async def _expect_no_blocks(self, life: Life) -> None:
         _, content = await ask(life.port, "GET", "/prefix_cache/stats", self._key)
         stats: dict[str, Any] = json.loads(content)
         leaked = stats["blocks_in_use"], stats["num_blocks"] - 1 - stats["free_blocks"]
         if leaked != (0, 0) or stats["num_blocks"] != self._usual_blocks:
-            self._tally.blame("blocks are lost", stats=stats)
+            self._tally.blame(_LEAKED, stats=stats)
 
     async def _metrics(self, life: Life) -> dict[str, float]:
         _, content = await ask(life.port, "GET", "/metrics", self._key)

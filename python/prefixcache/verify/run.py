@@ -33,9 +33,9 @@ async def run_verify(
 async def verify_with(asker: Asker, options: VerifyOptions, seed: int, command: str) -> Report:
     """All rounds, through `asker`. Raises `VerifyError`."""
     count = options.num_questions
-    first, probe, *others = make_questions(2 * count + 2, options.prompt_words, seed)
+    first, probe, between, *others = make_questions(2 * count + 3, options.prompt_words, seed)
     await asker.settle(first)
-    cooling = await find_cooling(asker, probe, first)
+    cooling = await find_cooling(asker, probe, between)
     plan = Plan(asker, others[:count], others[count:], cooling)
     return Report(
         url=options.url,

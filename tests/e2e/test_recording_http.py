@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -11,8 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
 from prefixcache._core import replay_recording
+from prefixcache.cli import app
 from serving import MODEL, metric, served_folder
 
 HINTS = [{"start": 0, "end": 64, "priority": 85, "ttl_s": 0.05}]
@@ -103,6 +106,18 @@ async def test_a_replay_counts_what_the_server_counted(
     assert replayed["hits"] > 0
     if "record_trace_max_size" in flags:
         assert found["parts"] > 1
+    check_command(path, replayed)
+
+
+def check_command(path: Path, replayed: dict[str, int]) -> None:
+    """`prefixcache replay` reads the recording as a trace, and says what its own calls count."""
+    output = path.with_name("results.json")
+    shown = CliRunner().invoke(app, ["replay", str(path), "--output", str(output)]).output
+    counted = f"{replayed['hits']:,} of {replayed['queries']:,}"
+    assert shown.replace("\n", " ").count(counted) == 2, shown
+    (trace,) = json.loads(output.read_text())["traces"]
+    assert trace["requests"] > 20
+    assert 0 < trace["rows"][-1]["hit_rate"] <= trace["infinite"] < 1
 
 
 async def test_without_the_flag_nothing_is_recorded(tiny_checkpoint: Callable[..., Path]) -> None:

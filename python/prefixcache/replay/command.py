@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,14 +125,16 @@ def _replayed(
     options: ReplayOptions, cells: list[tuple[Setting, Size]], console: Console
 ) -> Iterator[TraceResult]:
     """Each trace's result, shown as soon as it is known."""
-    from prefixcache.replay.report import heading, infinite_line, table
+    from prefixcache.replay.report import heading, infinite_line, recorded_line, tables
 
     for path in options.traces:
         trace = _replay_one(path, options, cells)
         console.print(heading(trace), highlight=False)
-        console.print(table(trace, options.goodput))
-        if (line := infinite_line(trace)) is not None:
-            console.print(line, highlight=False)
+        for table in tables(trace, options.goodput):
+            console.print(table)
+        for line in (infinite_line(trace), recorded_line(trace)):
+            if line is not None:
+                console.print(line, highlight=False)
         yield trace
 
 
@@ -141,7 +144,12 @@ def _replay_one(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from prefixcache.replay.run import num_passes, replay_trace, trace_bytes
+    from prefixcache.replay.run import (
+        num_passes,
+        replay_as_recorded,
+        replay_trace,
+        trace_bytes,
+    )
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     with Progress(
@@ -149,7 +157,7 @@ def _replay_one(
     ) as progress:
         total = trace_bytes(path) * num_passes(cells, options.bounds)
         task = progress.add_task(path.name, total=total)
-        return replay_trace(
+        trace = replay_trace(
             path,
             cells,
             jobs=options.jobs or _usable_cores(),
@@ -157,6 +165,7 @@ def _replay_one(
             cache_answers=options.cache_answers,
             progress=lambda read: progress.advance(task, read),
         )
+    return replace(trace, as_recorded=replay_as_recorded(path))
 
 
 def _usable_cores() -> int:

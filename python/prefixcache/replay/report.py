@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from prefixcache.replay.run import Latency, Row, TraceResult
+from prefixcache.replay.run import Row, TraceResult
 from prefixcache.replay.ttft_model import TtftModel
 
 
@@ -47,25 +48,46 @@ def infinite_line(trace: TraceResult) -> str | None:
     )
 
 
-def table(trace: TraceResult, goodput: str | None) -> Table:
-    """A row for each policy and size: hits of tokens, what they could be, and of requests.
+def recorded_line(trace: TraceResult) -> str | None:
+    """Whether a recording's own calls, made again, count what the live server counted."""
+    found = trace.as_recorded
+    if found is None:
+        return None
+    live, again = found["live"], found["replayed"]
+    text = (
+        f"As recorded ({found['num_blocks'] - 1:,} blocks, {found['eviction_policy']}): the server "
+        f"counted {live['hits']:,} of {live['queries']:,} tokens as hits, its calls made again "
+        f"{again['hits']:,} of {again['queries']:,}"
+    )
+    return (
+        f"{text}; the first difference: {found['difference']}."
+        if found["difference"]
+        else text + "."
+    )
 
-    With a model also TTFT, and the requests within the objective.
-    """
+
+def tables(trace: TraceResult, goodput: str | None) -> list[Table]:
+    """Hits by policy and size, what they could be, and what is predicted of waiting."""
+    hits = _table(trace, ("blocks", "tokens %", "optimum", "requests %", "evictions"), _cells)
+    if not any(row.latency for row in trace.rows):
+        return [hits]
+    columns = ["TTFT p50 ms", "p90 ms", "p99 ms"]
+    if goodput:
+        columns += [f"{goodput} %", "goodput/s"]
+    return [hits, _table(trace, columns, _latency_cells)]
+
+
+def _table(
+    trace: TraceResult, columns: Sequence[str], cells: Callable[[Row], Sequence[str]]
+) -> Table:
     made = Table()
-    latencies = any(row.latency for row in trace.rows)
-    columns = ["size", "blocks", "tokens %", "optimum", "requests %", "evictions"]
-    if latencies:
-        columns += ["p50 ms", "p90 ms", "p99 ms"]
-    if latencies and goodput:
-        columns += ["good %", "good/s"]
-    made.add_column("policy", no_wrap=True)
-    for column in columns:
-        made.add_column(column, justify="right")
+    made.add_column("policy")
+    for column in ("size", *columns):
+        made.add_column(column, justify="right", no_wrap=True)
     for index, row in enumerate(trace.rows):
         following = trace.rows[index + 1 : index + 2]
         ends = bool(following) and following[0].setting != row.setting
-        made.add_row(*_cells(row, goodput), end_section=ends)
+        made.add_row(row.setting.name, str(row.size), *cells(row), end_section=ends)
     return made
 
 
@@ -77,29 +99,32 @@ def remarks(report: Report) -> list[str]:
             f"TTFT (p50, p90, p99) and goodput are predictions: {report.model}, prompts one after "
             "the other, decoding left out."
         )
+    if any(trace.as_recorded for trace in report.traces):
+        found.append(
+            "The rows of a recording are predictions, at its own size and policy too: requests one "
+            "after the other, none of which holds blocks beside another."
+        )
     if any(row.one_pass for trace in report.traces for row in trace.rows):
         found.append("LRU without hints and waiting: all sizes in one pass, from stack distances.")
     return found
 
 
-def _cells(row: Row, goodput: str | None) -> list[str]:
-    cells = [
-        row.setting.name,
-        str(row.size),
+def _cells(row: Row) -> list[str]:
+    return [
         f"{row.blocks:,}",
         _percent(row.hit_rate),
         "-" if row.optimum is None else _percent(row.optimum),
         _percent(row.request_hit_rate),
         f"{row.evictions:,}",
     ]
-    if row.latency is not None:
-        cells += _latency_cells(row.latency, goodput)
-    return cells
 
 
-def _latency_cells(latency: Latency, goodput: str | None) -> list[str]:
+def _latency_cells(row: Row) -> list[str]:
+    latency = row.latency
+    if latency is None:
+        return []
     cells = [f"{value:,.0f}" for value in latency.ttft_ms.values()]
-    if goodput and latency.good_share is not None:
+    if latency.good_share is not None:
         cells.append(_percent(latency.good_share))
         cells.append("-" if latency.goodput is None else f"{latency.goodput:,.2f}")
     return cells

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import lzma
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prefixcache._core import TraceReplay
+from prefixcache._core import TraceReplay, replay_recording
 from prefixcache.exceptions import PrefixCacheError
 from prefixcache.replay.hints import Hint
 from prefixcache.replay.sizes import Size
@@ -112,6 +114,8 @@ class TraceResult:
     seconds: float
     rows: tuple[Row, ...]
     curve: Curve | None
+    as_recorded: dict[str, Any] | None = None
+    """Of a recording: what `replay_recording` says of its own size and policy."""
 
 
 @dataclass(slots=True)
@@ -142,6 +146,25 @@ def replay_trace(
         return _result(path, cells, run, history, unique, time.perf_counter() - start)
     except (ValueError, MemoryError, RuntimeError) as error:
         raise ReplayError(str(error)) from error
+
+
+def replay_as_recorded(path: Path) -> dict[str, Any] | None:
+    """The calls of a server's recording made again; None for a trace that is none.
+
+    Raises `ReplayError` with file and line.
+    """
+    try:
+        return replay_recording(path) if _is_recording(path) else None
+    except (ValueError, OSError, EOFError) as error:
+        raise ReplayError(f"{path}: {error}") from error
+
+
+def _is_recording(path: Path) -> bool:
+    with path.open("rb") as file:
+        start = file.read(6)
+    opened = {b"\x1f\x8b": gzip.open, b"\xfd7": lzma.open}.get(start[:2], open)
+    with opened(path, "rb") as file:
+        return b'"prefixcache_trace"' in file.readline(1 << 16)
 
 
 def trace_bytes(path: Path) -> int:

@@ -126,20 +126,26 @@ def test_a_model_is_fitted_to_lone_requests(tmp_path: Path) -> None:
     ttft = (5 + 0.25 * computed) / 1e3
     sent = np.arange(20.0)
     # Two that wait for each other say nothing of a prompt alone.
-    requests = {
+    requests: dict[str, list[Any]] = {
         "sent": [*sent, 30.0, 30.0],
         "ttft": [*ttft, 9.0, 9.5],
         "prompt_tokens": [*(computed + 64).tolist(), 64, 64],
         "cached_tokens": [64] * 20 + [0, 0],
     }
+    # A server that does not tell its hits.
+    requests = {name: [*values, values[-1] + 50] for name, values in requests.items()}
+    requests["cached_tokens"][-1] = None
     path = tmp_path / "bench.json"
     path.write_text(json.dumps({"variants": [{"runs": [{"requests": requests}]}]}))
     model = read_model(path)
     assert model.ms_per_token == pytest.approx(0.25)
     assert model.ms_per_request == pytest.approx(5)
-    requests = {name: values[-2:] for name, values in requests.items()}
+    requests = {name: values[-3:-1] for name, values in requests.items()}
     path.write_text(json.dumps({"variants": [{"runs": [{"requests": requests}]}]}))
     with pytest.raises(ValueError, match="only 0 requests were computed alone"):
+        read_model(path)
+    path.write_text('{"variants": 5}')
+    with pytest.raises(ValueError, match="is no file of"):
         read_model(path)
 
 

@@ -45,7 +45,10 @@ def read_model(path: Path) -> TtftModel:
         raise ValueError(f"{path} must hold an object")
     if "ms_per_token" in content:
         return _stated(path, content)
-    return _fitted(path, content)
+    try:
+        return _fitted(path, content)
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError(f"{path} is no file of `prefixcache bench --output`") from None
 
 
 def _stated(path: Path, content: dict[str, Any]) -> TtftModel:
@@ -95,7 +98,8 @@ def _alone(requests: dict[str, list[float]]) -> _Array:
     ends = np.maximum.accumulate(sent + ttft)
     after_others = np.concatenate([[True], sent[1:] >= ends[:-1]])
     before_others = np.concatenate([sent[1:] >= (sent + ttft)[:-1], [True]])
-    alone = after_others & before_others
+    # Of a server that does not tell its hits, and of a failed request, numbers are missing.
+    alone = after_others & before_others & np.isfinite(computed) & np.isfinite(ttft)
     return np.stack([computed[alone], 1e3 * ttft[alone]])
 
 

@@ -34,7 +34,11 @@ class Line:
     def push(self, state: RequestState, place: Order) -> None:
         """Lets the request wait; nobody else there has its place."""
         self._waiting[state.request_id] = (place, state)
-        bisect.insort(self._entries, (place, state.request_id))
+        entry = (place, state.request_id)
+        if self._entries and entry < self._entries[-1]:
+            bisect.insort(self._entries, entry)
+        else:
+            self._entries.append(entry)
 
     def head(self) -> RequestState:
         """The first of the waiting, of which there is one."""

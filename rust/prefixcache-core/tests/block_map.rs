@@ -90,6 +90,15 @@ fn check(map: &BlockMap, steady: &[(BlockState, Vec<BlockId>)]) {
     assert!(known <= content, "{known} ages of {content} blocks");
 }
 
+/// Ends the writer, also where a check fails: it is waited for then too.
+struct Ending<'a>(&'a AtomicBool);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 fn draw_beside_a_writer<M: Mode>(seed: u64, maps: usize) {
     let pool = BlockPool::<M>::new(PoolConfig::new(BLOCKS)).unwrap();
     pool.listen(64, &[]).unwrap();
@@ -97,13 +106,14 @@ fn draw_beside_a_writer<M: Mode>(seed: u64, maps: usize) {
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let writer = scope.spawn(|| churn(&pool, seed, &stop));
+        let ending = Ending(&stop);
         let ages = [Duration::from_micros(50), Duration::from_millis(5)];
         let mut drawn = 0;
         while drawn < maps && !writer.is_finished() {
             check(&pool.map(BLOCKS, &ages).unwrap(), &steady);
             drawn += 1;
         }
-        stop.store(true, Ordering::Relaxed);
+        drop(ending);
         writer.join().expect("the writer was served");
     });
     pool.validate().expect("the pool is whole");

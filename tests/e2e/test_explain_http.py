@@ -134,7 +134,7 @@ async def test_evicted_and_cleared(client: httpx.AsyncClient) -> None:
         for reason in reasons:
             if line.startswith("prefixcache:prefix_cache_misses_total") and f'"{reason}"' in line:
                 reasons[reason] = int(float(line.rsplit(" ", 1)[1]))
-    assert reasons["never_seen"] >= 20
+    assert reasons["never_seen"] >= 10
     assert reasons["evicted"] >= 1
 
 

@@ -64,7 +64,7 @@ def test_dialogues_grow_by_their_turns() -> None:
 
 
 def test_agents_have_the_reported_shape() -> None:
-    sessions = make_sessions(WorkloadConfig(workload="agents", num_sessions=3000))
+    sessions = make_sessions(WorkloadConfig(workload="agents", num_sessions=1000))
     assert statistics.median(len(one.turns) for one in sessions) == pytest.approx(43, abs=2)
     counts = [sum(len(turn.sub_sessions) for turn in one.turns) for one in sessions]
     assert sum(map(bool, counts)) / len(counts) == pytest.approx(0.44, abs=0.03)

@@ -177,7 +177,10 @@ def test_the_advice_is_for_administrators_and_limits_are_checked(long_checkpoint
 def test_other_servers_are_told_apart(
     monkeypatch: pytest.MonkeyPatch, answer: Callable[[], httpx.Response]
 ) -> None:
-    monkeypatch.setattr(httpx.Client, "get", lambda *_args, **_options: answer())
+    def get(*_arguments: object, **_options: object) -> httpx.Response:
+        return answer()
+
+    monkeypatch.setattr(httpx.Client, "get", get)
     result = CliRunner().invoke(command, ["explain", "--url", "http://127.0.0.1:1"])
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("error: http://127.0.0.1:1 is no prefixcache server")

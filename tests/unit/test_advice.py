@@ -104,6 +104,7 @@ def test_a_time_at_the_top_is_one_finding_over_all_turns() -> None:
             "billing_header",
             "--strip-header-pattern",
         ),
+        ("You are Ann.", "x-anthropic-billing-header: cch=1;", None, "move it"),
         ("You are Ann.", "You are Bob.", None, "move it behind the stable part"),
     ],
 )

@@ -302,9 +302,10 @@ def _offender(
     within_message = span is not None and span.message is not None and character < span.end
     if names != others and not within_message:
         return "tool_order" if sorted(names) == sorted(others) else "tools_changed"
-    if _HEADER.search(_line(source.text, character)):
+    texts = (source.text, other.text)
+    if all(_HEADER.search(_line(text, character)) for text in texts):
         return "billing_header"
-    around = [_around(text, character) for text in (source.text, other.text)]
+    around = [_around(text, character) for text in texts]
     if all(map(_DATE.search, around)):
         return "date"
     if difference.field == "template":

@@ -156,13 +156,15 @@ async def test_a_server_that_is_gone_ends_the_run_which_keeps_what_came() -> Non
 
 
 async def test_a_server_that_is_gone_ends_sub_sessions_too() -> None:
-    subs = tuple(singles(4))
-    session = Session(
-        name="0", turns=(Turn(adds=(Text("a", 1),), output_len=1, sub_sessions=subs),)
+    subs = tuple(
+        Session(name=str(n), turns=(Turn(adds=(Text("s", 1),), output_len=1, pause=pause),))
+        for n, pause in enumerate((0.0, 0.05))
     )
-    target = SlowTarget(ending=1)
-    run = await driven(target, [session])
-    assert (run.error, target.running, len(target.sent)) == ("gone on purpose", 0, 4)
+    turn = Turn(adds=(Text("a", 1),), output_len=1, sub_sessions=subs)
+    target = SlowTarget(ending=0)
+    run = await driven(target, [Session(name="0", turns=(turn,))])
+    await asyncio.sleep(0.1)
+    assert (run.error, len(target.sent)) == ("gone on purpose", 1)
 
 
 async def test_what_is_too_long_is_not_sent() -> None:

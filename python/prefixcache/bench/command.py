@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from prefixcache.bench.options import BenchOptions
 from prefixcache.bench.records import BenchmarkError
 from prefixcache.command_line import Given
 from prefixcache.config import EngineConfig
-from prefixcache.exceptions import FieldError
+from prefixcache.output_files import check_can_write, check_picture
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -20,15 +19,13 @@ if TYPE_CHECKING:
     from prefixcache.bench.report import Report
 
 
-_PICTURES = (".png", ".svg", ".pdf")
-
-
 def bench(given: Given) -> None:
     """Measure what the prefix cache saves, here or at any server that speaks OpenAI's API."""
     given.make(EngineConfig)  # Checks what each variant's engine is started with.
     engine = given.of(EngineConfig)
     options = given.make(BenchOptions, flags=engine)
-    _check_can_write(options)
+    check_picture("--plot", options.plot)
+    check_can_write({"--output": options.output, "--html": options.html, "--plot": options.plot})
     report = _run(options)
     _show(report, options)
     if report.errors:
@@ -44,23 +41,6 @@ def compare(given: Given) -> None:
     console = Console()
     for part in compare_files(Path(given.values["a"]), Path(given.values["b"])):
         console.print(part, highlight=False)
-
-
-def _check_can_write(options: BenchOptions) -> None:
-    """Raises `FieldError` for what could not be written once all has been measured."""
-    if options.plot.suffix.lower() not in _PICTURES:
-        shown = str(options.plot)
-        raise FieldError("--plot", f"draws {', '.join(_PICTURES)}, not {shown!r}.")
-    files = {"--output": options.output, "--html": options.html, "--plot": options.plot}
-    for flag, file in files.items():
-        if file is None:
-            continue
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise FieldError(flag, f"cannot write {file}: {error.strerror}.") from error
-        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-            raise FieldError(flag, f"cannot write {file}.")
 
 
 def _run(options: BenchOptions) -> Report:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from prefixcache.command_line import Given
 from prefixcache.exceptions import FieldError
+from prefixcache.output_files import check_can_write, check_picture
 from prefixcache.replay.options import ReplayOptions
 
 if TYPE_CHECKING:
@@ -21,30 +22,15 @@ if TYPE_CHECKING:
     from prefixcache.replay.sizes import Size
     from prefixcache.replay.ttft_model import TtftModel
 
-_PICTURES = (".png", ".svg", ".pdf")
-
 
 def replay(given: Given) -> None:
     """Run traces through the cache without a model: what hits at any size, and what could."""
     options = given.make(ReplayOptions)
-    _check_can_write(options.output, options.plot)
+    if options.plot is not None:
+        check_picture("--plot", options.plot)
+    check_can_write({"--output": options.output, "--plot": options.plot})
     _check_can_read(options.traces)
     _run(options)
-
-
-def _check_can_write(output: Path | None, plot: Path | None) -> None:
-    """Raises `FieldError` for what could not be written once all has been found."""
-    if plot is not None and plot.suffix.lower() not in _PICTURES:
-        raise FieldError("--plot", f"draws {', '.join(_PICTURES)}, not {str(plot)!r}.")
-    for flag, file in (("--output", output), ("--plot", plot)):
-        if file is None:
-            continue
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise FieldError(flag, f"cannot write {file}: {error.strerror}.") from error
-        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-            raise FieldError(flag, f"cannot write {file}.")
 
 
 def _check_can_read(traces: tuple[Path, ...]) -> None:

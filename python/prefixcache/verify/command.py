@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prefixcache.command_line import Given
-from prefixcache.exceptions import FieldError
+from prefixcache.output_files import check_can_write
 from prefixcache.verify.options import VerifyOptions
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def verify(given: Given) -> None:
 
     options = given.make(VerifyOptions)
     base_url(options.url)
-    _check_can_write(options.output)
+    check_can_write({"--output": options.output})
     try:
         report = _run(options)
     except VerifyError as error:
@@ -38,17 +38,6 @@ def verify(given: Given) -> None:
         sys.exit(2)
     _show(report, options.output)
     sys.exit(report.status)
-
-
-def _check_can_write(output: Path | None) -> None:
-    """Raises `FieldError` for what could not be written once all has been asked."""
-    if output is None:
-        return
-    try:
-        with output.open("a"):
-            pass
-    except OSError as error:
-        raise FieldError("--output", f"cannot write {output}: {error.strerror}.") from error
 
 
 def _run(options: VerifyOptions) -> Report:

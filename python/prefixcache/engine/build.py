@@ -95,10 +95,9 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         device=device,
         cpu=cpu,
         activations=config.cpu_activations,
+        max_positions=max_model_len,
     )
-    weights = ReplaceableModel(
-        model, partial(make, max_positions=max_model_len), folder, requantize=config.requantize
-    )
+    weights = ReplaceableModel(model, make, folder, requantize=config.requantize)
     _check_quantized(config, weights)
     kv = kv_tensors(config, model, attention, sizes.start, sizes=sizes)
     runner = _runner(config, weights, attention, kv.layout, max_model_len, device)
@@ -110,35 +109,12 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     batch_invariant = attention.batch_invariant and config.keeps_batch_invariant(device.type)
     retention = Retention.of(config, kv.layout.kinds)
     writer = _trace_writer(config.cache)
-    cache = (partial(RecordedCacheManager, writer=writer) if writer else CacheManager)(
-        sizes.start,
-        config.cache.block_size,
-        model=config.model,
-        revision=config.revision or "",
-        kv_dtype=str(dtype).removeprefix("torch."),
-        arithmetic=_arithmetic(config, dtype),
-        groups=kv.layout.kinds,
-        eviction_policy=config.cache.eviction_policy,
-        retention=retention,
-        retention_budget=config.cache.retention_budget,
-        publish_answers=shares_answers(attention),
-        merge_twins=config.cache.merge_duplicate_blocks and batch_invariant,
-        max_blocks=sizes.ceiling,
-        max_cached_blocks=config.cache.prefix_cache_max_blocks,
-    )
+    cache = _make_cache(config, kv, sizes, retention, writer, merge_twins=batch_invariant)
     pool = ElasticPool(cache, kv, sizes, grows_by_itself=config.elastic.is_on)
-    max_step_ms = config.scheduler.step_limit(device.type)
     eos_token_ids = tuple(model_config.eos_token_ids or tokenizer.eos_token_ids)
     losses = LossReader(cache)
     parts = EngineParts(
-        scheduler=Scheduler(
-            config.scheduler,
-            cache,
-            max_model_len=max_model_len,
-            enable_prefix_caching=_caches_prefixes(config.cache, runner),
-            step_times=StepTimeModel() if max_step_ms else None,
-            max_step_ms=max_step_ms,
-        ),
+        scheduler=_make_scheduler(config, cache, runner, max_model_len, device),
         cache=cache,
         runner=runner,
         make_detokenizer=Detokenizers(tokenizer),
@@ -169,6 +145,53 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         batch_invariant=batch_invariant,
         num_blocks=sizes.start,
         max_model_len=max_model_len,
+    )
+
+
+def _make_cache(
+    config: EngineConfig,
+    kv: KVTensors,
+    sizes: PoolSizes,
+    retention: Retention,
+    writer: TraceWriter | None,
+    *,
+    merge_twins: bool,
+) -> CacheManager:
+    """The cache of the blocks of `kv`; `writer` records what it is asked."""
+    make = partial(RecordedCacheManager, writer=writer) if writer else CacheManager
+    return make(
+        sizes.start,
+        config.cache.block_size,
+        model=config.model,
+        revision=config.revision or "",
+        kv_dtype=str(kv.dtype).removeprefix("torch."),
+        arithmetic=_arithmetic(config, kv.dtype),
+        groups=kv.layout.kinds,
+        eviction_policy=config.cache.eviction_policy,
+        retention=retention,
+        retention_budget=config.cache.retention_budget,
+        publish_answers=shares_answers(kv.attention),
+        merge_twins=config.cache.merge_duplicate_blocks and merge_twins,
+        max_blocks=sizes.ceiling,
+        max_cached_blocks=config.cache.prefix_cache_max_blocks,
+    )
+
+
+def _make_scheduler(
+    config: EngineConfig,
+    cache: CacheManager,
+    runner: ModelRunner,
+    max_model_len: int,
+    device: torch.device,
+) -> Scheduler:
+    max_step_ms = config.scheduler.step_limit(device.type)
+    return Scheduler(
+        config.scheduler,
+        cache,
+        max_model_len=max_model_len,
+        enable_prefix_caching=_caches_prefixes(config.cache, runner),
+        step_times=StepTimeModel() if max_step_ms else None,
+        max_step_ms=max_step_ms,
     )
 
 

@@ -97,8 +97,8 @@ class TraceWriter:
 
     def _stop(self, reason: str) -> None:
         """Ends the recording before its time."""
-        self._reason = reason
         logger.error("The recording %s has stopped: %s. Serving goes on.", self.path, reason)
+        self._reason = reason
 
     def _run(self) -> None:
         try:

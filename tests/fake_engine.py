@@ -79,7 +79,7 @@ def make_engine(
 ) -> tuple[Engine, FakeRunner, CacheManager]:
     """With `max_blocks` the pool can be resized up to there; `pool_options` are of `make_pool`.
 
-    `rules` are more fields of `SchedulerConfig`.
+    `rules` are more fields of `SchedulerConfig`. `clock` times steps and how long requests wait.
     """
     cache = make_cache(
         num_blocks,
@@ -115,6 +115,7 @@ def make_engine(
             max_step_ms=max_step_ms,
             clock=clock,
         ),
+        "clock": clock,
         "cache": cache,
         "runner": runner,
         "make_detokenizer": IdText,

@@ -46,8 +46,8 @@ def tab() -> Generator[Page, None, None]:
 
 
 @pytest.fixture
-def page(tab: Page, address: str) -> Page:
-    """The page of an administrator who gave the key by hand."""
+def page(address: str, tab: Page) -> Page:
+    """The page of an administrator who gave the key by hand; its browser ends before the server."""
     tab.look(1200, 900)
     tab.go(f"{address}/dashboard")
     if tab.run("sessionStorage.getItem('prefixcache-admin-key') == null"):

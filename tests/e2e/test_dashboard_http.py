@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from prefixcache.server.access import AccessRules
 from prefixcache.server.context import Lifecycle
+from prefixcache.server.dashboard import prompts
 from prefixcache.server.dashboard.feed import Feed
 from prefixcache.server.sse import EventStream
 from serving import running, serve_folder, serving, wait_until
@@ -80,8 +81,9 @@ def _has_hits(snapshot: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("keeps_text", [True, False])
 def test_prefixes_that_prompts_share_and_misses_are_told(
-    tiny_checkpoint: Callable[..., Path], keeps_text: bool
+    tiny_checkpoint: Callable[..., Path], keeps_text: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(prompts, "_PERIOD", 0.1)
     rule = "Never tell anybody of this rule. " * 4
     app, engine = serve_folder(
         tiny_checkpoint(), num_blocks=60, diagnostics_memory=1 << 20, keeps_text=keeps_text

@@ -130,13 +130,13 @@ class FlagCommand(click.Command):
         return Given(values, places)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the groups; no name is cut to fit the terminal."""
+        """Writes the groups of options; no name is cut to fit the terminal."""
         groups: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
-        for param in self.get_params(ctx):
-            other = "Arguments" if isinstance(param, click.Argument) else "Options"
-            if (record := param.get_help_record(ctx)) is not None:
-                groups[getattr(param, "group", other)].append(record)
-        for name in ("Arguments", *get_args(Group), "Options"):
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        for option in options:
+            if (record := option.get_help_record(ctx)) is not None:
+                groups[getattr(option, "group", "Options")].append(record)
+        for name in (*get_args(Group), "Options"):
             if name in groups:
                 with formatter.section(name):
                     formatter.write_dl(groups[name])

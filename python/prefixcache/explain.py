@@ -60,6 +60,8 @@ def explain(given: Given) -> None:
 
 
 def _read(path: str) -> bytes:
+    if "://" in path:
+        raise FieldError("BODY", f"is a file. To ask the server at {path}, give --url {path}.")
     try:
         return sys.stdin.buffer.read() if path == _STDIN else Path(path).read_bytes()
     except OSError as error:

@@ -50,6 +50,13 @@ def test_every_command_has_help(command):
     result = _run(command, "--help")
     assert result.exit_code == 0
     assert "Usage" in result.output
+    assert result.output.count("rguments:") <= 1, "arguments are listed once"
+
+
+def test_explain_tells_how_a_server_is_named():
+    result = _run("explain", "http://127.0.0.1:8000")
+    assert result.exit_code == 2
+    assert "--url http://127.0.0.1:8000" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "bench", "replay", "verify"])
@@ -76,7 +83,7 @@ def test_options_of_serve_stand_in_groups():
     help_text = _run("serve", "--help").output
     headings = re.findall(r"^(\w+):$", help_text, re.MULTILINE)
     groups = ["Server", "Access", "TLS", "Model", "Scheduling", "Cache"]
-    assert headings == ["Arguments", *groups, "Options"]
+    assert headings == [*groups, "Options"]
     assert re.findall(r"^  (-\S+)", help_text.split("Options:")[1], re.MULTILINE) == [
         "--config",
         "-h,",

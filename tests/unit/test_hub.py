@@ -8,7 +8,7 @@ import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
+from threading import Barrier, Event
 from typing import Any
 
 import httpx
@@ -288,6 +288,23 @@ def test_of_two_at_once_one_converts_and_both_get_the_folder(
     assert first == other
     assert left_in(home) == [first.name]
     assert len(converted) == 1
+
+
+def test_threads_that_link_one_file_at_once_all_succeed(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for number in range(20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        together = Barrier(4)
+
+        def link(_: int, folder: Path = folder, together: Barrier = together) -> None:
+            together.wait(30)
+            hub._link(folder / "model.gguf", file)
+
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(link, range(4)))
+        assert [path.name for path in folder.iterdir()] == ["model.gguf"]
 
 
 def test_a_home_that_cannot_be_written_names_the_variable(

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Generator
@@ -160,7 +161,7 @@ def _link(link: Path, file: Path) -> None:
     """
     if link.is_symlink() and link.readlink() == file:
         return
-    new = link.with_name(f".{link.name}.{os.getpid()}")
+    new = link.with_name(f".{link.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         with suppress(FileNotFoundError):
             new.unlink()

@@ -1,4 +1,4 @@
-"""The command `prefixcache`: serve, generate, download, convert, bench, explain, replay, verify.
+"""The command `prefixcache`: serve, serve-ray, generate, download, convert, bench and others.
 
 What is heavy is imported by the command that needs it, so that help comes at once.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,6 +24,8 @@ from prefixcache.exceptions import ConfigError, FieldError, PrefixCacheError
 from prefixcache.explain import ExplainOptions, explain
 from prefixcache.flags import flag, leaves
 from prefixcache.logs import LogLevel, set_up_logging
+from prefixcache.ray_serve.environment import prepare_environment
+from prefixcache.ray_serve.options import NOT_SERVED, RayOptions
 from prefixcache.replay.command import replay
 from prefixcache.replay.options import ReplayOptions
 from prefixcache.server.options import LOG_LEVEL_HELP, ServeOptions
@@ -105,6 +108,23 @@ def serve(given: Given) -> None:
     from prefixcache.server.serve import serve as run_server
 
     run_server(config, options)
+
+
+def serve_ray(given: Given) -> None:
+    """Serve a model by several engines under Ray Serve, each prompt where its prefix is cached."""
+    config, options = given.make(EngineConfig), given.make(ServeOptions)
+    ray_options = given.make(RayOptions)
+    set_up_logging(options.log_level, options.log_format, shows_prompts=options.log_prompts)
+    _let_threads_sleep(config)
+    prepare_environment(on_this_machine_alone=ray_options.address is None)
+    try:
+        import_module("ray.serve")
+    except ImportError as error:
+        message = f"serve-ray needs Ray Serve ({error}): pip install prefixcache[ray]."
+        raise ConfigError(message) from None
+    from prefixcache.ray_serve.run import serve_ray as run_cluster
+
+    run_cluster(config, options, ray_options)
 
 
 def generate(given: Given) -> None:
@@ -210,6 +230,14 @@ app = click.Group(
     context_settings={"help_option_names": ["-h", "--help"]},
     commands=[
         FlagCommand(serve, ServeOptions, EngineConfig, arguments=[_MODEL], foreign=VLLM_FLAGS),
+        FlagCommand(
+            serve_ray,
+            RayOptions,
+            ServeOptions,
+            EngineConfig,
+            arguments=[_MODEL],
+            without=NOT_SERVED,
+        ),
         FlagCommand(
             generate,
             GenerateOptions,

@@ -88,7 +88,8 @@ class FlagCommand(click.Command):
         config = click.Option(["--config"], metavar="<path>", help="YAML file with flags.")
         params: list[click.Parameter] = [*arguments, *found.values(), config]
         params += map(ForeignOption, foreign)
-        super().__init__(run.__name__, params=params, help=run.__doc__, epilog=_SOURCES)
+        name = run.__name__.replace("_", "-")
+        super().__init__(name, params=params, help=run.__doc__, epilog=_SOURCES)
 
     def invoke(self, ctx: click.Context) -> None:
         """Runs the command.

@@ -23,6 +23,7 @@ Group = Literal[
     "Replay",
     "Verification",
     "Server",
+    "Ray",
     "Access",
     "TLS",
     "Model",

@@ -26,9 +26,9 @@ from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.engine.losses import LossReader
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.engine.residency import BlockResidency
+from prefixcache.engine.vocabulary import tokens_that_end, vocabulary_of
 from prefixcache.exceptions import ConfigError
 from prefixcache.grammar.grammars import Grammars
-from prefixcache.grammar.vocabulary import Vocabulary
 from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.kv.recording import RecordedCacheManager
@@ -111,7 +111,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     writer = _trace_writer(config.cache)
     cache = _make_cache(config, kv, sizes, retention, writer, merge_twins=batch_invariant)
     pool = ElasticPool(cache, kv, sizes, grows_by_itself=config.elastic.is_on)
-    eos_token_ids = tuple(model_config.eos_token_ids or tokenizer.eos_token_ids)
+    eos_token_ids = tokens_that_end(tokenizer, model_config)
     losses = LossReader(cache)
     parts = EngineParts(
         scheduler=_make_scheduler(config, cache, runner, max_model_len, device),
@@ -126,7 +126,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         self_sizing=SelfSizing.of(config.elastic, pool, device) if config.elastic.is_on else None,
         residency=BlockResidency(cache, losses) if config.cache.kv_cache_metrics else None,
         losses=losses,
-        grammars=Grammars(partial(_vocabulary, tokenizer, model_config.vocab_size, eos_token_ids)),
+        grammars=Grammars(partial(vocabulary_of, tokenizer, model_config)),
     )
     engine = Engine(parts)
     if writer is not None:
@@ -215,19 +215,6 @@ def _check_quantized(config: EngineConfig, weights: ReplaceableModel) -> None:
     raise ConfigError(
         "cpu_activations must be exact: no weight of this model is kept in blocks. Serve a "
         "quantized GGUF file, or a folder that `prefixcache convert --quantize` made."
-    )
-
-
-def _vocabulary(
-    tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]
-) -> Vocabulary:
-    """What grammars are compiled for: the bytes are those that answers are made of."""
-    size = max(vocab_size, tokenizer.vocab_size)
-    return Vocabulary(
-        tokens=tuple(map(tokenizer.token_bytes, range(size))),
-        special_token_ids=tuple(sorted(tokenizer.special_token_ids)),
-        eos_token_ids=eos_token_ids,
-        encode=lambda text: tokenizer.encode(text, add_special_tokens=False).tolist(),
     )
 
 

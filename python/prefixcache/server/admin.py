@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 
@@ -27,6 +27,10 @@ from prefixcache.server.protocol import RequestFields, invalid_field
 
 if TYPE_CHECKING:
     from prefixcache.engine.async_engine import AsyncEngine
+
+# The path of a command of `Control`, and the command, still without a control.
+Command = tuple[str, Callable[..., Any]]
+RunCommand = Callable[[Callable[..., Any], dict[str, Any]], Awaitable[Any]]
 
 
 class UpdateWeightsRequest(RequestFields):
@@ -74,9 +78,11 @@ class ResizeRequest(RequestFields):
 def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
     """The endpoints, for one engine."""
     router = APIRouter()
-    for path, command in engine.control.endpoints():
-        call = _endpoint(engine, command)
-        router.post(path, name=command.__name__, description=inspect.getdoc(command))(call)
+    add_commands(
+        router,
+        engine.control.endpoints(),
+        lambda command, given: engine.run(lambda control: command(control, **given)),
+    )
 
     @router.get("/is_paused")
     async def is_paused() -> dict[str, bool]:
@@ -118,11 +124,11 @@ def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
     return router
 
 
-def command_options(engine: AsyncEngine) -> dict[str, type[RequestFields]]:
+def command_options(commands: Iterable[Command]) -> dict[str, type[RequestFields]]:
     """What the commands take, by their paths."""
-    commands = {path: options_of(command) for path, command in engine.control.endpoints()}
+    options = {path: options_of(command) for path, command in commands}
     resizing = {"/prefix_cache/resize": ResizeRequest}
-    return {**commands, **resizing, "/update_weights_from_disk": UpdateWeightsRequest}
+    return {**options, **resizing, "/update_weights_from_disk": UpdateWeightsRequest}
 
 
 def options_of(command: Callable[..., Any]) -> type[RequestFields]:
@@ -138,7 +144,14 @@ def _parameters(command: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
 
-def _endpoint(engine: AsyncEngine, command: Callable[..., Any]) -> Callable[..., Any]:
+def add_commands(router: APIRouter, commands: Iterable[Command], run: RunCommand) -> None:
+    """An endpoint for each of the commands; `run` gives one its arguments."""
+    for path, command in commands:
+        call = _endpoint(run, command)
+        router.post(path, name=command.__name__, description=inspect.getdoc(command))(call)
+
+
+def _endpoint(run: RunCommand, command: Callable[..., Any]) -> Callable[..., Any]:
     """What calls a command with a request's options; those left out or null keep their defaults."""
     parameters, options = _parameters(command), options_of(command)
     required = [one.name for one in parameters if one.default is one.empty]
@@ -149,7 +162,7 @@ def _endpoint(engine: AsyncEngine, command: Callable[..., Any]) -> Callable[...,
         for name in required:
             if name not in given:
                 raise InvalidRequestError(f"{name} is required.", param=name)
-        result = await engine.run(lambda control: command(control, **given))
+        result = await run(command, given)
         return Response() if result is None else JSONResponse(result)
 
     return call

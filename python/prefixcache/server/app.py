@@ -20,7 +20,7 @@ from prefixcache.server.dashboard.routes import dashboard_router
 from prefixcache.server.errors import on_http_exception
 from prefixcache.server.explain import explain_router
 from prefixcache.server.health import health_router
-from prefixcache.server.info import info_router
+from prefixcache.server.info import info_router, models_router
 from prefixcache.server.job_maker import JobMaker
 from prefixcache.server.limits import ServerLimits
 from prefixcache.server.messages import messages_router
@@ -63,6 +63,28 @@ def create_app(
     traces go, and `diagnostics` remember why prompts missed. Administrators are shown the `flags`.
     """
     release = package_version()
+    maker = JobMaker(engine=engine, served=served, diagnostics=diagnostics)
+    lifecycle = lifecycle or Lifecycle()
+    app = client_app(maker, release)
+    app.include_router(misses_router(maker))
+    app.include_router(info_router(maker, release))
+    app.include_router(health_router(maker, release, flags or {}))
+    app.include_router(dashboard_router(maker, release, lifecycle))
+    app.include_router(admin_router(engine, model_dirs or ModelDirs()))
+    describe(app, command_options(engine.control.endpoints()))
+    guard(
+        app,
+        rules or AccessRules(),
+        lifecycle=lifecycle,
+        limits=limits or ServerLimits(),
+        strict=served.strict,
+        tracing=tracing,
+    )
+    return app
+
+
+def client_app(maker: JobMaker, release: str) -> FastAPI:
+    """An application with what clients ask of the served model, and with nothing around it."""
     app = FastAPI(
         title="prefixcache",
         version=release,
@@ -70,9 +92,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    maker = JobMaker(engine=engine, served=served, diagnostics=diagnostics)
     responses = ResponseStore()
-    lifecycle = lifecycle or Lifecycle()
     app.include_router(completions_router(maker))
     app.include_router(chat_router(maker))
     app.include_router(responses_router(maker, responses))
@@ -80,27 +100,29 @@ def create_app(
     app.include_router(tokenize_router(maker))
     app.include_router(probe_router(maker, responses))
     app.include_router(explain_router(maker, responses))
-    app.include_router(misses_router(maker))
     app.include_router(warm_router(maker, responses))
-    app.include_router(info_router(maker, release))
-    app.include_router(health_router(maker, release, flags or {}))
-    app.include_router(dashboard_router(maker, release, lifecycle))
+    app.include_router(models_router(maker))
     app.include_router(not_served_router())
-    app.include_router(admin_router(engine, model_dirs or ModelDirs()))
-    describe(app, command_options(engine))
+    return app
+
+
+def guard(
+    app: FastAPI,
+    rules: AccessRules,
+    *,
+    lifecycle: Lifecycle,
+    limits: ServerLimits,
+    strict: bool,
+    tracing: Tracing | None = None,
+) -> None:
+    """Puts around the application what every request passes: its context, and who may ask."""
     app.add_exception_handler(HTTPException, on_http_exception)
-    rules = rules or AccessRules()
     app.add_middleware(AccessCheck, rules=rules)
     app.add_middleware(
-        RequestContext,
-        lifecycle=lifecycle,
-        limits=limits or ServerLimits(),
-        strict=served.strict,
-        tracing=tracing,
+        RequestContext, lifecycle=lifecycle, limits=limits, strict=strict, tracing=tracing
     )
     if rules.cross_origin.allowed_origins:
         _let_pages_in(app, rules.cross_origin)
-    return app
 
 
 def _let_pages_in(app: FastAPI, allowed: CrossOrigin) -> None:

@@ -21,13 +21,9 @@ from prefixcache.server.paging import page
 _MOST_MODELS = 1000
 
 
-def info_router(maker: JobMaker, version: str) -> APIRouter:
-    """The endpoints, for one engine."""
-    router = APIRouter()
-    engine, served = maker.engine, maker.served
-    labelled = LabelledMetrics(
-        engine.metrics, prefix=served.metrics_prefix, model_name=served.names[0]
-    )
+def models_router(maker: JobMaker) -> APIRouter:
+    """The endpoints of the served model's names."""
+    router, served = APIRouter(), maker.served
 
     @router.get(MODELS_PATH)
     async def list_models(request: Request) -> dict[str, Any]:
@@ -39,6 +35,17 @@ def info_router(maker: JobMaker, version: str) -> APIRouter:
     async def show_model(name: str, request: Request) -> dict[str, Any]:
         card = _anthropic_card if has_anthropic_header(request.scope) else _card
         return card(maker, maker.check_model(name))
+
+    return router
+
+
+def info_router(maker: JobMaker, version: str) -> APIRouter:
+    """The endpoints of the version and of metrics, for one engine."""
+    router = APIRouter()
+    engine, served = maker.engine, maker.served
+    labelled = LabelledMetrics(
+        engine.metrics, prefix=served.metrics_prefix, model_name=served.names[0]
+    )
 
     @router.get("/version")
     async def show_version() -> dict[str, Any]:

@@ -38,6 +38,8 @@ from prefixcache.server.tracing import Tracing, tracing_to
 if TYPE_CHECKING:
     from prefixcache.config import EngineConfig
     from prefixcache.engine.build import BuiltEngine
+    from prefixcache.model_config import GenerationDefaults
+    from prefixcache.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     `ConfigError` where that fails, and whatever `engine.build` raises.
     """
     begun = time.perf_counter()
-    rules, model_dirs = _access_rules(options), ModelDirs(options.allowed_model_dirs)
+    rules, model_dirs = access_rules(options), ModelDirs(options.allowed_model_dirs)
     _allow_open_files(options.limit_concurrency)
     certificates = None if options.tls.ssl_certfile is None else Certificates(options.tls)
     with _tracing(options) as tracing, listening(options) as listener:
@@ -68,9 +70,17 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
         from prefixcache.server.app import create_app
 
         folder = resolve_model(config.model, config.revision)
-        _check_weights(options, is_gguf=has_index(folder))
+        check_weights(options, is_gguf=has_index(folder))
         built = build(config, folder)
-        served = _served_model(config, built, options)
+        served = served_model(
+            config,
+            options,
+            built.tokenizer,
+            built.model.generation,
+            batch_invariant=built.batch_invariant,
+            dtype=built.dtype,
+            activations=built.activations,
+        )
         engine = AsyncEngine(
             built.engine,
             max_queue=options.max_queue or None,
@@ -84,7 +94,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
                 rules=rules,
                 model_dirs=model_dirs,
                 lifecycle=lifecycle,
-                limits=_server_limits(options),
+                limits=server_limits(options),
                 flags={**shown_values(config), **shown_values(options)},
                 tracing=tracing,
                 diagnostics=_diagnostics(built, options),
@@ -112,7 +122,7 @@ def _tracing(options: ServeOptions) -> Generator[Tracing | None, None, None]:
         yield tracing
 
 
-def _check_weights(options: ServeOptions, *, is_gguf: bool) -> None:
+def check_weights(options: ServeOptions, *, is_gguf: bool) -> None:
     """Raises `FieldError` where the weights are something else than was said."""
     said = {"load_format": options.load_format, "quantization": options.quantization}
     found = "tensors of a GGUF file" if is_gguf else "safetensors"
@@ -132,7 +142,8 @@ def _diagnostics(built: BuiltEngine, options: ServeOptions) -> CacheDiagnostics 
     return diagnostics
 
 
-def _access_rules(options: ServeOptions) -> AccessRules:
+def access_rules(options: ServeOptions) -> AccessRules:
+    """Who may do what. Raises `FieldError`."""
     return AccessRules(
         api_keys=options.api_key,
         admin_api_keys=options.admin_api_key,
@@ -143,7 +154,8 @@ def _access_rules(options: ServeOptions) -> AccessRules:
     )
 
 
-def _server_limits(options: ServeOptions) -> ServerLimits:
+def server_limits(options: ServeOptions) -> ServerLimits:
+    """What requests may take together."""
     return ServerLimits(
         request_seconds=options.request_timeout, body_bytes=options.max_total_body_bytes
     )
@@ -191,7 +203,14 @@ def _warn_if_open(options: ServeOptions, listener: socket.socket) -> None:
     )
 
 
-def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOptions) -> ServedModel:
+def served_model(
+    config: EngineConfig,
+    options: ServeOptions,
+    tokenizer: Tokenizer,
+    generation: GenerationDefaults,
+    **known: Any,
+) -> ServedModel:
+    """The model as the flags show it to clients; `known` are fields that an engine tells."""
     return ServedModel(
         names=tuple(name for name in options.served_model_name if name != "*") or (config.model,),
         any_name="*" in options.served_model_name,
@@ -199,18 +218,16 @@ def _served_model(config: EngineConfig, built: BuiltEngine, options: ServeOption
         num_logged_characters=options.max_log_len if options.log_prompts else 0,
         clamps_max_tokens=options.clamp_max_tokens,
         header_lines=HeaderLines(options.strip_header_pattern),
-        tokenizer=built.tokenizer,
+        tokenizer=tokenizer,
         root=config.model,
-        generation=built.model.generation,
+        generation=generation,
         created=int(time.time()),
         metrics_prefix=options.metrics_prefix,
         priorities=config.scheduler.scheduling_policy == "priority",
-        batch_invariant=built.batch_invariant,
-        dtype=built.dtype,
-        activations=built.activations,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         template_variables=options.default_chat_template_kwargs or {},
+        **known,
     )
 
 

@@ -1,0 +1,127 @@
+"""The ASGI application of an ingress: the server's endpoints, over all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, cast
+
+from fastapi import APIRouter, FastAPI
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic_core import to_jsonable_python
+from starlette.responses import Response
+
+from prefixcache.ray_serve.fleet import Fleet
+from prefixcache.ray_serve.fleet_engine import FleetEngine
+from prefixcache.server.access import AccessRules
+from prefixcache.server.app import client_app, guard, package_version
+from prefixcache.server.context import Lifecycle
+from prefixcache.server.errors import ApiError
+from prefixcache.server.job_maker import JobMaker
+from prefixcache.server.limits import ServerLimits
+from prefixcache.server.served_model import ServedModel
+
+if TYPE_CHECKING:
+    from prefixcache.engine.async_engine import AsyncEngine
+
+
+def create_fleet_app(
+    engine: FleetEngine,
+    fleet: Fleet,
+    served: ServedModel,
+    *,
+    rules: AccessRules,
+    limits: ServerLimits,
+    flags: Mapping[str, Any],
+) -> FastAPI:
+    """The application over the replicas of `engine`, whose states and commands `fleet` knows."""
+    release = package_version()
+    # Endpoints of clients call of an engine what `FleetEngine` has.
+    maker = JobMaker(engine=cast("AsyncEngine", engine), served=served)
+    app = client_app(maker, release)
+    app.include_router(_health_router(fleet))
+    app.include_router(_info_router(fleet, served, release, flags))
+    guard(app, rules, lifecycle=Lifecycle(), limits=limits, strict=served.strict)
+    return app
+
+
+def _health_router(fleet: Fleet) -> APIRouter:
+    router = APIRouter()
+
+    async def health() -> Response:
+        await fleet.statuses()
+        return Response()
+
+    async def ready() -> Response:
+        for status in await fleet.statuses():
+            if status["is_paused"] or status["is_sleeping"]:
+                raise _not_ready(status)
+        return Response()
+
+    for path, probe in {"/health": health, "/ping": health, "/ready": ready}.items():
+        router.get(path)(probe)
+        router.head(path, include_in_schema=False)(probe)
+    router.post("/ping", include_in_schema=False)(health)
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        statuses = await fleet.statuses()
+        running = sum(one["running"] for one in statuses)
+        waiting = sum(one["waiting"] for one in statuses)
+        return {"server_load": running + waiting, "running": running, "waiting": waiting}
+
+    return router
+
+
+def _not_ready(status: Mapping[str, Any]) -> ApiError:
+    state = "asleep" if status["is_sleeping"] else "paused"
+    return ApiError(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        f"The engine is {state}: it computes nothing until an administrator calls it back.",
+        code=f"engine_{state}",
+    )
+
+
+def _info_router(
+    fleet: Fleet, served: ServedModel, release: str, flags: Mapping[str, Any]
+) -> APIRouter:
+    router = APIRouter()
+    told = ("batch_invariant", "dtype", "weights", "prefix_hash")
+
+    @router.get("/version")
+    async def show_version() -> dict[str, Any]:
+        about = await fleet.about()
+        shown = {name: about[0][name] for name in told}
+        return {"version": release, "cpu_activations": about[0]["activations"], **shown}
+
+    @router.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        about = await fleet.about()
+        return {
+            "version": release,
+            "model": served.root,
+            "served_model_names": served.names,
+            "replicas": about,
+            "flags": to_jsonable_python(flags, fallback=str),
+        }
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        text = await fleet.metrics()
+        return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/prefix_cache/stats")
+    async def prefix_cache_stats() -> dict[str, Any]:
+        statuses = await fleet.statuses()
+        return {"replicas": {one["replica"]: one["prefix_cache"] for one in statuses}}
+
+    @router.get("/is_paused")
+    async def is_paused() -> dict[str, bool]:
+        return {"is_paused": any(one["is_paused"] for one in await fleet.statuses())}
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        return {"is_sleeping": any(one["is_sleeping"] for one in await fleet.statuses())}
+
+    return router

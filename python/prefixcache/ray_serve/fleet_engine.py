@@ -1,0 +1,64 @@
+"""The replicas' engines as one: what endpoints call in the place of an `AsyncEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from prefixcache.grammar.grammars import Grammars
+from prefixcache.grammar.guide import Grammar
+from prefixcache.grammar.trial import Trial
+from prefixcache.ray_serve.answer import Answer, Batch
+from prefixcache.request import Request
+from prefixcache.structured_output import StructuredOutput
+
+
+class FleetEngine:
+    """Serves requests by the replicas behind a handle; each ingress has one.
+
+    It belongs to the event loop in which it was made. `max_model_len` is the replicas'.
+    """
+
+    def __init__(
+        self, replicas: DeploymentHandle[Any], grammars: Grammars, *, max_model_len: int
+    ) -> None:
+        self.max_model_len = max_model_len
+        self._generate = replicas.options(method_name="generate", stream=True)
+        self._replicas = replicas
+        self._grammars = grammars
+        self._trial = Trial()
+        self._loop = asyncio.get_running_loop()
+
+    async def generate_batches(
+        self,
+        requests: Sequence[Request],
+        *,
+        deadline: float | None = None,
+        max_unread: int | None = None,
+    ) -> AsyncGenerator[Batch, None]:
+        """As `AsyncEngine.generate_batches`; returns when a replica has taken the requests."""
+        answer = Answer(self._generate, requests, deadline=deadline, max_unread=max_unread)
+        await answer.begin()
+        return answer.batches()
+
+    def compile(self, output: StructuredOutput) -> Grammar:
+        """As `AsyncEngine.compile`. The replica that answers compiles it again."""
+        return self._grammars.compile(output, self._trial)
+
+    def check(self, request: Request) -> None:
+        """Nothing: the replica checks a request before it takes it."""
+
+    def probe(self, request: Request) -> int:
+        """Most tokens of the prompt that one of the replicas has cached. Not for an event loop."""
+        return asyncio.run_coroutine_threadsafe(self._probe(request), self._loop).result()
+
+    async def _probe(self, request: Request) -> int:
+        found = await self._replicas.broadcast("probe", request).results_async()
+        return max(found)
+
+    def close(self) -> None:
+        """Ends what compiles grammars."""
+        self._trial.close()

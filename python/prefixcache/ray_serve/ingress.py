@@ -1,0 +1,57 @@
+"""The deployment that takes HTTP requests: the server's endpoints, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from prefixcache.engine.vocabulary import vocabulary_of
+from prefixcache.flags import shown_values
+from prefixcache.grammar.grammars import Grammars
+from prefixcache.logs import set_up_logging
+from prefixcache.models.hub import read_config, resolve_model
+from prefixcache.ray_serve.app import create_fleet_app
+from prefixcache.ray_serve.fleet import Fleet
+from prefixcache.ray_serve.fleet_engine import FleetEngine
+from prefixcache.server.serve import access_rules, served_model, server_limits
+from prefixcache.tokenization.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from ray.serve.handle import DeploymentHandle
+
+    from prefixcache.config import EngineConfig
+    from prefixcache.ray_serve.options import RayOptions
+    from prefixcache.server.options import ServeOptions
+
+
+class Ingress:
+    """Checks requests, renders and encodes prompts, and streams what the replicas answer."""
+
+    async def __init__(
+        self,
+        config: EngineConfig,
+        options: ServeOptions,
+        ray_options: RayOptions,
+        replicas: DeploymentHandle[Any],
+    ) -> None:
+        set_up_logging(options.log_level, options.log_format, shows_prompts=options.log_prompts)
+        folder = await asyncio.to_thread(resolve_model, config.model, config.revision)
+        model, tokenizer = read_config(config.model, folder), Tokenizer.from_folder(folder)
+        about = await replicas.about.remote()
+        known = {name: about[name] for name in ("batch_invariant", "dtype", "activations")}
+        grammars = Grammars(partial(vocabulary_of, tokenizer, model))
+        self._engine = FleetEngine(replicas, grammars, max_model_len=about["max_model_len"])
+        self._app = create_fleet_app(
+            self._engine,
+            Fleet(replicas),
+            served_model(config, options, tokenizer, model.generation, **known),
+            rules=access_rules(options),
+            limits=server_limits(options),
+            flags=shown_values(config) | shown_values(options) | shown_values(ray_options),
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Ray Serve after the constructor."""
+        return self._app

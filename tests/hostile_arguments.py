@@ -89,6 +89,10 @@ class World:
         self.replay = _core.TraceReplay(TRACE, threads=2)
         self.replay.add(4)
         self.namer = _core.BlockNamer(bytes(32), BLOCK)
+        self.index = _core.ReplicaIndex(8)
+        self.index.add_replica()
+        weights = {"request_tokens": 1, "window_tokens": 9, "balance": 1, "affinity": 1}
+        self.chooser = _core.ReplicaChooser(**weights)
         self.arrays = [np.zeros(size, kind) for size in (2, 6, 24) for kind in ("i4", "i8")]
 
     def make_decoder_layer(self) -> _core.DecoderLayer:
@@ -118,6 +122,8 @@ class World:
             self.reader,
             self.replay,
             self.namer,
+            self.index,
+            self.chooser,
         ]
 
     def interfere(self) -> None:
@@ -189,7 +195,13 @@ class World:
             "sequence": lambda: choose.choice(self.sequences),
             "sequences": lambda: self.some_list(lambda: choose.choice(self.sequences)),
             "tokens": lambda: choose.choice([self.array(), self.some_list(self.number)]),
-            "hashes": lambda: choose.choice([self.hashes, self.some_list(lambda: b"h" * 32)]),
+            "hashes": lambda: choose.choice(
+                [self.hashes, self.some_list(lambda: b"h" * 32), np.arange(3, dtype="u8")]
+            ),
+            "hit_tokens": lambda: choose.choice([np.arange(2, dtype="u4"), self.number()]),
+            "loads": lambda: np.array(choose.choice([[0, np.inf], [-1, 1], [0, np.nan]])),
+            "name": lambda: "replica",
+            "key": lambda: choose.choice([None, "key", bytes(32)]),
             "block_hash": lambda: b"h" * choose.choice([32, 32, 31]),
             "extras": lambda: self.some_list(lambda: choose.choice([b"", bytearray(b"x")])),
             "blocks": lambda: self.some_list(self.number),
@@ -263,6 +275,9 @@ class World:
             (self.layer, "read_rows", [at, 3, at]),
             (self.layer, "forward", [at, 3, 4, at, at]),
             (self.rows, "rms_norm", [at, 3, 8, 8, at, 4, 2, 1e-5, at]),
+            (self.index, "stored", [0, np.arange(3, dtype="u8")]),
+            (self.index, "hits", [np.arange(3, dtype="u8")]),
+            (self.chooser, "choose", [np.zeros(2, "u4"), 9, np.zeros(2)]),
             (self.rows, "rotate", [at, at, 2, at, 3, 8, 8, at]),
         ]
 

@@ -28,6 +28,8 @@ __all__ = [
     "PackedLinear",
     "PagedAttention",
     "PrefixCache",
+    "ReplicaChooser",
+    "ReplicaIndex",
     "RowOps",
     "Sequence",
     "StopStream",
@@ -877,6 +879,94 @@ class TraceReplay:
         """hit_requests, hit_tokens and evictions of LRU caches of so many blocks."""
     def optimum(self, sizes: _Sequence[int]) -> list[dict[str, int]]:
         """hit_requests and hit_tokens of the best that a cache of so many blocks can do."""
+
+@final
+class ReplicaIndex:
+    """Which blocks each of many replicas has cached. Any thread; calls wait for each other.
+
+    A block is an unsigned 64-bit hash of its content and of all before it; hashes are an array of
+    uint64, contiguous and aligned. A replica is a number from 0; that of a removed one is given
+    again. ValueError for a replica that is not in the index. Memory is bounded: about 25 bytes for
+    each different block, and two bytes a replica for each different set of replicas.
+    """
+
+    def __new__(cls, max_blocks: int) -> ReplicaIndex:
+        """It remembers up to `max_blocks` blocks of each replica, and as many expected ones."""
+    def add_replica(self) -> int:
+        """Add a replica without blocks; up to 8192, ValueError beyond."""
+    def remove_replica(self, replica: int) -> None: ...
+    def clear(self, replica: int) -> None:
+        """Forget the blocks of a replica, expected ones too. Takes the same for any number."""
+    def stored(self, replica: int, hashes: npt.NDArray[np.uint64]) -> int:
+        """A replica has cached blocks. Returns how many of them found no room."""
+    def removed(self, replica: int, hashes: npt.NDArray[np.uint64]) -> None:
+        """A replica has lost blocks; what it was not known to have is passed over."""
+    def expected(self, replica: int, hashes: npt.NDArray[np.uint64]) -> int:
+        """A replica was sent a prompt of these blocks, and counts as having them until `settled`.
+
+        Returns how many of them found no room.
+        """
+    def settled(self, replica: int, hashes: npt.NDArray[np.uint64]) -> None:
+        """Expect these blocks no more: they were stored, or never will be.
+
+        Of blocks that two prompts have, nothing is expected once the first of them is settled.
+        """
+    def hits(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
+        """For each replica, the leading blocks that it has or is expected to have.
+
+        An item for each number up to the highest of a replica; 0 for numbers without a replica.
+        """
+    def num_cached(self, replica: int) -> int:
+        """Blocks that a replica is known to have cached."""
+    @property
+    def num_blocks(self) -> int:
+        """Different blocks; those of a cleared replica count until later calls took them out."""
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the index takes, up to what the allocator adds."""
+
+@final
+class ReplicaChooser:
+    """Orders replicas by the tokens to compute before a prompt's first one. Any thread.
+
+    That is what waits at a replica, and what is not cached there of the prompt. To it come
+    `balance` times the tokens by which it was given more work than the mean lately, where a work is
+    the computed tokens of a prompt and `request_tokens`, and counts e times less after
+    `window_tokens` more a replica; and a prompt with a key counts as cached for a share `affinity`
+    (0 to 1) of what is missing at the replica that the key names. Equal ones are drawn by the seed:
+    the same calls give the same choices.
+    """
+
+    def __new__(
+        cls,
+        *,
+        request_tokens: float,
+        window_tokens: float,
+        balance: float,
+        affinity: float,
+        seed: int | None = None,
+    ) -> ReplicaChooser: ...
+    def add_replica(self, replica: int, name: str) -> None:
+        """Add a replica under its number, or in place of one. Keys go by its name."""
+    def remove_replica(self, replica: int) -> None: ...
+    def choose(
+        self,
+        hit_tokens: npt.NDArray[np.uint32],
+        prompt_tokens: int,
+        loads: npt.NDArray[np.float64],
+        *,
+        key: str | None = None,
+        most: int | None = None,
+    ) -> list[int]:
+        """The best replicas, up to `most`, the best first.
+
+        `hit_tokens` and `loads` (tokens to compute before this prompt) have an item a number; the
+        load of a replica that must not be chosen is inf.
+        """
+    def note(self, replica: int, num_tokens: int) -> None:
+        """A replica was given a prompt of which it computes so many tokens."""
+    def recent_tokens(self, replica: int) -> float:
+        """Tokens of work that a replica was given lately."""
 
 def parse_json(text: bytes, *, max_numbers: int, max_others: int) -> Any:
     """The value of a JSON text in UTF-8, read while the interpreter's other threads run.

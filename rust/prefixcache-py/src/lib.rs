@@ -1,7 +1,8 @@
 //! The Python module `prefixcache._core`: translate arguments, call the core, map errors.
 //!
 //! Nothing is decided here. Arguments are checked once, with an error that names the argument; no
-//! call panics, and none waits for another: what is in use by another thread raises.
+//! call panics, and none waits for another: what is in use by another thread raises. Only calls about
+//! replicas (`routing.rs`) wait for each other, for microseconds and detached from the interpreter.
 #![warn(missing_docs)]
 #![expect(
     clippy::too_many_arguments,
@@ -25,6 +26,7 @@ mod names;
 mod prefix_cache;
 mod recording;
 mod replay;
+mod routing;
 mod rowwise;
 mod sequence;
 mod shared_cache;
@@ -61,6 +63,8 @@ mod _core {
     use crate::recording::{BlockNamer, replay_recording};
     #[pymodule_export]
     use crate::replay::{TraceReader, TraceReplay};
+    #[pymodule_export]
+    use crate::routing::{ReplicaChooser, ReplicaIndex};
     #[pymodule_export]
     use crate::rowwise::RowOps;
     #[pymodule_export]

@@ -1,0 +1,233 @@
+//! The Python classes `ReplicaIndex` and `ReplicaChooser`.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use numpy::{IntoPyArray, PyArray1};
+use prefixcache_routing::choice::{Chooser, InvalidWeight, Prompt, Weights, identity};
+use prefixcache_routing::index::{IndexError, ReplicaIndex as Index};
+use prefixcache_routing::replica::ReplicaId;
+use pyo3::prelude::*;
+
+use crate::arguments::{Array, Number, One, slice_of};
+use crate::errors::{IntoPyErr, out_of_range};
+use crate::names::{self, Name};
+
+/// Blocks of one call after which another call may come in between.
+const BLOCKS_AT_ONCE: usize = 4096;
+
+impl IntoPyErr for IndexError {
+    fn into_py_err(self) -> PyErr {
+        out_of_range(names::Replica::NAME, self.to_string())
+    }
+}
+
+impl IntoPyErr for InvalidWeight {
+    fn into_py_err(self) -> PyErr {
+        out_of_range(
+            self.field,
+            format!("must be {}, not {}", self.range, self.value),
+        )
+    }
+}
+
+type Replica = Number<names::Replica, u16>;
+type Hashes<'py> = Array<'py, names::Hashes, u64>;
+
+/// The value, once no other call uses it. Only for threads that are detached from the interpreter: one that waits
+/// attached would keep all others waiting.
+fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
+    value.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn copied<N: Name, T: numpy::Element + Copy>(array: &Array<'_, N, T>) -> PyResult<Vec<T>> {
+    Ok(slice_of::<N, _>(array.read()?.as_slice())?.to_vec())
+}
+
+/// Which blocks each replica has cached.
+#[pyclass(frozen, module = "prefixcache._core")]
+pub struct ReplicaIndex(Mutex<Index>);
+
+impl ReplicaIndex {
+    fn with<T: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut Index) -> T + Send) -> T {
+        py.detach(|| work(&mut lock(&self.0)))
+    }
+
+    /// Does `work` with some of the blocks after the other, and adds up what it returns.
+    fn in_parts(
+        &self,
+        py: Python<'_>,
+        hashes: &Hashes<'_>,
+        work: impl Fn(&mut Index, &[u64]) -> Result<usize, IndexError> + Sync,
+    ) -> PyResult<usize> {
+        let hashes = copied(hashes)?;
+        let first = &hashes[..hashes.len().min(BLOCKS_AT_ONCE)];
+        let sum = py.detach(|| {
+            let mut sum = work(&mut lock(&self.0), first)?;
+            for part in hashes[first.len()..].chunks(BLOCKS_AT_ONCE) {
+                sum += work(&mut lock(&self.0), part)?;
+            }
+            Ok(sum)
+        });
+        sum.map_err(IndexError::into_py_err)
+    }
+}
+
+#[pymethods]
+impl ReplicaIndex {
+    #[new]
+    fn new(max_blocks: Number<names::MaxBlocks>) -> Self {
+        Self(Mutex::new(Index::new(max_blocks.0)))
+    }
+
+    fn add_replica(&self, py: Python<'_>) -> PyResult<u16> {
+        let id = self.with(py, Index::add_replica);
+        id.map(|id| id.0).map_err(IndexError::into_py_err)
+    }
+
+    fn remove_replica(&self, py: Python<'_>, replica: Replica) -> PyResult<()> {
+        let removed = self.with(py, |index| index.remove_replica(ReplicaId(replica.0)));
+        removed.map_err(IndexError::into_py_err)
+    }
+
+    fn clear(&self, py: Python<'_>, replica: Replica) -> PyResult<()> {
+        let cleared = self.with(py, |index| index.clear(ReplicaId(replica.0)));
+        cleared.map_err(IndexError::into_py_err)
+    }
+
+    fn stored(&self, py: Python<'_>, replica: Replica, hashes: Hashes<'_>) -> PyResult<usize> {
+        let id = ReplicaId(replica.0);
+        self.in_parts(py, &hashes, |index, part| index.stored(id, part))
+    }
+
+    fn removed(&self, py: Python<'_>, replica: Replica, hashes: Hashes<'_>) -> PyResult<()> {
+        let id = ReplicaId(replica.0);
+        let removed = |index: &mut Index, part: &[u64]| index.removed(id, part).map(|()| 0);
+        self.in_parts(py, &hashes, removed).map(drop)
+    }
+
+    fn expected(&self, py: Python<'_>, replica: Replica, hashes: Hashes<'_>) -> PyResult<usize> {
+        let id = ReplicaId(replica.0);
+        self.in_parts(py, &hashes, |index, part| index.expected(id, part))
+    }
+
+    fn settled(&self, py: Python<'_>, replica: Replica, hashes: Hashes<'_>) -> PyResult<()> {
+        let id = ReplicaId(replica.0);
+        let settled = |index: &mut Index, part: &[u64]| index.settled(id, part).map(|()| 0);
+        self.in_parts(py, &hashes, settled).map(drop)
+    }
+
+    fn hits<'py>(
+        &self,
+        py: Python<'py>,
+        hashes: Hashes<'py>,
+    ) -> PyResult<Bound<'py, PyArray1<u32>>> {
+        let hashes = copied(&hashes)?;
+        let hits = self.with(py, |index| {
+            let mut hits = Vec::new();
+            index.hits(&hashes, &mut hits);
+            hits
+        });
+        Ok(hits.into_pyarray(py))
+    }
+
+    fn num_cached(&self, py: Python<'_>, replica: Replica) -> PyResult<usize> {
+        let count = self.with(py, |index| index.num_cached(ReplicaId(replica.0)));
+        count.map_err(IndexError::into_py_err)
+    }
+
+    #[getter]
+    fn num_blocks(&self, py: Python<'_>) -> usize {
+        self.with(py, |index| index.num_blocks())
+    }
+
+    #[getter]
+    fn memory_bytes(&self, py: Python<'_>) -> usize {
+        self.with(py, |index| index.memory_bytes())
+    }
+}
+
+/// Chooses replicas by what they have cached and have to do.
+#[pyclass(frozen, module = "prefixcache._core")]
+pub struct ReplicaChooser(Mutex<Chooser>);
+
+impl ReplicaChooser {
+    fn with<T: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut Chooser) -> T + Send) -> T {
+        py.detach(|| work(&mut lock(&self.0)))
+    }
+}
+
+#[pymethods]
+impl ReplicaChooser {
+    #[new]
+    #[pyo3(signature = (*, request_tokens, window_tokens, balance, affinity, seed=None))]
+    fn new(
+        request_tokens: One<names::RequestTokens, f64>,
+        window_tokens: One<names::WindowTokens, f64>,
+        balance: One<names::Balance, f64>,
+        affinity: One<names::Affinity, f64>,
+        seed: Option<Number<names::Seed>>,
+    ) -> PyResult<Self> {
+        let weights = Weights {
+            request_tokens: request_tokens.0,
+            window_tokens: window_tokens.0,
+            balance: balance.0,
+            affinity: affinity.0,
+        };
+        let seed = seed.map_or(0, |seed| seed.0 as u64);
+        let chooser = Chooser::new(weights, seed).map_err(InvalidWeight::into_py_err)?;
+        Ok(Self(Mutex::new(chooser)))
+    }
+
+    fn add_replica(&self, py: Python<'_>, replica: Replica, name: &str) {
+        self.with(py, |chooser| {
+            chooser.add_replica(ReplicaId(replica.0), name)
+        });
+    }
+
+    fn remove_replica(&self, py: Python<'_>, replica: Replica) {
+        self.with(py, |chooser| chooser.remove_replica(ReplicaId(replica.0)));
+    }
+
+    #[pyo3(signature = (hit_tokens, prompt_tokens, loads, *, key=None, most=None))]
+    fn choose(
+        &self,
+        py: Python<'_>,
+        hit_tokens: Array<'_, names::HitTokens, u32>,
+        prompt_tokens: Number<names::PromptTokens>,
+        loads: Array<'_, names::Loads, f64>,
+        key: Option<&str>,
+        most: Option<Number<names::Most>>,
+    ) -> PyResult<Vec<u16>> {
+        let (hit_tokens, loads) = (copied(&hit_tokens)?, copied(&loads)?);
+        if hit_tokens.len() != loads.len() {
+            let reason = format!("must have {} items, not {}", loads.len(), hit_tokens.len());
+            return Err(out_of_range(names::HitTokens::NAME, reason));
+        }
+        if let Some(load) = loads
+            .iter()
+            .find(|load| !(0.0..=f64::INFINITY).contains(*load))
+        {
+            let reason = format!("must be numbers from 0, not {load}");
+            return Err(out_of_range(names::Loads::NAME, reason));
+        }
+        let prompt = Prompt {
+            num_tokens: prompt_tokens.0,
+            hit_tokens: &hit_tokens,
+            loads: &loads,
+            key: key.map(identity),
+        };
+        let most = most.map_or(usize::MAX, |most| most.0);
+        let chosen = self.with(py, |chooser| chooser.choose(&prompt, most));
+        Ok(chosen.iter().map(|id| id.0).collect())
+    }
+
+    fn note(&self, py: Python<'_>, replica: Replica, num_tokens: Number<names::NumTokens>) {
+        self.with(py, |chooser| {
+            chooser.note(ReplicaId(replica.0), num_tokens.0)
+        });
+    }
+
+    fn recent_tokens(&self, py: Python<'_>, replica: Replica) -> f64 {
+        self.with(py, |chooser| chooser.recent_tokens(ReplicaId(replica.0)))
+    }
+}

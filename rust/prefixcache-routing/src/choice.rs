@@ -1,0 +1,283 @@
+//! Which replica a prompt is best sent to.
+//!
+//! All is counted in tokens to compute. The cost of a replica is what it has to do before the prompt's first token:
+//! the work that waits there, and the part of the prompt that is not cached there. So the longest prefix wins, unless
+//! its replica is behind by more than the hit saves.
+//!
+//! Two terms are added. Where nothing waits anywhere, all prompts with a common beginning would go to the replica
+//! that computed it first. So a replica that got more new work than the others lately pays for the surplus, and a
+//! prefix in high demand comes to be cached by a second one. And a prompt with a key (`prompt_cache_key`) counts as
+//! partly cached at the replica that the key names, whatever is known.
+
+use std::cmp::Ordering;
+
+use thiserror::Error;
+
+use crate::mix::mix;
+use crate::replica::ReplicaId;
+
+/// A growth of recent work beyond which it is scaled down, far from what a float loses.
+const MAX_GROWTH: f64 = 1e60;
+
+/// Windows of work by which one prompt can age what came before, far beyond what still counts.
+const MAX_AGE: f64 = 50.0;
+
+/// What counts how much.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Weights {
+    /// Tokens of work that a request is, beside the tokens of its prompt that are computed.
+    pub request_tokens: f64,
+    /// Tokens of work of a replica after which the work before counts for less by a factor of e.
+    pub window_tokens: f64,
+    /// What a token of surplus costs. 0: only what waits counts.
+    pub balance: f64,
+    /// The share of what is not cached of a prompt that is taken as cached at its key's replica, from 0 to 1.
+    pub affinity: f64,
+}
+
+impl Default for Weights {
+    fn default() -> Self {
+        Self {
+            request_tokens: 64.0,
+            window_tokens: 65_536.0,
+            balance: 0.5,
+            affinity: 0.5,
+        }
+    }
+}
+
+/// A weight that is out of its range.
+#[derive(Clone, Debug, PartialEq, Error)]
+#[error("{field} must be {range}, not {value}")]
+pub struct InvalidWeight {
+    /// The field of [`Weights`].
+    pub field: &'static str,
+    /// What it must be.
+    pub range: &'static str,
+    /// What it was.
+    pub value: f64,
+}
+
+impl Weights {
+    fn check(&self) -> Result<(), InvalidWeight> {
+        check(
+            "request_tokens",
+            self.request_tokens,
+            |value| value >= 0.0,
+            "a number from 0",
+        )?;
+        check(
+            "window_tokens",
+            self.window_tokens,
+            |value| value > 0.0,
+            "a number above 0",
+        )?;
+        check(
+            "balance",
+            self.balance,
+            |value| value >= 0.0,
+            "a number from 0",
+        )?;
+        check(
+            "affinity",
+            self.affinity,
+            |value| (0.0..=1.0).contains(&value),
+            "from 0 to 1",
+        )
+    }
+}
+
+fn check(
+    field: &'static str,
+    value: f64,
+    fits: impl Fn(f64) -> bool,
+    range: &'static str,
+) -> Result<(), InvalidWeight> {
+    match value.is_finite() && fits(value) {
+        true => Ok(()),
+        false => Err(InvalidWeight {
+            field,
+            range,
+            value,
+        }),
+    }
+}
+
+/// What stands for a text in choices: the same in every process.
+#[must_use]
+pub fn identity(text: &str) -> u64 {
+    let fold = |hash, byte: &u8| mix(hash ^ u64::from(*byte));
+    text.as_bytes().iter().fold(text.len() as u64, fold)
+}
+
+/// A replica as the choice sees it.
+#[derive(Clone, Copy)]
+struct Seen {
+    /// What stands for its name.
+    identity: u64,
+    /// Its recent work, times the growth at hand.
+    work: f64,
+}
+
+/// What is asked of a choice; the lists have an item a replica.
+#[derive(Clone, Copy, Debug)]
+pub struct Prompt<'a> {
+    /// Its tokens.
+    pub num_tokens: usize,
+    /// Tokens of it that hit at each replica.
+    pub hit_tokens: &'a [u32],
+    /// Tokens that each replica has to compute before it; infinite for a replica that is not to be chosen.
+    pub loads: &'a [f64],
+    /// What stands for the client's key.
+    pub key: Option<u64>,
+}
+
+/// The place of a replica in the order; the first is the best.
+#[derive(Clone, Copy)]
+struct Rank {
+    cost: f64,
+    work: f64,
+    lot: u64,
+    replica: usize,
+}
+
+impl Rank {
+    fn order(&self, other: &Self) -> Ordering {
+        let by_cost = self.cost.total_cmp(&other.cost);
+        let by_work = || self.work.total_cmp(&other.work);
+        by_cost.then_with(by_work).then(self.lot.cmp(&other.lot))
+    }
+}
+
+/// Chooses replicas, and remembers what they were given. The same calls give the same choices.
+pub struct Chooser {
+    weights: Weights,
+    seed: u64,
+    replicas: Vec<Option<Seen>>,
+    /// What new work is multiplied by, which grows with all work, so that what came before counts for less.
+    growth: f64,
+    num_choices: u64,
+}
+
+impl Chooser {
+    /// A chooser without replicas. The seed decides between replicas that are equal.
+    pub fn new(weights: Weights, seed: u64) -> Result<Self, InvalidWeight> {
+        weights.check()?;
+        Ok(Self {
+            weights,
+            seed,
+            replicas: Vec::new(),
+            growth: 1.0,
+            num_choices: 0,
+        })
+    }
+
+    /// Adds a replica under a number, in place of one that had it. It starts with the mean of the others' recent
+    /// work, so that it is not sent everything at once.
+    pub fn add_replica(&mut self, id: ReplicaId, name: &str) {
+        self.remove_replica(id);
+        let works = self.replicas.iter().flatten().map(|seen| seen.work);
+        let work = mean(works);
+        if id.index() >= self.replicas.len() {
+            self.replicas.resize(id.index() + 1, None);
+        }
+        let identity = identity(name);
+        self.replicas[id.index()] = Some(Seen { identity, work });
+    }
+
+    /// Forgets a replica.
+    pub fn remove_replica(&mut self, id: ReplicaId) {
+        if let Some(place) = self.replicas.get_mut(id.index()) {
+            *place = None;
+        }
+    }
+
+    /// The best replicas for a prompt, up to `most`, the best first.
+    pub fn choose(&mut self, prompt: &Prompt<'_>, most: usize) -> Vec<ReplicaId> {
+        let mut ranks = self.ranks(prompt);
+        self.num_choices += 1;
+        if most < ranks.len() {
+            if most > 0 {
+                ranks.select_nth_unstable_by(most - 1, Rank::order);
+            }
+            ranks.truncate(most);
+        }
+        ranks.sort_unstable_by(Rank::order);
+        let id = |rank: &Rank| ReplicaId(rank.replica as u16);
+        ranks.iter().map(id).collect()
+    }
+
+    fn ranks(&self, prompt: &Prompt<'_>) -> Vec<Rank> {
+        let mean = mean(self.candidates(prompt).map(|(_, seen)| seen.work));
+        let named = prompt.key.and_then(|key| self.named(prompt, key));
+        let draw = mix(self.seed ^ self.num_choices);
+        let rank = |(replica, seen): (usize, Seen)| Rank {
+            cost: self.cost(prompt, replica, seen.work - mean, named == Some(replica)),
+            work: seen.work,
+            lot: mix(draw ^ replica as u64),
+            replica,
+        };
+        self.candidates(prompt).map(rank).collect()
+    }
+
+    /// The replicas that can be chosen.
+    fn candidates<'a>(&'a self, prompt: &'a Prompt<'_>) -> impl Iterator<Item = (usize, Seen)> {
+        let loads = prompt.loads.iter().zip(prompt.hit_tokens);
+        let replicas = self.replicas.iter().zip(loads).enumerate();
+        replicas.filter_map(|(replica, (seen, (load, _)))| {
+            seen.filter(|_| load.is_finite())
+                .map(|seen| (replica, seen))
+        })
+    }
+
+    /// The replica that a key names: the same one at every router, and for most keys also after others came or went.
+    fn named(&self, prompt: &Prompt<'_>, key: u64) -> Option<usize> {
+        let weight = |&(_, seen): &(usize, Seen)| mix(mix(key) ^ seen.identity);
+        let best = self.candidates(prompt).max_by_key(weight);
+        best.map(|(replica, _)| replica)
+    }
+
+    fn cost(&self, prompt: &Prompt<'_>, replica: usize, surplus: f64, is_named: bool) -> f64 {
+        let hit = prompt.num_tokens.min(prompt.hit_tokens[replica] as usize);
+        let missing = (prompt.num_tokens - hit) as f64;
+        let share = if is_named { self.weights.affinity } else { 0.0 };
+        let surplus = surplus.max(0.0) / self.growth;
+        prompt.loads[replica] + missing * (1.0 - share) + self.weights.balance * surplus
+    }
+
+    /// A replica was given a prompt of which it has to compute so many tokens.
+    pub fn note(&mut self, id: ReplicaId, computed_tokens: usize) {
+        let tokens = computed_tokens as f64 + self.weights.request_tokens;
+        let count = self.replicas.iter().flatten().count();
+        let Some(Some(seen)) = self.replicas.get_mut(id.index()) else {
+            return;
+        };
+        seen.work += tokens * self.growth;
+        let age = tokens / (self.weights.window_tokens * count as f64);
+        self.growth *= age.min(MAX_AGE).exp();
+        if self.growth > MAX_GROWTH {
+            self.scale_down();
+        }
+    }
+
+    fn scale_down(&mut self) {
+        for seen in self.replicas.iter_mut().flatten() {
+            seen.work /= self.growth;
+        }
+        self.growth = 1.0;
+    }
+
+    /// Tokens of work that a replica was given lately; 0 for one that is not there.
+    #[must_use]
+    pub fn recent_tokens(&self, id: ReplicaId) -> f64 {
+        let seen = self.replicas.get(id.index()).copied().flatten();
+        seen.map_or(0.0, |seen| seen.work / self.growth)
+    }
+}
+
+fn mean(values: impl Iterator<Item = f64>) -> f64 {
+    let (count, sum) = values.fold((0_usize, 0.0), |(count, sum), value| {
+        (count + 1, sum + value)
+    });
+    sum / count.max(1) as f64
+}

@@ -102,6 +102,7 @@ class Soak:
         await self._traffic(_BEFORE_OVERLOAD)
         await self._overload()
         await self._traffic(1 - _BEFORE_KILL - _BEFORE_STOP - _BEFORE_OVERLOAD)
+        await self._rest(trim=True)
         self.tally.tell("SIGTERM at the end")
         await self._stop(self.lives.stop, {0})
 
@@ -123,9 +124,9 @@ class Soak:
         self.tally.tell(OVERLOAD_ENDS)
         await self._rest()
 
-    async def _rest(self) -> None:
+    async def _rest(self, *, trim: bool = False) -> None:
         async with self._command_lock:
-            await self.watch.rest(self._crowd, self._operator)
+            await self.watch.rest(self._crowd, self._operator, trim=trim)
 
     async def _restart(
         self, end: Callable[[], Awaitable[int]], what: str, wanted: set[int]

@@ -17,6 +17,7 @@ from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.server import app
 from prefixcache.server.response_store import ResponseStore
 from prefixcache.tokenization.tokenizer import Tokenizer
+from soak.census import serve_census
 from soak.faults import DISK, LEAK, Faults, InjectedDiskError, InjectedError, InjectedMemoryError
 
 # The tensor of a weight file whose reading fails: some were replaced, most were not.
@@ -113,5 +114,7 @@ def _plug_into_release(faults: Faults) -> None:
 
 
 if __name__ == "__main__":
-    plug_in(Faults(Path(sys.argv.pop(1))))
+    folder = Path(sys.argv.pop(1))
+    plug_in(Faults(folder))
+    serve_census(folder)
     main()

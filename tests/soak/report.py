@@ -21,10 +21,12 @@ from matplotlib.axes import Axes
 from soak.options import Options
 from soak.tally import Asked, Tally
 from soak.verdict import Check
-from soak.watch import Sample, Watch
+from soak.watch import Rest, Sample, Watch, longest_life
 
 _MIB = 2**20
 _BUCKETS = 120
+# Of the table of memory.
+_NUM_COLUMNS = 6
 
 
 def write_report(options: Options, tally: Tally, watch: Watch, checks: Sequence[Check]) -> None:
@@ -46,8 +48,10 @@ def write_report(options: Options, tally: Tally, watch: Watch, checks: Sequence[
         "commands": tally.commands,
         "events": tally.events,
         "violations": tally.violations,
-        "rests": [dataclasses.asdict(rest) for rest in watch.rests],
+        "rests": [{**dataclasses.asdict(rest), "census": None} for rest in watch.rests],
     }
+    censuses = [{"at": rest.at, **rest.census} for rest in (*watch.rests, watch.trimmed) if rest]
+    (folder / "census.json").write_text(json.dumps(censuses))
     (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n")
     (folder / "report.md").write_text(_text(options, tally, watch, checks))
 
@@ -81,6 +85,7 @@ def _text(options: Options, tally: Tally, watch: Watch, checks: Sequence[Check])
         "|---|---:|",
         *(f"| {outcome} | {count:,} |" for outcome, count in sorted(tally.outcomes.items())),
         "",
+        *_memory_table(watch),
         *_latency_table(tally.asked),
         "## What was done to the server",
         "",
@@ -105,6 +110,49 @@ def _violations(tally: Tally) -> list[str]:
         return []
     shown = [f"- `{told[:400].replace('`', chr(39))}`" for told in tally.violations]
     return ["## Violations", "", *shown, ""]
+
+
+def _memory_table(watch: Watch) -> list[str]:
+    """Whom the memory of the longest life belongs to, at looks a quarter of its time apart."""
+    rests = longest_life(watch.rests)
+    if watch.trimmed is not None:
+        rests = [*rests, watch.trimmed]
+    places = sorted({*np.linspace(0, len(rests) - 1, _NUM_COLUMNS).round().astype(int).tolist()})
+    shown = [rests[place] for place in places]
+    titles = [f"{rest.at / 60:.0f} min" for rest in shown]
+    if shown[-1] is watch.trimmed:
+        titles[-1] += ", trimmed"
+    rows = [
+        "## Whom the memory belongs to",
+        "",
+        f"| MiB of an idle server | {' | '.join(titles)} |",
+        f"|---|{'---:|' * len(shown)}",
+    ]
+    for title, size in _HOLDERS.items():
+        rows.append(f"| {title} | {' | '.join(f'{size(rest) / _MIB:.1f}' for rest in shown)} |")
+    counts = " | ".join(f"{rest.census['python']['objects']:,}" for rest in shown)
+    return [*rows, f"| Python's objects (number) | {counts} |", ""]
+
+
+def _in_mappings(rest: Rest, prefix: str) -> int:
+    sizes: dict[str, int] = rest.census["resident"]
+    return sum(size for name, size in sizes.items() if name.startswith(prefix))
+
+
+_HOLDERS: dict[str, Callable[[Rest], float]] = {
+    "resident": lambda rest: rest.rss,
+    "of it huge pages": lambda rest: sum(rest.census["huge"].values()),
+    "the cache's own pages": lambda rest: rest.mapped,
+    "files: programs, libraries, weights": lambda rest: _in_mappings(rest, "files"),
+    "C's allocator: in use in arenas": lambda rest: rest.census["malloc"]["uordblks"],
+    "C's allocator: free in arenas": lambda rest: rest.census["malloc"]["fordblks"],
+    "C's allocator: mappings of their own": lambda rest: rest.census["malloc"]["hblkhd"],
+    "resident in its arenas": lambda rest: (
+        _in_mappings(rest, "arena") + _in_mappings(rest, "[heap]")
+    ),
+    "Python's allocator: in use": lambda rest: rest.census["python"]["bytes_in_blocks"],
+    "Python's allocator: free": lambda rest: rest.census["python"]["bytes_free"],
+}
 
 
 def _latency_table(asked: Sequence[Asked]) -> list[str]:

@@ -7,12 +7,13 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from soak.census import Census, ask_census, census_of_process
 from soak.clients import Crowd
 from soak.commands import Operator
 from soak.lives import Life, Lives
@@ -22,6 +23,7 @@ from soak.wire import BadReplyError, ask
 _BUSY, _LEAKED = LEFT_OVER = ("an idle server has requests or blocks", "blocks are lost")
 # The server hears of a client who left when it writes to it or reads from it.
 _SETTLE_SECONDS = 15
+_CENSUS_SECONDS = 30
 _SETTLED = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
 
 
@@ -56,6 +58,7 @@ class Rest:
     files: int
     threads: int
     served: int
+    census: Census = field(repr=False)
 
 
 class Watch:
@@ -66,8 +69,10 @@ class Watch:
         self._tally = tally
         self._key = key
         self._usual_blocks = usual_blocks
+        self._num_counted = 0
         self.samples: list[Sample] = []
         self.rests: list[Rest] = []
+        self.trimmed: Rest | None = None
 
     async def sample(self, crowd: Crowd) -> None:
         """One more sample; none while there is no server to ask."""
@@ -101,8 +106,8 @@ class Watch:
             )
         )
 
-    async def rest(self, crowd: Crowd, operator: Operator) -> None:
-        """Lets the clients pause, and counts what is left over."""
+    async def rest(self, crowd: Crowd, operator: Operator, *, trim: bool = False) -> None:
+        """Lets the clients pause and counts what is left over; `trim` counts again after a trim."""
         crowd.may_ask.clear()
         crowd.hurry.set()
         try:
@@ -110,26 +115,38 @@ class Watch:
                 await asyncio.sleep(0.02)
             life = self._lives.current
             if life is not None and life.ending is None:
-                await self._look(life, operator)
+                self.rests.append(await self._look(life, operator))
+                if trim:
+                    self.trimmed = await self._count(life, trim=True)
         finally:
             crowd.hurry.clear()
             crowd.may_ask.set()
 
-    async def _look(self, life: Life, operator: Operator) -> None:
+    async def _look(self, life: Life, operator: Operator) -> Rest:
         await self._expect_settled(life)
         await operator.resize(life, self._usual_blocks)
         await operator.call(life, "/reset_prefix_cache")
         await self._expect_no_blocks(life)
+        return await self._count(life)
+
+    async def _count(self, life: Life, *, trim: bool = False) -> Rest:
         page = await self._metrics(life)
         process = psutil.Process(life.process.pid)
-        self.rests.append(
-            Rest(
-                at=self._tally.now,
-                life=len(self._lives.past),
-                mapped=int(page["kv_cache_mapped_bytes"]),
-                served=life.num_served,
-                **_of_process(process),
-            )
+        resident = _of_process(process)
+        self._num_counted += 1
+        answer = ask_census(self._lives.faults, self._num_counted, trim=trim)
+        deadline = time.monotonic() + _CENSUS_SECONDS
+        while not answer.exists() and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        census = json.loads(answer.read_text()) | census_of_process(process.pid)
+        answer.unlink()
+        return Rest(
+            at=self._tally.now,
+            life=len(self._lives.past),
+            mapped=int(page["kv_cache_mapped_bytes"]),
+            served=life.num_served,
+            census=census,
+            **(_of_process(process) if trim else resident),
         )
 
     async def _expect_settled(self, life: Life) -> None:

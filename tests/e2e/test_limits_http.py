@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from http import HTTPStatus
@@ -14,10 +15,11 @@ import pytest
 
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.request import Request, RequestOutput
+from prefixcache.server import answers
 from prefixcache.server.access import AccessRules
 from prefixcache.server.limits import ServerLimits
 from prefixcache.tokenization.tokenizer import Tokenizer
-from serving import MODEL, FakeEngine, client_of, fake_app, served_folder
+from serving import MODEL, FakeEngine, client_of, fake_app, serve_folder, served_folder
 from tiny_models import save_tokenizer
 
 BODY = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
@@ -58,6 +60,37 @@ async def test_an_answer_that_takes_too_long_is_a_504_and_gives_its_blocks_back(
     assert whole.headers["X-Should-Retry"] == "false"
     assert whole.json()["error"]["type"] == "timeout_error"
     assert (streamed.status_code, "timeout_error" in streamed.text) == (200, True)
+
+
+async def test_an_answer_that_nobody_reads_is_cut_and_gives_its_blocks_back(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "MAX_UNREAD_OUTPUTS", 5)
+    app, engine = serve_folder(tiny_checkpoint())
+    may_read, sent = asyncio.Event(), bytearray()
+    content = json.dumps({**BODY, "stream": True}).encode()
+    messages = [{"type": "http.request", "body": content, "more_body": False}]
+
+    async def receive() -> Any:
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.extend(message.get("body", b""))
+        if sent:
+            await may_read.wait()
+
+    scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http"}
+    place = {"path": PATH, "raw_path": PATH.encode(), "query_string": b"", "root_path": ""}
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    ends = {"client": ("127.0.0.1", 5000), "server": ("127.0.0.1", 80), "headers": headers}
+    asking = asyncio.create_task(app({**scope, **place, **ends}, receive, send))
+    try:
+        await until(lambda: len(sent) > 0 and not in_use(engine))
+        may_read.set()
+        await asyncio.wait_for(asking, 30)
+    finally:
+        await engine.shutdown()
+    assert b"slow_reader" in sent
 
 
 async def test_a_key_that_has_too_many_waiting_is_told_so_and_others_are_served(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shlex
 import signal
 import socket
 import subprocess
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -113,23 +114,50 @@ def test_the_example_names_the_key_and_the_log_says_what_was_chosen(folder, tmp_
 def test_the_command_serves_until_it_is_told_to_stop(tiny_checkpoint, host, caplog):
     """In this process, which asks itself from another thread and then stops itself."""
     port = _free_port()
-    models: list[object] = []
+    answers: list[bytes] = []
+    body = {"prompt": [5, 6, 7], "max_tokens": 300, "ignore_eos": True}
 
     def ask_and_stop() -> None:
-        wait_until(lambda: _is_healthy(f"http://127.0.0.1:{port}"))
-        models.append(httpx.get(f"http://127.0.0.1:{port}/v1/models").json())
-        os.kill(os.getpid(), signal.SIGTERM)
+        address = f"http://127.0.0.1:{port}"
+        try:
+            wait_until(lambda: _is_healthy(address))
+            answers.append(httpx.get(f"{address}/v1/models").content)
+            answers.append(httpx.post(f"{address}/v1/completions", json=body).content)
+            answers.append(_answer_to_the_larger_of_two_bodies(port))
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     asking = threading.Thread(target=ask_and_stop)
     asking.start()
     command = ["serve", str(tiny_checkpoint()), "--host", host, "--port", str(port), *_FLAGS]
-    result = CliRunner().invoke(app, command)
+    limits = ["--request-timeout", "0.0001", "--max-total-body-bytes", "32MiB"]
+    result = CliRunner().invoke(app, [*command, *limits])
     asking.join()
     assert result.exit_code == 0
     shown = "localhost" if host == "0.0.0.0" else host
     assert f"curl http://{shown}:{port}/v1/chat/completions" in result.output
-    assert models
+    for told, answer in zip((b"tiny", b"request_timeout", b"bodies_full"), answers, strict=True):
+        assert told in answer
     assert ("WITHOUT A KEY, EVERYBODY" in caplog.text) == (host == "0.0.0.0")
+
+
+def _answer_to_the_larger_of_two_bodies(port: int) -> bytes:
+    """Two bodies of 33 MiB together, neither of which ends; the larger hears it as it goes on."""
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: 33554432\r\n\r\n"
+    )
+    with ExitStack() as stack:
+        larger, smaller = (
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 30)) for _ in range(2)
+        )
+        larger.sendall(head + b" " * 20 * 2**20)
+        smaller.sendall(head + b" " * 13 * 2**20)
+        for _ in range(1000):
+            if select.select([larger], [], [], 0.03)[0]:
+                return larger.recv(65536)
+            larger.sendall(b" ")
+    raise TimeoutError
 
 
 def _free_port() -> int:

@@ -7,8 +7,8 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
+from uvicorn.server import ServerState
 
 from prefixcache.cli import app as command
 from prefixcache.server.context import Lifecycle
@@ -110,22 +111,35 @@ def test_a_client_that_speaks_with_its_last_handshake_message_is_heard(files: Fi
         assert tls.read(65536).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_stalled_handshakes_make_room_and_end(files: Files) -> None:
-    options = {"limit_concurrency": 3, "timeout_read": 1.0}
+def test_stalled_handshakes_make_room(files: Files) -> None:
+    with _stalled(files, limit_concurrency=3, timeout_read=600) as (stalled, state, url):
+        assert _is_closed(stalled[0])  # the limit was met by the handshakes alone
+        assert len(state.connections) == 3
+        assert httpx.get(url, verify=files.client()).text == "https "
+        assert _is_closed(stalled[1])
+        wait_until(lambda: len(state.connections) == 2)
+
+
+def test_stalled_handshakes_end(files: Files) -> None:
+    with _stalled(files, timeout_read=0.5) as (stalled, state, _):
+        assert all(map(_is_closed, stalled))
+        wait_until(lambda: not state.connections)
+
+
+@contextmanager
+def _stalled(
+    files: Files, **options: Any
+) -> Generator[tuple[list[socket.socket], ServerState, str], None, None]:
+    """Four connections that say nothing, what the server knows of them, and its address."""
     certificates = Certificates(files.options)
     with (
         serving(echoes, Lifecycle(), certificates=certificates, **options) as (server, address),
         ExitStack() as stack,
     ):
         host, port = address.removeprefix("http://").split(":")
-        where, state = (host, int(port)), server.server_state
-        stalled = [stack.enter_context(socket.create_connection(where, 30)) for _ in range(3)]
-        wait_until(lambda: len(state.connections) == 3)
-        url = address.replace("http:", "https:")
-        assert httpx.get(url, verify=files.client()).text == "https "
-        assert _is_closed(stalled[0])  # the first to make room; the others run into the time limit
-        assert all(map(_is_closed, stalled[1:]))
-        wait_until(lambda: not state.connections)
+        where = host, int(port)
+        stalled = [stack.enter_context(socket.create_connection(where, 30)) for _ in range(4)]
+        yield stalled, server.server_state, address.replace("http:", "https:")
 
 
 def _is_closed(connection: socket.socket) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 from asyncio import BaseTransport, TimerHandle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Protocol, cast
@@ -61,6 +61,8 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *arguments: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._limits = limits
+        self.before_made: Callable[[], None] | None = None
+        """Called when the connection is open, which under TLS is after the handshake."""
         self._timer: TimerHandle | None = None
         self._write_timer: TimerHandle | None = None
         self._num_unread_bytes = 0
@@ -70,6 +72,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: BaseTransport) -> None:
         """Takes the connection, if need be in the place of another."""
+        if self.before_made is not None:
+            self.before_made()
         super().connection_made(cast("Any", _WhileOpen(transport)))
         _notice_lost_clients(transport.get_extra_info("socket"), self._limits.write_seconds)
         self._await_request()

@@ -7,6 +7,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -123,17 +124,23 @@ class TlsListener:
         if len(self._connections) > self._limits.most:
             next(iter(self._limits.awaited)).make_room(pending)
         if pending.is_open:
-            pending.task = self._loop.create_task(self._shake_hands(accepted))
+            pending.task = self._loop.create_task(self._shake_hands(pending, accepted))
             pending.task.add_done_callback(lambda _: self._forget(pending))
         else:
             self._forget(pending)
 
-    async def _shake_hands(self, accepted: socket.socket) -> None:
+    async def _shake_hands(self, pending: _Pending, accepted: socket.socket) -> None:
+        def new_connection() -> Connection:
+            connection = self._new_connection()
+            # Else it would count twice, and another would make room for it.
+            connection.before_made = partial(self._forget, pending)
+            return connection
+
         # Any: `ssl_shutdown_timeout` is in uvloop and, from 3.11 on, in asyncio.
         connect: Any = self._loop.connect_accepted_socket
         try:
             await connect(
-                self._new_connection,
+                new_connection,
                 accepted,
                 ssl=self._certificates.context,
                 ssl_handshake_timeout=self._limits.read_seconds,

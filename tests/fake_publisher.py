@@ -13,7 +13,6 @@ from prefixcache.events.reader import EventReader, Update
 from prefixcache.events.wire import (
     END_OF_REPLAY,
     SNAPSHOT_VERSION,
-    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     Event,
@@ -26,6 +25,7 @@ from prefixcache.events.wire import (
     encode_sequence,
     encode_snapshot_part,
 )
+from serving import wait_until
 
 
 class Held:
@@ -89,7 +89,7 @@ class FakePublisher:
         self._open()
 
     def publish(self, *events: Event, lost: bool = False, forgets: bool = False) -> None:
-        """Sends a batch unless it is `lost`; replays begin with it where the publisher `forgets`."""
+        """Sends a batch unless it is `lost`. One that `forgets` has no batches before it."""
         with self._lock:
             payload = encode_batch(EventBatch(time.time(), list(events), 0))
             sequence, self._next = self._next, self._next + 1
@@ -123,24 +123,27 @@ class FakePublisher:
 
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
-    for _ in range(100):
-        try:
-            socket.bind(endpoint)
-            return socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        except zmq.ZMQError:  # the port of the socket closed just now is not free at once
-            time.sleep(0.02)
-    raise AssertionError(f"{endpoint} is taken")
+    wait_until(lambda: _is_bound(socket, endpoint))
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _is_bound(socket: zmq.Socket[bytes], endpoint: str) -> bool:
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError:  # the port of a socket closed just now is not free at once
+        return False
+    return True
 
 
 class Follower:
-    """What a reader knows; `updates` are those without events, or with a new start."""
+    """What a reader knows; `restarts` are the updates with which it started anew."""
 
     def __init__(self, reader: EventReader) -> None:
         self.reader = reader
         self.held = Held()
         self.restarts: list[Update] = []
         self.sequences: list[int] = []
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
@@ -152,7 +155,7 @@ class Follower:
                     self.held = Held()
                 self.held.apply(update.events)
                 self.sequences.append(update.sequence)
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 - `following` raises it
             self.error = error
 
     def stop(self) -> None:
@@ -171,14 +174,3 @@ def following(reader: EventReader) -> Generator[Follower, None, None]:
         follower.stop()
     if follower.error is not None:
         raise follower.error
-
-
-__all__ = [
-    "AllBlocksCleared",
-    "FakePublisher",
-    "Follower",
-    "Held",
-    "following",
-    "removed",
-    "stored",
-]

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from fake_publisher import AllBlocksCleared, FakePublisher, Follower, following, removed, stored
+from fake_publisher import FakePublisher, Follower, following, removed, stored
 from prefixcache.events.reader import EventReader
+from prefixcache.events.wire import AllBlocksCleared
 from repeatable import bounded
 from serving import wait_until
 

@@ -25,6 +25,7 @@ __all__ = [
     "Cpu",
     "DecoderLayer",
     "DecoderStack",
+    "EventSnapshot",
     "PackedLinear",
     "PagedAttention",
     "PrefixCache",
@@ -61,6 +62,11 @@ _EvictionPolicy: TypeAlias = Literal["lru", "reuse-queue"]
 # Who may change a cache or pool: one thread at a time, which is cheaper, or any. The first one to
 # change a single-writer one is its writer; another gets RuntimeError until it calls `adopt_writer`.
 _Threads: TypeAlias = Literal["single_writer", "shared"]
+# Kind, group, hash of the block before the first (None at a prompt's beginning), hashes and tokens.
+# A hash is its last 8 bytes, big endian. "removed" has no tokens, "cleared" neither.
+_Event: TypeAlias = tuple[
+    Literal["stored", "removed", "cleared"], int, int | None, list[int], list[int]
+]
 
 @final
 class BlockHashes:
@@ -429,6 +435,24 @@ class PrefixCache:
 
         Each hit of content ends a gap, which began when a holder hit it or gave it up.
         """
+    def keep_events(self) -> None:
+        """Keep a record, from now on, of what can be found and cannot any more.
+
+        Of blocks under no salt and no LoRA alone. Before anything is cached, and once in a cache's
+        life: RuntimeError otherwise. ValueError where several threads may write.
+        """
+    def take_events(self, max_blocks: int) -> list[_Event]:
+        """Take the oldest changes, about `max_blocks` blocks of them.
+
+        Blocks of a "stored" event are each the one after the block before it. Where much was not
+        taken for long, "cleared" comes and then all that can be found. From any thread. Also empty
+        while another call receives changes; RuntimeError before `keep_events`.
+        """
+    def snapshot_events(self) -> EventSnapshot | None:
+        """What all changes taken have led to; None while there are others to take, or received.
+
+        From any thread; copies as much as is cached. RuntimeError before `keep_events`.
+        """
     def validate(self, sequences: _Sequence[Sequence] | None = None) -> None:
         """Check every invariant of the cache, at rest; RuntimeError names the broken one.
 
@@ -438,6 +462,19 @@ class PrefixCache:
         """Make the calling thread the one that may write; nothing changes for a shared cache."""
     def close(self) -> None:
         """End the cache: every later call raises RuntimeError."""
+
+@final
+class EventSnapshot:
+    """What could be found in a cache at one moment."""
+
+    @property
+    def num_blocks(self) -> int:
+        """All its blocks, each counted once a group."""
+    def take(self, max_blocks: int) -> list[_Event]:
+        """The next "stored" events, up to about `max_blocks` blocks; empty at the end.
+
+        A block comes behind its parent where that could be found too.
+        """
 
 @final
 class BlockPool:

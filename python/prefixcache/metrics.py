@@ -132,6 +132,7 @@ class Metrics(Collector):
         self.gauges = gauges
         self.of_blocks: Callable[[], Iterable[Metric]] = tuple
         self.of_recording: Callable[[], Iterable[Metric]] = tuple
+        self.of_events: Callable[[], Iterable[Metric]] = tuple
         self.miss_counts: Mapping[str, int] | None = None
         self.prompt_tokens = 0
         self.generation_tokens = 0
@@ -189,6 +190,7 @@ class Metrics(Collector):
         yield from (histogram.family() for histogram in self._histograms)
         yield from self.of_blocks()
         yield from self.of_recording()
+        yield from self.of_events()
 
     def _histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
         self._histograms.append(Histogram(name, documentation, bounds))

@@ -41,6 +41,7 @@ from prefixcache.exceptions import (
 )
 from prefixcache.kv.cache_manager import HASH_FORMAT, CacheManager, GroupKind
 from prefixcache.kv.elastic import ElasticPool, ResizeStatus
+from prefixcache.kv.events import CacheEvents
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.replaceable import WeightsInfo
 from prefixcache.models.weights import listed
@@ -253,6 +254,10 @@ class Control:
             block_size=self._cache.block_size,
             root_hash=self._cache.root_hash.hex(),
         )
+
+    def keep_events(self) -> CacheEvents:
+        """The cache's events from now on. Once, before the engine has had a request."""
+        return self._cache.keep_events()
 
     @endpoint("/reset_prefix_cache")
     @between_steps

@@ -19,6 +19,7 @@ from prefixcache.config import EvictionPolicy
 from prefixcache.core import PrefixCache
 from prefixcache.core import Sequence as CoreSequence
 from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.kv.events import CacheEvents
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import GroupKind
 from prefixcache.request import CacheOptions, Request
@@ -213,6 +214,10 @@ class CacheManager:
     def take_losses(self, most: int) -> dict[str, npt.NDArray[Any]]:
         """Up to `most` losses, each one row of the arrays of the core. From any thread."""
         return self._cache.take_losses(most)
+
+    def keep_events(self) -> CacheEvents:
+        """What is stored and removed from now on, for any thread: before anything is cached."""
+        return CacheEvents(self._cache, self.groups)
 
     @property
     def num_missed_losses(self) -> int:

@@ -22,6 +22,7 @@ from prefixcache.server.explain import explain_router
 from prefixcache.server.health import health_router
 from prefixcache.server.info import info_router, models_router
 from prefixcache.server.job_maker import JobMaker
+from prefixcache.server.kv_events import kv_events_router
 from prefixcache.server.limits import ServerLimits
 from prefixcache.server.messages import messages_router
 from prefixcache.server.misses import misses_router
@@ -39,6 +40,7 @@ from prefixcache.server.warm import warm_router
 if TYPE_CHECKING:
     from prefixcache.diagnostics.room import CacheDiagnostics
     from prefixcache.engine.async_engine import AsyncEngine
+    from prefixcache.events.publisher import EventPublisher
 
 # Headers of answers that pages of other origins may read, beside those that they always may.
 _SHOWN_TO_PAGES = ("Retry-After", "X-Request-Id", "X-Prefixcache-Warning")
@@ -55,12 +57,14 @@ def create_app(
     flags: Mapping[str, Any] | None = None,
     tracing: Tracing | None = None,
     diagnostics: CacheDiagnostics | None = None,
+    events: EventPublisher | None = None,
 ) -> FastAPI:
     """The application that serves `engine`; who made the engine shuts it down.
 
     `rules` say who may use it, `model_dirs` where new weights come from, `lifecycle` whether the
     server is about to end, `limits` what requests may take together, `tracing` where their
-    traces go, and `diagnostics` remember why prompts missed. Administrators are shown the `flags`.
+    traces go, `diagnostics` remember why prompts missed, and `events` are published by somebody.
+    Administrators are shown the `flags`.
     """
     release = package_version()
     maker = JobMaker(engine=engine, served=served, diagnostics=diagnostics)
@@ -68,7 +72,8 @@ def create_app(
     app = client_app(maker, release)
     app.include_router(misses_router(maker))
     app.include_router(info_router(maker, release))
-    app.include_router(health_router(maker, release, flags or {}))
+    app.include_router(health_router(maker, release, flags or {}, events))
+    app.include_router(kv_events_router(events, maker.workers))
     app.include_router(dashboard_router(maker, release, lifecycle))
     app.include_router(admin_router(engine, model_dirs or ModelDirs()))
     describe(app, command_options(engine.control.endpoints()))

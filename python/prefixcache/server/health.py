@@ -16,10 +16,16 @@ from prefixcache.server.job_maker import JobMaker
 
 if TYPE_CHECKING:
     from prefixcache.engine.control import Control
+    from prefixcache.events.publisher import EventPublisher
 
 
-def health_router(maker: JobMaker, version: str, flags: Mapping[str, Any]) -> APIRouter:
-    """The endpoints, for one engine that was started with `flags`."""
+def health_router(
+    maker: JobMaker,
+    version: str,
+    flags: Mapping[str, Any],
+    events: EventPublisher | None = None,
+) -> APIRouter:
+    """The endpoints, for one engine that was started with `flags` and whose `events` are told."""
     router, engine = APIRouter(), maker.engine
 
     async def health() -> Response:
@@ -55,6 +61,7 @@ def health_router(maker: JobMaker, version: str, flags: Mapping[str, Any]) -> AP
             "prefix_hash": asdict(control.prefix_hash_info()),
             "groups": control.groups,
             "num_blocks": control.num_blocks,
+            "kv_events": None if events is None else events.endpoints,
             "flags": to_jsonable_python(flags, fallback=str),
         }
 

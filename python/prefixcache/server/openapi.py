@@ -311,6 +311,10 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
         ),
         parameters=(_limit(1000),),
     ),
+    ("get", "/prefix_cache/snapshot"): _Endpoint(
+        summary="All that is cached, as a stream of msgpack objects, for readers of KV events.",
+        answer=_STRING,
+    ),
     ("get", "/prefix_cache/stats"): _Endpoint(summary="The cache in numbers.", answer=_object()),
 }
 

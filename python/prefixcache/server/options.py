@@ -15,6 +15,7 @@ from annotated_types import Ge, Le, MinLen
 from prefixcache.chat.parser_names import ReasoningParserName, ToolCallParserName
 from prefixcache.checked import Checked, Count, PositiveFloat, PositiveInt, ReadBy
 from prefixcache.config import ByteSize
+from prefixcache.events.config import KVEventsConfig, parse_kv_events
 from prefixcache.exceptions import FieldError
 from prefixcache.flags import flag
 from prefixcache.logs import LogFormat, LogLevel
@@ -177,6 +178,18 @@ class ServeOptions(Checked):
     prompt_text: bool = flag(
         True, "Remember the text of the last prompts too, to say which of it differs.", "Cache"
     )
+    kv_events_config: Annotated[KVEventsConfig | None, ReadBy(parse_kv_events)] = flag(
+        None,
+        "Publish what the cache stores and removes, for routers, in the form of vLLM's option, as "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": '
+        '"tcp://127.0.0.1:5558"}.',
+        "Cache",
+        shown="none",
+        metavar="<json>",
+    )
+    kv_events_public: bool = flag(
+        False, "Let other machines read KV events, which tell the tokens of prompts.", "Access"
+    )
     public_metrics: bool = flag(False, "Let everybody read /metrics.", "Access")
     client_warming: bool = flag(
         False, "Let clients, and not only administrators, call /prefix_cache/warm.", "Access"
@@ -208,3 +221,13 @@ class ServeOptions(Checked):
         if not _PERMISSIONS.fullmatch(self.uds_permissions):
             problem = f"must be three octal digits as 660, got {self.uds_permissions!r}."
             raise FieldError("uds_permissions", problem)
+        events = self.kv_events_config
+        if events is not None and events.is_on and not self.kv_events_public:
+            _check_reach(events)
+
+
+def _check_reach(config: KVEventsConfig) -> None:
+    try:
+        config.check_reach()
+    except FieldError as error:
+        raise FieldError("kv_events_config", f"has an endpoint in reach: {error}") from None

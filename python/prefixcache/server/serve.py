@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Generator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from prefixcache.diagnostics.room import CacheDiagnostics
+from prefixcache.events.start import event_sockets, publishing
 from prefixcache.exceptions import ConfigError, FieldError
 from prefixcache.flags import shown_values
 from prefixcache.server.access import AccessRules, is_host_name, is_loopback
@@ -61,7 +62,12 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     rules, model_dirs = access_rules(options), ModelDirs(options.allowed_model_dirs)
     _allow_open_files(options.limit_concurrency)
     certificates = None if options.tls.ssl_certfile is None else Certificates(options.tls)
-    with _tracing(options) as tracing, listening(options) as listener:
+    with (
+        _tracing(options) as tracing,
+        listening(options) as listener,
+        event_sockets(options.kv_events_config) as sockets,
+        ExitStack() as stack,
+    ):
         _warn_if_open(options, listener)
         from prefixcache.engine.async_engine import AsyncEngine
         from prefixcache.engine.build import build
@@ -72,6 +78,9 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
         folder = resolve_model(config.model, config.revision)
         check_weights(options, is_gguf=has_index(folder))
         built = build(config, folder)
+        events = stack.enter_context(
+            publishing(built.engine, sockets, options.kv_events_config, model=config.model)
+        )
         served = served_model(
             config,
             options,
@@ -98,6 +107,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
                 flags={**shown_values(config), **shown_values(options)},
                 tracing=tracing,
                 diagnostics=_diagnostics(built, options),
+                events=events,
             )
             _collect_what_is_new_alone()
             scheme = "http" if certificates is None else "https"

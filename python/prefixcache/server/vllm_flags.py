@@ -109,7 +109,7 @@ VLLM_FLAGS: tuple[ForeignFlag, ...] = (
     *only(("auto", "bfloat16"), "asks for another type of the KV cache", "--kv-cache-dtype"),
     *refused("asks for another type of the KV cache", "--calculate-kv-scales"),
     *only(("0",), _OTHER_KV, "--cpu-offload-gb", "--kv-offloading-size"),
-    *only((), _OTHER_KV, "--kv-transfer-config", "--kv-events-config"),
+    *only((), _OTHER_KV, "--kv-transfer-config"),
     *refused("asks for whole prompts in one step", "--no-enable-chunked-prefill"),
     *refused("asks for a model without its windows", "--disable-sliding-window"),
     *only((), "asks for speculative decoding", "--speculative-config", "-sc"),

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use crate::error::{
     Argument, Broken, CacheError, InvalidArgument, Misuse, ResizeError, SequenceFault,
 };
+use crate::events::Journal;
 use crate::groups::GroupSpec;
 use crate::hash::{Extras, HashConfig, PrefixHashes, Scope};
 use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
@@ -599,33 +600,74 @@ impl<S: BlockStore> PrefixCache<S> {
         };
         let full = upto / self.block_size();
         let hashes = &sequence.hashes.as_slice()[..full];
-        for index in holding.num_published..full {
+        // Blocks of a scope are not told of: whoever knows their hashes can find out what they hold.
+        let is_open = sequence.scope == Scope::default();
+        let journal = self.store.journal().filter(|_| is_open);
+        let mut new = Vec::new();
+        let outcome = self.register_all(holding, hashes, |group, index, outcome| {
+            if let Registration::Twin(holder) = outcome {
+                twins.push(Twin {
+                    sequence: number,
+                    group,
+                    index,
+                    holder,
+                });
+            } else if journal.is_some() && outcome == Registration::New {
+                new.push((group, index));
+            }
+        });
+        if let Some(journal) = journal {
+            self.tell_stored(journal, new, hashes, &sequence.tokens);
+        }
+        outcome?;
+        holding.num_published = holding.num_published.max(full);
+        holding.num_filled = holding.num_filled.max(upto);
+        Ok(())
+    }
+
+    /// Registers the blocks of these hashes that were not published yet; calls `done` with group, index and
+    /// outcome of each.
+    #[inline]
+    fn register_all(
+        &self,
+        holding: &Holding,
+        hashes: &[BlockHash],
+        mut done: impl FnMut(GroupId, usize, Registration),
+    ) -> Result<(), Misuse> {
+        for index in holding.num_published..hashes.len() {
             if let Some(&soon) = hashes.get(index + EXPECT_AHEAD) {
                 for (group, _) in self.hash_config.groups.each() {
                     self.store.expect(&BlockKey::new(soon, group));
                 }
             }
-            let hash = hashes[index];
             for (table, (group, _)) in holding.tables.iter().zip(self.hash_config.groups.each()) {
                 if index < table.first {
                     continue;
                 }
-                let key = BlockKey::new(hash, group);
-                let block = table.blocks[index];
-                let outcome = self.store.register(block, key, holding.epoch)?;
-                if let Registration::Twin(holder) = outcome {
-                    twins.push(Twin {
-                        sequence: number,
-                        group: key.group,
-                        index,
-                        holder,
-                    });
-                }
+                let key = BlockKey::new(hashes[index], group);
+                let outcome = self
+                    .store
+                    .register(table.blocks[index], key, holding.epoch)?;
+                done(group, index, outcome);
             }
         }
-        holding.num_published = holding.num_published.max(full);
-        holding.num_filled = holding.num_filled.max(upto);
         Ok(())
+    }
+
+    /// Tells of blocks of a sequence, by group and index, that can be found from now on.
+    fn tell_stored(
+        &self,
+        journal: &Journal,
+        mut blocks: Vec<(GroupId, usize)>,
+        hashes: &[BlockHash],
+        tokens: &[u32],
+    ) {
+        blocks.sort_unstable();
+        for run in blocks.chunk_by(|one, next| one.0 == next.0 && one.1 + 1 == next.1) {
+            let (group, first) = run[0];
+            let range = first..first + run.len();
+            journal.stored(group, range, hashes, tokens, self.block_size());
+        }
     }
 
     /// Swaps a published block of a sequence for `block`, its twin that hits, and gives the own one up,

@@ -117,6 +117,9 @@ pub enum ListenError {
         /// The losses that the log was to hold.
         capacity: usize,
     },
+    /// Something is cached already.
+    #[error("something is cached already, which nobody was told of")]
+    Late,
     /// Somebody listens already.
     #[error("somebody listens to this pool already")]
     Twice,

@@ -7,6 +7,7 @@ pub mod cache;
 mod clock;
 mod credits;
 pub mod error;
+pub mod events;
 mod free_stack;
 pub mod groups;
 pub mod hash;

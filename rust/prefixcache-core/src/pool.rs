@@ -71,6 +71,7 @@ use crate::block::{Block, ByClass, Class, ClassSet, Content, Place};
 use crate::clock::Clock;
 use crate::credits::Credits;
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, PoolError, ResizeError};
+use crate::events::Journal;
 use crate::free_stack::{FreeStack, FreshRun};
 use crate::id::{BlockId, Epoch};
 use crate::index::Index;
@@ -116,6 +117,8 @@ pub struct BlockPool<M: Mode> {
     clock: Clock,
     /// What a listener is told of lost content.
     losses: OnceLock<Losses>,
+    /// Where what can be found is told of.
+    journal: OnceLock<Journal>,
 }
 
 /// The slots that a call's blocks have vacated. Neighbours mostly are of one class.
@@ -281,6 +284,7 @@ impl<M: Mode> BlockPool<M> {
             reuse,
             clock: Clock::new(),
             losses: OnceLock::new(),
+            journal: OnceLock::new(),
         };
         pool.credits.give::<M>(config.num_blocks - 1);
         Some(pool)
@@ -380,6 +384,10 @@ impl<M: Mode> BlockStore for BlockPool<M> {
 
     fn begin_registrations(&self) {
         self.tell_time_of_batch();
+    }
+
+    fn journal(&self) -> Option<&Journal> {
+        self.journal.get()
     }
 
     fn register(

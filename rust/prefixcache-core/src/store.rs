@@ -37,6 +37,7 @@ use std::iter;
 
 use crate::band::Band;
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
+use crate::events::Journal;
 use crate::id::{BlockHash, BlockId, Epoch, GroupId, MAX_BLOCKS};
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
 use crate::stats::StoreStats;
@@ -205,6 +206,11 @@ pub trait BlockStore {
 
     /// Says that a batch of registrations begins. Changes nothing but the time that they are remembered by.
     fn begin_registrations(&self) {}
+
+    /// What is to be told of blocks that can be found and cannot any more, where somebody wants to know.
+    fn journal(&self) -> Option<&Journal> {
+        None
+    }
 
     /// Says that `key` will be registered soon, so that its place may be fetched. Changes nothing.
     fn expect(&self, _key: &BlockKey) {}

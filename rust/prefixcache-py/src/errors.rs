@@ -42,7 +42,7 @@ impl IntoPyErr for ListenError {
         match self {
             Self::Invalid(error) => error.into_py_err(),
             Self::OutOfMemory { .. } => PyMemoryError::new_err(self.to_string()),
-            Self::Twice => PyRuntimeError::new_err(self.to_string()),
+            Self::Twice | Self::Late => PyRuntimeError::new_err(self.to_string()),
         }
     }
 }

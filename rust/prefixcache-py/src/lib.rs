@@ -17,6 +17,7 @@ mod cpu;
 mod decoder;
 mod detach;
 mod errors;
+mod events;
 mod exclusive;
 mod hints;
 mod json;
@@ -53,6 +54,8 @@ mod _core {
     use crate::cpu::Cpu;
     #[pymodule_export]
     use crate::decoder::{DecoderLayer, DecoderStack};
+    #[pymodule_export]
+    use crate::events::EventSnapshot;
     #[pymodule_export]
     use crate::json::parse_json;
     #[pymodule_export]

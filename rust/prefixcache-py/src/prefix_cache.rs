@@ -25,7 +25,8 @@ use crate::arguments::{
 use crate::block_hashes::BlockHashes;
 use crate::detach::{run, run_on_tokens};
 use crate::errors::{IntoPyErr, out_of_range};
-use crate::exclusive::Using;
+use crate::events::{Event, EventSnapshot, event};
+use crate::exclusive::{Exclusive, Using};
 use crate::losses;
 use crate::names::{self, Name};
 use crate::sequence::{Batch, Sequence};
@@ -766,6 +767,40 @@ retention_budget=0.2, max_cached_blocks=None)"
     fn reuse_gaps(&self) -> PyResult<(Vec<u64>, f64)> {
         let gaps = on!(self.0.core()?, |cache| cache.store().reuse_gaps());
         Ok((gaps.counts, gaps.sum.as_secs_f64()))
+    }
+
+    /// Keep a record of what can be found and cannot any more, for `take_events`. The writer's thread.
+    fn keep_events(&self) -> PyResult<()> {
+        let (core, _writing) = self.0.core_to_write()?;
+        let Core::SingleWriter(cache) = core else {
+            let reason = "must be \"single_writer\": what several writers change has no one order";
+            return Err(out_of_range("threads", reason));
+        };
+        let reader = cache.store().keep_journal(cache.block_size());
+        let reader = reader.map_err(IntoPyErr::into_py_err)?;
+        // The pool refuses a second journal, so nothing stands here.
+        let _ = self.0.events.set(Exclusive::new(reader));
+        Ok(())
+    }
+
+    /// Take the oldest changes of what can be found, about `max_blocks` blocks of them. Any thread.
+    ///
+    /// Empty also where another call receives changes at the moment.
+    fn take_events(
+        &self,
+        py: Python<'_>,
+        max_blocks: Number<names::MaxBlocks>,
+    ) -> PyResult<Vec<Event>> {
+        let events = self.0.events()?;
+        let taken = py.detach(|| events.try_use().map(|mut events| events.take(max_blocks.0)));
+        Ok(taken.unwrap_or_default().into_iter().map(event).collect())
+    }
+
+    /// What all changes taken have led to; None while there are others to take. Any thread.
+    fn snapshot_events(&self, py: Python<'_>) -> PyResult<Option<EventSnapshot>> {
+        let events = self.0.events()?;
+        let snapshot = py.detach(|| events.try_use().and_then(|events| events.snapshot()));
+        Ok(snapshot.map(EventSnapshot::new))
     }
 
     /// Check every invariant of the cache; raises RuntimeError that names the broken one.

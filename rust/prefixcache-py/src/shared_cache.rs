@@ -1,9 +1,10 @@
 //! A cache in either form of its pool, shared between the Python object and the sequences it made.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use prefixcache_core::cache;
+use prefixcache_core::events::{EventReader, Journal, MAX_UNTAKEN};
 use prefixcache_core::hash::HashConfig;
 use prefixcache_core::ledger::{Ledger, LedgerStats};
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
@@ -49,6 +50,8 @@ pub struct Cache {
     abandoned: Abandoned,
     /// The slice of a shrink that is under way.
     pub moves: Exclusive<Moves>,
+    /// The reader of what can be found, where somebody wants to know.
+    pub events: OnceLock<Exclusive<EventReader>>,
 }
 
 /// What the writer's ledger says of itself, for all threads. Relaxed, all of it: the counts are for people.
@@ -116,6 +119,7 @@ impl Cache {
             closed: AtomicBool::new(false),
             abandoned: Abandoned::default(),
             moves: Exclusive::new(Moves::default()),
+            events: OnceLock::new(),
         })
     }
 
@@ -134,7 +138,21 @@ impl Cache {
         for sequence in self.abandoned.take_all() {
             core.release_collected(&sequence);
         }
+        self.receive_late_events(core);
         Ok((core, writing))
+    }
+
+    /// Receives events in the place of a reader that has not for long, so that what waits is bounded.
+    fn receive_late_events(&self, core: &Core) {
+        let Some(events) = self.events.get() else {
+            return;
+        };
+        let pending = on!(core, |cache| cache.store().journal()).map_or(0, Journal::num_pending);
+        if pending > MAX_UNTAKEN
+            && let Some(mut reader) = events.try_use()
+        {
+            reader.receive();
+        }
     }
 
     /// The cache, which no single writer changes while the second value lives.
@@ -168,6 +186,13 @@ impl Cache {
     /// Makes the calling thread the writer.
     pub fn adopt_writer(&self) -> PyResult<()> {
         self.writer.adopt()
+    }
+
+    /// The reader of what can be found.
+    pub fn events(&self) -> PyResult<&Exclusive<EventReader>> {
+        self.core()?;
+        let untold = || PyRuntimeError::new_err("no events are kept: call keep_events() first");
+        self.events.get().ok_or_else(untold)
     }
 
     /// Refuses every later call.

@@ -631,7 +631,11 @@ impl<M: Mode> BlockPool<M> {
     /// [`Self::forget_all`], which calls `lost` for each block that held content of this epoch, with its place
     /// in `ids` and its spot in the index, if it was there.
     #[inline]
-    pub(super) fn forget_each(&self, ids: &[BlockId], lost: impl Fn(usize, Option<Spot>)) -> u64 {
+    pub(super) fn forget_each(
+        &self,
+        ids: &[BlockId],
+        mut lost: impl FnMut(usize, Option<Spot>),
+    ) -> u64 {
         let batches = ids.chunks(FORGET_BATCH).enumerate();
         batches
             .map(|(number, batch)| {
@@ -642,7 +646,7 @@ impl<M: Mode> BlockPool<M> {
     }
 
     #[inline]
-    fn forget_batch(&self, batch: &[BlockId], lost: impl Fn(usize, Option<Spot>)) -> u64 {
+    fn forget_batch(&self, batch: &[BlockId], mut lost: impl FnMut(usize, Option<Spot>)) -> u64 {
         let mut spots = [Spot::default(); FORGET_BATCH];
         for (spot, block) in spots.iter_mut().zip(batch.iter().map(|&id| self.block(id))) {
             if block.seq() != 0 {

@@ -5,14 +5,30 @@ use std::time::Duration;
 use super::BlockPool;
 use crate::block::{Class, Content};
 use crate::error::{InvalidArgument, ListenError};
+use crate::events::{EventReader, Journal};
 use crate::id::BlockId;
 use crate::index::Spot;
 use crate::losses::{Cause, Loss, Losses, ReuseGaps};
-use crate::store::BlockStore;
-use crate::sync::{Fault, Mode, planted};
+use crate::store::{BlockKey, BlockStore};
+use crate::sync::{Fault, Mode, SingleWriter, planted};
 
 /// The most losses that a log may hold: 4 GiB of them.
 const MAX_CAPACITY: usize = 1 << 26;
+
+impl BlockPool<SingleWriter> {
+    /// Tells the reader, from now on, of blocks of `block_size` tokens that can be found and cannot any more. Once
+    /// in a pool's life, before anything is cached: of that the reader would never know.
+    ///
+    /// Of one writer alone, whose changes have an order.
+    pub fn keep_journal(&self, block_size: usize) -> Result<EventReader, ListenError> {
+        if self.contents.cached() > 0 {
+            return Err(ListenError::Late);
+        }
+        let (journal, reader) = Journal::new(block_size);
+        self.journal.set(journal).map_err(|_| ListenError::Twice)?;
+        Ok(reader)
+    }
+}
 
 impl<M: Mode> BlockPool<M> {
     /// Keeps a log of content that is lost from now on, of up to `capacity` blocks rounded up to a power of two,
@@ -108,6 +124,9 @@ impl<M: Mode> BlockPool<M> {
         if let Some(losses) = self.losses.get() {
             losses.lost_everything::<M>();
         }
+        if let Some(journal) = self.journal.get() {
+            journal.cleared();
+        }
     }
 
     /// [`Self::forget_all`], and tells of it. `class_of` says of which class each block was, by its place in `ids`.
@@ -118,17 +137,28 @@ impl<M: Mode> BlockPool<M> {
         cause: Cause,
         class_of: impl Fn(usize) -> Class,
     ) -> u64 {
-        let Some(losses) = self.losses.get() else {
+        let (losses, journal) = (self.losses.get(), self.journal.get());
+        if losses.is_none() && journal.is_none() {
             return self.forget_all(ids);
-        };
-        self.forget_each(ids, |at, spot| {
+        }
+        let mut names = Vec::with_capacity(journal.map_or(0, |_| ids.len()));
+        let lost = self.forget_each(ids, |at, spot| {
             let id = ids[at];
             let content = self.block(id).content();
-            let band = class_of(at).band();
             // A copy that was taken out of the index as one too many was none that others could find.
             let is_last = spot.is_some_and(|spot| self.is_gone(spot, &content));
-            losses.lost::<M>(id, content, cause, band, is_last);
-        })
+            if let Some(losses) = losses {
+                losses.lost::<M>(id, content, cause, class_of(at).band(), is_last);
+            }
+            if is_last && journal.is_some() {
+                let BlockKey { hash, group } = content.key();
+                names.push(((&hash).into(), group));
+            }
+        });
+        if let Some(journal) = journal {
+            journal.lost(names);
+        }
+        lost
     }
 
     /// Whether no block has the content in this epoch. Of threads that remove copies of it at the same time, at

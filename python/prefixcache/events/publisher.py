@@ -1,0 +1,189 @@
+"""The publisher: takes events from the cache, beside the step loop, and sends them as batches."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from prefixcache.events.config import KVEventsConfig
+from prefixcache.events.form import WireForm
+from prefixcache.events.snapshot import CacheSnapshot
+from prefixcache.events.sockets import EventSockets
+from prefixcache.events.wire import EventBatch, encode_batch
+from prefixcache.kv.events import CacheEvents
+from prefixcache.metrics import PREFIX
+
+logger = logging.getLogger(__name__)
+
+# How long an event waits at most before it is sent.
+_PERIOD = 0.01
+# So that turning a batch into bytes keeps the interpreter from the step loop for a fraction of a
+# millisecond.
+_BLOCKS_AT_ONCE = 512
+# Batches of a replay between two looks for new events.
+_REPLAYED_AT_ONCE = 64
+_MOST_REPLAYS = 256
+# The most memory of batches that can be sent again.
+_MOST_BUFFER_BYTES = 256 * 2**20
+_CLOSE_SECONDS = 5
+
+
+class EventPublisher:
+    """Publishes what a cache stores and removes, from a thread of its own, until it is closed.
+
+    `model` is the name that snapshots tell. Batches are numbered from 0 on.
+    """
+
+    def __init__(
+        self, events: CacheEvents, sockets: EventSockets, config: KVEventsConfig, *, model: str
+    ) -> None:
+        self._events = events
+        self._sockets = sockets
+        self._model = model
+        self._form = WireForm(events.block_size, events.groups)
+        self._buffer = _ReplayBuffer(config.buffer_steps)
+        # Who is sent what was sent before, and how far that is: the next sequence.
+        self._replays: dict[bytes, int] = {}
+        self._next = 0
+        self._num_blocks = {"stored": 0, "removed": 0, "cleared": 0}
+        self._num_replays = 0
+        self._publishing = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+
+    @property
+    def endpoints(self) -> dict[str, str | None]:
+        """Where consumers connect to."""
+        sockets = self._sockets
+        return {"endpoint": sockets.endpoint, "replay_endpoint": sockets.replay_endpoint}
+
+    def start(self) -> None:
+        """Begins to publish."""
+        self._thread.start()
+
+    def snapshot(self) -> CacheSnapshot:
+        """What is cached now, once all batches so far are sent. From any thread; takes a while."""
+        with self._publishing:
+            while (copy := self._events.snapshot()) is None:
+                while self._publish():
+                    pass
+                time.sleep(0)
+            return CacheSnapshot(
+                copy,
+                self._form,
+                sequence=self._next - 1,
+                root_hash=self._events.root_hash,
+                model=self._model,
+            )
+
+    def families(self) -> Iterator[Metric]:
+        """What `/metrics` tells of events. From any thread."""
+        yield GaugeMetricFamily(
+            PREFIX + "kv_events_publishing",
+            "1 while KV events are published, 0 once that has stopped.",
+            value=int(self._thread.is_alive()),
+        )
+        blocks = CounterMetricFamily(
+            PREFIX + "kv_event_blocks", "Blocks that KV events told of.", labels=["type"]
+        )
+        for kind in ("stored", "removed"):
+            blocks.add_metric([kind], self._num_blocks[kind])
+        yield blocks
+        counters = {
+            "batches": ("Batches of KV events that were published.", self._next),
+            "replays": ("Replays of KV events that were asked for.", self._num_replays),
+            "overflows": (
+                "Times that a consumer of KV events had hwm batches waiting, and began to miss.",
+                self._sockets.num_overflows,
+            ),
+        }
+        for name, (documentation, value) in counters.items():
+            yield CounterMetricFamily(PREFIX + "kv_event_" + name, documentation, value=value)
+
+    def close(self) -> None:
+        """Sends what there is, and ends."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._answer_replays()
+                with self._publishing:
+                    is_idle = not self._publish()
+                if is_idle:
+                    self._sockets.wait(_PERIOD)
+            with self._publishing:
+                while self._publish():
+                    pass
+        except Exception:
+            logger.exception("KV events are published no more.")
+
+    def _publish(self) -> bool:
+        """Sends the oldest events as a batch; whether there were any."""
+        events = self._events.take(_BLOCKS_AT_ONCE)
+        if not events:
+            return False
+        batch = EventBatch(time.time(), [self._form.event(event) for event in events], 0)
+        payload = encode_batch(batch)
+        for kind, _, _, hashes, _ in events:
+            self._num_blocks[kind] += len(hashes)
+        self._sockets.send(self._next, payload)
+        self._buffer.append(payload)
+        self._next += 1
+        return True
+
+    def _answer_replays(self) -> None:
+        for client, start in self._sockets.replay_requests():
+            if client in self._replays or len(self._replays) < _MOST_REPLAYS:
+                self._num_replays += 1
+                self._replays[client] = start
+        sent = {client: self._go_on(client, start) for client, start in self._replays.items()}
+        self._replays = {client: start for client, start in sent.items() if start is not None}
+
+    def _go_on(self, client: bytes, start: int) -> int | None:
+        """Sends the next part of a replay, as far as its client takes it; None at its end."""
+        with self._publishing:
+            batches = self._buffer.batches(start, _REPLAYED_AT_ONCE)
+        try:
+            for sequence, payload in batches:
+                if not self._sockets.replay(client, sequence, payload):
+                    return sequence
+                start = sequence + 1
+            is_over = len(batches) < _REPLAYED_AT_ONCE and self._sockets.end_replay(client)
+        except ConnectionError:
+            return None
+        return None if is_over else start
+
+
+class _ReplayBuffer:
+    """The last batches: so many of them, and up to a bound of memory. One thread at a time."""
+
+    def __init__(self, most: int) -> None:
+        self._batches: deque[bytes] = deque()
+        self._most = most
+        self._bytes = 0
+        self._next = 0
+
+    def append(self, payload: bytes) -> None:
+        """Adds the next batch, in the place of the oldest ones."""
+        self._batches.append(payload)
+        self._bytes += len(payload)
+        self._next += 1
+        while len(self._batches) > self._most or self._bytes > _MOST_BUFFER_BYTES:
+            self._bytes -= len(self._batches.popleft())
+
+    def batches(self, start: int, most: int) -> list[tuple[int, bytes]]:
+        """Up to `most` batches from the sequence `start` on, or from the first that is left."""
+        first = self._next - len(self._batches)
+        begin = max(start, first)
+        found = islice(self._batches, begin - first, begin - first + most)
+        return list(zip(range(begin, begin + most), found, strict=False))

@@ -1,0 +1,248 @@
+//! What can be found in the cache, told to one reader in the order in which it changed.
+//!
+//! Nothing of this exists until somebody asks for it
+//! ([`BlockPool::keep_journal`](crate::BlockPool::keep_journal)). Then the single writer sends what it registers
+//! and what loses its last copy through a channel, a message a batch, and waits for nobody. The reader applies
+//! them to a [`Mirror`] of the cache, which knows what can be found and with which tokens. What the mirror knows
+//! already, or never knew, is not told on: blocks of a scope are never sent, so their losses end there.
+//!
+//! What was sent and not received is bounded by whoever calls [`EventReader::receive`] when
+//! [`Journal::num_pending`] is high, the writer if need be. What was received and not taken is bounded by
+//! [`MAX_UNTAKEN`] blocks: beyond, the reader drops it and tells everything anew after a [`Change::Cleared`]. So
+//! whoever takes late still ends with what there is.
+
+mod mirror;
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+use crate::id::{BlockHash, GroupId};
+use crate::sync::{AtomicU64, Ordering};
+
+pub use mirror::Snapshot;
+
+use Ordering::Relaxed;
+use mirror::Mirror;
+
+/// Blocks of changes that wait to be taken; with more than these, all is told anew.
+pub const MAX_UNTAKEN: usize = 1 << 16;
+
+/// The last 8 bytes of a block's hash, big endian: what other programs know a block by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ShortHash(pub u64);
+
+impl From<&BlockHash> for ShortHash {
+    fn from(hash: &BlockHash) -> Self {
+        let [.., a, b, c, d, e, f, g, h] = *hash.as_bytes();
+        Self(u64::from_be_bytes([a, b, c, d, e, f, g, h]))
+    }
+}
+
+/// Blocks of one group, each the one after the block before it in a prompt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// The group that the blocks belong to.
+    pub group: GroupId,
+    /// The block before the first; None at a prompt's beginning.
+    pub parent: Option<ShortHash>,
+    /// The blocks.
+    pub hashes: Vec<ShortHash>,
+    /// The tokens of all of them.
+    pub tokens: Vec<u32>,
+}
+
+/// A change of what can be found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// These blocks can be found from now on.
+    Stored(Run),
+    /// These blocks of the group can be found no more.
+    Removed(GroupId, Vec<ShortHash>),
+    /// Nothing can be found any more.
+    Cleared,
+}
+
+impl Change {
+    /// How many blocks it is about; what is about none counts as one.
+    fn weight(&self) -> usize {
+        match self {
+            Self::Stored(run) => run.hashes.len(),
+            Self::Removed(_, hashes) => hashes.len(),
+            Self::Cleared => 1,
+        }
+    }
+}
+
+/// A block's name, and the group that it belongs to.
+pub(crate) type Name = (ShortHash, GroupId);
+
+/// What the writer sends.
+enum Sent {
+    Stored(Run),
+    Lost(Vec<Name>),
+    Cleared,
+}
+
+impl Sent {
+    /// As [`Change::weight`].
+    fn weight(&self) -> u64 {
+        match self {
+            Self::Stored(run) => run.hashes.len() as u64,
+            Self::Lost(names) => names.len() as u64,
+            Self::Cleared => 1,
+        }
+    }
+}
+
+/// The writer's end.
+#[derive(Debug)]
+pub struct Journal {
+    sender: Sender<Sent>,
+    /// Blocks that were sent and not received.
+    pending: Arc<AtomicU64>,
+}
+
+impl Journal {
+    /// Both ends, for a cache of blocks of so many tokens.
+    pub(crate) fn new(block_size: usize) -> (Self, EventReader) {
+        let (sender, receiver) = channel();
+        let pending = Arc::new(AtomicU64::new(0));
+        let reader = EventReader {
+            receiver,
+            pending: Arc::clone(&pending),
+            mirror: Mirror::new(block_size),
+            untaken: VecDeque::new(),
+            num_untaken: 0,
+            anew: None,
+        };
+        (Self { sender, pending }, reader)
+    }
+
+    /// Blocks that were sent and not received.
+    #[must_use]
+    pub fn num_pending(&self) -> usize {
+        // Relaxed: the channel orders what is sent; this says when to receive.
+        self.pending.load(Relaxed) as usize
+    }
+
+    /// The blocks of this range of a prompt can be found from now on.
+    pub(crate) fn stored(
+        &self,
+        group: GroupId,
+        blocks: Range<usize>,
+        hashes: &[BlockHash],
+        tokens: &[u32],
+        block_size: usize,
+    ) {
+        let parent = blocks.start.checked_sub(1);
+        self.send(Sent::Stored(Run {
+            group,
+            parent: parent.map(|parent| (&hashes[parent]).into()),
+            hashes: hashes[blocks.clone()].iter().map(ShortHash::from).collect(),
+            tokens: tokens[blocks.start * block_size..blocks.end * block_size].to_vec(),
+        }));
+    }
+
+    /// The last copies of these are lost.
+    pub(crate) fn lost(&self, names: Vec<Name>) {
+        if !names.is_empty() {
+            self.send(Sent::Lost(names));
+        }
+    }
+
+    /// Everything is lost.
+    pub(crate) fn cleared(&self) {
+        self.send(Sent::Cleared);
+    }
+
+    fn send(&self, sent: Sent) {
+        // Relaxed: as in `num_pending`. Before the message, so that the count is never below 0.
+        self.pending.fetch_add(sent.weight(), Relaxed);
+        // It fails where the reader is gone, and then nobody wants to know.
+        let _ = self.sender.send(sent);
+    }
+}
+
+/// The reader's end, for one thread at a time.
+#[derive(Debug)]
+pub struct EventReader {
+    receiver: Receiver<Sent>,
+    pending: Arc<AtomicU64>,
+    mirror: Mirror,
+    untaken: VecDeque<Change>,
+    /// Their blocks.
+    num_untaken: usize,
+    /// What is told before `untaken`, where too much was untaken.
+    anew: Option<Anew>,
+}
+
+/// Everything, told again.
+#[derive(Debug)]
+struct Anew {
+    is_begun: bool,
+    rest: Snapshot,
+}
+
+impl EventReader {
+    /// Receives what was sent so far, which takes as long as it is much.
+    pub fn receive(&mut self) {
+        while let Ok(sent) = self.receiver.try_recv() {
+            // Relaxed: as in `Journal::num_pending`.
+            self.pending.fetch_sub(sent.weight(), Relaxed);
+            self.mirror.apply(sent, |change| {
+                self.num_untaken += change.weight();
+                self.untaken.push_back(change);
+            });
+            if self.num_untaken > MAX_UNTAKEN {
+                self.tell_anew();
+            }
+        }
+    }
+
+    fn tell_anew(&mut self) {
+        self.untaken = VecDeque::new();
+        self.num_untaken = 0;
+        self.anew = Some(Anew {
+            is_begun: false,
+            rest: self.mirror.clone().into_snapshot(),
+        });
+    }
+
+    /// Receives, and takes the oldest changes, until they are about `most` blocks or there are no more.
+    pub fn take(&mut self, most: usize) -> Vec<Change> {
+        self.receive();
+        let mut taken = Vec::new();
+        let mut weight = 0;
+        while weight < most
+            && let Some(change) = self.next()
+        {
+            weight += change.weight();
+            taken.push(change);
+        }
+        taken
+    }
+
+    fn next(&mut self) -> Option<Change> {
+        if let Some(anew) = &mut self.anew {
+            if !std::mem::replace(&mut anew.is_begun, true) {
+                return Some(Change::Cleared);
+            }
+            if let Some(run) = anew.rest.next() {
+                return Some(Change::Stored(run));
+            }
+            self.anew = None;
+        }
+        let change = self.untaken.pop_front()?;
+        self.num_untaken -= change.weight();
+        Some(change)
+    }
+
+    /// What all changes taken so far have led to; None while there are more that were received and not taken.
+    #[must_use]
+    pub fn snapshot(&self) -> Option<Snapshot> {
+        let is_level = self.anew.is_none() && self.untaken.is_empty();
+        is_level.then(|| self.mirror.clone().into_snapshot())
+    }
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from fake_engine import make_engine
 from fake_runner import FakeRunner, next_token, window_of
 from late_runner import LateRunner
 from prefixcache.engine.engine import Engine
+from prefixcache.engine.weights_names import content_name
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.kv.cache_manager import CacheManager, GroupKind
+from prefixcache.models.checkpoint import Checkpoint
 from prefixcache.request import TokenLogprobs
 from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 
@@ -86,20 +89,23 @@ class LateVersionedRunner(VersionedRunner, LateRunner):
 
 
 class FakeWeights:
-    """The folder `.../7` holds the weights 7; "broken" folders fail when they are loaded."""
+    """The folder `.../7` holds the weights 7, whose digest is "7"; other folders are refused."""
+
+    quantized_digest = requantized_digest = None
 
     def __init__(self, runner: VersionedRunner) -> None:
         self._runner = runner
-        self.folder: Path | None = Path("0")
+        self.checkpoint: Checkpoint | None = fake_checkpoint(0)
         self._unwritten: set[str] = set()
 
     @property
     def complete(self) -> bool:
         return self._runner.weights is not None and not self._unwritten
 
-    def check_folder(self, folder: Path) -> None:
+    def check_folder(self, folder: Path) -> Checkpoint:
         if not folder.name.isdigit():
             raise ModelLoadError(f"{folder} holds no number.")
+        return Checkpoint(folder, folder.name)
 
     def check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         for name in tensors:
@@ -110,16 +116,17 @@ class FakeWeights:
         if missing := set(NAMES) - set(names):
             raise ModelLoadError(f"The update lacks {sorted(missing)}.")
 
-    def load(self, folder: Path) -> None:
-        self.check_folder(folder)
-        self._runner.weights, self.folder, self._unwritten = int(folder.name), folder, set()
+    def load(self, checkpoint: Checkpoint) -> None:
+        self.check_folder(checkpoint.folder)
+        self._runner.weights, self._unwritten = int(checkpoint.digest), set()
+        self.checkpoint = checkpoint
 
     def write(self, tensors: Mapping[str, Tensor]) -> set[str]:
         self.check_tensors(tensors)
         if self._runner.weights is None:
             self._unwritten = set(NAMES)
         self._unwritten -= tensors.keys()
-        self.folder = None
+        self.checkpoint = None
         for tensor in tensors.values():
             self._runner.weights = int(tensor)
         return set(tensors)
@@ -130,6 +137,11 @@ class FakeWeights:
     def give_up(self) -> None:
         self._runner.weights = None
         self._unwritten = set()
+
+
+def fake_checkpoint(weights: int) -> Checkpoint:
+    """The folder with these weights."""
+    return Checkpoint(Path(str(weights)), str(weights))
 
 
 class FakeMemory:
@@ -183,6 +195,7 @@ def make_versioned_engine(
         max_blocks=max_blocks,
         runner=runner,
         memory=FakeMemory(runner),
+        make_cache=partial(CacheManager, weights=content_name("0")),
         **options,
     )
     return engine, runner, cache

@@ -176,7 +176,7 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
             }
             _ => match b % 8 {
                 0 => format!("{:?}", cache.clear_cache_index()),
-                1 => format!("{:?}", cache.new_weight_version()),
+                1 => format!("{:?}", cache.new_weight_version(None)),
                 2 | 3 => format!("{:?}", cache.pin(sequence, tokens / BLOCK_SIZE * BLOCK_SIZE)),
                 4 => format!("{:?}", cache.unpin(sequence)),
                 5 => format!("{:?}", cache.store().demote(usize::from(b / 8))),

@@ -37,6 +37,8 @@ __all__ = [
     "StopStrings",
     "TraceReader",
     "TraceReplay",
+    "derive_digest",
+    "hash_file_ranges",
     "parse_json",
     "replay_recording",
 ]
@@ -155,6 +157,7 @@ class PrefixCache:
         *,
         model: str = "",
         revision: str = "",
+        weights: str | None = None,
         kv_dtype: str = "",
         arithmetic: str = "",
         num_groups: int | None = None,
@@ -170,13 +173,14 @@ class PrefixCache:
 
         Block 0, the null block, counts among them and is never handed out, as in vLLM. `model`,
         `revision`, `kv_dtype` (the type of the KV's numbers) and `arithmetic` (what the model
-        computes with) enter every hash. `max_blocks` is the most that `resize` may reach, and
-        `max_cached_blocks` bounds what is cached and free (`set_max_cached_blocks`). `groups`
-        names the kind of each group of layers, one of full attention by default, as `num_groups`
-        counts them where all are. A window is at least 1 token. `eviction_policy` says which free
-        block goes first: the one unused for longest, or the one that promises the fewest hits.
-        `retention_budget`, from 0 to 1, is the share of the present blocks that each owner of hints
-        may raise (`Sequence.set_hints`).
+        computes with) enter every hash, and so does what the weights are called: `weights`, a kind,
+        a colon and a name as in "tag:step-1200", or how often they were changed. `max_blocks` is
+        the most that `resize` may reach, and `max_cached_blocks` bounds what is cached and free
+        (`set_max_cached_blocks`). `groups` names the kind of each group of layers, one of full
+        attention by default, as `num_groups` counts them where all are. A window is at least 1
+        token. `eviction_policy` says which free block goes first: the one unused for longest, or
+        the one that promises the fewest hits. `retention_budget`, from 0 to 1, is the share of the
+        present blocks that each owner of hints may raise (`Sequence.set_hints`).
         """
     def root_hash(self, *, cache_salt: str | None = None, lora: str | None = None) -> bytes:
         """The 32 bytes before the first block's hash under the current weights. Any thread.
@@ -283,11 +287,18 @@ class PrefixCache:
         """
     def clear_cache_index(self) -> None:
         """Forget everything cached, in constant time; sequences keep blocks and publish no more."""
-    def new_weight_version(self) -> int:
-        """Forget everything cached, and hash under the next version of the weights from now on."""
+    def new_weight_version(self, weights: str | None = None) -> int:
+        """Forget everything cached, and hash under other weights from now on; their version.
+
+        Every hash calls them `weights`, or by the version's digits. A name may come back: what was
+        cached under it before does not, and sequences that hold blocks publish no more.
+        """
     @property
     def weight_version(self) -> int:
-        """The version of the weights, which stands in every hash; 0 at first."""
+        """Counts the changes of the weights; 0 at first."""
+    @property
+    def weights_name(self) -> str:
+        """What every hash calls the weights of now. Any thread."""
     def pin(self, sequence: Sequence, num_tokens: int) -> int:
         """Pin the blocks that the longest hit within `num_tokens` tokens needs: evicted last.
 
@@ -1050,4 +1061,16 @@ def replay_recording(path: str | _PathLike[str]) -> dict[str, Any]:
 
     Raises ValueError, naming file, line and field, for what is no recording, and OSError for what
     cannot be read.
+    """
+
+def derive_digest(context: str, data: bytes) -> bytes:
+    """BLAKE3 of `data` in key derivation mode, whose `context` says what it is of: 32 bytes."""
+
+def hash_file_ranges(
+    path: str | _PathLike[str], ranges: _Sequence[tuple[int, int]], threads: int
+) -> list[bytes]:
+    """BLAKE3, 32 bytes, of each range of bytes of a file, (start, end), read by `threads` threads.
+
+    Other threads of Python run meanwhile. Raises OSError when the file cannot be read or ends
+    within a range.
     """

@@ -182,6 +182,17 @@ class ModelConfig(Checked):
         return _from_hf(source, generation or {})
 
 
+def without_defaults(config: ModelConfig) -> ModelConfig:
+    """The config without what decides nothing of what the model computes."""
+    return replace(
+        config,
+        checkpoint_dtype=None,
+        bos_token_id=None,
+        eos_token_ids=(),
+        generation=GenerationDefaults(),
+    )
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """A file's JSON object. Raises `ModelLoadError` when it holds none."""
     try:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from fake_engine import make_request
-from fake_memory import lone_answer, make_versioned_engine
+from fake_memory import fake_checkpoint, lone_answer, make_versioned_engine
 from prefixcache import LLM, SamplingParams
 from prefixcache.config import EngineConfig
 from prefixcache.engine.async_engine import AsyncEngine
@@ -80,7 +80,8 @@ class SteppedHammer:
         self.take(self.engine.step(), self.runner.weights)
 
     def swap(self) -> None:
-        self.engine.control.update_weights_from_folder(Path(str(self.choose.randrange(4))))
+        checkpoint = fake_checkpoint(self.choose.randrange(4))
+        self.engine.control.update_weights_from_folder(checkpoint)
 
     def nap(self) -> None:
         control = self.engine.control
@@ -135,7 +136,7 @@ def test_every_answer_is_that_of_the_weights_it_ended_under(seed: int, ahead: bo
 
 def _skip_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = "prefixcache.kv.cache_manager.CacheManager.new_weight_version"
-    monkeypatch.setattr(cache, lambda self: self.weight_version + 1)
+    monkeypatch.setattr(cache, lambda self, weights: self.weight_version + 1)
 
 
 def _keep_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:

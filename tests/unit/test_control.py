@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from fake_engine import make_engine, make_request
-from fake_memory import lone_answer, make_versioned_engine
+from fake_memory import fake_checkpoint, lone_answer, make_versioned_engine
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import EngineHaltedError, InvalidRequestError, ModelLoadError
+from prefixcache.models.checkpoint import Checkpoint
 from prefixcache.request import RequestOutput
 
 PROMPT = [*range(10, 27)]
@@ -64,8 +65,7 @@ class Driver:
         return self.answers[name]
 
     def swap(self, weights: int, mode: Any = "recompute") -> int:
-        folder = self.control.check_path(_folder(weights))
-        return self.control.update_weights_from_folder(folder, mode)
+        return self.control.update_weights_from_disk(_folder(weights), mode)
 
 
 def _folder(weights: int) -> str:
@@ -107,7 +107,7 @@ def test_without_the_step_of_the_version_a_stale_hit_shows(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver.answer("a")
-    monkeypatch.setattr(driver.cache, "new_weight_version", lambda: 1)
+    monkeypatch.setattr(driver.cache, "new_weight_version", lambda weights: 1)
     driver.swap(1)
     assert driver.answer("b") != lone_answer(PROMPT, 8, 1)
 
@@ -227,7 +227,7 @@ def test_a_broken_path_changes_nothing(driver: Driver) -> None:
         driver.control.check_path("broken")
     assert caught.value.param == "model_path"
     with pytest.raises(ModelLoadError):
-        driver.control.update_weights_from_folder(Path("broken"))
+        driver.control.update_weights_from_folder(Checkpoint(Path("broken"), ""))
     driver.run()
     assert driver.restarted == []
     assert driver.answers["a"] == lone_answer(PROMPT, 8, 0)
@@ -402,7 +402,7 @@ def test_after_level_2_an_update_must_be_whole(driver: Driver) -> None:
         (lambda c: c.wake_up(["kv"]), "tags", "tags must be one of 'weights', 'kv_cache'"),
         (lambda c: c.begin_weight_update("x"), "mode", "mode must be"),
         (lambda c: c.load_state_dict({}, "x"), "mode", "mode must be"),
-        (lambda c: c.update_weights_from_folder(Path("1"), "x"), "mode", "mode must be"),
+        (lambda c: c.update_weights_from_folder(fake_checkpoint(1), "x"), "mode", "mode must be"),
         (lambda c: c.load_state_dict({"a": torch.tensor(1)}), "state_dict", "lacks"),
         (lambda c: c.load_state_dict({"z": torch.tensor(1)}), "state_dict", "unexpected"),
         (lambda c: c.update_weights({"a": torch.tensor(1)}), None, "no weight update"),

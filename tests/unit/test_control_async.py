@@ -18,6 +18,7 @@ from fake_runner import StepGate, loop_passes
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.control import Control
 from prefixcache.exceptions import EngineDeadError, EngineHaltedError, InvalidRequestError
+from prefixcache.models.checkpoint import Checkpoint
 from prefixcache.request import RequestOutput
 
 T = TypeVar("T")
@@ -106,9 +107,10 @@ async def test_new_weights_are_looked_for_beside_the_steps(
     looked = threading.Event()
     check = FakeWeights.check_folder
 
-    def watched(weights: FakeWeights, folder: Path) -> None:
-        check(weights, folder)
+    def watched(weights: FakeWeights, folder: Path) -> Checkpoint:
+        checkpoint = check(weights, folder)
         looked.set()
+        return checkpoint
 
     monkeypatch.setattr(FakeWeights, "check_folder", watched)
     running = await served.start_held()

@@ -18,6 +18,7 @@ from paged_driver import PagedDriver
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.model_config import ModelConfig
 from prefixcache.models import replaceable
+from prefixcache.models.checkpoint import read_checkpoint
 from prefixcache.models.loader import load_model, make_model
 from prefixcache.models.names import TensorNames
 from prefixcache.models.replaceable import ReplaceableModel
@@ -31,7 +32,7 @@ PROMPT = [5, 9, 300, 7, 7, 21]
 def replaceable_model(folder: Path) -> ReplaceableModel:
     config = ModelConfig.from_hf(folder)
     make = partial(make_model, config, **OPTIONS)
-    return ReplaceableModel(load_model(config, folder, **OPTIONS), make, folder)
+    return ReplaceableModel(load_model(config, folder, **OPTIONS), make, read_checkpoint(folder))
 
 
 def logits(model: ReplaceableModel) -> torch.Tensor:
@@ -62,10 +63,10 @@ def test_weights_from_a_folder(folders: tuple[Path, Path]) -> None:
     old, new = folders
     model = replaceable_model(old)
     model.check_folder(new)
-    model.load(new)
+    model.load(read_checkpoint(new))
     assert torch.equal(logits(model), expected(new))
     assert not torch.equal(logits(model), expected(old))
-    assert model.folder == new
+    assert model.checkpoint == read_checkpoint(new)
 
 
 def test_weights_in_chunks_after_they_were_given_up(folders: tuple[Path, Path]) -> None:
@@ -80,7 +81,7 @@ def test_weights_in_chunks_after_they_were_given_up(folders: tuple[Path, Path]) 
         model.write({name: tensor})
     assert model.complete
     model.check_all_named(tensors)
-    assert model.folder is None
+    assert model.checkpoint is None
     assert torch.equal(logits(model), expected(new))
 
 
@@ -106,7 +107,7 @@ def test_giving_up_frees_the_weights_and_a_folder_brings_them_back(pair: tuple[P
     assert alive() is None
     with pytest.raises(RuntimeError, match="given up"):
         model.compute_logits(torch.zeros(1, 64))
-    model.load(pair[0])
+    model.load(read_checkpoint(pair[0]))
     assert torch.equal(logits(model), before)
 
 
@@ -183,9 +184,9 @@ def test_a_load_that_breaks_off_puts_the_old_weights_back(
     model = replaceable_model(pair[0])
     _load_breaks_off(monkeypatch, {pair[1]})
     with pytest.raises(ModelLoadError, match="the disk is gone"):
-        model.load(pair[1])
+        model.load(read_checkpoint(pair[1]))
     assert model.complete
-    assert model.folder == pair[0]
+    assert model.checkpoint == read_checkpoint(pair[0])
     assert torch.equal(logits(model), expected(pair[0]))
 
 
@@ -199,9 +200,9 @@ def test_without_a_way_back_the_weights_are_given_up(
     with monkeypatch.context() as patch:
         _load_breaks_off(patch, set(pair))
         with pytest.raises(ModelLoadError, match="the disk is gone"):
-            model.load(pair[1])
+            model.load(read_checkpoint(pair[1]))
     assert not model.complete
-    model.load(pair[1])
+    model.load(read_checkpoint(pair[1]))
     assert torch.equal(logits(model), expected(pair[1]))
 
 
@@ -217,4 +218,4 @@ def test_a_wrong_tensor_leaves_its_whole_chunk_unwritten(
     with pytest.raises(ModelLoadError, match=r"model\.norm\.weight"):
         model.write(chunk)
     assert torch.equal(logits(model), expected(pair[0]))
-    assert model.folder == pair[0]
+    assert model.checkpoint == read_checkpoint(pair[0])

@@ -15,6 +15,7 @@ from prefixcache._core import Cpu
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.model_config import ModelConfig
 from prefixcache.models import replaceable
+from prefixcache.models.checkpoint import read_checkpoint
 from prefixcache.models.conversion import quantize_folder, widen_folder
 from prefixcache.models.loader import load_model, make_model
 from prefixcache.models.replaceable import ReplaceableModel
@@ -50,7 +51,7 @@ def served(folder: Path, *, requantize: bool = False) -> ReplaceableModel:
     options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "cpu": cpu}
     model = load_model(config, folder, **options)
     make = partial(make_model, config, **options)
-    return ReplaceableModel(model, make, folder, requantize=requantize)
+    return ReplaceableModel(model, make, read_checkpoint(folder), requantize=requantize)
 
 
 def logits(model: ReplaceableModel) -> torch.Tensor:
@@ -109,16 +110,16 @@ def test_a_folder_is_taken_as_it_is_or_quantized(folders: Folders) -> None:
     model = served(folders.blocks[0])
     size = model.info.bytes
     model.check_folder(folders.dense[1])
-    model.load(folders.dense[1])
+    model.load(read_checkpoint(folders.dense[1]))
     assert model.info.formats == ("bfloat16",)
     assert model.info.bytes > 1.5 * size
     assert torch.equal(logits(model), logits(served(folders.dense[1])))
-    model.load(folders.blocks[0])
+    model.load(read_checkpoint(folders.blocks[0]))
     assert (model.info.formats, model.info.bytes) == (QUANTIZED, size)
 
     model = served(folders.blocks[0], requantize=True)
     model.check_folder(folders.dense[1])
-    model.load(folders.dense[1])
+    model.load(read_checkpoint(folders.dense[1]))
     assert (model.info.formats, model.info.bytes) == (QUANTIZED, size)
     assert torch.equal(logits(model), logits(served(folders.blocks[1])))
 
@@ -127,7 +128,7 @@ def test_weights_that_were_given_up_come_back_as_blocks(folders: Folders, tmp_pa
     model = served(folders.blocks[0])
     before, info = logits(model), model.info
     model.give_up()
-    model.load(folders.blocks[0])
+    model.load(read_checkpoint(folders.blocks[0]))
     assert model.info == info
     assert torch.equal(logits(model), before)
     widen_folder(folders.blocks[0], tmp_path, torch.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from prefixcache.engine.losses import LossReader
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.engine.residency import BlockResidency
 from prefixcache.engine.vocabulary import tokens_that_end, vocabulary_of
+from prefixcache.engine.weights_names import content_name
 from prefixcache.exceptions import ConfigError
 from prefixcache.grammar.grammars import Grammars
 from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
@@ -38,6 +40,7 @@ from prefixcache.kv.specs import KVLayout, kv_layout
 from prefixcache.kv.tensors import KVTensors, attention_groups
 from prefixcache.kv.trace_writer import TraceWriter, check_folder
 from prefixcache.model_config import ModelConfig
+from prefixcache.models.checkpoint import model_digest, read_checkpoint
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.hub import read_config, resolve_model
 from prefixcache.models.loader import choose_dtype, load_model, make_model
@@ -85,9 +88,13 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     dtype = choose_dtype(config.dtype, model_config.checkpoint_dtype, device)
     tokenizer = Tokenizer.from_folder(folder)
     cpu = _kernel_threads(config, device)
-    model, attention, sizes, max_model_len = _model_and_pool(
-        config, model_config, folder, dtype, device, cpu
-    )
+    with ThreadPoolExecutor(1) as beside:
+        reading = beside.submit(read_checkpoint, folder, torch.get_num_threads())
+        model, attention, sizes, max_model_len = _model_and_pool(
+            config, model_config, folder, dtype, device, cpu
+        )
+        checkpoint = reading.result()
+    checkpoint.check_unchanged()
     make = partial(
         make_model,
         model_config,
@@ -97,7 +104,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
         activations=config.cpu_activations,
         max_positions=max_model_len,
     )
-    weights = ReplaceableModel(model, make, folder, requantize=config.requantize)
+    weights = ReplaceableModel(model, make, checkpoint, requantize=config.requantize)
     _check_quantized(config, weights)
     kv = kv_tensors(config, model, attention, sizes.start, sizes=sizes)
     runner = _runner(config, weights, attention, kv.layout, max_model_len, device)
@@ -109,7 +116,8 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     batch_invariant = attention.batch_invariant and config.keeps_batch_invariant(device.type)
     retention = Retention.of(config, kv.layout.kinds)
     writer = _trace_writer(config.cache)
-    cache = _make_cache(config, kv, sizes, retention, writer, merge_twins=batch_invariant)
+    names = (model_digest(model_config), content_name(checkpoint.digest))
+    cache = _make_cache(config, names, kv, sizes, retention, writer, merge_twins=batch_invariant)
     pool = ElasticPool(cache, kv, sizes, grows_by_itself=config.elastic.is_on)
     eos_token_ids = tokens_that_end(tokenizer, model_config)
     losses = LossReader(cache)
@@ -150,6 +158,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
 
 def _make_cache(
     config: EngineConfig,
+    names: tuple[str, str],
     kv: KVTensors,
     sizes: PoolSizes,
     retention: Retention,
@@ -157,13 +166,17 @@ def _make_cache(
     *,
     merge_twins: bool,
 ) -> CacheManager:
-    """The cache of the blocks of `kv`; `writer` records what it is asked."""
+    """The cache of the blocks of `kv`; `writer` records what it is asked.
+
+    `names` are what its hashes call the model and the weights.
+    """
+    model, weights = names
     make = partial(RecordedCacheManager, writer=writer) if writer else CacheManager
     return make(
         sizes.start,
         config.cache.block_size,
-        model=config.model,
-        revision=config.revision or "",
+        model=model,
+        weights=weights,
         kv_dtype=str(kv.dtype).removeprefix("torch."),
         arithmetic=_arithmetic(config, kv.dtype),
         groups=kv.layout.kinds,

@@ -20,7 +20,6 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from pathlib import Path
 from threading import Lock
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, get_args
 
@@ -33,6 +32,14 @@ from prefixcache.config import parse_memory
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.engine.modes import InFlightMode, MemoryTag, SleepMode
 from prefixcache.engine.stats import PrefixCacheStats, PrefixHashInfo
+from prefixcache.engine.weights_names import (
+    Tags,
+    check_tag,
+    content_name,
+    count_name,
+    own_name,
+    tag_name,
+)
 from prefixcache.exceptions import (
     EngineHaltedError,
     InvalidRequestError,
@@ -42,8 +49,9 @@ from prefixcache.exceptions import (
 from prefixcache.kv.cache_manager import HASH_FORMAT, CacheManager, GroupKind
 from prefixcache.kv.elastic import ElasticPool, ResizeStatus
 from prefixcache.kv.events import CacheEvents
+from prefixcache.models.checkpoint import Checkpoint
 from prefixcache.models.hub import resolve_model
-from prefixcache.models.replaceable import WeightsInfo
+from prefixcache.models.replaceable import ReplaceableModel, WeightsInfo
 from prefixcache.models.weights import listed
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.state import RequestProgress
@@ -128,6 +136,7 @@ class Control:
         self._slicing = Lock()  # else steps would wait for a slice of every caller
         self._paused = False
         self._updated: set[str] | None = None
+        self._tags = Tags()
 
     @classmethod
     def endpoints(cls) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -253,6 +262,7 @@ class Control:
             format=HASH_FORMAT,
             block_size=self._cache.block_size,
             root_hash=self._cache.root_hash.hex(),
+            weights_name=self.weights_name,
         )
 
     def keep_events(self) -> CacheEvents:
@@ -364,7 +374,7 @@ class Control:
         self._raise_if_updating()
         self._requests.drain()
         if level == 2:
-            self._new_weight_version(mode)
+            self._new_weight_version(mode, own_name(self.weights_name))
             memory.weights.give_up()
         else:
             self._interrupt(mode)
@@ -391,7 +401,7 @@ class Control:
         wanted = get_args(MemoryTag) if tags is None else tags
         try:
             if "weights" in wanted and not memory.weights.complete:
-                _reload(memory)
+                self._reload(memory)
             if "kv_cache" in wanted and not memory.has_kv:
                 if self._pool is not None:
                     self._pool.wake()
@@ -406,52 +416,89 @@ class Control:
         """Counts the changes of the weights; no number stands for two sets of weights."""
         return self._cache.weight_version
 
-    def check_path(self, model_path: str, revision: str | None = None) -> Path:
-        """The folder of a model whose weights `update_weights_from_folder` can take.
+    @property
+    def weights_name(self) -> str:
+        """What the root of all hashes calls the weights: where it is the same they are the same.
 
-        Reads all but the weights themselves.
+        A digest of their content or the tag of their update; where neither is known how often they
+        were changed since something was.
+        """
+        return self._cache.weights_name
+
+    def check_path(self, model_path: str, revision: str | None = None) -> Checkpoint:
+        """A model whose weights `update_weights_from_folder` can take.
+
+        Reads the weights for their digest, unless it is remembered.
         """
         with _blaming("model_path"):
             folder = resolve_model(model_path, revision)
-            self._require_memory().weights.check_folder(folder)
-        return folder
+            return self._require_memory().weights.check_folder(folder)
 
     def update_weights_from_disk(
-        self, model_path: str, mode: InFlightMode = "recompute", *, revision: str | None = None
+        self,
+        model_path: str,
+        mode: InFlightMode = "recompute",
+        *,
+        revision: str | None = None,
+        weight_version: str | None = None,
     ) -> int:
         """Replaces all weights by those of a folder, a GGUF file or a hub id; their new version.
 
         The files are found and checked while requests are served; only the reading is between two
-        steps. When they are not of this very model nothing has changed.
+        steps. When they are not of this very model nothing has changed. `weight_version` is a tag
+        by which hashes call the weights in the place of their digest; one that weights of another
+        digest had is refused.
         """
-        return self.update_weights_from_folder(self.check_path(model_path, revision), mode)
+        check_tag(weight_version)
+        checkpoint = self.check_path(model_path, revision)
+        return self.update_weights_from_folder(checkpoint, mode, weight_version=weight_version)
 
     @between_steps
-    def update_weights_from_folder(self, folder: Path, mode: InFlightMode = "recompute") -> int:
-        """Replaces all weights by those of a folder that `check_path` gave; returns their version.
+    def update_weights_from_folder(
+        self,
+        checkpoint: Checkpoint,
+        mode: InFlightMode = "recompute",
+        *,
+        weight_version: str | None = None,
+    ) -> int:
+        """Replaces all weights by those that `check_path` found; returns their version.
 
         Ends an update in chunks that is under way. When the folder has changed since its check the
         old weights are put back, or the engine falls asleep where no folder holds them; it raises
-        `ModelLoadError`.
+        `ModelLoadError`. `weight_version` is that of `update_weights_from_disk`.
         """
         _check_choice("mode", mode, InFlightMode)
+        check_tag(weight_version)
         memory = self._require_memory()
+        if weight_version is not None:
+            self._tags.check(weight_version, checkpoint.digest)
         self._requests.drain()
-        try:
-            memory.weights.load(folder)
-        finally:
-            memory.settle()
+        self._load(memory, checkpoint)
         self._updated = None
-        return self._new_weight_version(mode)
+        if weight_version is None:
+            name = _content_name(memory.weights)
+        else:
+            self._tags.remember(weight_version, checkpoint.digest)
+            name = tag_name(weight_version, memory.weights.quantized_digest)
+        return self._new_weight_version(mode, name)
 
     @between_steps
-    def begin_weight_update(self, mode: InFlightMode = "recompute") -> None:
-        """Computes nothing until `end_weight_update`; chunks of new weights come meanwhile."""
+    def begin_weight_update(
+        self, mode: InFlightMode = "recompute", *, weight_version: str | None = None
+    ) -> None:
+        """Computes nothing until `end_weight_update`; chunks of new weights come meanwhile.
+
+        `weight_version` is a tag by which hashes call the weights at the end of the update. It is
+        trusted: who gives it to other weights, here or to another replica, makes them hit.
+        """
         _check_choice("mode", mode, InFlightMode)
-        self._require_memory()
+        check_tag(weight_version)
+        memory = self._require_memory()
         self._raise_if_updating()
         self._requests.drain()
-        self._new_weight_version(mode)
+        named = weight_version is not None
+        quantized = memory.weights.requantized_digest
+        self._new_weight_version(mode, tag_name(weight_version, quantized) if named else None)
         self._updated = set()
 
     @between_steps
@@ -489,10 +536,12 @@ class Control:
         mode: InFlightMode = "recompute",
         *,
         strict: bool = True,
+        weight_version: str | None = None,
     ) -> int:
         """Replaces weights by those of a checkpoint in memory; returns their version.
 
         With `strict` all must be there. Everything is checked before the first one is replaced.
+        `weight_version` is that of `begin_weight_update`.
         """
         _check_choice("mode", mode, InFlightMode)
         weights = self._require_memory().weights
@@ -501,18 +550,56 @@ class Control:
             weights.check_tensors(state_dict)
             if strict or not weights.complete:
                 weights.check_all_named(state_dict)
-        self.begin_weight_update(mode)
+        self.begin_weight_update(mode, weight_version=weight_version)
         self.update_weights(state_dict)
         return self.end_weight_update()
 
-    def _new_weight_version(self, mode: InFlightMode) -> int:
-        """From here on nothing computed before can be hit or registered."""
-        version = self._cache.new_weight_version()
+    def _load(self, memory: ModelMemory, checkpoint: Checkpoint) -> None:
+        """Loads a folder's weights. When it fails, those that are back have the right name."""
+        before = memory.weights.checkpoint
+        try:
+            memory.weights.load(checkpoint)
+        except BaseException:
+            self._rename_unless(memory, before)
+            raise
+        finally:
+            memory.settle()
+
+    def _reload(self, memory: ModelMemory) -> None:
+        before = memory.weights.checkpoint
+        if before is None:
+            logger.warning(
+                "No folder holds the weights: the engine sleeps until an update brings all."
+            )
+            return
+        memory.weights.load(memory.weights.check_folder(before.folder))
+        self._rename_unless(memory, before)
+
+    def _rename_unless(self, memory: ModelMemory, before: Checkpoint | None) -> None:
+        """A folder that was read again may hold other weights than the name stands for."""
+        now = memory.weights.checkpoint
+        if not memory.weights.complete or now is None:
+            return
+        if before is None or now.digest != before.digest:
+            self._new_weight_version("recompute", _content_name(memory.weights))
+
+    def _new_weight_version(self, mode: InFlightMode, name: str | None) -> int:
+        """From here on nothing computed before can be hit or registered.
+
+        Without a `name` the weights are called by a count.
+        """
+        counted = count_name(self.weights_name, self.weight_version + 1)
+        version = self._cache.new_weight_version(name or counted)
         if mode == "recompute":
             self._requests.restart_all()
         elif mode == "abort":
             self._requests.abort_all()
-        logger.info("The weights' version is %d; requests in flight: %s.", version, mode)
+        logger.info(
+            "The weights' version is %d (%s); requests in flight: %s.",
+            version,
+            self.weights_name,
+            mode,
+        )
         return version
 
     def _interrupt(self, mode: InFlightMode) -> None:
@@ -574,12 +661,10 @@ def _check_count(name: str, value: object) -> None:
         raise InvalidRequestError(f"{name} must be an integer, got {shown(value)}.", param=name)
 
 
-def _reload(memory: ModelMemory) -> None:
-    folder = memory.weights.folder
-    if folder is None:
-        logger.warning("No folder holds the weights: the engine sleeps until an update brings all.")
-        return
-    memory.weights.load(folder)
+def _content_name(weights: ReplaceableModel) -> str | None:
+    """The name of weights that a folder holds; None of others."""
+    checkpoint = weights.checkpoint
+    return checkpoint and content_name(checkpoint.digest, weights.quantized_digest)
 
 
 @contextmanager

@@ -11,13 +11,14 @@ from prefixcache.metrics import PoolGauges
 class PrefixHashInfo:
     """All that others need to compute the hashes of the cache's blocks, as docs/hashing.md says.
 
-    `root_hash` is `h_0` of requests without a salt, in hexadecimal; each change of the weights
-    changes it.
+    `root_hash` is `h_0` of requests without a salt, in hexadecimal; it changes with
+    `weights_name`, what it calls the weights.
     """
 
     format: str
     block_size: int
     root_hash: str
+    weights_name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

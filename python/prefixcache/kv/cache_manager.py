@@ -71,8 +71,9 @@ class CacheManager:
     `ValueError` names an argument, `RuntimeError` tells of misuse. Without `publish_answers` only
     blocks of prompts are shared, for attention whose decodes write other bits than its prefills.
 
-    `retention_budget` is the share of the pool, 0 to 1, that the hints of one owner may raise.
-    `num_resets` counts what made all that was published before unfindable.
+    `model`, `revision`, `weights`, `kv_dtype` and `arithmetic` enter every hash, `weights` until it
+    is changed. `retention_budget` is the share of the pool, 0 to 1, that the hints of one owner may
+    raise. `num_resets` counts what made all that was published before unfindable.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class CacheManager:
         *,
         model: str = "",
         revision: str = "",
+        weights: str | None = None,
         kv_dtype: str = "",
         arithmetic: str = "",
         groups: Sequence[GroupKind] = ("full",),
@@ -98,6 +100,7 @@ class CacheManager:
             block_size,
             model=model,
             revision=revision,
+            weights=weights,
             kv_dtype=kv_dtype,
             arithmetic=arithmetic,
             groups=groups,
@@ -491,13 +494,21 @@ class CacheManager:
 
     @property
     def weight_version(self) -> int:
-        """Counts the changes of the weights; part of every block's hash."""
+        """Counts the changes of the weights."""
         return self._cache.weight_version
 
-    def new_weight_version(self) -> int:
-        """`reset`, and nothing computed so far can be found or published from now on."""
+    @property
+    def weights_name(self) -> str:
+        """What every block's hash calls the weights. From any thread."""
+        return self._cache.weights_name
+
+    def new_weight_version(self, weights: str | None = None) -> int:
+        """`reset`, and nothing computed so far can be found or published from now on.
+
+        Hashes call the weights `weights`, or by the version's digits.
+        """
         self.num_resets += 1
-        return self._cache.new_weight_version()
+        return self._cache.new_weight_version(weights)
 
     def close(self) -> None:
         """Ends what goes on beside the cache: a recording, where there is one. From any thread."""

@@ -145,9 +145,9 @@ class RecordedCacheManager(CacheManager):
         self._put(("reset", self._now))
         self._count()
 
-    def new_weight_version(self) -> int:  # noqa: D102
+    def new_weight_version(self, weights: str | None = None) -> int:  # noqa: D102
         self._tick()
-        version = super().new_weight_version()
+        version = super().new_weight_version(weights)
         self._put(("weights", self._now))
         self._count()
         return version

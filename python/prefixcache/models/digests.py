@@ -1,4 +1,4 @@
-"""The sha256 of files, remembered as long as a file keeps its size and its time of change."""
+"""Digests of files and of parts of them, remembered until a file changes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from prefixcache._core import hash_file_ranges
 from prefixcache.models.home import cache_home
 
 logger = logging.getLogger(__name__)
@@ -19,6 +21,9 @@ logger = logging.getLogger(__name__)
 _CHUNK = 1 << 20
 # File systems tell times this exactly at least; two writes within it may have the same one.
 _CLOCK_TICK_NS = 20_000_000
+
+FileState = list[Any]
+"""What changes when a file does: its path, size, inode, and times of its content and its inode."""
 
 
 def file_sha256(file: Path) -> str:
@@ -28,34 +33,58 @@ def file_sha256(file: Path) -> str:
     none, and where it cannot be written nothing is remembered. Raises `OSError` when the file
     cannot be read.
     """
-    state = _state(file)
-    note = _note(file)
-    known = _read_note(note)
-    if known.get("state") == state and isinstance(known.get("sha256"), str):
-        return known["sha256"]
+    state = file_state(file)
+    note = _note(file, "sha256")
+    known = _known(note, state)
+    if isinstance(known, str):
+        return known
     _wait_for_the_clock(file)
     digest = compute_sha256(file)
-    if _state(file) == state:
-        _write_note(note, {"state": state, "sha256": digest})
+    _remember(note, file, state, digest)
     return digest
 
 
-def _state(file: Path) -> list[Any]:
+def range_digests(file: Path, ranges: Sequence[tuple[int, int]], threads: int = 1) -> list[str]:
+    """BLAKE3 of each range of bytes, (start, end), in hexadecimal; remembered as `file_sha256` is.
+
+    Raises `OSError` when the file cannot be read, or ends within a range.
+    """
+    state = file_state(file)
+    note = _note(file, "ranges")
+    keys = [f"{start}-{end}" for start, end in ranges]
+    known = _known(note, state)
+    if not (isinstance(known, dict) and all(isinstance(known.get(key), str) for key in keys)):
+        _wait_for_the_clock(file)
+        digests = hash_file_ranges(file, ranges, threads)
+        known = dict(zip(keys, (digest.hex() for digest in digests), strict=True))
+        _remember(note, file, state, known)
+    return [known[key] for key in keys]
+
+
+def file_state(file: Path) -> FileState:
+    """Another one when the file was changed meanwhile. Raises `OSError`."""
     stat = file.stat()
-    return [str(file), stat.st_size, stat.st_mtime_ns]
+    return [str(file), stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
-def _note(file: Path) -> Path:
+def _note(file: Path, kind: str) -> Path:
     name = hashlib.sha256(os.fsencode(file)).hexdigest()[:32]
-    return cache_home() / "digests" / f"{name}.json"
+    return cache_home() / "digests" / f"{name}-{kind}.json"
 
 
-def _read_note(note: Path) -> dict[str, Any]:
+def _known(note: Path, state: FileState) -> Any:
+    """What the note says of a file in this state; None where it says nothing."""
     try:
         content = json.loads(note.read_bytes())
     except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        return None
+    is_current = isinstance(content, dict) and content.get("state") == state
+    return content.get("digest") if is_current else None
+
+
+def _remember(note: Path, file: Path, state: FileState, digest: Any) -> None:
+    if file_state(file) == state:
+        _write_note(note, {"state": state, "digest": digest})
 
 
 def _write_note(note: Path, content: dict[str, Any]) -> None:
@@ -73,7 +102,8 @@ def _write_note(note: Path, content: dict[str, Any]) -> None:
 
 def _wait_for_the_clock(file: Path) -> None:
     """A file changed just now might change again without another time of change."""
-    age = time.time_ns() - file.stat().st_mtime_ns
+    stat = file.stat()
+    age = time.time_ns() - max(stat.st_mtime_ns, stat.st_ctime_ns)
     if 0 <= age < _CLOCK_TICK_NS:
         time.sleep((_CLOCK_TICK_NS - age) / 1e9)
 

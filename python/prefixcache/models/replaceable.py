@@ -12,8 +12,9 @@ from torch import Tensor
 from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.exceptions import ConfigError, ModelLoadError
 from prefixcache.logs import SHOWS_ERROR
-from prefixcache.model_config import GenerationDefaults, ModelConfig
+from prefixcache.model_config import ModelConfig, without_defaults
 from prefixcache.models.blocks import has_index
+from prefixcache.models.checkpoint import Checkpoint, formats_digest, read_checkpoint
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.quantize import QUANTIZABLE, quantized
 from prefixcache.models.weights import (
@@ -45,8 +46,8 @@ class WeightsInfo:
 class ReplaceableModel:
     """Stands for a model to those who compute with it, whatever becomes of its weights.
 
-    `make` makes the model anew with undefined weights, and `folder` is where those of `model` came
-    from, if any; later it is the one that holds just these weights, None when some came from
+    `make` makes the model anew with undefined weights, and `checkpoint` is where those of `model`
+    came from, if any; later it is the one that holds just these weights, None when some came from
     elsewhere. Weights are usable when every tensor was written (`complete`); `info` tells how they
     are kept, in any thread. Letters of shapes: T tokens in the step, E hidden size, R rows whose
     logits are wanted, V vocabulary.
@@ -59,19 +60,20 @@ class ReplaceableModel:
         self,
         model: DecoderModel,
         make: Callable[[], DecoderModel],
-        folder: Path | None,
+        checkpoint: Checkpoint | None,
         *,
         requantize: bool = False,
     ) -> None:
         self._model: DecoderModel | None = model
         self._make = make
-        self.folder = folder
+        self.checkpoint = checkpoint
         self._config = model.config
         self._shapes = shapes_of(model.slots)
         self._names = model.names
         self._unwritten: set[str] = set()
         self._requantize = requantize
         self._block_formats = _block_formats(model)
+        self._quantized: dict[str, str] = {}
         self.info = _info(model)
 
     @property
@@ -86,6 +88,17 @@ class ReplaceableModel:
         """Whether the weights are there, every one of them."""
         return self._model is not None and not self._unwritten
 
+    @property
+    def quantized_digest(self) -> str | None:
+        """Which weights a folder's numbers were quantized for, and how; None where none were."""
+        return formats_digest(self._quantized) if self._quantized else None
+
+    @property
+    def requantized_digest(self) -> str | None:
+        """The same of an update in chunks, which quantizes what is kept in blocks."""
+        formats = self._block_formats if self._requantize else {}
+        return formats_digest(formats) if formats else None
+
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, attention: GroupedAttention
     ) -> Tensor:
@@ -96,10 +109,11 @@ class ReplaceableModel:
         """Logits [R, V], float32."""
         return self.loaded.compute_logits(hidden_RE)
 
-    def check_folder(self, folder: Path) -> None:
-        """Raises `ModelLoadError` unless the folder holds weights of this very model.
+    def check_folder(self, folder: Path) -> Checkpoint:
+        """The weights in a folder, for `load`. From any thread.
 
-        Reads its configuration and the headers of its files. From any thread.
+        Raises `ModelLoadError` unless they are of this very model, which its configuration and the
+        headers of its files tell. The weights are read then for their digest.
         """
         try:
             config = ModelConfig.from_hf(folder)
@@ -110,16 +124,18 @@ class ReplaceableModel:
         if self._requantize and not has_index(folder):
             for name in self._block_formats:
                 self._check_requantizable(name)
+        return read_checkpoint(folder)
 
-    def load(self, folder: Path) -> None:
+    def load(self, checkpoint: Checkpoint) -> None:
         """Writes all weights of a checked folder, in place if they are there.
 
-        Raises `ModelLoadError` when the folder has changed meanwhile; the weights before are then
-        back, or given up where no folder holds them.
+        Raises `ModelLoadError` when the folder has changed meanwhile. The weights that its folder
+        holds now are then back in the place of those before, as `checkpoint` tells, or they are
+        given up where no folder holds them.
         """
-        before = self.folder if self.complete else None
+        before = self.checkpoint if self.complete else None
         try:
-            self._load(folder)
+            self._load(checkpoint)
         except BaseException:
             self._restore(before)
             raise
@@ -167,7 +183,7 @@ class ReplaceableModel:
         if self._model is None:
             self._model = self._make()
             self._unwritten = set(self._shapes)
-        self.folder = None
+        self.checkpoint = None
         written = copy_into(self.loaded.slots, named, self._names)
         self._unwritten -= written
         self.info = _info(self.loaded)
@@ -190,25 +206,27 @@ class ReplaceableModel:
         self._unwritten = set()
         self.info = WeightsInfo((), 0)
 
-    def _restore(self, folder: Path | None) -> None:
+    def _restore(self, before: Checkpoint | None) -> None:
         """Undoes a load that broke off: half-replaced weights must never compute anything."""
+        if before is None:
+            self.give_up()
+            return
         try:
-            if folder is None:
-                self.give_up()
-            else:
-                self._load(folder)
+            self._load(read_checkpoint(before.folder))
         except ModelLoadError:
-            logger.exception("The weights of %s are gone too.", folder, extra=SHOWS_ERROR)
+            logger.exception("The weights of %s are gone too.", before.folder, extra=SHOWS_ERROR)
             self.give_up()
 
-    def _load(self, folder: Path) -> None:
+    def _load(self, checkpoint: Checkpoint) -> None:
         model = self._model or self._make()
-        load_folder(self._requantizing(model.slots), folder, model.device, self._names)
+        self._quantized = {}
+        load_folder(self._requantizing(model.slots), checkpoint.folder, model.device, self._names)
+        checkpoint.check_unchanged()
         self._model = model
         self._unwritten = set()
         self._block_formats = _block_formats(model)
         self.info = _info(model)
-        self.folder = folder
+        self.checkpoint = checkpoint
 
     def _requantizing(self, slots: Slots) -> Slots:
         """The slots, of which those that hold blocks take dense numbers as such, if they are to."""
@@ -222,8 +240,11 @@ class ReplaceableModel:
             return slot
 
         def write(tensor: Tensor | QuantizedTensor) -> None:
-            dense = isinstance(tensor, Tensor)
-            slot.write(quantized(name, tensor, block_format) if dense else tensor)
+            if isinstance(tensor, Tensor):
+                self._quantized[name] = block_format
+                slot.write(quantized(name, tensor, block_format))
+            else:
+                slot.write(tensor)
 
         return dataclasses.replace(slot, write=write)
 
@@ -246,7 +267,7 @@ def _check_is_weight(name: str, tensor: object) -> None:
 
 def _check_same(mine: ModelConfig, other: ModelConfig, folder: Path) -> None:
     """Weights are all that may differ; what a tokenizer or a client reads does not matter here."""
-    mine, other = _without_defaults(mine), _without_defaults(other)
+    mine, other = without_defaults(mine), without_defaults(other)
     names = [field.name for field in dataclasses.fields(ModelConfig)]
     wrong = [name for name in names if getattr(mine, name) != getattr(other, name)]
     if wrong:
@@ -255,13 +276,3 @@ def _check_same(mine: ModelConfig, other: ModelConfig, folder: Path) -> None:
             f"{folder} holds another model: its {name} is {getattr(other, name)!r}, "
             f"that of the model served is {getattr(mine, name)!r}."
         )
-
-
-def _without_defaults(config: ModelConfig) -> ModelConfig:
-    return dataclasses.replace(
-        config,
-        checkpoint_dtype=None,
-        bos_token_id=None,
-        eos_token_ids=(),
-        generation=GenerationDefaults(),
-    )

@@ -18,7 +18,7 @@ from prefixcache.models.names import TensorNames
 from prefixcache.ops.blocks import QuantizedTensor
 
 _SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 _LONG_LOAD_BYTES = 1 << 30
 _LISTED_NAMES = 5
 
@@ -128,8 +128,9 @@ def _write(slot: Slot, one: NamedTensor) -> None:
         raise ModelLoadError(f"{one.name} in {one.source}: {error}") from error
 
 
-def _checkpoint_files(folder: Path) -> list[Path]:
-    index = folder / _INDEX_FILE
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The folder's files of safetensors. Raises `ModelLoadError` when one is missing."""
+    index = folder / INDEX_FILE
     if index.is_file():
         files = [_beside(index, name) for name in sorted(set(_weight_map(index).values()))]
     else:
@@ -154,7 +155,7 @@ def _beside(index: Path, name: str) -> Path:
 
 
 def _read(folder: Path, device: torch.device, names: TensorNames) -> Iterator[NamedTensor]:
-    files = _checkpoint_files(folder)
+    files = checkpoint_files(folder)
     tensors = (one for file in files for one in _read_file(file, device, names))
     return _with_progress(tensors, sum(file.stat().st_size for file in files))
 
@@ -191,7 +192,7 @@ def _read_file(file: Path, device: torch.device, names: TensorNames) -> Iterator
 
 def _read_shapes(folder: Path) -> Iterator[tuple[str, Sequence[int], str]]:
     """Names, shapes and files; opening a file also checks that all of its data is there."""
-    for file in _checkpoint_files(folder):
+    for file in checkpoint_files(folder):
         yield from _read_shapes_of(file)
 
 

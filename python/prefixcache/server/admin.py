@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 
@@ -19,6 +20,7 @@ from pydantic import ValidationError, create_model
 from starlette.responses import Response
 
 from prefixcache.engine.modes import InFlightMode
+from prefixcache.engine.weights_names import check_tag
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.server.body import Fields, parse_fields, parse_object, read_body
 from prefixcache.server.context import tell_unknown
@@ -27,6 +29,8 @@ from prefixcache.server.protocol import RequestFields, invalid_field
 
 if TYPE_CHECKING:
     from prefixcache.engine.async_engine import AsyncEngine
+    from prefixcache.engine.control import Control
+    from prefixcache.engine.stats import PrefixHashInfo
 
 # The path of a command of `Control`, and the command, still without a control.
 Command = tuple[str, Callable[..., Any]]
@@ -36,9 +40,7 @@ RunCommand = Callable[[Callable[..., Any], dict[str, Any]], Awaitable[Any]]
 class UpdateWeightsRequest(RequestFields):
     """Options of `POST /update_weights_from_disk`; `abort_all_requests` is mode "abort"."""
 
-    no_effect = frozenset(
-        {"recapture_cuda_graph", "token_step", "torch_empty_cache", "weight_version"}
-    )
+    no_effect = frozenset({"recapture_cuda_graph", "token_step", "torch_empty_cache"})
     refused: ClassVar[dict[str, tuple[object, ...]]] = {
         "flush_cache": (True,),
         "is_async": (False,),
@@ -50,6 +52,7 @@ class UpdateWeightsRequest(RequestFields):
     revision: str | None = None
     mode: InFlightMode | None = None
     abort_all_requests: bool | None = None
+    weight_version: str | None = None
 
     def chosen_path(self) -> str:
         """Where the weights are. Raises `InvalidRequestError` when that is left out."""
@@ -113,15 +116,32 @@ def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
         fields = await read_options(request, UpdateWeightsRequest)
         path, mode = fields.chosen_path(), fields.chosen_mode()
         with model_dirs.checked(path) as found:
-            version = await engine.run(
-                lambda control: control.update_weights_from_disk(
-                    found, mode, revision=fields.revision
-                )
-            )
-        message = f"The weights are those of {path}."
-        return {"success": True, "message": message, "weight_version": version}
+            update = partial(_update_weights, found=found, mode=mode, fields=fields)
+            version, now = await engine.run(update)
+        return {
+            "success": True,
+            "message": f"The weights are those of {path}.",
+            "weight_version": version if fields.weight_version is None else fields.weight_version,
+            "weights_name": now.weights_name,
+            "root_hash": now.root_hash,
+        }
 
     return router
+
+
+def _update_weights(
+    control: Control, found: str, mode: InFlightMode, fields: UpdateWeightsRequest
+) -> tuple[int, PrefixHashInfo]:
+    """The new version, and the hashes under it: told before another update can follow."""
+    check_tag(fields.weight_version)
+    checkpoint = control.check_path(found, fields.revision)
+
+    def update() -> tuple[int, PrefixHashInfo]:
+        tag = fields.weight_version
+        version = control.update_weights_from_folder(checkpoint, mode, weight_version=tag)
+        return version, control.prefix_hash_info()
+
+    return control.run_between_steps(update)
 
 
 def command_options(commands: Iterable[Command]) -> dict[str, type[RequestFields]]:

@@ -22,6 +22,7 @@ use crate::retention::Fate;
 use crate::sequence::{self, BlockHashes, Holding, Sequence, Table};
 use crate::store::{BlockKey, BlockStore, Moves, Registration};
 use crate::sync::{AtomicU64, Ordering};
+use crate::weights::{CurrentWeights, WeightsName};
 
 /// How many registrations ahead the store is told of a key, so that it fetches the key's bucket.
 const EXPECT_AHEAD: usize = 8;
@@ -82,7 +83,7 @@ pub struct CacheStats {
 pub struct PrefixCache<S> {
     store: S,
     hash_config: Arc<HashConfig>,
-    weight_version: AtomicU64,
+    weights: CurrentWeights,
     queries: AtomicU64,
     hits: AtomicU64,
 }
@@ -94,10 +95,19 @@ impl<S: BlockStore> PrefixCache<S> {
         Ok(Self {
             store,
             hash_config: Arc::new(hash_config),
-            weight_version: AtomicU64::new(0),
+            weights: CurrentWeights::new(None),
             queries: AtomicU64::new(0),
             hits: AtomicU64::new(0),
         })
+    }
+
+    /// This cache with a name for the weights that it begins with.
+    #[must_use]
+    pub fn with_weights(self, name: WeightsName) -> Self {
+        Self {
+            weights: CurrentWeights::new(Some(name)),
+            ..self
+        }
     }
 
     /// The pool below.
@@ -115,7 +125,7 @@ impl<S: BlockStore> PrefixCache<S> {
     /// The hash before the first block under the current weights, from which others can compute the
     /// hashes that this cache has.
     pub fn root_hash(&self, scope: &Scope) -> BlockHash {
-        sequence::root(&self.hash_config, scope, self.weight_version())
+        sequence::root(&self.hash_config, scope, &self.weights.get())
     }
 
     /// The hashes of the full blocks of `tokens` under the current weights.
@@ -134,7 +144,7 @@ impl<S: BlockStore> PrefixCache<S> {
     /// A sequence that holds nothing yet, its full blocks hashed.
     pub fn new_sequence(&self, tokens: Vec<u32>, scope: Scope, extras: Extras) -> Sequence {
         let config = Arc::clone(&self.hash_config);
-        Sequence::new(config, scope, self.weight_version(), tokens, extras)
+        Sequence::new(config, scope, &self.weights.get(), tokens, extras)
     }
 
     // Reading.
@@ -272,7 +282,7 @@ impl<S: BlockStore> PrefixCache<S> {
     /// A sequence that holds nothing follows the current weights.
     fn refresh(&self, sequence: &mut Sequence) {
         if !self.hashes_are_current(sequence) {
-            sequence.rehash(self.weight_version());
+            sequence.rehash(&self.weights.get());
         }
     }
 
@@ -890,18 +900,27 @@ impl<S: BlockStore> PrefixCache<S> {
         self.store.clear_index();
     }
 
-    /// Forgets everything cached, and hashes under the next version of the weights from now on.
-    pub fn new_weight_version(&self) -> u64 {
-        // AcqRel, and before the clear: a thread that sees the new epoch sees the new version too.
-        let version = self.weight_version.fetch_add(1, Ordering::AcqRel) + 1;
+    /// Forgets everything cached, and hashes under other weights from now on: those of this name, or of the
+    /// next version's number. Returns the version.
+    ///
+    /// A name may come back. Content of before does not: it is of an earlier epoch, as are the sequences
+    /// that hold blocks, which publish no more.
+    pub fn new_weight_version(&self, name: Option<WeightsName>) -> u64 {
+        // Before the clear: a thread that sees the new epoch sees the new weights too, as the version's
+        // store is released by the clear's.
+        let version = self.weights.change(name);
         self.store.clear_index();
         version
     }
 
-    /// The version of the weights, which stands in every hash; 0 at first.
+    /// Counts the changes of the weights; 0 at first.
     pub fn weight_version(&self) -> u64 {
-        // Acquire: pairs with the step in `new_weight_version`.
-        self.weight_version.load(Ordering::Acquire)
+        self.weights.version()
+    }
+
+    /// What every hash calls the weights of now: their name, or the version's digits.
+    pub fn weights_name(&self) -> String {
+        self.weights.get().name().into_owned()
     }
 
     // The pinned tier.

@@ -7,6 +7,7 @@ use crate::hints::Hints;
 use crate::id::{BlockHash, BlockId, Epoch, GroupId};
 use crate::policy::Turn;
 use crate::retention::{Anchors, Retention};
+use crate::weights::Weights;
 
 /// The hashes of a token sequence's full blocks, to probe a cache with.
 #[derive(Clone, Debug)]
@@ -20,9 +21,9 @@ impl BlockHashes {
     }
 }
 
-/// `h_0` under a version of the weights, whose name is the version's digits.
-pub(crate) fn root(config: &HashConfig, scope: &Scope, weight_version: u64) -> BlockHash {
-    hash::root(config, scope, &weight_version.to_string())
+/// `h_0` under these weights.
+pub(crate) fn root(config: &HashConfig, scope: &Scope, weights: &Weights) -> BlockHash {
+    hash::root(config, scope, &weights.name())
 }
 
 /// A request as the cache sees it; made by [`PrefixCache::new_sequence`](crate::cache::PrefixCache::new_sequence).
@@ -87,17 +88,17 @@ impl Sequence {
     pub(crate) fn new(
         hash_config: Arc<HashConfig>,
         scope: Scope,
-        weight_version: u64,
+        weights: &Weights,
         tokens: Vec<u32>,
         extras: Extras,
     ) -> Self {
-        let root = root(&hash_config, &scope, weight_version);
+        let root = root(&hash_config, &scope, weights);
         let mut hashes = PrefixHashes::new(hash_config.block_size, root, Arc::new(extras));
         hashes.extend_to(&tokens);
         Self {
             hash_config,
             scope,
-            weight_version,
+            weight_version: weights.version,
             tokens,
             hashes,
             holding: None,
@@ -112,11 +113,11 @@ impl Sequence {
         self.hashes.extend_to(&self.tokens);
     }
 
-    /// Hashes anew under another version of the weights.
-    pub(crate) fn rehash(&mut self, weight_version: u64) {
-        self.weight_version = weight_version;
+    /// Hashes anew under other weights.
+    pub(crate) fn rehash(&mut self, weights: &Weights) {
+        self.weight_version = weights.version;
         self.hashes
-            .restart(root(&self.hash_config, &self.scope, weight_version));
+            .restart(root(&self.hash_config, &self.scope, weights));
         self.hashes.extend_to(&self.tokens);
     }
 

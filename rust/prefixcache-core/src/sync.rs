@@ -1,4 +1,5 @@
-//! The one place that names atomics: `core`'s, or loom's or shuttle's when they drive the schedule.
+//! The one place that names atomics and locks: the standard library's, or loom's or shuttle's when they
+//! drive the schedule.
 //!
 //! It also holds the two ways of changing an atomic word, [`Shared`] and [`SingleWriter`]. All words
 //! of the pool are atomics in both, so a reader may run beside the writer; a second writer in
@@ -9,13 +10,19 @@ pub(crate) use core::sync::atomic::{
     AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
 };
 #[cfg(loom)]
+pub(crate) use loom::sync::RwLock;
+#[cfg(loom)]
 pub(crate) use loom::sync::atomic::{
     AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
 };
 #[cfg(all(shuttle, not(loom)))]
+pub(crate) use shuttle::sync::RwLock;
+#[cfg(all(shuttle, not(loom)))]
 pub(crate) use shuttle::sync::atomic::{
     AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
 };
+#[cfg(not(any(loom, shuttle)))]
+pub(crate) use std::sync::RwLock;
 
 use Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 

@@ -16,6 +16,7 @@ mod block_pool;
 mod cpu;
 mod decoder;
 mod detach;
+mod digests;
 mod errors;
 mod events;
 mod exclusive;
@@ -54,6 +55,8 @@ mod _core {
     use crate::cpu::Cpu;
     #[pymodule_export]
     use crate::decoder::{DecoderLayer, DecoderStack};
+    #[pymodule_export]
+    use crate::digests::{derive_digest, hash_file_ranges};
     #[pymodule_export]
     use crate::events::EventSnapshot;
     #[pymodule_export]

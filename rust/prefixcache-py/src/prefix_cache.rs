@@ -15,6 +15,7 @@ use prefixcache_core::pool::{BlockPool, BlockState, Mode};
 use prefixcache_core::sequence as core;
 use prefixcache_core::store::{BlockStore, FreeOrder, Move, Moves, PoolConfig};
 use prefixcache_core::tables::TableBuffers;
+use prefixcache_core::weights::WeightsName;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
@@ -95,6 +96,16 @@ pub fn pool_config(
     }
 }
 
+/// A kind, a colon and a name.
+impl Value for WeightsName {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let Ok(name) = value.cast::<PyString>() else {
+            return Err(wrong_type(argument, "a string", value));
+        };
+        Self::new(name.to_cow()?.as_ref()).map_err(IntoPyErr::into_py_err)
+    }
+}
+
 /// Bytes, of any length.
 impl Value for Vec<u8> {
     fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
@@ -122,12 +133,12 @@ impl PrefixCache {
     #[new]
     #[pyo3(
         signature = (
-            num_blocks, block_size=None, *, model="", revision="", kv_dtype="", arithmetic="",
-            num_groups=None, groups=None, free_order=OneOf(FreeOrder::UnhashedFirst),
+            num_blocks, block_size=None, *, model="", revision="", weights=None, kv_dtype="",
+            arithmetic="", num_groups=None, groups=None, free_order=OneOf(FreeOrder::UnhashedFirst),
             eviction_policy=OneOf(EvictionPolicy::Lru), threads=OneOf(Threads::SingleWriter), max_blocks=None,
             retention_budget=None, max_cached_blocks=None,
         ),
-        text_signature = "(num_blocks, block_size=16, *, model='', revision='', kv_dtype='', \
+        text_signature = "(num_blocks, block_size=16, *, model='', revision='', weights=None, kv_dtype='', \
 arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', eviction_policy='lru', threads='single_writer', max_blocks=None, \
 retention_budget=0.2, max_cached_blocks=None)"
     )]
@@ -136,6 +147,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         block_size: Option<Number<names::BlockSize>>,
         model: &str,
         revision: &str,
+        weights: Option<One<names::Weights, WeightsName>>,
         kv_dtype: &str,
         arithmetic: &str,
         num_groups: Option<Number<names::NumGroups, u16>>,
@@ -169,7 +181,8 @@ retention_budget=0.2, max_cached_blocks=None)"
             block_size: block_size.map_or(16, |size| size.0),
             groups: groups.map_err(IntoPyErr::into_py_err)?,
         };
-        let cache = Cache::new(hashing, pool, threads.0, ledger)?;
+        let weights = weights.map(|name| name.0);
+        let cache = Cache::new(hashing, weights, pool, threads.0, ledger)?;
         let bound = max_cached_blocks.map(|most| most.0);
         on!(cache.core()?, |core| core.set_max_cached(bound));
         Ok(Self(Arc::new(cache)))
@@ -480,16 +493,27 @@ retention_budget=0.2, max_cached_blocks=None)"
         Ok(())
     }
 
-    /// Forget everything cached, and hash under the next version of the weights from now on.
-    fn new_weight_version(&self) -> PyResult<u64> {
+    /// Forget everything cached, and hash under other weights from now on, by their name if they have one.
+    #[pyo3(signature = (weights=None))]
+    fn new_weight_version(
+        &self,
+        weights: Option<One<names::Weights, WeightsName>>,
+    ) -> PyResult<u64> {
         let (core, _writing) = self.0.core_to_write()?;
-        Ok(on!(core, |cache| cache.new_weight_version()))
+        let name = weights.map(|name| name.0);
+        Ok(on!(core, |cache| cache.new_weight_version(name)))
     }
 
-    /// The version of the weights, which stands in every hash; 0 at first.
+    /// Counts the changes of the weights; 0 at first.
     #[getter]
     fn weight_version(&self) -> PyResult<u64> {
         Ok(on!(self.0.core()?, |cache| cache.weight_version()))
+    }
+
+    /// What every hash calls the weights of now: their name, or the version's digits.
+    #[getter]
+    fn weights_name(&self) -> PyResult<String> {
+        Ok(on!(self.0.core()?, |cache| cache.weights_name()))
     }
 
     /// Pin the blocks that the longest hit within the first `num_tokens` tokens needs.

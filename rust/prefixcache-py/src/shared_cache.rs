@@ -10,6 +10,7 @@ use prefixcache_core::ledger::{Ledger, LedgerStats};
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockStore, Moves, PoolConfig};
+use prefixcache_core::weights::WeightsName;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
@@ -108,12 +109,13 @@ impl Abandoned {
 impl Cache {
     pub fn new(
         hashing: HashConfig,
+        weights: Option<WeightsName>,
         pool: PoolConfig,
         threads: Threads,
         ledger: Ledger,
     ) -> PyResult<Self> {
         Ok(Self {
-            core: Core::new(hashing, pool, threads)?,
+            core: Core::new(hashing, weights, pool, threads)?,
             writer: Writer::new(threads, ledger),
             hints: HintCounts::default(),
             closed: AtomicBool::new(false),
@@ -211,10 +213,15 @@ impl Cache {
 }
 
 impl Core {
-    fn new(hashing: HashConfig, pool: PoolConfig, threads: Threads) -> PyResult<Self> {
+    fn new(
+        hashing: HashConfig,
+        weights: Option<WeightsName>,
+        pool: PoolConfig,
+        threads: Threads,
+    ) -> PyResult<Self> {
         Ok(match threads {
-            Threads::SingleWriter => Self::SingleWriter(cache_over(hashing, pool)?),
-            Threads::Shared => Self::Shared(cache_over(hashing, pool)?),
+            Threads::SingleWriter => Self::SingleWriter(cache_over(hashing, weights, pool)?),
+            Threads::Shared => Self::Shared(cache_over(hashing, weights, pool)?),
         })
     }
 
@@ -244,8 +251,13 @@ impl Core {
 
 fn cache_over<M: Mode>(
     hashing: HashConfig,
+    weights: Option<WeightsName>,
     pool: PoolConfig,
 ) -> PyResult<cache::PrefixCache<BlockPool<M>>> {
     let pool = BlockPool::new(pool).map_err(IntoPyErr::into_py_err)?;
-    cache::PrefixCache::new(hashing, pool).map_err(IntoPyErr::into_py_err)
+    let cache = cache::PrefixCache::new(hashing, pool).map_err(IntoPyErr::into_py_err)?;
+    Ok(match weights {
+        Some(name) => cache.with_weights(name),
+        None => cache,
+    })
 }

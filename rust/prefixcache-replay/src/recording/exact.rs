@@ -264,7 +264,7 @@ impl Cache {
                 Ok(())
             }
             Event::Weights {} => {
-                self.cache.new_weight_version();
+                self.cache.new_weight_version(None);
                 Ok(())
             }
             Event::Move {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from prefixcache.core import PrefixCache
 from prefixcache.engine.async_engine import AsyncEngine
 from reference.prefix_hashes import block_hashes, scoped
 from serving import MODEL, client_of, serve_folder
+from tiny_models import edit_config
 
+Checkpoint = Callable[..., Path]
 PROMPT = list(range(10, 130))
 
 
 @pytest.fixture
-def folder(tiny_checkpoint: Callable[..., Path]) -> Path:
+def folder(tiny_checkpoint: Checkpoint) -> Path:
     return tiny_checkpoint()
 
 
@@ -34,10 +37,10 @@ async def served(folder: Path) -> AsyncGenerator[tuple[httpx.AsyncClient, AsyncE
 
 async def routed(client: httpx.AsyncClient, salt: str | None = None) -> list[bytes]:
     """The hashes of the prompt as a router computes them."""
-    told = (await client.get("/version")).json()["prefix_hash"]
-    assert told["format"] == "prefixcache v2"
-    root = scoped(bytes.fromhex(told["root_hash"]), cache_salt=salt)
-    return block_hashes(root, told["block_size"], PROMPT)
+    known = await told(client)
+    assert known["format"] == "prefixcache v2"
+    root = scoped(bytes.fromhex(known["root_hash"]), cache_salt=salt)
+    return block_hashes(root, known["block_size"], PROMPT)
 
 
 async def cached(
@@ -64,27 +67,75 @@ async def test_a_router_computes_the_hashes_that_the_server_has(
 
 
 async def test_new_weights_have_another_root(
-    served: tuple[httpx.AsyncClient, AsyncEngine], folder: Path
+    served: tuple[httpx.AsyncClient, AsyncEngine], folder: Path, tiny_checkpoint: Checkpoint
 ) -> None:
     client, engine = served
     old = await routed(client)
-    response = await client.post("/update_weights_from_disk", json={"model_path": str(folder)})
-    assert response.status_code == 200, response.text
+    await cached(client, engine)
+    answer = await updated(client, tiny_checkpoint(seed=8))
+    assert answer["root_hash"] == (await told(client))["root_hash"]
     new = await routed(client)
     assert not set(old) & set(new)
     assert new == await cached(client, engine)
     response = await client.post("/reset_prefix_cache")
     assert response.status_code == 200, response.text
     assert await routed(client) == new
+    await updated(client, folder)
+    assert await routed(client) == old
+    core = engine._engine._cache._cache
+    assert core.probe(core.compute_block_hashes(PROMPT)) == 0
+    assert old == await cached(client, engine)
 
 
-async def test_two_servers_of_one_model_agree_on_the_root(
-    served: tuple[httpx.AsyncClient, AsyncEngine], folder: Path
+async def updated(client: httpx.AsyncClient, folder: Path, **options: Any) -> dict[str, Any]:
+    body = {"model_path": str(folder), **options}
+    response = await client.post("/update_weights_from_disk", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def told(client: httpx.AsyncClient) -> dict[str, Any]:
+    return (await client.get("/version")).json()["prefix_hash"]
+
+
+async def test_servers_agree_on_the_root_of_the_same_content(
+    served: tuple[httpx.AsyncClient, AsyncEngine],
+    folder: Path,
+    tiny_checkpoint: Checkpoint,
+    tmp_path: Path,
 ) -> None:
-    """The root depends on nothing but what makes KV valid."""
-    app, engine = serve_folder(folder)
+    """Neither a path nor what was served before is part of it, but what the model computes is."""
+    client, next_folder = served[0], tiny_checkpoint(seed=8)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    app, engine = serve_folder(copy)
     try:
         async with client_of(app) as other:
-            assert await routed(other) == await routed(served[0])
+            assert await told(other) == await told(client)
+            await updated(other, next_folder)
+            assert await told(other) != await told(client)
+            for tag in (None, "step-1"):
+                answers = [
+                    await updated(one, next_folder, weight_version=tag) for one in (other, client)
+                ]
+                assert await told(other) == await told(client)
+            assert [one["weight_version"] for one in answers] == ["step-1", "step-1"]
+            assert answers[0]["weights_name"] == "tag:step-1"
+            refused = {"model_path": str(folder), "weight_version": "step-1"}
+            response = await client.post("/update_weights_from_disk", json=refused)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert error["param"] == "weight_version"
+            assert "'step-1' is the tag of other weights" in error["message"]
+            assert await told(other) == await told(client)
+    finally:
+        engine.close()
+    edit_config(copy, rms_norm_eps=0.5)
+    app, engine = serve_folder(copy)
+    try:
+        async with client_of(app) as other:
+            await updated(client, folder)
+            mine, theirs = await told(client), await told(other)
+            assert mine["weights_name"] == theirs["weights_name"]
+            assert mine["root_hash"] != theirs["root_hash"]
     finally:
         engine.close()

@@ -231,6 +231,18 @@ async def test_paused_requests_wait(server: Server) -> None:
             "mode",
         ),
         ("/update_weights_from_disk", {"model_path": "x", "load_format": "pt"}, "load_format"),
+        ("/update_weights_from_disk", {"model_path": "x", "weight_version": ""}, "weight_version"),
+        ("/update_weights_from_disk", {"model_path": "x", "weight_version": 7}, "weight_version"),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "x", "weight_version": "a\n"},
+            "weight_version",
+        ),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "x", "weight_version": "t" * 257},
+            "weight_version",
+        ),
         ("/update_weights_from_disk", {"model_path": "x", "flush_cache": False}, "flush_cache"),
     ],
 )

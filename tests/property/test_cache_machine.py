@@ -300,9 +300,11 @@ class CacheMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         self.both("clear_cache_index")
 
-    @rule()
-    def new_weights(self) -> None:
-        self.both("new_weight_version")
+    @rule(name=st.sampled_from([None, "tag:a", "tag:b"]))
+    def new_weights(self, name: str | None) -> None:
+        """Names come back, and nothing that was cached under them does."""
+        self.both("new_weight_version", name)
+        assert self.real.weights_name == self.slow.weights_name
 
     @precondition(lambda self: self.pairs)
     @rule(data=st.data(), num_tokens=st.integers(0, 50))

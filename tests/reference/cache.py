@@ -261,6 +261,7 @@ class ReferenceCache:
     free_order_name: str = "unhashed_first"
     max_blocks: int | None = None
     weight_version: int = 0
+    weights_name: str = "0"
     queries: int = 0
     hits: int = 0
     pool: ReferencePool = field(init=False)
@@ -295,7 +296,7 @@ class ReferenceCache:
             block_size=self.block_size,
             lora=lora,
             cache_salt=cache_salt,
-            weights=str(self.weight_version),
+            weights=self.weights_name,
             groups=tuple(g if isinstance(g, str) else f"{g[0]}:{g[1]}" for g in self.groups),
         )
         return Sequence(list(tokens), root, tuple(extras or ()))
@@ -314,7 +315,7 @@ class ReferenceCache:
 
     def refresh(self, sequence: Sequence) -> None:
         if sequence.tables is None:
-            sequence.root = replace(sequence.root, weights=str(self.weight_version))
+            sequence.root = replace(sequence.root, weights=self.weights_name)
 
     def count_prefix_hits(self, sequence: Sequence, max_tokens: int = 1 << 60) -> int:
         self.refresh(sequence)
@@ -486,8 +487,9 @@ class ReferenceCache:
     def clear_cache_index(self) -> None:
         self.pool.epoch += 1
 
-    def new_weight_version(self) -> int:
+    def new_weight_version(self, weights: str | None = None) -> int:
         self.weight_version += 1
+        self.weights_name = weights or str(self.weight_version)
         self.clear_cache_index()
         return self.weight_version
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from blake3 import blake3
 
 ROOT_CONTEXT = "prefixcache v2 root"
 SCOPE_CONTEXT = "prefixcache v2 scope"
+WEIGHTS_CONTEXT = "prefixcache v2 weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,15 @@ class Root:
         )
         root = blake3(fields, derive_key_context=ROOT_CONTEXT).digest()
         return scoped(root, self.lora, self.cache_salt)
+
+
+def weights_digest(tensors: Iterable[tuple[str, str, Sequence[int], bytes]]) -> bytes:
+    """The digest of a checkpoint of tensors: name, format, shape and bytes of each."""
+    message = b""
+    for name, form, shape, data in sorted(tensors, key=lambda one: one[0].encode()):
+        message += field(name.encode()) + field(form.encode())
+        message += field(struct.pack(f"<{len(shape)}Q", *shape)) + field(blake3(data).digest())
+    return blake3(message, derive_key_context=WEIGHTS_CONTEXT).digest()
 
 
 def scoped(root: bytes, lora: str | None = None, cache_salt: str | None = None) -> bytes:
@@ -118,6 +128,9 @@ def vectors() -> Iterator[dict[str, Any]]:
         Root(cache_salt="häßlich \N{GRINNING FACE}"),
         Root(weights="1"),
         Root(weights="12"),
+        Root(model="5e" * 32, weights="blake3:" + "c0" * 32, kv_dtype="bfloat16"),
+        Root(model="5e" * 32, weights="tag:step-1200", kv_dtype="bfloat16"),
+        Root(weights="count:12:tag:step-1200"),
         Root(groups=("full", "full")),
         Root(block_size=1),
         Root(block_size=4),

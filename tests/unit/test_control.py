@@ -499,3 +499,96 @@ def test_an_engine_that_cannot_wake_up_sleeps_on(
     driver.control.wake_up()
     driver.run()
     assert driver.answers["a"] == lone_answer(PROMPT, 8, 0)
+
+
+def test_weights_are_called_by_their_content_however_they_came(driver: Driver) -> None:
+    control = driver.control
+    names = [control.weights_name]
+    roots = [control.prefix_hash_info().root_hash]
+    driver.answer("a")
+    for weights in (1, 0):
+        driver.swap(weights)
+        names.append(control.weights_name)
+        roots.append(control.prefix_hash_info().root_hash)
+    assert names == ["blake3:0", "blake3:1", "blake3:0"]
+    assert roots[0] == roots[2] != roots[1]
+    driver.answer("b")
+    assert driver.cached["b"] == 0
+    assert control.weight_version == 2
+
+
+def test_weights_of_which_nothing_is_known_are_counted(driver: Driver) -> None:
+    control, names = driver.control, list[str]()
+    for tag in (None, None, "t", None):
+        control.load_state_dict({"a": torch.tensor(1), "b": torch.tensor(1)}, weight_version=tag)
+        names.append(control.weights_name)
+    assert names == ["count:1:blake3:0", "count:2:blake3:0", "tag:t", "count:4:tag:t"]
+    control.sleep(2)
+    driver.swap(1)
+    control.wake_up()
+    assert control.weights_name == "blake3:1"
+
+
+def test_a_tag_of_other_weights_is_refused_before_anything_is_done(driver: Driver) -> None:
+    control = driver.control
+    driver.add("a")
+    driver.step(2)
+    control.update_weights_from_disk("1", "keep", weight_version="t")
+    with pytest.raises(InvalidRequestError, match=r"'t' is the tag of other weights") as caught:
+        control.update_weights_from_disk("2", weight_version="t")
+    assert caught.value.param == "weight_version"
+    assert (control.weights_name, control.weight_version) == ("tag:t", 1)
+    driver.run()
+    assert driver.restarted == []
+    control.update_weights_from_disk("2", weight_version="u")
+    assert control.update_weights_from_disk("1", weight_version="t") == 3
+    assert control.update_weights_from_disk("2", weight_version="v") == 4
+
+
+def _changed_on_disk(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
+    """The folder 1 holds the weights 2 from now on."""
+    weights = driver.control._memory.weights  # pyright: ignore[reportOptionalMemberAccess]
+    monkeypatch.setattr(weights, "check_folder", lambda _: Checkpoint(Path("2"), "2"))
+
+
+@pytest.mark.parametrize("tag", [None, "t"])
+def test_weights_that_changed_on_disk_have_another_name_when_the_engine_wakes(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, tag: str | None
+) -> None:
+    control = driver.control
+    control.update_weights_from_disk("1", weight_version=tag)
+    name = control.weights_name
+    control.sleep(2)
+    control.wake_up()
+    assert control.weights_name == name
+    driver.answer("a")
+    control.sleep(2)
+    _changed_on_disk(monkeypatch, driver)
+    control.wake_up()
+    assert control.weights_name == "blake3:2"
+    assert driver.answer("b") == lone_answer(PROMPT, 8, 2)
+
+
+def test_weights_that_a_failed_update_puts_back_have_the_name_of_what_they_are(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = driver.control
+    driver.swap(1)
+    driver.answer("a")
+    weights = control._memory.weights  # pyright: ignore[reportOptionalMemberAccess]
+    load = weights.load
+
+    def restored(checkpoint: Checkpoint) -> None:
+        load(weights.check_folder(Path("1")))
+        raise ModelLoadError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "load", restored)
+        with pytest.raises(ModelLoadError, match="gone"):
+            driver.swap(3)
+        assert (control.weights_name, control.weight_version) == ("blake3:1", 1)
+        _changed_on_disk(patch, driver)
+        with pytest.raises(ModelLoadError, match="gone"):
+            control.update_weights_from_folder(fake_checkpoint(3))
+    assert (control.weights_name, control.weight_version) == ("blake3:2", 2)
+    assert driver.answer("b") == lone_answer(PROMPT, 8, 2)

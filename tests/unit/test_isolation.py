@@ -74,6 +74,35 @@ def test_every_version_of_the_weights_has_hashes_of_its_own() -> None:
     assert hashes(cache) == chains[-1]
 
 
+def test_a_name_of_weights_that_comes_back_brings_nothing_back() -> None:
+    cache = PrefixCache(9, BLOCK, weights="tag:a")
+    first = hashes(cache)
+    before, waiting = cache.new_sequence(TOKENS), cache.new_sequence(TOKENS)
+    cache.commit_prefix_plan(before, 0, 12)
+    cache.mark_blocks_filled([before], [4])
+    cache.new_weight_version("tag:b")
+    assert set(first).isdisjoint(hashes(cache))
+    between = cache.new_sequence(TOKENS)
+    cache.commit_prefix_plan(between, 0, 12)
+    assert cache.new_weight_version("tag:a") == 2
+    assert hashes(cache) == first
+    cache.mark_blocks_filled([before, between], [8, 8])
+    cache.release([before, between])
+    assert cache.count_prefix_hits(waiting) == 0
+    cache.commit_prefix_plan(waiting, 0, 12)
+    cache.mark_blocks_filled([waiting], [8])
+    assert cache.probe(cache.compute_block_hashes(TOKENS)) == 8
+    cache.validate()
+
+
+@pytest.mark.parametrize("name", ["", "3", "tag", "tag:", ":a", "Tag:a"])
+def test_a_name_of_weights_is_no_count(name: str) -> None:
+    with pytest.raises(ValueError, match="weights must be a kind, a colon and a name"):
+        PrefixCache(9, BLOCK, weights=name)
+    with pytest.raises(ValueError, match="weights must be"):
+        PrefixCache(9, BLOCK).new_weight_version(name)
+
+
 def test_hashes_of_old_weights_find_nothing_and_publish_nothing() -> None:
     cache = PrefixCache(9, BLOCK)
     old, running = cache.compute_block_hashes(TOKENS), cache.new_sequence(TOKENS)

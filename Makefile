@@ -59,9 +59,10 @@ test-long: setup-dev model         ## the same tests in their long forms, and cl
 test-clients: setup model .venv-clients/.built ## clients that people use, against a server (own environment)
 	cd tests/clients && ../../.venv-clients/bin/pytest --durations=5
 
-.venv-clients/.built: requirements/clients.txt
+.venv-clients/.built: requirements/clients.txt requirements/clients-no-deps.txt
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/pip install --disable-pip-version-check -r $<
+	.venv-clients/bin/pip install --disable-pip-version-check --no-deps -r requirements/clients-no-deps.txt
 	touch $@
 
 test-rust:

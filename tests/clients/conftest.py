@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,24 +23,17 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Generator[str, None, No
         yield os.environ["PREFIXCACHE_ADDRESS"]
         return
     log = tmp_path_factory.mktemp("server") / "log"
-    command = [
-        SERVER,
-        "-m",
-        "prefixcache",
-        "serve",
-        MODEL,
-        "--port",
-        "0",
-        "--max-model-len",
-        "4096",
-    ]
+    arguments = [MODEL, "--max-model-len", "4096", "--kv-cache-memory", "512MiB"]
+    with started(arguments, log) as address:
+        yield address
+
+
+@contextmanager
+def started(arguments: list[str], log: Path) -> Generator[str, None, None]:
+    """A server on a free port; its address."""
+    command = [SERVER, "-m", "prefixcache", "serve", *arguments, "--port", "0"]
     with log.open("w") as stderr:
-        process = subprocess.Popen(
-            [*command, "--kv-cache-memory", "512MiB"],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
     try:
         yield _address(process, log)
         assert process.poll() is None, log.read_text()

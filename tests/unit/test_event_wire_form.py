@@ -1,7 +1,6 @@
 """Events have the form that llm-d's vLLM adapter reads, field by field.
 
-What it reads was taken from its engine adapter: the event maps of vLLM since 0.24, the topic, and which
-types a field may have. The frames and the order of fields are those of vLLM 0.33.
+What it reads was taken from that adapter: maps, as vLLM sends them since 0.24, and types of fields.
 """
 
 from __future__ import annotations
@@ -12,14 +11,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from prefixcache.events.wire import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-    encode_batch,
-    encode_sequence,
-)
+from fake_engine import make_engine, make_request
+from prefixcache.events.form import WireForm
+from prefixcache.events.wire import EventBatch, encode_batch
 
 Check = Callable[[Any], bool]
 
@@ -65,24 +59,36 @@ FORM: dict[str, tuple[dict[str, Check], dict[str, Check]]] = {
     ),
     "AllBlocksCleared": ({}, {}),
 }
-TOP = 2**64 - 1
-STORED = BlockStored([TOP, 1], None, [0, 2**32 - 1, 5, 6], 2, None, "GPU", None)
-WINDOW = BlockStored([TOP], 3, [5, 6], 2, None, "GPU", None, 1, "sliding_window", 128)
 
 
-@pytest.mark.parametrize(
-    "event", [STORED, WINDOW, BlockRemoved([TOP], "GPU", 1), AllBlocksCleared()]
-)
-def test_an_event_is_a_map_of_these_fields(event: BlockStored | BlockRemoved) -> None:
-    payload = encode_batch(EventBatch(1.5, [event], 0))
-    ts, (fields,), rank = msgpack.unpackb(payload)
+def events_of(groups: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """What a small engine publishes of prompts that share beginnings, until it clears its cache."""
+    engine, _, _ = make_engine(num_blocks=24, groups=groups)
+    events = engine.control.keep_events()
+    form = WireForm(events.block_size, events.groups)
+    for number in range(12):
+        prompt = [number % 3] * 10 + list(range(20 + number, 40 + number))
+        request = make_request(str(number), prompt)
+        engine.add_request(request)
+        while engine.has_unfinished():
+            engine.step()
+    engine.control.reset_prefix_cache()
+    batch = EventBatch(1.5, [form.event(event) for event in events.take(10_000)], 0)
+    ts, found, rank = msgpack.unpackb(encode_batch(batch))
     assert (ts, rank) == (1.5, 0)
-    needed, optional = FORM[fields.pop("type")]
-    assert needed.keys() <= fields.keys() <= needed.keys() | optional.keys()
-    for name, value in fields.items():
-        assert (needed | optional)[name](value), (name, value)
+    return found
 
 
-def test_a_sequence_is_eight_bytes_in_network_order() -> None:
-    assert encode_sequence(258) == b"\0\0\0\0\0\0\x01\x02"
-    assert encode_sequence(-1) == b"\xff" * 8
+@pytest.mark.parametrize("groups", [("full",), ("full", ("sliding_window", 8))], ids=len)
+def test_events_are_maps_of_these_fields(groups: tuple[Any, ...]) -> None:
+    seen = set[str]()
+    for fields in events_of(groups):
+        seen.add(kind := fields.pop("type"))
+        needed, optional = FORM[kind]
+        assert needed.keys() <= fields.keys() <= needed.keys() | optional.keys()
+        for name, value in fields.items():
+            assert (needed | optional)[name](value), (name, value)
+        if kind == "BlockStored":
+            assert len(fields["token_ids"]) == len(fields["block_hashes"]) * fields["block_size"]
+        assert ("group_idx" in fields) == (len(groups) > 1 and kind != "AllBlocksCleared")
+    assert seen == FORM.keys()

@@ -71,10 +71,10 @@ class EventPublisher:
     def snapshot(self) -> CacheSnapshot:
         """What is cached now, once all batches so far are sent. From any thread; takes a while."""
         with self._publishing:
+            self._publish_all()
+            # The cache's thread may have received more meanwhile, in the place of this reader.
             while (copy := self._events.snapshot()) is None:
-                while self._publish():
-                    pass
-                time.sleep(0)
+                self._publish_all()
             return CacheSnapshot(
                 copy,
                 self._form,
@@ -122,10 +122,13 @@ class EventPublisher:
                 if is_idle:
                     self._sockets.wait(_PERIOD)
             with self._publishing:
-                while self._publish():
-                    pass
+                self._publish_all()
         except Exception:
             logger.exception("KV events are published no more.")
+
+    def _publish_all(self) -> None:
+        while self._publish():
+            pass
 
     def _publish(self) -> bool:
         """Sends the oldest events as a batch; whether there were any."""

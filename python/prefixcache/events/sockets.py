@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 import zmq
 
@@ -55,13 +56,22 @@ class EventSockets:
     def send(self, sequence: int, payload: bytes) -> None:
         """Publishes a batch; waits for nobody."""
         frames = (self._topic, encode_sequence(sequence), payload)
-        try:
-            self._publisher.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            self.num_overflows += 1
-            self._publisher.setsockopt(zmq.XPUB_NODROP, 0)
-            self._publisher.send_multipart(frames, zmq.NOBLOCK)
-            self._publisher.setsockopt(zmq.XPUB_NODROP, 1)
+        if self._send(frames):
+            return
+        self.num_overflows += 1
+        self._publisher.setsockopt(zmq.XPUB_NODROP, 0)
+        self._publisher.send_multipart(frames, zmq.NOBLOCK)
+        self._publisher.setsockopt(zmq.XPUB_NODROP, 1)
+
+    def _send(self, frames: tuple[bytes, ...]) -> bool:
+        """Whether all consumers have room for a message; else none gets it."""
+        for _ in range(2):
+            with suppress(zmq.Again):
+                self._publisher.send_multipart(frames, zmq.NOBLOCK)
+                return True
+            # Looks at once at what consumers have read, as a send does only every millisecond.
+            self._publisher.getsockopt(zmq.EVENTS)
+        return False
 
     def wait(self, seconds: float) -> None:
         """Returns when somebody asks for a replay, or after that time."""

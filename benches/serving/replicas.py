@@ -1,9 +1,9 @@
 """Three replicas under Ray Serve: how much of the prompts is cached, by who chooses the replica.
 
-    make bench-replicas [ARGS="--conversations 24 --turns 4 --json OUT"]
+    make bench-replicas [ARGS="--turns 4 --json OUT --plot PICTURE"]
 
 Conversations of several groups, each group with a system prompt, take turns in a random order, a
-few at a time. All prefixes together fill most of three replicas, so one holds a third of them.
+few at a time. All prefixes together are more than one replica holds: at 4 turns half as much again.
 Rows: our routing; Ray's own routers; one server with three times the memory, which is the most that
 routing can reach. Nothing is timed. A replica's load is the tokens that it computed.
 """
@@ -16,6 +16,7 @@ import json
 import os
 import random
 import re
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -145,13 +146,17 @@ def cluster() -> Iterator[str]:
         log_to_driver=False,
     )
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": PORT})
-        yield f"http://127.0.0.1:{PORT}"
+        port = free_port()
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        yield f"http://127.0.0.1:{port}"
     finally:
         ray.shutdown()
 
 
-PORT = 18_431
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def run(folder: str, name: str, address: str, args: argparse.Namespace) -> Row:
@@ -183,6 +188,23 @@ def run(folder: str, name: str, address: str, args: argparse.Namespace) -> Row:
         serve.delete("bench")
 
 
+def plot(rows: list[Row], path: Path) -> None:
+    """Hit rates as bars, beside each the spread of the load."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.6 * len(rows) + 0.8), layout="constrained")
+    axes = figure.subplots()
+    rates = [100 * row.hit_rate for row in rows]
+    bars = axes.barh([row.name for row in rows], rates, color="#4878a8")
+    notes = [f"{row.hit_rate:.1%}, spread {row.spread:.2f}" for row in rows]
+    axes.bar_label(bars, notes, padding=4)
+    axes.set_xlim(0, 115)
+    axes.set_xlabel("prompt tokens found in a cache, %")
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--conversations", type=int, default=24)
@@ -193,6 +215,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", nargs="*", default=[*ROUTERS, ONE_SERVER])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, cluster() as address:
@@ -207,6 +230,8 @@ def main() -> None:
             )
             if args.json:
                 args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    if args.plot:
+        plot(rows, args.plot)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ class World:
         self.sequences.append(self.other_cache.new_sequence(range(9)))
         self.cache.commit_prefix_plan(self.sequences[1], 0, 7)
         self.cpu = _core.Cpu(2)
+        self.events = self.kept_events()
         self.buffer = np.zeros(WORDS, np.float32)
         self.layer = _core.PackedLinear(self.cpu, 4, 4, "float32", bias=True)
         self.rows = _core.RowOps(self.cpu, "float32")
@@ -94,6 +95,11 @@ class World:
         weights = {"request_tokens": 1, "window_tokens": 9, "balance": 1, "affinity": 1}
         self.chooser = _core.ReplicaChooser(**weights)
         self.arrays = [np.zeros(size, kind) for size in (2, 6, 24) for kind in ("i4", "i8")]
+
+    def kept_events(self) -> Any:
+        cache = _core.PrefixCache(9, BLOCK)
+        cache.keep_events()
+        return cache.snapshot_events()
 
     def make_decoder_layer(self) -> _core.DecoderLayer:
         at, sizes = self.buffer.ctypes.data, {"qkv": (4, 64), "out": (32, 4)}
@@ -119,6 +125,7 @@ class World:
             self.stack,
             self.stops,
             self.stop_stream,
+            self.events,
             self.reader,
             self.replay,
             self.namer,
@@ -360,7 +367,7 @@ def methods_of(cls: type) -> dict[str, list[inspect.Parameter]]:
 EXPORTS = {name: getattr(_core, name) for name in _core.__all__}
 CLASSES = {name: export for name, export in EXPORTS.items() if isinstance(export, type)}
 METHODS = {cls: methods_of(cls) for cls in CLASSES.values()}
-MADE_BY_METHODS = {"BlockHashes", "Sequence", "StopStream"}
+MADE_BY_METHODS = {"BlockHashes", "EventSnapshot", "Sequence", "StopStream"}
 
 
 class Module:

@@ -27,7 +27,7 @@ from tiny_models import make_checkpoint
 ADMIN, KEYS = "admin-key", ("first-key", "second-key", "third-key")
 _BANK_SIZE = 126
 _USUAL_BLOCKS, _SIZES = 400, (240, 640)
-_LIMITS = Limits(read_seconds=5, request_seconds=60)
+_LIMITS = Limits(read_seconds=5, request_seconds=60, keep_alive_seconds=5)
 _DRAIN_SECONDS = 5
 # For the interpreter to take itself apart, on a machine that is busy.
 _END_SECONDS = 30
@@ -194,6 +194,7 @@ def _flags(folder: Path) -> list[str | Path]:
         "kv-cache-max-memory": "1GiB",
         "limit-concurrency": 2048,
         "timeout-read": _LIMITS.read_seconds,
+        "timeout-keep-alive": _LIMITS.keep_alive_seconds,
         "drain-seconds": _DRAIN_SECONDS,
         "admin-api-key": ADMIN,
         "allowed-model-dirs": folder,

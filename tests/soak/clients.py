@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import re
 import time
@@ -16,7 +17,7 @@ from soak.bank import Question, asked_now
 from soak.faults import INJECTED
 from soak.lives import Life, Lives
 from soak.tally import Tally
-from soak.wire import BadReplyError, CutReplyError, Head, Wire, request_bytes
+from soak.wire import BadReplyError, CutReplyError, Head, NoReplyError, Wire, request_bytes
 
 REFUSALS = (429, 503)
 # Longer than anything may take; what takes longer hangs.
@@ -34,10 +35,11 @@ Expected = Mapping[str, Sequence[Answer]]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds that the server gives a request to come, and to be answered."""
+    """Seconds that the server gives a request to come, and to be answered, and an idle client."""
 
     read_seconds: float
     request_seconds: float
+    keep_alive_seconds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +114,24 @@ class Crowd:
     # The kinds of clients.
 
     async def _patient(self, life: Life) -> None:
-        """Asks a few times on one connection and reads everything."""
+        """Asks a few times on one connection and reads everything.
+
+        A client that did not run for a while reads an answer late, and asks again on a connection
+        that the server has closed by then, as it may.
+        """
         wire = await Wire.open(life.port)
+        former = math.inf
         try:
             for _ in range(self._choose.randint(1, _MOST_ON_A_CONNECTION)):
-                head = await self._ask(wire, life, self._choose.choice(self._bank))
+                since = time.monotonic()
+                try:
+                    head = await self._ask(wire, life, self._choose.choice(self._bank))
+                except (NoReplyError, ConnectionError):
+                    if since - former < self._limits.keep_alive_seconds:
+                        raise
+                    self._tally.add("came too late for its connection", since=since, timed=False)
+                    break
+                former = since
                 if not (wire.is_reusable and self.may_ask.is_set() and head.status < 400):
                     break
         finally:

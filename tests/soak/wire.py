@@ -14,6 +14,10 @@ class BadReplyError(Exception):
     """What came is no HTTP answer."""
 
 
+class NoReplyError(BadReplyError):
+    """The connection ended, and nothing came."""
+
+
 class CutReplyError(BadReplyError):
     """An answer has begun and does not end."""
 
@@ -51,13 +55,14 @@ class Wire:
         self.writer.write(data)
 
     async def head(self) -> Head:
-        """Raises `BadReplyError` when the connection ends before."""
+        """Raises `BadReplyError` when the connection ends before, `NoReplyError` when at once."""
         try:
             line, *lines = (
                 (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
             )
         except asyncio.IncompleteReadError as error:
-            raise BadReplyError("the connection ended before the answer's head") from error
+            kind = BadReplyError if error.partial else NoReplyError
+            raise kind("the connection ended before the answer's head") from error
         pairs = (one.partition(":") for one in lines if one)
         self._headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
         return Head(int(line.split()[1]), self._headers)

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -48,12 +49,16 @@ def write_report(options: Options, tally: Tally, watch: Watch, checks: Sequence[
         "commands": tally.commands,
         "events": tally.events,
         "violations": tally.violations,
-        "rests": [{**dataclasses.asdict(rest), "census": None} for rest in watch.rests],
+        "rests": [_without_census(rest) for rest in watch.rests],
     }
     censuses = [{"at": rest.at, **rest.census} for rest in (*watch.rests, watch.trimmed) if rest]
     (folder / "census.json").write_text(json.dumps(censuses))
     (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n")
     (folder / "report.md").write_text(_text(options, tally, watch, checks))
+
+
+def _without_census(rest: Rest) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(rest).items() if name != "census"}
 
 
 def _text(options: Options, tally: Tally, watch: Watch, checks: Sequence[Check]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from soak.slope import Slope, memory_slope
@@ -49,30 +50,42 @@ def verdicts(tally: Tally, watch: Watch) -> list[Check]:
             f"looked at {len(watch.rests)} times, "
             f"something was left {sum(tally.blamed[what] for what in LEFT_OVER)} times",
         ),
-        _memory_check(_settled_slope(tally, rests)),
+        _memory_check("memory is flat after the overload", _settled_slope(tally, rests, _rss)),
+        _memory_check(
+            "memory in use, without what the allocators keep free, is flat after the overload",
+            _settled_slope(tally, rests, in_use),
+        ),
         _leftover_check("files", [r.files for r in rests], _SPARE_FILES),
         _leftover_check("threads", [r.threads for r in rests], _SPARE_THREADS),
     ]
 
 
-def _settled_slope(tally: Tally, rests: list[Rest]) -> Slope | None:
+def in_use(rest: Rest) -> int:
+    """Bytes that C's allocator and Python's have given out."""
+    c, python = rest.census["malloc"], rest.census["python"]
+    return c["uordblks"] + c["hblkhd"] + python["bytes_in_blocks"]
+
+
+def _rss(rest: Rest) -> int:
+    return rest.rss
+
+
+def _settled_slope(tally: Tally, rests: list[Rest], size: Callable[[Rest], int]) -> Slope | None:
     """After the overload, whose peak the allocator keeps: a step there is no slope."""
     peak = max((at for at, event in tally.events if event == OVERLOAD_ENDS), default=0.0)
     settled = [rest for rest in rests if rest.at > peak]
-    return memory_slope([rest.at for rest in settled], [rest.rss for rest in settled])
+    return memory_slope([rest.at for rest in settled], [size(rest) for rest in settled])
 
 
-def _memory_check(slope: Slope | None) -> Check:
+def _memory_check(claim: str, slope: Slope | None) -> Check:
     if slope is None:
-        return Check(
-            "memory is flat after the overload", holds=True, found="too short a run to tell"
-        )
+        return Check(claim, holds=True, found="too short a run to tell")
     found = (
         f"{slope.level / _MIB:.0f} MiB and {slope.per_hour / _MIB:+.2f} MiB an hour "
         f"(95 %: {slope.low / _MIB:+.2f} to {slope.high / _MIB:+.2f}) "
         f"over {slope.num_points} looks in {slope.hours * 60:.0f} minutes"
     )
-    return Check("memory is flat after the overload", slope.is_flat, found)
+    return Check(claim, slope.is_flat, found)
 
 
 def _leftover_check(what: str, counts: list[int], spare: int) -> Check:

@@ -121,6 +121,12 @@ impl Sequence {
         self.hashes.extend_to(&self.tokens);
     }
 
+    /// Who it shares blocks with.
+    #[must_use]
+    pub fn scope(&self) -> &Scope {
+        &self.scope
+    }
+
     /// Tokens known: the prompt and what was generated.
     #[must_use]
     pub fn num_tokens(&self) -> usize {

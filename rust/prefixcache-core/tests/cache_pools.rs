@@ -1,6 +1,10 @@
 //! Random requests to a cache over each pool: the plain pool and both lock-free ones answer alike.
 //!
-//! The plain pool counts hits block by block; the single writer's finds them by bisection.
+//! The plain pool counts hits block by block; the single writer's finds them by bisection, and its reader of events
+//! knows at every moment what can be found under no salt.
+
+#[path = "common/told.rs"]
+mod told;
 
 use std::time::Duration;
 
@@ -15,11 +19,13 @@ use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
 use prefixcache_core::retention::{Pins, Retention};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockStore, FreeOrder, Moves, PoolConfig};
+use prefixcache_core::weights::WeightsName;
 use prefixcache_oracle::plain::PlainPool;
 use prefixcache_oracle::plain_ledger::{Hinting, PlainLedger};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
+use told::Told;
 
 const MAX_BLOCKS: usize = 32;
 const BLOCK_SIZE: usize = 2;
@@ -48,6 +54,7 @@ enum Step {
         base: u32,
         len: usize,
         copies: usize,
+        salted: bool,
     },
     Append {
         which: usize,
@@ -60,6 +67,9 @@ enum Step {
         which: usize,
     },
     Clear,
+    NewWeights {
+        name: Option<bool>,
+    },
     Pin {
         which: usize,
         tokens: usize,
@@ -109,12 +119,13 @@ enum Step {
 fn step() -> impl Strategy<Value = Step> {
     let which = 0..8_usize;
     prop_oneof![
-        8 => (0..2_u32, 1..40_usize, 1..3_usize)
-            .prop_map(|(base, len, copies)| Step::Serve { base, len, copies }),
+        8 => (0..2_u32, 1..40_usize, 1..3_usize, proptest::bool::weighted(0.2))
+            .prop_map(|(base, len, copies, salted)| Step::Serve { base, len, copies, salted }),
         3 => (which.clone(), 1..5_usize).prop_map(|(which, count)| Step::Append { which, count }),
         3 => which.clone().prop_map(|which| Step::Fill { which }),
         6 => which.clone().prop_map(|which| Step::Finish { which }),
         1 => Just(Step::Clear),
+        1 => any::<Option<bool>>().prop_map(|name| Step::NewWeights { name }),
         4 => which.clone().prop_map(|which| Step::Drop { which }),
         3 => (0..2_u32, 1..40_usize, 1..9_usize)
             .prop_map(|(base, len, chunk)| Step::Chunks { base, len, chunk }),
@@ -151,6 +162,7 @@ struct Driver<S, H> {
     /// Milliseconds.
     time: u64,
     moves: Moves,
+    told: Option<Told>,
     /// Everything that was answered.
     answers: Vec<String>,
 }
@@ -171,6 +183,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             live: Vec::new(),
             time: 0,
             moves: Moves::default(),
+            told: None,
             answers: Vec::new(),
         }
     }
@@ -182,9 +195,19 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
     fn step(&mut self, step: &Step) {
         self.pass(300);
         match *step {
-            Step::Serve { base, len, copies } => self.serve(base, len, copies),
+            Step::Serve {
+                base,
+                len,
+                copies,
+                salted,
+            } => self.serve(base, len, copies, salted),
             Step::Chunks { base, len, chunk } => self.serve_in_chunks(base, len, chunk),
             Step::Clear => self.cache.clear_cache_index(),
+            Step::NewWeights { name } => {
+                let name = name.map(|name| WeightsName::new(&format!("tag:{name}")).unwrap());
+                let version = self.cache.new_weight_version(name);
+                self.answer(version);
+            }
             Step::Demote { count } => {
                 let moved = self.cache.demote(count);
                 self.answer(moved);
@@ -260,12 +283,16 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
         self.answer(held);
     }
 
-    fn serve(&mut self, base: u32, len: usize, copies: usize) {
+    fn serve(&mut self, base: u32, len: usize, copies: usize, salted: bool) {
         let tokens: Vec<u32> = (0..len as u32).map(|token| token * base).collect();
+        let scope = Scope {
+            lora: None,
+            cache_salt: salted.then(|| "salt".to_owned()),
+        };
         for _ in 0..copies {
             let mut sequence = self
                 .cache
-                .new_sequence(tokens.clone(), Scope::default(), vec![]);
+                .new_sequence(tokens.clone(), scope.clone(), vec![]);
             let hits = self.cache.count_prefix_hits(&mut sequence).unwrap();
             let plan = self
                 .cache
@@ -405,6 +432,9 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             tables,
         );
         self.answer(seen);
+        if let Some(told) = &mut self.told {
+            told.check(&self.cache, &self.live);
+        }
     }
 }
 
@@ -442,7 +472,10 @@ fn answers<S: BlockStore>(
     ledger: impl Hinting,
     steps: &[Step],
 ) -> Vec<String> {
-    let mut driver = Driver::new(groups, store, ledger);
+    run(Driver::new(groups, store, ledger), steps)
+}
+
+fn run<S: BlockStore>(mut driver: Driver<S, impl Hinting>, steps: &[Step]) -> Vec<String> {
     steps.iter().for_each(|step| driver.step(step));
     driver.answers
 }
@@ -458,7 +491,10 @@ fn check(groups: &Groups, order: Order, steps: &[Step]) -> Result<(), TestCaseEr
     let plain = answers(groups, PlainPool::new(config).unwrap(), plain_ledger, steps);
     let ledger = || Ledger::new(SHARE).unwrap();
     let single = BlockPool::<SingleWriter>::with_ring_capacity(config, 128).unwrap();
-    same(&plain, &answers(groups, single, ledger(), steps))?;
+    let reader = single.keep_journal(BLOCK_SIZE).unwrap();
+    let mut single = Driver::new(groups, single, ledger());
+    single.told = Some(Told::new(reader, BLOCK_SIZE));
+    same(&plain, &run(single, steps))?;
     let shared = BlockPool::<Shared>::with_ring_capacity(config, 128).unwrap();
     same(&plain, &answers(groups, shared, ledger(), steps))
 }

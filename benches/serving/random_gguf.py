@@ -2,15 +2,16 @@
 
     python benches/serving/random_gguf.py q4_k_m MODEL.gguf
     python benches/serving/random_gguf.py q8_0 MODEL.gguf --layers 2
+    python benches/serving/random_gguf.py q4_k_m MODEL.gguf --shape llama-7b
 
-It has TinyLlama's shape, 1.1 billion weights. What a tensor is quantized to follows llama.cpp's
-mixes; scales are such that activations keep their size. llama.cpp reads it too.
+By default it has TinyLlama's shape, 1.1 billion weights. What a tensor is quantized to follows
+llama.cpp's mixes; scales are such that activations keep their size. llama.cpp reads it too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -121,6 +122,19 @@ class Blocks:
         return self._random.integers(0, 256, (blocks, size), np.uint8)
 
 
+class ShapeName(str, Enum):
+    """Models whose shapes files can have."""
+
+    TINYLLAMA = "tinyllama"
+    LLAMA_7B = "llama-7b"
+
+
+SHAPES = {
+    ShapeName.TINYLLAMA: Shape(),
+    ShapeName.LLAMA_7B: Shape(hidden=4096, intermediate=11008, layers=32, kv_heads=32),
+}
+
+
 def _set(blocks: NDArray[np.uint8], place: int, value: float) -> None:
     blocks[:, place : place + 2] = np.array([value], _HEADER_DTYPE).view(np.uint8)
 
@@ -194,10 +208,12 @@ def _add_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
 def main(
     mix: Mix,
     target: Path,
-    layers: Annotated[int, typer.Option(min=1)] = Shape.layers,
+    shape: Annotated[ShapeName, typer.Option()] = ShapeName.TINYLLAMA,
+    layers: Annotated[int | None, typer.Option(min=1, help="other than the shape's")] = None,
 ) -> None:
     """Write the file."""
-    write(mix, target, Shape(layers=layers))
+    chosen = SHAPES[shape]
+    write(mix, target, replace(chosen, layers=layers or chosen.layers))
 
 
 if __name__ == "__main__":

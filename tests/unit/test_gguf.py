@@ -245,14 +245,15 @@ def test_one_tensor_is_mapped_at_a_time_and_left_when_it_was_read(
 
     class Counted(mmap.mmap):
         def __new__(cls, number: int, length: int, **options: Any) -> Any:
-            assert released == mapped
-            mapped.append(length)
+            if number != -1:  # not the copy of rows in another order
+                assert released == mapped
+                mapped.append(length)
             return super().__new__(cls, number, length, **options)
 
         def madvise(self, option: int, *_: int) -> None:
-            assert option == mmap.MADV_DONTNEED
             super().madvise(option)
-            released.append(len(self))
+            if option == mmap.MADV_DONTNEED:
+                released.append(len(self))
 
     monkeypatch.setattr(blocks.mmap, "mmap", Counted)
     index = read_index(converted[0])

@@ -41,15 +41,61 @@ def layer_of(name: Any, blocks: np.ndarray[Any, Any], dtype: Any = "float32") ->
     return layer
 
 
+def bits_of(layer: PackedLinear, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Its weight as it reads it, as integers: the signs of zeros count."""
+    ids, rows = torch.arange(OUTPUTS), torch.full((OUTPUTS, INPUTS), 7, dtype=dtype)
+    layer.read_rows(ids.data_ptr(), OUTPUTS, rows.data_ptr())
+    return rows.view(torch.int32 if dtype == torch.float32 else torch.int16)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_numbers_are_those_of_the_gguf_package(name: str) -> None:
     blocks = random_blocks(name)
     wanted = gguf.dequantize(blocks, gguf.GGMLQuantizationType[name])
     wanted = torch.from_numpy(np.ascontiguousarray(wanted))
-    ids = torch.arange(OUTPUTS)
-    for dtype, integers in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
+    for dtype in (torch.float32, torch.bfloat16):
         layer = layer_of(name, blocks, str(dtype)[6:])
         assert layer.formats == [name]
-        rows = torch.full((OUTPUTS, INPUTS), 7, dtype=dtype)
-        layer.read_rows(ids.data_ptr(), OUTPUTS, rows.data_ptr())
-        assert torch.equal(rows.view(integers), wanted.to(dtype).view(integers))
+        integers = bits_of(layer, dtype)
+        assert torch.equal(integers, wanted.to(dtype).view(integers.dtype))
+
+
+@pytest.mark.parametrize("activations", ["exact", "int8"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_scale_that_is_no_number_is_refused_and_the_weight_stays(
+    name: Any, activations: Any
+) -> None:
+    blocks = random_blocks(name)
+    layer = PackedLinear(CPU, INPUTS, OUTPUTS, "float32", activations=activations)
+    layer.copy_blocks(0, blocks.ctypes.data, OUTPUTS, name)
+    before = bits_of(layer)
+    for at in HALVES.get(name, [0, 2]):
+        for bits in (0x7E00, 0x7C00, 0xFC00):  # NaN and both infinities
+            bad = np.roll(blocks, 1, axis=0)
+            last = bad.shape[1] - sizes(name)[1] + at
+            bad[71, last : last + 2] = np.array([bits], np.uint16).view(np.uint8)
+            with pytest.raises(ValueError, match=r"^blocks: row 71 has a scale that is no number$"):
+                layer.copy_blocks(0, bad.ctypes.data, OUTPUTS, name)
+    assert torch.equal(bits_of(layer), before)
+
+
+def test_what_blocks_and_rows_do_not_fit_is_refused() -> None:
+    blocks = random_blocks("Q4_K")
+    at = blocks.ctypes.data
+    odd = PackedLinear(CPU, 128, 4, "float32")
+    with pytest.raises(ValueError, match=r"^inputs must be a multiple of 256 for Q4_K$"):
+        odd.copy_blocks(0, at, 4, "Q4_K")
+    layer = PackedLinear(CPU, INPUTS, OUTPUTS, "float32", parts=[40, 56])
+    for start, rows in ((0, 96), (0, 39), (1, 39), (40, 57), (96, 0), (40, 2**60)):
+        with pytest.raises(ValueError, match=r"^start and rows must be those of a whole part$"):
+            layer.copy_blocks(start, at, rows, "Q4_K")
+    unknown: Any = "IQ4_XS"
+    with pytest.raises(ValueError, match=r"^format must be .*Q4_0.*Q6_K.* not .*IQ4_XS"):
+        layer.copy_blocks(0, at, 40, unknown)
+    assert layer.num_bytes == 0
+    rows = torch.full((2, INPUTS), 7, dtype=torch.float32)
+    for bad in (-1, OUTPUTS):
+        ids = torch.tensor([0, bad])
+        with pytest.raises(ValueError, match=rf"^ids\[1\] must be from 0 to 95, not {bad}$"):
+            layer.read_rows(ids.data_ptr(), 2, rows.data_ptr())
+    assert (rows == 7).all()

@@ -72,6 +72,7 @@ class TensorIndex:
             with self.file.open("rb") as stream:
                 for one in wanted:
                     memory, data = _mapped(stream, one)
+                    memory.madvise(mmap.MADV_WILLNEED)  # read ahead by more than a fault would
                     yield _as_in_a_checkpoint(one, data)
                     memory.madvise(mmap.MADV_DONTNEED)
         except (OSError, ValueError) as error:
@@ -179,5 +180,8 @@ def _as_in_a_checkpoint(tensor: IndexedTensor, data: Tensor) -> Tensor | Quantiz
 
 def _unpaired(rows: Tensor, heads: int) -> Tensor:
     """Undoes llama.cpp's order of q and k rows: there, a rotated pair stands side by side."""
-    pairs = rows.unflatten(0, (heads, -1, 2))
-    return pairs.transpose(1, 2).flatten(0, 2).contiguous()
+    pairs = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2)
+    # In pages of its own: the heap would keep what it once had for copies of this size.
+    memory = mmap.mmap(-1, rows.nbytes)
+    copy = torch.frombuffer(memory, dtype=rows.dtype).view(pairs.shape)
+    return copy.copy_(pairs).view(rows.shape)

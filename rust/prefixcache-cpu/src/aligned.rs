@@ -13,8 +13,9 @@ use crate::memory::{OutOfMemory, filled};
 /// Bytes of a large page.
 const LARGE_PAGE: usize = 2 << 20;
 
-/// Least bytes that [`WeightMemory`] asks the system for.
-const CHUNK: usize = 32 << 20;
+/// Least bytes that [`WeightMemory`] asks the system for: several large tensors, so that few pages are
+/// at a chunk's end. They take memory once they are written.
+const CHUNK: usize = 128 << 20;
 
 /// The words of a cache line.
 #[derive(Clone, Copy)]
@@ -156,7 +157,7 @@ mod tests {
     #[test]
     fn neighbours_keep_their_own_words() {
         let memory = WeightMemory::default();
-        let sizes = [3, CHUNK / 8, 0, CHUNK / 8, 40, CHUNK / 2, 17];
+        let sizes = [3, CHUNK / 8, 0, CHUNK / 8, 40, CHUNK / 4, 17];
         let mut all: Vec<_> = sizes
             .iter()
             .map(|&len| memory.zeroed(len).expect("memory"))

@@ -3,6 +3,7 @@
 //! Each row of a result is a function of that row of the input alone, bit for bit: not of how many
 //! rows are computed with it, nor of the number of threads.
 
+mod bytes;
 mod dense;
 pub mod int8;
 pub mod linear;

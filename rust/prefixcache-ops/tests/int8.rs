@@ -74,11 +74,11 @@ fn sum(weights: &[Block], x: &[Quantized]) -> f32 {
         let (weight, first) = (&weights[i / blocks], i % blocks * 32);
         let product = |k: usize| {
             let group = if weight.format == Format::Q6K { 16 } else { 32 };
-            let factor = f64::from(weight.scales[(first + k) / group]);
+            let factor = f64::from(weight.scales.factors[(first + k) / group]);
             factor * f64::from(weight.codes[first + k]) * f64::from(codes[k])
         };
         let products: f64 = (0..32).map(product).sum();
-        acc = ((half(weight.d) * products) as f32).mul_add(*scale, acc);
+        acc = ((half(weight.scales.d) * products) as f32).mul_add(*scale, acc);
         if let Some(minimum) = weight.offset(first) {
             acc = minimum.mul_add(*scaled_sum, acc);
         }

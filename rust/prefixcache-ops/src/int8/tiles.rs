@@ -18,8 +18,9 @@ use prefixcache_cpu::memory::OutOfMemory;
 use prefixcache_cpu::{AlignedWords, Element, Rows, RowsMut, Team, WeightMemory};
 
 use super::activations::BLOCK;
+use crate::bytes::{bytes_mut, bytes_of};
 use crate::panel::PANEL;
-use crate::quant::blocks::{Block, Format, MAX_BLOCK};
+use crate::quant::blocks::{Block, BlockScales, Format, GroupCodes, MAX_BLOCK};
 
 /// Outputs of a unit.
 pub const TILE: usize = 16;
@@ -157,12 +158,11 @@ impl Int8Weight {
             for unit in 0..width * depth {
                 // SAFETY: each task has the units of a panel of its own.
                 let to = bytes_mut(unsafe { words.part(first + unit, 0, words.width()) });
-                to.fill(0);
                 let output = panel * PANEL + unit % width * TILE;
                 for column in 0..TILE.min(blocks.rows() - output) {
                     let row = blocks.row(output + column);
                     let bytes = &row[unit / width * format.bytes()..];
-                    write_block(layout, to, column, &Block::read(format, bytes));
+                    write_block(format, to, column, bytes);
                 }
             }
         });
@@ -233,76 +233,49 @@ impl Int8Weight {
     }
 }
 
-fn bytes_of(words: &[u32]) -> &[u8] {
-    // SAFETY: the words are readable as bytes, which need no alignment.
-    unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), size_of_val(words)) }
-}
-
-fn bytes_mut(words: &mut [u32]) -> &mut [u8] {
-    // SAFETY: as above, and any bytes make words.
-    unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), size_of_val(words)) }
-}
-
-/// Writes a block of output `column`; the unit's bytes are 0 there.
-fn write_block(layout: Layout, unit: &mut [u8], column: usize, block: &Block) {
-    unit[2 * column..][..2].copy_from_slice(&block.d.to_le_bytes());
+/// Writes a block of output `column`.
+fn write_block(format: Format, unit: &mut [u8], column: usize, block: &[u8]) {
+    let (layout, scales) = (Layout::of(format), BlockScales::read(format, block));
+    unit[2 * column..][..2].copy_from_slice(&scales.d.to_le_bytes());
     if layout.minimums {
-        unit[2 * (TILE + column)..][..2].copy_from_slice(&block.m.to_le_bytes());
+        unit[2 * (TILE + column)..][..2].copy_from_slice(&scales.m.to_le_bytes());
     }
-    // Dot products want unsigned codes.
-    let codes = block
-        .codes
-        .map(|code| code.cast_unsigned().wrapping_add(layout.offset as u8));
-    let blocks = unit[layout.header()..].chunks_exact_mut(layout.block());
-    for (b, (to, codes)) in blocks.zip(codes.chunks_exact(BLOCK)).enumerate() {
+    let groups = unit[layout.header()..].chunks_exact_mut(layout.block());
+    for (group, to) in groups.enumerate() {
         let (packed, factors) = to.split_at_mut(layout.codes());
-        write_codes(layout.bits, packed, column, codes);
+        write_codes(layout.bits, packed, column, format.codes(block, group));
         let pair = match layout.factors {
             Factors::None => continue,
-            Factors::ScaleAndMinimum => [block.scales[b].cast_unsigned(), block.minimums[b]],
+            Factors::ScaleAndMinimum => [
+                scales.factors[group].cast_unsigned(),
+                scales.minimums[group],
+            ],
             Factors::Halves => {
-                [block.scales[2 * b], block.scales[2 * b + 1]].map(i8::cast_unsigned)
+                [2 * group, 2 * group + 1].map(|i| scales.factors[i].cast_unsigned())
             }
         };
         (factors[column], factors[TILE + column]) = pair.into();
     }
 }
 
-/// Four steps of an output, which lie side by side.
-fn word(codes: &[u8], g: usize) -> u32 {
-    u32::from_le_bytes([
-        codes[4 * g],
-        codes[4 * g + 1],
-        codes[4 * g + 2],
-        codes[4 * g + 3],
-    ])
-}
-
-fn or_word(bytes: &mut [u8], at: usize, word: u32) {
-    for (to, byte) in bytes[at..].iter_mut().zip(word.to_le_bytes()) {
-        *to |= byte;
-    }
-}
-
-/// Writes the codes of an output, whose bytes are 0.
-fn write_codes(bits: usize, to: &mut [u8], column: usize, codes: &[u8]) {
+/// Writes the codes of an output, which are unsigned but for those of eight bits.
+fn write_codes(bits: usize, to: &mut [u8], column: usize, codes: GroupCodes) {
     const NIBBLES: u32 = 0x0f0f_0f0f;
+    let code = |g: usize| (codes[g / 2] >> (32 * (g % 2))) as u32;
+    let mut put = |at: usize, word: u32| {
+        to[at + 4 * column..][..4].copy_from_slice(&word.to_le_bytes());
+    };
     if bits == 8 {
-        return (0..8).for_each(|g| or_word(to, 64 * g + 4 * column, word(codes, g)));
+        // Dot products want unsigned codes.
+        return (0..8).for_each(|g| put(64 * g, code(g) ^ 0x8080_8080));
     }
-    for g in 0..4 {
-        let (first, second) = (word(codes, g), word(codes, 4 + g));
-        let nibbles = first & NIBBLES | (second & NIBBLES) << 4;
-        or_word(to, 64 * g + 4 * column, nibbles);
-        let (first, second) = (first >> 4 & NIBBLES, second >> 4 & NIBBLES);
-        match bits {
-            5 => or_word(to, 256 + 4 * column, first << g | second << (4 + g)),
-            6 => {
-                let pairs = first << (g % 2 * 2) | second << (4 + g % 2 * 2);
-                or_word(to, 256 + 64 * (g / 2) + 4 * column, pairs);
-            }
-            _ => (),
-        }
+    (0..4).for_each(|g| put(64 * g, code(g) & NIBBLES | (code(4 + g) & NIBBLES) << 4));
+    let upper = |g: usize| (code(g) >> 4 & NIBBLES, code(4 + g) >> 4 & NIBBLES);
+    let moved = |g: usize, by: usize| upper(g).0 << by | upper(g).1 << (4 + by);
+    match bits {
+        5 => put(256, (0..4).fold(0, |word, g| word | moved(g, g))),
+        6 => (0..2).for_each(|i| put(256 + 64 * i, moved(2 * i, 0) | moved(2 * i + 1, 2))),
+        _ => (),
     }
 }
 
@@ -310,16 +283,15 @@ fn write_codes(bits: usize, to: &mut [u8], column: usize, codes: &[u8]) {
 fn read_block(format: Format, unit: &[u8], column: usize) -> Block {
     let layout = Layout::of(format);
     let half = |at: usize| u16::from_le_bytes([unit[at], unit[at + 1]]);
+    let minimum = layout.minimums.then(|| half(2 * (TILE + column)));
     let mut block = Block {
         format,
-        d: half(2 * column),
-        m: if layout.minimums {
-            half(2 * (TILE + column))
-        } else {
-            0
+        scales: BlockScales {
+            d: half(2 * column),
+            m: minimum.unwrap_or(0),
+            factors: [1; 16],
+            minimums: [0; 8],
         },
-        scales: [1; 16],
-        minimums: [0; 8],
         codes: [0; MAX_BLOCK],
     };
     let blocks = unit[layout.header()..layout.unit()].chunks_exact(layout.block());
@@ -333,11 +305,11 @@ fn read_block(format: Format, unit: &[u8], column: usize) -> Block {
         match layout.factors {
             Factors::None => {}
             Factors::ScaleAndMinimum => {
-                block.scales[b] = pair()[0].cast_signed();
-                block.minimums[b] = pair()[1];
+                block.scales.factors[b] = pair()[0].cast_signed();
+                block.scales.minimums[b] = pair()[1];
             }
             Factors::Halves => {
-                block.scales[2 * b..][..2].copy_from_slice(&pair().map(u8::cast_signed));
+                block.scales.factors[2 * b..][..2].copy_from_slice(&pair().map(u8::cast_signed));
             }
         }
     }

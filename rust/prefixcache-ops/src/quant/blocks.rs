@@ -7,6 +7,12 @@ use prefixcache_cpu::f16::{f16_is_finite, f16_to_f32};
 /// The most numbers in a block.
 pub const MAX_BLOCK: usize = 256;
 
+/// Numbers whose codes are read at once.
+pub const GROUP: usize = 32;
+
+/// The codes of 32 numbers in a row, a byte each; the first is the lowest of the first word.
+pub type GroupCodes = [u64; GROUP / 8];
+
 /// A format of blocks, by its name in GGUF.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
@@ -82,6 +88,46 @@ impl Format {
         inputs / self.block() * self.bytes()
     }
 
+    /// What is subtracted from a code as the file has it; a power of two.
+    pub const fn zero(self) -> u8 {
+        match self {
+            Self::Q4_0 => 8,
+            Self::Q5_0 => 16,
+            Self::Q6K => 32,
+            _ => 0,
+        }
+    }
+
+    /// The codes of group `group` of the block that starts here, as the file has them.
+    ///
+    /// # Panics
+    /// There are fewer bytes than a block has, or there is no such group.
+    #[inline(always)]
+    pub fn codes(self, block: &[u8], group: usize) -> GroupCodes {
+        let block = &block[..self.bytes()];
+        let (pair, second) = (group / 2, group % 2);
+        match self {
+            Self::Q4_0 => nibbles(block, 2),
+            Self::Q4_1 => nibbles(block, 4),
+            Self::Q5_0 => with_fifth_bits(nibbles(block, 6), block, 2),
+            Self::Q5_1 => with_fifth_bits(nibbles(block, 8), block, 4),
+            Self::Q8_0 => fields(block, 2, 0, 8, 0),
+            Self::Q4K => fields(block, 16 + 32 * pair, 4 * second, 4, 0),
+            Self::Q5K => joined(
+                fields(block, 48 + 32 * pair, 4 * second, 4, 0),
+                fields(block, 16, group, 1, 4),
+            ),
+            Self::Q6K => {
+                // Of 64 bytes the low nibbles are two groups, the high ones the next two.
+                let (half, quarter) = (group / 4, group % 4);
+                joined(
+                    fields(block, 64 * half + 32 * second, quarter / 2 * 4, 4, 0),
+                    fields(block, 128 + 32 * half, 2 * quarter, 2, 4),
+                )
+            }
+        }
+    }
+
     /// Where the float16 numbers of a block start: its scale, and its minimum where it has one.
     const fn halves(self) -> (usize, Option<usize>) {
         match self {
@@ -105,19 +151,62 @@ impl fmt::Display for Format {
     }
 }
 
+/// The scales of a block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockScales {
+    /// Bits of the float16 scale of the block.
+    pub d: u16,
+    /// Bits of the float16 minimum: added in Q4_1 and Q5_1, subtracted in Q4_K and Q5_K.
+    pub m: u16,
+    /// In Q4_K and Q5_K what `d` is multiplied by for each group of 32, in Q6_K for each group of 16.
+    pub factors: [i8; 16],
+    /// In Q4_K and Q5_K what `m` is multiplied by for each group of 32.
+    pub minimums: [u8; 8],
+}
+
+impl BlockScales {
+    /// Those of the block that starts here.
+    ///
+    /// # Panics
+    /// There are fewer bytes than a block has.
+    #[inline(always)]
+    pub fn read(format: Format, bytes: &[u8]) -> Self {
+        let (scale, minimum) = format.halves();
+        let mut scales = Self {
+            d: half_at(bytes, scale),
+            m: minimum.map_or(0, |at| half_at(bytes, at)),
+            factors: [1; 16],
+            minimums: [0; 8],
+        };
+        match format {
+            Format::Q4K | Format::Q5K => scales.read_groups(&bytes[4..16]),
+            Format::Q6K => scales.factors = std::array::from_fn(|i| bytes[192 + i].cast_signed()),
+            _ => {}
+        }
+        scales
+    }
+
+    /// Reads factors and minimums of 6 bits each.
+    #[inline(always)]
+    fn read_groups(&mut self, packed: &[u8]) {
+        for group in 0..4 {
+            let (low, high) = (packed[group], packed[4 + group]);
+            let upper = packed[8 + group];
+            self.factors[group] = (low & 63).cast_signed();
+            self.minimums[group] = high & 63;
+            self.factors[4 + group] = (upper & 15 | low >> 2 & 0x30).cast_signed();
+            self.minimums[4 + group] = upper >> 4 | high >> 2 & 0x30;
+        }
+    }
+}
+
 /// A block as it was read: number i is [`Block::scale`] times `codes[i]`, plus [`Block::offset`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Block {
     /// Its format.
     pub format: Format,
-    /// Bits of the float16 scale of the block.
-    pub d: u16,
-    /// Bits of the float16 minimum: added in Q4_1 and Q5_1, subtracted in Q4_K and Q5_K.
-    pub m: u16,
-    /// In Q4_K and Q5_K the scale of each group of 32, in Q6_K of each group of 16; times `d`.
-    pub scales: [i8; 16],
-    /// In Q4_K and Q5_K the minimum of each group of 32; times `m`.
-    pub minimums: [u8; 8],
+    /// Its scales.
+    pub scales: BlockScales,
     /// What is multiplied by the scale, number by number; signed in Q4_0, Q5_0, Q8_0 and Q6_K.
     pub codes: [i8; MAX_BLOCK],
 }
@@ -128,90 +217,38 @@ impl Block {
     /// # Panics
     /// There are fewer bytes than a block has.
     pub fn read(format: Format, bytes: &[u8]) -> Self {
-        let (scale, minimum) = format.halves();
         let mut block = Self {
             format,
-            d: half_at(bytes, scale),
-            m: minimum.map_or(0, |at| half_at(bytes, at)),
-            scales: [1; 16],
-            minimums: [0; 8],
+            scales: BlockScales::read(format, bytes),
             codes: [0; MAX_BLOCK],
         };
-        block.read_scales(bytes);
-        block.read_codes(&bytes[..format.bytes()]);
+        block.read_codes(bytes);
         block
     }
 
-    fn read_scales(&mut self, bytes: &[u8]) {
-        match self.format {
-            Format::Q4K | Format::Q5K => {
-                let packed = &bytes[4..16];
-                for group in 0..4 {
-                    let (low, high) = (packed[group], packed[4 + group]);
-                    let upper = packed[8 + group];
-                    self.scales[group] = (low & 63).cast_signed();
-                    self.minimums[group] = high & 63;
-                    self.scales[4 + group] = (upper & 15 | low >> 2 & 0x30).cast_signed();
-                    self.minimums[4 + group] = upper >> 4 | high >> 2 & 0x30;
-                }
-            }
-            Format::Q6K => self.scales = std::array::from_fn(|i| bytes[192 + i].cast_signed()),
-            _ => {}
-        }
-    }
-
     fn read_codes(&mut self, bytes: &[u8]) {
-        let mut codes = [0; MAX_BLOCK];
-        let codes = &mut codes[..self.format.block()];
-        match self.format {
-            Format::Q4_0 => nibbles(&bytes[2..], 16, codes),
-            Format::Q4_1 => nibbles(&bytes[4..], 16, codes),
-            Format::Q5_0 => {
-                nibbles(&bytes[6..], 16, codes);
-                fifth_bits(&bytes[2..6], codes);
+        let zero = self.format.zero();
+        let groups = self.codes.chunks_exact_mut(GROUP);
+        for (group, to) in groups.take(self.format.block() / GROUP).enumerate() {
+            let codes = self.format.codes(bytes, group).map(u64::to_le_bytes);
+            for (to, code) in to.iter_mut().zip(codes.as_flattened()) {
+                *to = code.wrapping_sub(zero).cast_signed();
             }
-            Format::Q5_1 => {
-                nibbles(&bytes[8..], 16, codes);
-                fifth_bits(&bytes[4..8], codes);
-            }
-            Format::Q8_0 => codes.copy_from_slice(&bytes[2..]),
-            Format::Q4K => nibbles(&bytes[16..], 32, codes),
-            Format::Q5K => {
-                nibbles(&bytes[48..], 32, codes);
-                upper_bits(&bytes[16..48], 1, codes);
-            }
-            Format::Q6K => {
-                nibbles(&bytes[..128], 64, codes);
-                let halves = codes
-                    .chunks_exact_mut(128)
-                    .zip(bytes[128..192].chunks_exact(32));
-                halves.for_each(|(codes, bits)| upper_bits(bits, 2, codes));
-            }
-        }
-        let zero = match self.format {
-            Format::Q4_0 => 8,
-            Format::Q5_0 => 16,
-            Format::Q6K => 32,
-            _ => 0,
-        };
-        for (to, code) in self.codes.iter_mut().zip(codes) {
-            *to = code.wrapping_sub(zero).cast_signed();
         }
     }
 
     /// What number `i`'s code is multiplied by; exact.
     pub fn scale(&self, i: usize) -> f32 {
         let group = if self.format == Format::Q6K { 16 } else { 32 };
-        f16_to_f32(self.d) * f32::from(self.scales[i / group])
+        f16_to_f32(self.scales.d) * f32::from(self.scales.factors[i / group])
     }
 
     /// What is added to number `i`'s code times its scale; exact. `None` is nothing, not even a zero.
     pub fn offset(&self, i: usize) -> Option<f32> {
+        let BlockScales { m, minimums, .. } = &self.scales;
         match self.format {
-            Format::Q4_1 | Format::Q5_1 => Some(f16_to_f32(self.m)),
-            Format::Q4K | Format::Q5K => {
-                Some(-(f16_to_f32(self.m) * f32::from(self.minimums[i / 32])))
-            }
+            Format::Q4_1 | Format::Q5_1 => Some(f16_to_f32(*m)),
+            Format::Q4K | Format::Q5K => Some(-(f16_to_f32(*m) * f32::from(minimums[i / GROUP]))),
             _ => None,
         }
     }
@@ -227,31 +264,64 @@ fn half_at(bytes: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([bytes[at], bytes[at + 1]])
 }
 
-/// The nibbles of runs of `run` bytes: the low ones of a run, then its high ones.
-fn nibbles(bytes: &[u8], run: usize, codes: &mut [u8]) {
-    for (bytes, codes) in bytes.chunks_exact(run).zip(codes.chunks_exact_mut(2 * run)) {
-        let (low, high) = codes.split_at_mut(run);
-        for ((low, high), byte) in low.iter_mut().zip(high).zip(bytes) {
-            *low = byte & 15;
-            *high = byte >> 4;
-        }
-    }
+/// Eight times the same byte.
+const fn eight(byte: u8) -> u64 {
+    u64::from_le_bytes([byte; 8])
 }
 
-/// Bit i of four bytes above the nibble of code i.
-fn fifth_bits(bytes: &[u8], codes: &mut [u8]) {
-    for (codes, byte) in codes.chunks_exact_mut(8).zip(bytes) {
-        for (i, code) in codes.iter_mut().enumerate() {
-            *code |= (byte >> i & 1) << 4;
-        }
-    }
+/// Eight bytes from `at` on, the first the lowest.
+#[inline(always)]
+fn eight_at(bytes: &[u8], at: usize) -> u64 {
+    let bytes = bytes[at..].first_chunk();
+    u64::from_le_bytes(*bytes.expect("the bytes of a block"))
 }
 
-/// `count` bits of each of 32 bytes above the nibbles of 32 codes; the next bits for the next codes.
-fn upper_bits(bytes: &[u8], count: usize, codes: &mut [u8]) {
-    for (run, codes) in codes.chunks_exact_mut(32).enumerate() {
-        for (code, byte) in codes.iter_mut().zip(bytes) {
-            *code |= (byte >> (run * count) & ((1 << count) - 1)) << 4;
-        }
+// Loops, since closures of array methods are not inlined reliably.
+
+/// `count` bits of each of 32 bytes from bit `from` on, moved to bit `to`.
+#[inline(always)]
+fn fields(bytes: &[u8], at: usize, from: usize, count: usize, to: usize) -> GroupCodes {
+    let mut words = GroupCodes::default();
+    for (i, word) in words.iter_mut().enumerate() {
+        *word = field(eight_at(bytes, at + 8 * i), from, count) << to;
     }
+    words
+}
+
+/// `count` bits of each byte from bit `from` on.
+#[inline(always)]
+fn field(bytes: u64, from: usize, count: usize) -> u64 {
+    bytes >> from & eight(u8::MAX >> (8 - count))
+}
+
+/// The nibbles of 16 bytes: the low ones, then the high ones.
+#[inline(always)]
+fn nibbles(bytes: &[u8], at: usize) -> GroupCodes {
+    let mut words = GroupCodes::default();
+    for (i, word) in words.iter_mut().enumerate() {
+        *word = field(eight_at(bytes, at + 8 * (i % 2)), i / 2 * 4, 4);
+    }
+    words
+}
+
+/// Adds the bits of four bytes, each as the fifth one of a code.
+#[inline(always)]
+fn with_fifth_bits(mut codes: GroupCodes, bytes: &[u8], at: usize) -> GroupCodes {
+    // Bit i of byte i.
+    const DIAGONAL: u64 = 0x8040_2010_0804_0201;
+    for (i, codes) in codes.iter_mut().enumerate() {
+        let bits = eight(1).wrapping_mul(bytes[at + i].into()) & DIAGONAL;
+        // A byte that is not zero carries into its highest bit.
+        *codes |= field(bits + eight(0x7f), 7, 1) << 4;
+    }
+    codes
+}
+
+/// Codes, and their upper bits.
+#[inline(always)]
+fn joined(mut codes: GroupCodes, upper: GroupCodes) -> GroupCodes {
+    for (codes, upper) in codes.iter_mut().zip(upper) {
+        *codes |= upper;
+    }
+    codes
 }

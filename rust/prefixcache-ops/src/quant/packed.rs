@@ -17,11 +17,9 @@ use prefixcache_cpu::{
     WeightMemory,
 };
 
-use super::blocks::{Block, Format, MAX_BLOCK};
+use super::blocks::{BlockScales, Format, GROUP};
+use crate::bytes::bytes_mut;
 use crate::panel::{PANEL, Sums, TaskRows};
-
-/// Numbers of the depth that have the same scale; Q6_K has two scales among them.
-const GROUP: usize = 32;
 
 /// Columns of a tile.
 const TILE: usize = 16;
@@ -283,87 +281,116 @@ fn panel_words(format: Format, inputs: usize) -> usize {
     inputs / format.block() * (bytes / size_of::<u32>())
 }
 
-/// The codes of the blocks of a tile's columns at one depth.
-type TileCodes = [[i8; MAX_BLOCK]; TILE];
-
 /// Lays out the blocks of the rows from `first` on, as many as there are in a panel.
 fn pack_panel<F: Layout>(blocks: Rows<'_, u8>, first: usize, to: &mut [u32]) {
-    to.fill(0);
     let used = PANEL.min(blocks.rows() - first);
     for (at, to) in to.chunks_exact_mut(F::BLOCK_BYTES / 4).enumerate() {
+        let block = |column: usize| {
+            &blocks.row(first + column)[at * F::FORMAT.bytes()..][..F::FORMAT.bytes()]
+        };
+        for column in 0..used {
+            pack_scales::<F>(&BlockScales::read(F::FORMAT, block(column)), column, to);
+        }
         for start in (0..used).step_by(TILE) {
-            let mut codes = [[0; MAX_BLOCK]; TILE];
-            for (column, codes) in (start..used).zip(&mut codes) {
-                let bytes = &blocks.row(first + column)[at * F::FORMAT.bytes()..];
-                let block = Block::read(F::FORMAT, bytes);
-                pack_scales::<F>(&block, column, to);
-                codes[..F::FORMAT.block()].copy_from_slice(&block.codes[..F::FORMAT.block()]);
-            }
             for group in 0..F::GROUPS {
                 let tile = F::group_at(group).1 + F::GROUP_HEADER;
                 let tile = tile / 4 + start * F::BITS as usize;
-                pack_codes::<F>(&codes, group, &mut to[tile..][..TILE * F::BITS as usize]);
+                let codes = tile_codes::<F>(start..used.min(start + TILE), group, block);
+                pack_codes::<F>(&codes, &mut to[tile..][..TILE * F::BITS as usize]);
             }
         }
     }
 }
 
-fn pack_scales<F: Layout>(block: &Block, column: usize, to: &mut [u32]) {
-    put(to, 0, 2 * column, block.d.into());
+fn pack_scales<F: Layout>(scales: &BlockScales, column: usize, to: &mut [u32]) {
+    let to = bytes_mut(to);
+    let mut put = |at: usize, half: u16| {
+        to[at + 2 * column..][..2].copy_from_slice(&half.to_le_bytes());
+    };
+    put(0, scales.d);
     match F::SCALES {
         Scales::Plain | Scales::Sixteens => {}
-        Scales::Minimum => put(to, 2 * PANEL, 2 * column, block.m.into()),
+        Scales::Minimum => put(2 * PANEL, scales.m),
         // With the other sign, it is added.
-        Scales::GroupMinimum => put(to, 2 * PANEL, 2 * column, (block.m ^ 0x8000).into()),
+        Scales::GroupMinimum => put(2 * PANEL, scales.m ^ 0x8000),
     }
     for group in 0..F::GROUPS {
-        let at = F::group_at(group).1;
-        for (i, scale) in group_scales::<F>(block, group).into_iter().enumerate() {
-            put(to, at + i * PANEL, column, scale.into());
-        }
+        let at = F::group_at(group).1 + column;
+        let pair = match F::SCALES {
+            Scales::Plain | Scales::Minimum => return,
+            Scales::GroupMinimum => [
+                scales.factors[group].cast_unsigned(),
+                scales.minimums[group],
+            ],
+            Scales::Sixteens => {
+                [2 * group, 2 * group + 1].map(|i| scales.factors[i].cast_unsigned())
+            }
+        };
+        (to[at], to[at + PANEL]) = pair.into();
     }
 }
 
-/// Lays out the codes of a group of the depth; the tile was zero.
-fn pack_codes<F: Layout>(codes: &TileCodes, group: usize, tile: &mut [u32]) {
-    // For each pair of the depth both codes of column after column: 16 bytes of these are the streams'
-    // next codes.
-    let mut pairs = [[0_u8; 2 * TILE]; GROUP / 2];
-    for (column, codes) in codes.iter().enumerate() {
-        let codes = &codes[group * GROUP..][..GROUP];
-        for (to, pair) in pairs.iter_mut().zip(codes.chunks_exact(2)) {
-            to[2 * column] = pair[0].cast_unsigned();
-            to[2 * column + 1] = pair[1].cast_unsigned();
+/// Eight codes of each column of a tile, four times.
+type TileCodes = [[u64; TILE]; GROUP / 8];
+
+/// The codes of a group in these columns, as they lie in a stream.
+#[inline(always)]
+fn tile_codes<'a, F: Layout>(
+    columns: Range<usize>,
+    group: usize,
+    block: impl Fn(usize) -> &'a [u8],
+) -> TileCodes {
+    // Subtracting the highest bit of a code changes this bit alone.
+    let zeros = u64::from_le_bytes([F::FORMAT.zero(); 8]);
+    let mut all = [[0; TILE]; GROUP / 8];
+    for (i, column) in columns.enumerate() {
+        let codes = F::FORMAT.codes(block(column), group);
+        for (to, codes) in all.iter_mut().zip(codes) {
+            to[i] = codes ^ zeros;
         }
     }
-    for (number, codes) in pairs.as_flattened().chunks_exact(TILE).enumerate() {
-        let bit = F::BITS * number as u32;
-        let (word, bit) = ((bit / 32) as usize * TILE, bit % 32);
-        for (stream, code) in codes.iter().enumerate() {
-            let code = u32::from(*code) & ((1 << F::BITS) - 1);
-            tile[word + stream] |= code << bit;
-            if bit + F::BITS > 32 {
-                tile[word + TILE + stream] |= code >> (32 - bit);
+    all
+}
+
+/// Lays out the codes of a group of the depth.
+#[inline(always)]
+fn pack_codes<F: Layout>(codes: &TileCodes, tile: &mut [u32]) {
+    /// The bytes of even depths, with room for a second code above each.
+    const EVEN: u64 = 0x00ff_00ff_00ff_00ff;
+    // What streams have of each eight of the depth; the streams with even depths, and the others.
+    let mut parts = [[[0; TILE / 2]; 2]; GROUP / 8 + 1];
+    for (parts, codes) in parts.iter_mut().zip(codes) {
+        let (first, second) = codes.split_at(TILE / 2);
+        for (parity, parts) in parts.iter_mut().enumerate() {
+            for ((part, first), second) in parts.iter_mut().zip(first).zip(second) {
+                let (first, second) = (first >> (8 * parity), second >> (8 * parity));
+                *part = close_up::<F>(first & EVEN | (second & EVEN) << F::BITS);
             }
         }
     }
-}
-
-/// The bytes that a group's header has of a block.
-fn group_scales<F: Layout>(block: &Block, group: usize) -> impl IntoIterator<Item = u8> {
-    let bytes = match F::SCALES {
-        Scales::Plain | Scales::Minimum => [0, 0],
-        Scales::GroupMinimum => [block.scales[group].cast_unsigned(), block.minimums[group]],
-        Scales::Sixteens => {
-            [block.scales[2 * group], block.scales[2 * group + 1]].map(i8::cast_unsigned)
+    let bits = 8 * F::BITS as usize;
+    for (word, line) in tile.chunks_exact_mut(TILE).enumerate() {
+        let (part, at) = (32 * word / bits, 32 * word % bits);
+        // The bits of the next part are above those that are left of this one.
+        let word = |parity: usize, i: usize| {
+            let next = parts[part + 1][parity][i] << 1 << (bits - at - 1);
+            (parts[part][parity][i] >> at | next) as u32
+        };
+        for (i, to) in line.chunks_exact_mut(2).enumerate() {
+            (to[0], to[1]) = (word(0, i), word(1, i));
         }
-    };
-    bytes.into_iter().take(F::GROUP_HEADER / PANEL)
+    }
 }
 
-/// Sets bits that were zero, from byte `start + at` on.
-fn put(to: &mut [u32], start: usize, at: usize, bits: u32) {
-    to[(start + at) / 4] |= bits << (at % 4 * 8);
+/// Four pairs of codes, of 16 bits each, without the zeros between them.
+#[inline(always)]
+fn close_up<F: Layout>(pairs: u64) -> u64 {
+    let gap = 16 - 2 * F::BITS;
+    let low = u64::from(u32::MAX >> (32 - 2 * F::BITS));
+    let low = low | low << 32;
+    let twos = pairs & low | pairs >> gap & low << (2 * F::BITS);
+    let low = u64::from(u32::MAX >> (2 * gap));
+    twos & low | twos >> (2 * gap) & low << (4 * F::BITS)
 }
 
 /// The word of a tile, and the bit in it, where the code of a column starts.

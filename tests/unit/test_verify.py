@@ -131,7 +131,7 @@ async def test_a_report_is_json(monkeypatch):
         (['{"choices": [{"text": "a"}]}'], "without a finish_reason"),
         (["{"], "no JSON"),
         (['{"choices": [{"logprobs": {"content": [1]}}]}'], "unknown form"),
-        (["[]"], "unknown form"),
+        (["[]"], "no JSON object"),
     ],
 )
 async def test_a_broken_stream_is_an_error(events, message):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import httpx
 
+from prefixcache.answer_stream import (
+    RefusedStreamError,
+    StreamError,
+    check_status,
+    stream_events,
+)
 from prefixcache.bench.prompts import (
     SOURCE_TEXT,
     ChatForm,
@@ -156,8 +161,10 @@ class HttpTarget:
         answer = _Answer()
         sent = time.perf_counter()
         try:
-            async for at, event in self._events(prompt):
-                answer.add(at, event)
+            async for event in stream_events(self._client, self.form.path, self._body(prompt)):
+                answer.add(time.perf_counter(), event)
+        except StreamError as error:
+            raise RequestFailedError(str(error)) from error
         except httpx.HTTPError as error:
             raise BenchmarkError(f"{self._client.base_url} is gone: {_told(error)}") from error
         if not answer.arrivals or not answer.is_whole:
@@ -186,16 +193,6 @@ class HttpTarget:
         except httpx.HTTPError as error:
             raise BenchmarkError(f"{self._client.base_url} is gone: {_told(error)}") from error
         return reply.is_success
-
-    async def _events(self, prompt: Prompt) -> AsyncIterator[tuple[float, dict[str, Any]]]:
-        """Server-sent events of one answer with their times, the last of them empty."""
-        async with self._client.stream("POST", self.form.path, json=self._body(prompt)) as reply:
-            if reply.is_error:
-                await reply.aread()
-                _check(reply)
-            async for line in reply.aiter_lines():
-                if line.startswith("data:"):
-                    yield time.perf_counter(), _event(line.removeprefix("data:").strip())
 
     def _body(self, prompt: Prompt) -> dict[str, Any]:
         salt = {} if prompt.cache_salt is None else {"cache_salt": prompt.cache_salt}
@@ -342,32 +339,12 @@ async def post_json(client: httpx.AsyncClient, path: str, body: Mapping[str, Any
         raise BenchmarkError(f"{client.base_url} is gone: {_told(error)}") from error
 
 
-def _event(data: str) -> dict[str, Any]:
-    if data == "[DONE]":
-        return {}
-    try:
-        event = json.loads(data)
-    except ValueError:
-        event = None
-    if not isinstance(event, dict):
-        raise RequestFailedError(f"The server sent no JSON object: {data[:200]!r}")
-    if "error" in event:
-        raise RequestFailedError(f"The server sent an error: {event['error']}")
-    return event
-
-
-def _check(reply: httpx.Response) -> None:
-    if reply.is_error:
-        request = reply.request
-        raise RequestFailedError(
-            f"{request.method} {request.url}: {reply.status_code} {reply.text[:500]}"
-        )
-
-
 def _json(reply: httpx.Response) -> Any:
-    _check(reply)
     try:
+        check_status(reply)
         return reply.json()
+    except RefusedStreamError as error:
+        raise RequestFailedError(str(error)) from error
     except ValueError as error:
         raise RequestFailedError(f"{reply.request.url} answers no JSON.") from error
 

@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 import httpx
 
+from prefixcache.answer_stream import (
+    RefusedStreamError,
+    StreamError,
+    check_status,
+    cut,
+    stream_events,
+)
 from prefixcache.exceptions import PrefixCacheError
 from prefixcache.verify.answers import Answer, TokenScore
 from prefixcache.verify.options import VerifyOptions
 from prefixcache.verify.questions import Question
 
 Body = dict[str, Any]
-
-_SHOWN = 300
 
 
 class VerifyError(PrefixCacheError):
@@ -70,6 +75,10 @@ class Asker:
         body = self._body(question) | dict(extra or {}) | changes
         try:
             return await asyncio.wait_for(self._answer(body), self._options.timeout)
+        except RefusedStreamError as error:
+            raise RefusedError(str(error)) from error
+        except StreamError as error:
+            raise VerifyError(str(error)) from error
         except asyncio.TimeoutError:  # Another class than TimeoutError on Python 3.10.
             raise VerifyError(f"No answer in {self._options.timeout:g} s.") from None
         except httpx.HTTPError as error:
@@ -83,7 +92,10 @@ class Asker:
             response = await self._client.get("v1/models", timeout=self._options.timeout)
         except httpx.HTTPError as error:
             raise VerifyError(f"No server answers at {self._client.base_url}: {error}") from error
-        _check(response)
+        try:
+            check_status(response)
+        except RefusedStreamError as error:
+            raise RefusedError(str(error)) from error
         try:
             return response.json()["data"][0]["id"]
         except (ValueError, LookupError, TypeError):
@@ -102,20 +114,10 @@ class Asker:
 
     async def _answer(self, body: Body) -> Answer:
         stream = Stream(time.perf_counter())
-        async for event in self._events(body):
+        path = "v1/chat/completions" if self._options.api == "chat" else "v1/completions"
+        async for event in stream_events(self._client, path, body):
             stream.add(event)
         return stream.answer()
-
-    async def _events(self, body: Body) -> AsyncIterator[dict[str, Any]]:
-        path = "v1/chat/completions" if self._options.api == "chat" else "v1/completions"
-        async with self._client.stream("POST", path, json=body) as reply:
-            if reply.is_error:
-                await reply.aread()
-                _check(reply)
-            async for line in reply.aiter_lines():
-                data = line.removeprefix("data:").strip()
-                if line.startswith("data:") and data != "[DONE]":
-                    yield _event(data)
 
     def _body(self, question: Question) -> Body:
         options = self._options
@@ -155,7 +157,7 @@ class Stream:
             for choice in event.get("choices") or ():
                 self._add_choice(choice)
         except (AttributeError, LookupError, TypeError, ValueError):
-            raise VerifyError(f"An event of unknown form: {_cut(json.dumps(event))}") from None
+            raise VerifyError(f"An event of unknown form: {cut(json.dumps(event))}") from None
 
     def answer(self) -> Answer:
         """All that came."""
@@ -203,26 +205,3 @@ def _scores(logprobs: Mapping[str, Any]) -> list[TokenScore]:
 
 def _score(token: str, logprob: float, top: list[float]) -> TokenScore:
     return TokenScore(token, float(logprob), tuple(sorted(map(float, top), reverse=True)))
-
-
-def _event(data: str) -> dict[str, Any]:
-    try:
-        event: Any = json.loads(data)
-    except ValueError:
-        raise VerifyError(f"An event that is no JSON: {_cut(data)}") from None
-    if not isinstance(event, dict):
-        raise VerifyError(f"An event of unknown form: {_cut(data)}")
-    if event.get("error"):  # pyright: ignore[reportUnknownMemberType]
-        raise RefusedError(f"The server said: {_cut(data)}")
-    return event  # pyright: ignore[reportUnknownVariableType]
-
-
-def _check(response: httpx.Response) -> None:
-    if response.is_error:
-        request = response.request
-        said = _cut(response.text)
-        raise RefusedError(f"{request.method} {request.url}: {response.status_code} {said}")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

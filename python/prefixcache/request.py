@@ -11,6 +11,9 @@ from prefixcache.sampling_params import SamplingParams
 from prefixcache.token_ids import TokenIds, as_token_ids
 
 FinishReason = Literal["stop", "length", "abort", "error", "cache_threshold"]
+RoleSpan = tuple[str, int, int]
+"""A role, and the tokens of a prompt from the first number to before the second."""
+
 ErrorCode = Literal["insufficient_kv_cache", "grammar_limit"]
 
 
@@ -92,9 +95,9 @@ class Request:
     A lower `priority` value is served earlier, as in vLLM. `arrival_time` is in seconds of
     `time.monotonic`. Requests of one `job_id` came together: jobs take turns, and without an id a
     request is a job of its own. So do clients, whatever number of jobs each has; `client` None is
-    one of them. Raises `InvalidRequestError` for token ids that `as_token_ids`
-    refuses, for a retention hint that leaves the prompt, and for a priority or a time that has no
-    place in an order.
+    one of them. `roles` are who wrote which tokens of the prompt, where that is to be recorded.
+    Raises `InvalidRequestError` for token ids that `as_token_ids` refuses, for a retention hint
+    that leaves the prompt, and for a priority or a time that has no place in an order.
     """
 
     request_id: str
@@ -105,6 +108,7 @@ class Request:
     arrival_time: float = 0.0
     job_id: str | None = None
     client: str | None = None
+    roles: tuple[RoleSpan, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", as_token_ids(self.prompt_token_ids))

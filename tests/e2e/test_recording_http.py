@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from prefixcache._core import replay_recording
 from prefixcache.cli import app
+from prefixcache.tokenization.tokenizer import Tokenizer
 from serving import MODEL, metric, served_folder
 
 HINTS = [{"start": 0, "end": 64, "priority": 85, "ttl_s": 0.05}]
@@ -123,3 +124,34 @@ def check_command(path: Path, replayed: dict[str, int]) -> None:
 async def test_without_the_flag_nothing_is_recorded(tiny_checkpoint: Callable[..., Path]) -> None:
     async with served_folder(tiny_checkpoint()) as (client, _):
         assert "trace_recording" not in (await client.get("/metrics")).text
+
+
+async def test_who_wrote_which_tokens_of_a_chat(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    messages = [
+        {"role": "system", "content": "Answer in one word."},
+        {"role": "user", "content": "What is the capital of France?"},
+        {"role": "assistant", "content": "Paris."},
+        {"role": "critic", "content": [{"type": "text", "text": "And of Norway? Ask twice."}]},
+    ]
+    path, folder = tmp_path / "day.jsonl", tiny_checkpoint()
+    roles = {"records_roles": True}
+    async with served_folder(folder, record_trace=path, served=roles) as (client, _):
+        body: dict[str, Any] = {"messages": messages, "max_tokens": 1}
+        for fields in ({}, {"truncate_prompt_tokens": 20}):
+            answer = await client.post("/v1/chat/completions", json=body | fields)
+            assert answer.status_code == 200, answer.text
+        await client.post("/v1/completions", json={"prompt": "One", "max_tokens": 1})
+        tokens = (await client.post("/tokenize", json={"messages": messages})).json()["tokens"]
+    lines = map(json.loads, path.read_text().splitlines())
+    chat, cut, completion = (line.get("roles", []) for line in lines if line.get("e") == "add")
+    assert [role for role, _, _ in chat] == ["system", "user", "assistant", "other"]
+    tokenizer = Tokenizer.from_folder(folder)
+    texts = [tokenizer.decode(tokens[start:end]) for _, start, end in chat]
+    assert texts[:3] == [one["content"] for one in messages[:3]]
+    assert texts[3] == "And of Norway? Ask twice."
+    dropped = len(tokens) - 20
+    moved = [[role, max(0, start - dropped), end - dropped] for role, start, end in chat]
+    assert cut == [one for one in moved if one[2] > 0] != chat
+    assert completion == []

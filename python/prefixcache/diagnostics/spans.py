@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, cast
 # Characters looked at for texts that the prompt does not show, in lengths of the prompt.
 _MOST_SCANS = 32
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
 Values = Mapping[str, Any]
 
 
@@ -62,6 +64,17 @@ class PromptSource:
         search = _Search(self.text)
         found = [*_message_spans(search, self.messages), *_tool_spans(search, self.tools)]
         return tuple(sorted(found, key=lambda span: (span.start, -span.end)))
+
+    def role_spans(self) -> list[tuple[str, int, int]]:
+        """Who wrote which characters of the text: role, start and end of each message found."""
+        messages: dict[int, tuple[str, int, int]] = {}
+        for span in self.spans():
+            if span.message is None:
+                continue
+            role = span.role if span.role in _ROLES else "other"
+            _, start, end = messages.get(span.message, (role, span.start, span.end))
+            messages[span.message] = role, min(start, span.start), max(end, span.end)
+        return sorted(messages.values(), key=lambda one: one[1])
 
     def tool_names(self) -> list[str]:
         """Names of the tools, in the order in which they were sent."""

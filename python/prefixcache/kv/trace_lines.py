@@ -115,7 +115,7 @@ class TraceLines:
         self._num_requests += 1
         told: dict[str, Any] = {"id": recorded.number, "tokens": recorded.num_tokens}
         told |= {"names": recorded.take_names()} if hashed else {"hashed": False}
-        return told | _options(request.cache, self._namer) | _limits(request)
+        return told | _options(request.cache, self._namer) | _facts(request)
 
     def _restart(self, request: Request, _hashed: bool) -> dict[str, Any]:
         recorded = self._requests[request.request_id]
@@ -198,13 +198,15 @@ def _options(cache: CacheOptions, namer: BlockNamer) -> dict[str, Any]:
     return told
 
 
-def _limits(request: Request) -> dict[str, Any]:
-    """What decides when a request runs and ends, for simulations."""
+def _facts(request: Request) -> dict[str, Any]:
+    """What decides when a request runs and ends, and who wrote its prompt: for simulations."""
     told: dict[str, Any] = {}
     if request.params.max_tokens is not None:
         told["max_tokens"] = request.params.max_tokens
     if request.priority:
         told["priority"] = request.priority
+    if request.roles:
+        told["roles"] = request.roles
     return told
 
 

@@ -144,8 +144,8 @@ async def chat_job(
     def rendered_with(changed: Place) -> str:
         return _planned(maker.served, fields, size, params.structured_output, changed)[0].prompt
 
-    prompt, caching = await maker.encode_marked(
-        plan.prompt,
+    encoded = await maker.encode_chat(
+        source,
         controls,
         rendered_with,
         param="messages",
@@ -154,11 +154,12 @@ async def chat_job(
     )
     return await maker.job(
         fields,
-        [prompt],
+        [encoded.token_ids],
         plan.applied_to(params),
         call=call,
         new_parser=plan.new_parser,
-        caching=caching,
+        caching=encoded.caching,
+        roles=encoded.roles,
         sources=[source],
     )
 

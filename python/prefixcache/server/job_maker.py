@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from prefixcache.chat.grammars import schema_problem
 from prefixcache.chat.message import MessageParser
@@ -20,7 +20,7 @@ from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError
 from prefixcache.logs import with_fields
-from prefixcache.request import CacheOptions, Request
+from prefixcache.request import CacheOptions, Request, RoleSpan
 from prefixcache.retention_range import RetentionRange
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.access import Caller
@@ -90,6 +90,14 @@ class Job:
         default_factory=list["PromptSource | None"]
     )
     diagnosis: Diagnosis | None = None
+
+
+class EncodedChat(NamedTuple):
+    """A chat's prompt, what caching controls mean for it, and who wrote which of its tokens."""
+
+    token_ids: TokenIds
+    caching: PromptCaching
+    roles: tuple[RoleSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,41 +178,50 @@ class JobMaker:
             )
         return kept
 
-    async def encode_marked(
+    async def encode_chat(
         self,
-        text: str,
+        source: PromptSource,
         controls: CachingControls,
         rendered_with: Callable[[Place], str],
         *,
         param: str,
         add_special_tokens: bool = True,
         last: int | None = None,
-    ) -> tuple[TokenIds, PromptCaching]:
-        """`encode`, and what the caching controls mean for these tokens.
+    ) -> EncodedChat:
+        """`encode` of the source's text, and what is to be known of its tokens.
 
         `rendered_with` is as in `breakpoint_ends`.
         """
-        places = [one.place for one in controls.breakpoints]
-        if not places:
+        text, places = source.text, [one.place for one in controls.breakpoints]
+        if not (places or self.served.records_roles):
             encoded = await self.encode(
                 text, param=param, add_special_tokens=add_special_tokens, last=last
             )
-            return encoded, prompt_caching(controls, ())
+            return EncodedChat(encoded, prompt_caching(controls, ()))
         if last is None:
             self._check_can_fit(text, param)
         tail = text if last is None else self._end_of(text, last)
         cut = len(text) - len(tail)
 
-        def encode() -> tuple[TokenIds, list[int]]:
-            ends = [max(0, end - cut) for end in breakpoint_ends(text, places, rendered_with)]
-            return self.served.tokenizer.encode_marked(
-                tail, ends, add_special_tokens=add_special_tokens, param=param
+        def encode() -> EncodedChat:
+            spans = source.role_spans() if self.served.records_roles else []
+            marks = breakpoint_ends(text, places, rendered_with)
+            marks += [edge for _, *edges in spans for edge in edges]
+            encoded, positions = self.served.tokenizer.encode_marked(
+                tail,
+                [max(0, mark - cut) for mark in marks],
+                add_special_tokens=add_special_tokens,
+                param=param,
+            )
+            dropped = 0 if last is None else max(0, len(encoded) - last)
+            positions = [max(0, position - dropped) for position in positions]
+            return EncodedChat(
+                encoded[dropped:],
+                prompt_caching(controls, positions[: len(places)]),
+                _roles((role for role, *_ in spans), positions[len(places) :]),
             )
 
-        encoded, positions = await self.workers.run(_cost(text) * (1 + len(places)), encode)
-        dropped = 0 if last is None else max(0, len(encoded) - last)
-        positions = [max(0, position - dropped) for position in positions]
-        return encoded[dropped:], prompt_caching(controls, positions)
+        return await self.workers.run(_cost(text) * (2 + len(places)), encode)
 
     def _check_can_fit(self, text: str, param: str) -> None:
         limit = self.engine.max_model_len
@@ -226,19 +243,21 @@ class JobMaker:
         call: Call,
         new_parser: Callable[[], MessageParser] | None = None,
         caching: PromptCaching | None = None,
+        roles: tuple[RoleSpan, ...] = (),
         sources: Sequence[PromptSource | None] = (),
     ) -> Job:
         """All requests of one HTTP request, whose number `check_num_sequences` has allowed.
 
         Where `params.max_tokens` is a default, it is shortened to what fits. Answers are read by
         parsers of `new_parser` where it is given. `caching` is what the API's caching controls mean
-        for each of the prompts, `sources` what each was made of.
+        for each of the prompts, `roles` who wrote which of their tokens, `sources` what each was
+        made of.
         """
         self._check_priority(fields.priority or 0)
         cache_options = _cache_options(fields, call.caller, caching or PromptCaching())
         if fields.cache_diagnostics:
             self._check_diagnostics(call.caller, cache_options.salt)
-        make = partial(self._requests, fields, prompts, params, call, cache_options)
+        make = partial(self._requests, fields, prompts, params, call, cache_options, roles)
         grammar = await self._grammar(fields, params)
         if self.served.num_logged_characters:
             self._log_prompts(prompts, call)
@@ -324,6 +343,7 @@ class JobMaker:
         params: SamplingParams,
         call: Call,
         cache_options: CacheOptions,
+        roles: tuple[RoleSpan, ...],
     ) -> Iterator[Request]:
         fits = fields.given_max_tokens is None or self.served.clamps_max_tokens
         limit = self.engine.max_model_len if fits else None
@@ -341,7 +361,14 @@ class JobMaker:
                     priority=fields.priority or 0,
                     arrival_time=now,
                     client=call.caller.namespace,
+                    roles=roles,
                 )
+
+
+def _roles(roles: Iterable[str], edges: Sequence[int]) -> tuple[RoleSpan, ...]:
+    """Spans of tokens from the first and behind the last of each; those without tokens are none."""
+    spans = zip(roles, edges[::2], edges[1::2], strict=True)
+    return tuple((role, start, end) for role, start, end in spans if start < end)
 
 
 def diagnostics_off(param: str) -> InvalidRequestError:

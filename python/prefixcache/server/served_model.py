@@ -29,6 +29,7 @@ class ServedModel:
     `header_lines` are left out of prompts. With
     `strict` a field that nobody reads is an error instead of a warning. `metrics_prefix` is what
     names in `/metrics` begin with. The log shows `num_logged_characters` of a request's prompts.
+    With `records_roles` a chat's requests say who wrote which of their tokens.
     """
 
     names: tuple[str, ...]
@@ -45,6 +46,7 @@ class ServedModel:
     strict: bool = False
     metrics_prefix: MetricsPrefix = "prefixcache"
     num_logged_characters: int = 0
+    records_roles: bool = False
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
     header_lines: HeaderLines = field(default_factory=lambda: HeaderLines(()))

@@ -71,12 +71,12 @@ def tokens(choose: random.Random, count: int) -> list[int]:
     return [choose.randrange(5, 300) for _ in range(count)]
 
 
-def shared_prefixes(seed: int) -> list[Arrival]:
-    """32 prefixes of 512 tokens, each asked for 10 times in random order with 32 tokens behind."""
+def shared_prefixes(seed: int, prefixes: int = 32, length: int = 512) -> list[Arrival]:
+    """Prefixes, each asked for 10 times in random order with 32 tokens behind."""
     choose = random.Random(seed)
     prompts = [
         [*prefix, *tokens(choose, 32)]
-        for prefix in [tokens(choose, 512) for _ in range(32)]
+        for prefix in [tokens(choose, length) for _ in range(prefixes)]
         for _ in range(10)
     ]
     choose.shuffle(prompts)
@@ -84,18 +84,18 @@ def shared_prefixes(seed: int) -> list[Arrival]:
     return [Arrival(at, prompt) for at, prompt in zip(times, prompts, strict=True)]
 
 
-def conversations(seed: int) -> list[Arrival]:
-    """64 conversations of 5 turns, each of 160 tokens with the answer; one system prompt for all.
+def conversations(seed: int, count: int = 64, length: int = 160) -> list[Arrival]:
+    """Conversations of 5 turns, each of `length` tokens more; one system prompt for all.
 
-    A turn comes on average a hundred requests after the one before.
+    Of 64 a turn comes on average a hundred requests after the one before.
     """
     choose = random.Random(seed)
     system = tokens(choose, 128)
     arrivals: list[Arrival] = []
-    for _ in range(64):
+    for _ in range(count):
         at, prompt = choose.uniform(0, 200), system
         for _ in range(5):
-            prompt = [*prompt, *tokens(choose, 160)]
+            prompt = [*prompt, *tokens(choose, length)]
             arrivals.append(Arrival(at, prompt))
             at += choose.expovariate(1 / 30)
     span = max(arrival.at for arrival in arrivals)

@@ -49,7 +49,9 @@ class IdleRunner(FakeRunner):
 class Loop:
     """An engine that always has so many requests; the same ones for the same seed."""
 
-    def __init__(self, streams: int, prompt: int, make_cache: Callable[..., CacheManager]) -> None:
+    def __init__(
+        self, streams: int, prompt: int, policy: str, make_cache: Callable[..., CacheManager]
+    ) -> None:
         pages = 8 * prompt // BLOCK_SIZE
         budget = streams + prompt
         sizes = {"max_tokens": budget, "max_seqs": streams, "max_pages": pages}
@@ -62,7 +64,7 @@ class Loop:
             max_model_len=pages * BLOCK_SIZE,
             merge_twins=True,
             runner=IdleRunner(blocks, BLOCK_SIZE, **sizes),
-            make_cache=make_cache,
+            make_cache=partial(make_cache, eviction_policy=policy),
         )
         self._random = random.Random(0)
         self._length = prompt
@@ -98,13 +100,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What a recording costs a step.")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=512, help="new ones of each turn")
+    parser.add_argument("--eviction-policy", default="lru")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--step-ms", type=float, default=10.0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         writer = TraceWriter(Path(folder) / "trace.jsonl", 1 << 30)
         recorded = partial(RecordedCacheManager, writer=writer)
-        sizes = arguments.streams, arguments.prompt_tokens
+        sizes = arguments.streams, arguments.prompt_tokens, arguments.eviction_policy
         loops = Loop(*sizes, CacheManager), Loop(*sizes, recorded)
         thread = next(one for one in threading.enumerate() if one.name == "trace-recording")
         before = cpu_ns_of(thread)

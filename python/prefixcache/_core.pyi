@@ -285,6 +285,13 @@ class PrefixCache:
 
         A released sequence can be committed again.
         """
+    def name_blocks(self, key: bytes) -> None:
+        """Let the eviction policy go by names in place of hashes, in sequences made from now on.
+
+        They are those of a `BlockNamer` with this `key` of 32 bytes, so that a recording of them
+        can be replayed under `eviction_policy="reuse-queue"`. Once in a cache's life, ValueError
+        after that.
+        """
     def clear_cache_index(self) -> None:
         """Forget everything cached, in constant time; sequences keep blocks and publish no more."""
     def new_weight_version(self, weights: str | None = None) -> int:
@@ -432,11 +439,11 @@ class PrefixCache:
         A loss is one row in each of the arrays, all of length n: hash (n x 32 uint8), group
         (uint16), cause (uint8: 0 the index was cleared, one row for everything; 1 evicted;
         2 discarded by its last holder; 3 dropped at its release for want of a place in line;
-        4 the pool shrank), band (uint8, of its priority: the lowest goes first, 2 without one),
-        hits (uint32), age since the content was registered and idle time since its last holder
-        gave it up (float64, seconds; nothing before `listen` counts), is_last (bool, whether no
-        other block has the content any more). Blocks that a clear left behind are told of by its
-        row alone.
+        4 the pool shrank; 5 more was cached than `max_cached_blocks`), band (uint8, of its
+        priority: the lowest goes first, 2 without one), hits (uint32), age since the content was
+        registered and idle time since its last holder gave it up (float64, seconds; nothing before
+        `listen` counts), is_last (bool, whether no other block has the content any more). Blocks
+        that a clear left behind are told of by its row alone.
         """
     @property
     def missed_losses(self) -> int:

@@ -194,6 +194,9 @@ async def test_comparisons_by_the_names_of_both_apis(client: httpx.AsyncClient) 
     hidden = (await told(client, RESPONSES, again, "bob"))["prompt_cache_diagnostics"]
     assert hidden == {"type": "comparison_response_not_found"}
 
+    salted = {**again, "cache_salt": "another"}
+    assert (await told(client, RESPONSES, salted))["prompt_cache_diagnostics"] == hidden
+
     def message(system: str, previous: str | None, **fields: Any) -> dict[str, Any]:
         messages = [{"role": "user", "content": STORY}]
         body = {"messages": messages, "system": system, "max_tokens": 1, **fields}

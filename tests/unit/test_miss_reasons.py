@@ -152,7 +152,7 @@ def test_evicted_for_new_content() -> None:
 
 @pytest.mark.parametrize(
     ("pressure", "options"),
-    [("capacity", {"max_cached_blocks": 3}), ("shrunk_cache", {"max_blocks": 33})],
+    [("cached_limit", {"max_cached_blocks": 3}), ("shrunk_cache", {"max_blocks": 33})],
 )
 def test_a_bound_and_a_smaller_pool(pressure: str, options: dict[str, Any]) -> None:
     room = Room(**options)
@@ -212,6 +212,22 @@ def test_a_window_whose_blocks_are_gone() -> None:
     room.check([*shared, *range(70, 85)], 40, "never_seen")
 
 
+def test_windows_alone() -> None:
+    """Nothing but what windows need is kept, so only prompts that go on from an end hit."""
+    room = Room(groups=(("sliding_window", 8),))
+    shared = list(range(10, 50))
+    first = [*shared, *range(60, 80)]
+    room.check(first, 0, "never_seen")
+    room.check(first, 56, "tail")
+    room.check([*first, *range(1, 7)], 60, "never_seen")
+    room.check([*shared, *range(80, 95)], 0, "window_lost")
+    for other in others(8):
+        room.send(other)
+    room.check(first, 0, "window_lost")
+    room.cache.new_weight_version()
+    room.check(first, 0, "weights_changed")
+
+
 def test_another_salt_is_named_to_the_administrator_alone() -> None:
     room = Room()
     room.send(PROMPT, owner="a", salt="a:1")
@@ -224,6 +240,7 @@ def test_another_salt_is_named_to_the_administrator_alone() -> None:
         assert seen.nearest is not None
     room.engine.control.reset_prefix_cache()
     assert room.explain(PROMPT, owner="a", salt="a:1").miss.reason == "cleared"
+    assert room.explain(PROMPT, owner="b", salt="b:1", sees_all=True).miss.reason == "another_salt"
     assert room.explain(PROMPT, owner="b", salt="b:1").miss.reason == "never_seen"
 
 

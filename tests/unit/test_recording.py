@@ -147,6 +147,13 @@ FORMS: dict[str, dict[str, Any]] = {
     "hybrid": {"groups": HYBRID, "max_blocks": 90, "num_blocks": 80},
     "pins": {"groups": HYBRID, "max_blocks": 90, "num_blocks": 80, "retention": PINS},
     "few cached": {"max_cached_blocks": 9, "merge_twins": False},
+    "reuse queue": {"eviction_policy": "reuse-queue"},
+    "reuse queue, hybrid": {
+        "eviction_policy": "reuse-queue",
+        "groups": HYBRID,
+        "max_blocks": 90,
+        "num_blocks": 80,
+    },
 }
 
 
@@ -369,8 +376,8 @@ def metric_of(writer: TraceWriter) -> float:
         ([{"timestamp": 1}], r"line 1: prefixcache_trace is missing: this is no recording"),
         ([{"prefixcache_trace": 2}], r"line 1: prefixcache_trace must be 1, not 2"),
         ([{"prefixcache_trace": 1}], r"line 1: header cannot be read: missing field"),
-        ([{"block_size": 3}], r"header: block_size must be a power of two"),
-        ([{"num_blocks": 1}], r"header: num_blocks must be from 2"),
+        ([{"block_size": 3}], r"header is refused: block_size must be a power of two"),
+        ([{"num_blocks": 1}], r"header is refused: num_blocks must be from 2"),
         ([{"part": 1}], r"line 1: part must be 0"),
         ([{}, {"e": "nap", "t": 0}], r"line 2: event cannot be read: unknown variant `nap`"),
         ([{}, {"e": "reset"}], r"line 2: event cannot be read: missing field `t`"),

@@ -187,7 +187,7 @@ def test_wrong_flags_are_named(tmp_path: Path, flags: tuple[str, ...], said: str
         (HEADER + "9,4,0,-1,0,-1,1,0,0\n8,4,0,-1,0,0,0,0,0\n", "line 3: time must not be before"),
         (HEADER + "9,8,0,-1,0,-1,1,0,0\n", "line 2: n_new must make a prompt of 2 blocks"),
         (HEADER + "9,4,0,-1,0", "line 2: fork is missing"),
-        ('{"prefixcache_trace": 2}\n', "line 1: prefixcache_trace must be version 1"),
+        ('{"prefixcache_trace": 2}\n', "line 1: prefixcache_trace must be 1, not 2"),
     ],
 )
 def test_a_wrong_trace_is_told_of_and_nothing_is_written(

@@ -30,7 +30,7 @@ MissReason = Literal[
     "cache_off",
 ]
 
-Pressure = Literal["capacity", "shrunk_cache", "unknown"]
+Pressure = Literal["capacity", "cached_limit", "shrunk_cache", "unknown"]
 
 # What an entry takes beside tokens and text, in bytes, roughly.
 _ENTRY_BYTES = 800
@@ -46,8 +46,8 @@ _NEWEST = 1 << 62
 class LostContent:
     """How the first block that did not hit was lost.
 
-    By "capacity" it was the next to go when room was needed, for other content or within a bound
-    on what is cached.
+    By "capacity" it was the next to go when room was needed, by "cached_limit" when more was
+    cached than `--prefix-cache-max-blocks`.
     Seconds: `ago_s` since it was lost, `age_s` from its registration to then, `idle_s` from its
     last use to then; None where it is known only that it was lost. `hits` counts its uses.
     """

@@ -16,7 +16,12 @@ from prefixcache.diagnostics.history import Pressure
 DISCARDED = 2
 """The cause of a block that its last holder gave up, as one behind a window."""
 
-_PRESSURES: Mapping[int, Pressure] = {1: "capacity", 3: "capacity", 4: "shrunk_cache"}
+_PRESSURES: Mapping[int, Pressure] = {
+    1: "capacity",
+    3: "capacity",
+    4: "shrunk_cache",
+    5: "cached_limit",
+}
 _CLEARED = 0
 # 64 bits of a hash, in which the group is mixed, name a row.
 _ROW = np.dtype(

@@ -176,32 +176,35 @@ class Reasons:
             return "prompt_logprobs", None
         if asked.window_missed_tokens or (asked.hit_tokens is None and known.whole_tokens > hit):
             return "window_lost", None
-        lost = self._lost(known, hit // self._block_size, asked.started_at)
+        losses = self._losses_of(known, hit // self._block_size)
+        in_time = [one for one in losses if _went_by(one, asked.started_at)]
+        lost = max(in_time, key=lambda one: one.time, default=None)
         if seen is not None and seen.salt == asked.salt:
             forgotten = self._forgotten(seen, lost)
             if forgotten is not None:
                 return forgotten, None
         if lost is not None:
             return _told(lost)
-        return self._why_not_there(asked, hit + self._block_size, seen)
+        reason = self._why_not_there(asked, hit + self._block_size, seen)
+        if reason != "evicted":
+            return reason, None
+        # The prompt's own blocks fell behind the window since, which hides that earlier ones had.
+        if any(one.cause == DISCARDED for one in losses):
+            return "window_lost", None
+        return reason, LostContent()
 
-    def _why_not_there(
-        self, asked: Asked, end: int, seen: RememberedPrompt | None
-    ) -> tuple[MissReason, LostContent | None]:
+    def _why_not_there(self, asked: Asked, end: int, seen: RememberedPrompt | None) -> MissReason:
         """The reason for a block of which no loss is known."""
         if seen is None:
-            return "never_seen", None
+            return "never_seen"
         if seen.salt != asked.salt:
-            return "another_salt", None
-        if seen.write_upto < end:
-            return "write_refused", None
-        return "evicted", LostContent()
+            return "another_salt"
+        return "write_refused" if seen.write_upto < end else "evicted"
 
-    def _lost(self, known: KnownPrefix, index: int, before: float) -> LostBlock | None:
-        """The last loss of the block in any group, unless that was later."""
-        found = [self._losses.find(name, group) for name, group in known.names(index)]
-        in_time = [one for one in found if one is not None and _went_by(one, before)]
-        return max(in_time, key=lambda one: one.time, default=None)
+    def _losses_of(self, known: KnownPrefix, index: int) -> list[LostBlock]:
+        """The last loss of the block in each group that lost it."""
+        found = (self._losses.find(name, group) for name, group in known.names(index))
+        return [one for one in found if one is not None]
 
     def _forgotten(self, seen: RememberedPrompt, lost: LostBlock | None) -> MissReason | None:
         """Whether everything was forgotten after the prompt was seen, and before the block went."""
@@ -230,6 +233,7 @@ _SENTENCES: Mapping[MissReason, str] = {
 _PRESSURES: Mapping[Pressure, str] = {
     "capacity": "evicted to make room",
     "shrunk_cache": "dropped when the cache shrank",
+    "cached_limit": "dropped for the limit on cached blocks",
     "unknown": "evicted, longer ago than is remembered",
 }
 

@@ -30,8 +30,9 @@ Blocks = npt.NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
 
-EVICTED_CAUSES = (1, 3, 4)
-"""Causes of losses that nobody chose for these blocks: eviction, a full line, a smaller pool."""
+EVICTED_CAUSES = (1, 3, 4, 5)
+"""Causes of losses that nobody chose for these blocks: eviction, a full line, a smaller pool, the
+bound on what may be cached."""
 
 HASH_FORMAT = "prefixcache v2"
 """Names what docs/hashing.md specifies; other bytes under a block's name get another format."""

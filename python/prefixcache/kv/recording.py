@@ -7,6 +7,7 @@ requests, names of blocks and lines are made where they are written (`trace_writ
 from __future__ import annotations
 
 import inspect
+import secrets
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -35,7 +36,11 @@ class RecordedCacheManager(CacheManager):
         self._now = self._told_time = self._told_counters = -1
         chosen = inspect.signature(CacheManager).bind(num_blocks, block_size, **options)
         chosen.apply_defaults()
-        writer.begin(self._header(chosen.arguments))
+        key = secrets.token_bytes(32)
+        if chosen.arguments["eviction_policy"] == "reuse-queue":
+            # What the policy samples by must stand in the recording.
+            self._cache.name_blocks(key)
+        writer.begin(self._header(chosen.arguments), key)
         self._end_recording = weakref.finalize(self, writer.close)
 
     def _header(self, options: Mapping[str, Any]) -> dict[str, Any]:

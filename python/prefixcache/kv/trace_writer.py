@@ -68,10 +68,12 @@ class TraceWriter:
             value=self._parts.num_bytes,
         )
 
-    def begin(self, header: Mapping[str, Any]) -> None:
-        """Starts to write; the header is what a replay needs to make the same cache."""
-        size = header["block_size"]
-        namer = BlockNamer(secrets.token_bytes(32), size)
+    def begin(self, header: Mapping[str, Any], key: bytes) -> None:
+        """Starts to write; the header is what a replay needs to make the same cache.
+
+        Blocks are named by hashes under the `key` of 32 bytes.
+        """
+        namer = BlockNamer(key, header["block_size"])
         self._lines = TraceLines(namer, publishes_answers=header["publish_answers"])
         known = {"prefixcache_trace": VERSION, "recording": secrets.token_hex(8)}
         self._parts.header = {**known, "start": time.time(), **header}

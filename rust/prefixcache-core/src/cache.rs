@@ -7,7 +7,7 @@
 //! Every method checks all its arguments before it changes anything.
 
 use std::iter;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::error::{
     Argument, Broken, CacheError, InvalidArgument, Misuse, ResizeError, SequenceFault,
@@ -17,6 +17,7 @@ use crate::groups::GroupSpec;
 use crate::hash::{Extras, HashConfig, PrefixHashes, Scope};
 use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
 use crate::ledger::Ledger;
+use crate::naming::Namer;
 use crate::policy::{Queue, ReuseQueue, Turn};
 use crate::retention::Fate;
 use crate::sequence::{self, BlockHashes, Holding, Sequence, Table};
@@ -86,6 +87,8 @@ pub struct PrefixCache<S> {
     weights: CurrentWeights,
     queries: AtomicU64,
     hits: AtomicU64,
+    /// What names blocks for the eviction policy, where it goes by names.
+    namer: OnceLock<Namer>,
 }
 
 impl<S: BlockStore> PrefixCache<S> {
@@ -98,6 +101,7 @@ impl<S: BlockStore> PrefixCache<S> {
             weights: CurrentWeights::new(None),
             queries: AtomicU64::new(0),
             hits: AtomicU64::new(0),
+            namer: OnceLock::new(),
         })
     }
 
@@ -144,7 +148,16 @@ impl<S: BlockStore> PrefixCache<S> {
     /// A sequence that holds nothing yet, its full blocks hashed.
     pub fn new_sequence(&self, tokens: Vec<u32>, scope: Scope, extras: Extras) -> Sequence {
         let config = Arc::clone(&self.hash_config);
-        Sequence::new(config, scope, &self.weights.get(), tokens, extras)
+        let weights = self.weights.get();
+        Sequence::new(config, scope, &weights, tokens, extras, self.namer.get())
+    }
+
+    /// Lets the eviction policy go by names under a key instead of hashes, for sequences made from now on: a
+    /// recording that has these names can then be replayed. Once in a cache's life.
+    pub fn name_blocks(&self, key: [u8; 32]) -> Result<(), InvalidArgument> {
+        let namer = Namer::new(key, self.block_size())?;
+        let set = self.namer.set(namer);
+        set.map_err(|_| InvalidArgument::new("key", "must be given once"))
     }
 
     // Reading.
@@ -337,7 +350,7 @@ impl<S: BlockStore> PrefixCache<S> {
             return Ok(None);
         };
         let reuse = self.store.reuse_queue();
-        let turn = reuse.map_or(Turn::FIRST, |reuse| reuse.begin(sequence.hashes()));
+        let turn = reuse.map_or(Turn::FIRST, |reuse| reuse.begin(sequence.names()));
         let hit_tokens = hits * self.block_size();
         let any_whole = self.hash_config.groups.any_whole();
         let all_whole = self.hash_config.groups.all_whole();
@@ -756,7 +769,7 @@ impl<S: BlockStore> PrefixCache<S> {
             if let Some(holding) = sequence.holding.take() {
                 match self.store.reuse_queue() {
                     None => self.release_all(holding)?,
-                    Some(reuse) => self.release_to_queues(holding, sequence.hashes(), reuse)?,
+                    Some(reuse) => self.release_to_queues(holding, sequence.names(), reuse)?,
                 }
             }
         }
@@ -787,11 +800,11 @@ impl<S: BlockStore> PrefixCache<S> {
     fn release_to_queues(
         &self,
         holding: Holding,
-        hashes: &[BlockHash],
+        names: &[BlockHash],
         reuse: &ReuseQueue,
     ) -> Result<(), Misuse> {
-        let hashes = &hashes[..holding.num_published];
-        let shared = reuse.count_shared(hashes);
+        let names = &names[..holding.num_published];
+        let shared = reuse.count_shared(names);
         for table in holding.tables {
             let first = table.first;
             let mut tail = table.into_held_from_the_end();
@@ -799,7 +812,7 @@ impl<S: BlockStore> PrefixCache<S> {
             self.store.release_to(&tail, Queue::of_turn(holding.turn))?;
             self.store.release_to(&head, Queue::SHARED)?;
         }
-        reuse.end(hashes, holding.turn, holding.num_prompt, shared);
+        reuse.end(names, holding.turn, holding.num_prompt, shared);
         Ok(())
     }
 

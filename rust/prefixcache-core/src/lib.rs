@@ -17,6 +17,7 @@ pub mod id;
 mod index;
 pub mod ledger;
 pub mod losses;
+pub mod naming;
 pub mod policy;
 pub mod pool;
 pub mod retention;

@@ -34,10 +34,18 @@ pub enum Cause {
     Dropped,
     /// The pool shrank below it.
     Resized,
+    /// More blocks stood in line than may: see [`set_max_cached`](crate::BlockStore::set_max_cached).
+    Bounded,
 }
 
 impl Cause {
-    const ALL: [Self; 4] = [Self::Evicted, Self::Discarded, Self::Dropped, Self::Resized];
+    const ALL: [Self; 5] = [
+        Self::Evicted,
+        Self::Discarded,
+        Self::Dropped,
+        Self::Resized,
+        Self::Bounded,
+    ];
 }
 
 /// A block that lost its content.

@@ -75,7 +75,7 @@ use crate::events::Journal;
 use crate::free_stack::{FreeStack, FreshRun};
 use crate::id::{BlockId, Epoch};
 use crate::index::Index;
-use crate::losses::Losses;
+use crate::losses::{Cause, Losses};
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
 use crate::ring::{Ring, VacatedSlots};
 use crate::stats::StoreStats;
@@ -472,7 +472,7 @@ impl<M: Mode> BlockStore for BlockPool<M> {
     }
 
     fn release_cached(&self, count: usize) -> usize {
-        self.give_up(count)
+        self.give_up(count, Cause::Evicted)
     }
 
     fn set_max_cached(&self, blocks: Option<usize>) {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
 use crate::hints::Hints;
 use crate::id::{BlockHash, BlockId, Epoch, GroupId};
+use crate::naming::{Namer, Names};
 use crate::policy::Turn;
 use crate::retention::{Anchors, Retention};
 use crate::weights::Weights;
@@ -38,6 +39,8 @@ pub struct Sequence {
     pub(crate) weight_version: u64,
     pub(crate) tokens: Vec<u32>,
     pub(crate) hashes: PrefixHashes,
+    /// What the eviction policy calls the blocks, where not by their hashes.
+    names: Option<Names>,
     pub(crate) holding: Option<Holding>,
     pub(crate) anchors: Anchors,
     pub(crate) hints: Option<Hints>,
@@ -91,16 +94,22 @@ impl Sequence {
         weights: &Weights,
         tokens: Vec<u32>,
         extras: Extras,
+        namer: Option<&Namer>,
     ) -> Self {
         let root = root(&hash_config, &scope, weights);
         let mut hashes = PrefixHashes::new(hash_config.block_size, root, Arc::new(extras));
         hashes.extend_to(&tokens);
+        let mut names = namer.map(|namer| Names::keyed(namer, scope.cache_salt.as_deref()));
+        if let Some(names) = &mut names {
+            names.extend_to(&tokens);
+        }
         Self {
             hash_config,
             scope,
             weight_version: weights.version,
             tokens,
             hashes,
+            names,
             holding: None,
             anchors: Anchors::default(),
             hints: None,
@@ -111,6 +120,15 @@ impl Sequence {
     pub fn extend(&mut self, tokens: &[u32]) {
         self.tokens.extend_from_slice(tokens);
         self.hashes.extend_to(&self.tokens);
+        if let Some(names) = &mut self.names {
+            names.extend_to(&self.tokens);
+        }
+    }
+
+    /// Tells the eviction policy what a recorded cache called the next full blocks, in place of their hashes:
+    /// see [`PrefixCache::name_blocks`](crate::cache::PrefixCache::name_blocks). For caches that name none.
+    pub fn give_names(&mut self, names: &[u64]) {
+        self.names.get_or_insert_default().give(names);
     }
 
     /// Hashes anew under other weights.
@@ -222,5 +240,14 @@ impl Sequence {
     #[must_use]
     pub fn hashes(&self) -> &[BlockHash] {
         self.hashes.as_slice()
+    }
+
+    /// What the eviction policy goes by: the names of the full blocks, or else their hashes.
+    pub(crate) fn names(&self) -> &[BlockHash] {
+        let hashes = self.hashes.as_slice();
+        let names = self.names.as_ref().map(Names::as_slice);
+        names
+            .filter(|names| names.len() == hashes.len())
+            .unwrap_or(hashes)
     }
 }

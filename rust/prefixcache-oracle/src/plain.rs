@@ -327,7 +327,7 @@ impl BlockStore for PlainPool {
     }
 
     fn release_cached(&self, count: usize) -> usize {
-        self.state.borrow_mut().release_cached(count)
+        self.state.borrow_mut().give_up(count, Cause::Evicted)
     }
 
     fn set_max_cached(&self, blocks: Option<usize>) {
@@ -558,13 +558,13 @@ impl State {
     }
 
     /// Gives up the content of the first `count` blocks of the tiers.
-    fn release_cached(&mut self, count: usize) -> usize {
+    fn give_up(&mut self, count: usize, cause: Cause) -> usize {
         let mut given_up = 0;
         while given_up < count
             && self.num_free() > 0
             && let Some(id) = self.next_in_tiers()
         {
-            self.evict(id, Cause::Evicted);
+            self.evict(id, cause);
             given_up += 1;
             if !self.is_above(id) {
                 self.push_front(id);
@@ -575,7 +575,7 @@ impl State {
 
     fn keep_bound(&mut self) {
         let excess = self.num_in_tiers().saturating_sub(self.max_cached);
-        self.release_cached(excess);
+        self.give_up(excess, Cause::Bounded);
     }
 
     fn discard(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {

@@ -30,6 +30,7 @@ use crate::events::{Event, EventSnapshot, event};
 use crate::exclusive::{Exclusive, Using};
 use crate::losses;
 use crate::names::{self, Name};
+use crate::recording::key_of;
 use crate::sequence::{Batch, Sequence};
 use crate::shared_cache::{Cache, Core, on};
 use crate::tokens::Tokens;
@@ -484,6 +485,15 @@ retention_budget=0.2, max_cached_blocks=None)"
                 ledger.set_time(now);
             }
         })
+    }
+
+    /// Let the eviction policy go by the names that a `BlockNamer` with this key gives blocks, not by hashes.
+    ///
+    /// For sequences made from now on; once in a cache's life. A recording of the names can then be replayed.
+    fn name_blocks(&self, key: &[u8]) -> PyResult<()> {
+        let key = key_of("key", key)?;
+        let (core, _writing) = self.0.core_to_write()?;
+        on!(core, |cache| cache.name_blocks(key)).map_err(IntoPyErr::into_py_err)
     }
 
     /// Forget everything cached, in constant time. Sequences keep their blocks and publish no more.

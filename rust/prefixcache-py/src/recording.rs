@@ -2,16 +2,16 @@
 
 use std::path::PathBuf;
 
-use prefixcache_replay::recording::{
-    Agreement, Chain, Counters, Namer, Policy, RecordingError, replay,
-};
+use prefixcache_core::naming::{Chain, Namer};
+use prefixcache_replay::recording::{Agreement, Counters, Policy, replay, write_name};
+use prefixcache_replay::trace::TraceError;
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::arguments::Number;
 use crate::detach::run_on_tokens;
-use crate::errors::out_of_range;
+use crate::errors::{IntoPyErr, out_of_range};
 use crate::names;
 use crate::tokens::Tokens;
 
@@ -24,11 +24,8 @@ impl BlockNamer {
     /// A namer with a `key` of 32 bytes, for blocks of `block_size` tokens.
     #[new]
     fn new(key: &[u8], block_size: Number<names::BlockSize>) -> PyResult<Self> {
-        let block_size = block_size.0;
-        if block_size == 0 {
-            return Err(out_of_range("block_size", "must be at least 1, not 0"));
-        }
-        Ok(Self(Namer::new(key_of("key", key)?, block_size)))
+        let namer = Namer::new(key_of("key", key)?, block_size.0);
+        Ok(Self(namer.map_err(IntoPyErr::into_py_err)?))
     }
 
     /// Tokens in a block.
@@ -54,14 +51,17 @@ impl BlockNamer {
         let tokens = tokens.0;
         let named = run_on_tokens(py, tokens.len(), || {
             let mut named = String::new();
-            self.0.extend(&mut chain, &tokens, &mut named);
+            for next in self.0.extend(chain, &tokens) {
+                write_name(&next, &mut named);
+                chain = next;
+            }
             named
         });
         Ok((PyBytes::new(py, &chain), named))
     }
 }
 
-fn key_of(argument: &'static str, bytes: &[u8]) -> PyResult<[u8; 32]> {
+pub fn key_of(argument: &'static str, bytes: &[u8]) -> PyResult<[u8; 32]> {
     bytes.try_into().map_err(|_| {
         let reason = format!("must have 32 bytes, not {}", bytes.len());
         out_of_range(argument, reason)
@@ -78,19 +78,17 @@ pub fn replay_recording(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyD
     agreement(py, &told)
 }
 
-fn into_py_err(error: RecordingError) -> PyErr {
+fn into_py_err(error: TraceError) -> PyErr {
     match error {
-        RecordingError::Unreadable { .. } => PyOSError::new_err(error.to_string()),
-        RecordingError::Invalid { .. } => PyValueError::new_err(error.to_string()),
+        TraceError::Unreadable { .. } => PyOSError::new_err(error.to_string()),
+        TraceError::Invalid { .. } => PyValueError::new_err(error.to_string()),
     }
 }
 
 fn agreement<'py>(py: Python<'py>, told: &Agreement) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("agrees", told.agrees())?;
-    let difference = told.difference.as_ref();
-    let difference = difference.map(|(place, how)| format!("{place}: {how}"));
-    dict.set_item("difference", difference)?;
+    dict.set_item("difference", &told.difference)?;
     dict.set_item("ended", &told.ended)?;
     dict.set_item("parts", told.parts)?;
     dict.set_item("requests", told.requests)?;

@@ -7,6 +7,7 @@
 
 pub mod cache;
 pub mod history;
+mod lines;
 pub mod optimum;
 pub mod quantiles;
 pub mod recording;

@@ -6,13 +6,54 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{Fault, TraceError};
+use thiserror::Error;
 
 /// The most bytes of a line: more is taken for an error in the file.
 const MAX_LINE: usize = 1 << 26;
 
+/// What is wrong with a trace.
+#[derive(Debug, Error)]
+pub enum TraceError {
+    /// The file cannot be read, or not to its end.
+    #[error("{file}, line {line}: cannot be read: {source}")]
+    Unreadable {
+        /// The file.
+        file: String,
+        /// The line that could not be read, from 1.
+        line: usize,
+        /// Why.
+        source: io::Error,
+    },
+    /// A line is not what its form asks for.
+    #[error("{file}, line {line}: {field} {reason}")]
+    Invalid {
+        /// The file.
+        file: String,
+        /// The line, from 1.
+        line: usize,
+        /// The field of the line.
+        field: &'static str,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+/// What is wrong with one field of a line.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Fault {
+    field: &'static str,
+    reason: String,
+}
+
+impl Fault {
+    pub(crate) fn new(field: &'static str, reason: impl Into<String>) -> Self {
+        let reason = reason.into();
+        Self { field, reason }
+    }
+}
+
 /// Lines, one after the other.
-pub(super) struct Lines {
+pub(crate) struct Lines {
     file: String,
     source: Box<dyn BufRead + Send>,
     /// The one that was read last, with its end.
@@ -23,10 +64,10 @@ pub(super) struct Lines {
 
 /// The bytes of a file that were read so far, packed as they stand in it.
 #[derive(Clone, Default)]
-pub(super) struct BytesRead(Arc<AtomicU64>);
+pub(crate) struct BytesRead(Arc<AtomicU64>);
 
 impl BytesRead {
-    pub(super) fn get(&self) -> u64 {
+    pub(crate) fn get(&self) -> u64 {
         // Relaxed: a count that is shown, and nothing else is read by it.
         self.0.load(Ordering::Relaxed)
     }
@@ -64,13 +105,8 @@ fn unpack(file: File, bytes: &BytesRead) -> io::Result<Box<dyn BufRead + Send>> 
     Ok(Box::new(BufReader::new(reader)))
 }
 
-/// What a file at a path holds, unpacked if it is packed.
-pub(crate) fn open(path: &Path) -> io::Result<Box<dyn BufRead + Send>> {
-    unpack(File::open(path)?, &BytesRead::default())
-}
-
 impl Lines {
-    pub(super) fn new(file: &str, source: Box<dyn BufRead + Send>) -> Self {
+    pub(crate) fn new(file: &str, source: Box<dyn BufRead + Send>) -> Self {
         Self {
             file: file.into(),
             source,
@@ -80,7 +116,7 @@ impl Lines {
     }
 
     /// The lines of a file, whose reads are counted in `bytes`.
-    pub(super) fn open(path: &Path, bytes: &BytesRead) -> Result<Self, TraceError> {
+    pub(crate) fn open(path: &Path, bytes: &BytesRead) -> Result<Self, TraceError> {
         let file = path.display().to_string();
         match File::open(path).and_then(|file| unpack(file, bytes)) {
             Ok(source) => Ok(Self::new(&file, source)),
@@ -93,12 +129,17 @@ impl Lines {
     }
 
     /// Whether the line has no end.
-    pub(super) fn is_cut(&self) -> bool {
+    pub(crate) fn is_cut(&self) -> bool {
         !self.line.ends_with('\n')
     }
 
+    /// Where the line stands.
+    pub(crate) fn place(&self) -> String {
+        format!("{}, line {}", self.file, self.number)
+    }
+
     /// An error of the line.
-    pub(super) fn invalid(&self, Fault { field, reason }: Fault) -> TraceError {
+    pub(crate) fn invalid(&self, Fault { field, reason }: Fault) -> TraceError {
         TraceError::Invalid {
             file: self.file.clone(),
             line: self.number,
@@ -108,7 +149,7 @@ impl Lines {
     }
 
     /// Goes on to the next line; false at the end of the file.
-    pub(super) fn advance(&mut self) -> Result<bool, TraceError> {
+    pub(crate) fn advance(&mut self) -> Result<bool, TraceError> {
         self.number += 1;
         self.line.clear();
         let mut limited = (&mut self.source).take(MAX_LINE as u64 + 1);
@@ -126,7 +167,7 @@ impl Lines {
     }
 
     /// The line, without its end.
-    pub(super) fn line(&self) -> &str {
+    pub(crate) fn line(&self) -> &str {
         self.line.trim_end_matches(['\n', '\r'])
     }
 }

@@ -13,19 +13,18 @@
 //! A reader holds one request, or those of a recording that have not ended. PTT names blocks by their place in the file, so its reader also holds four bytes
 //! for each block so far; the other forms need nothing more.
 
-mod lines;
 mod mooncake;
 mod ptt;
 mod recorded;
 
-use std::io::{self, BufRead};
+use std::io::BufRead;
 use std::path::{Path, PathBuf};
 
 use prefixcache_core::hints::Hint;
-use thiserror::Error;
 
-pub(crate) use lines::open;
-use lines::{BytesRead, Lines};
+pub use crate::lines::TraceError;
+use crate::lines::{BytesRead, Fault, Lines};
+use crate::recording::part_path;
 
 /// The most tokens of one request: more is taken for an error in the file.
 const MAX_TOKENS: u64 = 1 << 26;
@@ -64,47 +63,6 @@ impl Request {
     pub fn most_hits(&self, block_size: usize) -> usize {
         self.num_prompt_blocks
             .min(self.input_tokens.saturating_sub(1) / block_size)
-    }
-}
-
-/// What is wrong with a trace.
-#[derive(Debug, Error)]
-pub enum TraceError {
-    /// The file cannot be read, or not to its end.
-    #[error("{file}, line {line}: cannot be read: {source}")]
-    Unreadable {
-        /// The file.
-        file: String,
-        /// The line that could not be read, from 1.
-        line: usize,
-        /// Why.
-        source: io::Error,
-    },
-    /// A line is not what its form asks for.
-    #[error("{file}, line {line}: {field} {reason}")]
-    Invalid {
-        /// The file.
-        file: String,
-        /// The line, from 1.
-        line: usize,
-        /// The field of the line.
-        field: &'static str,
-        /// What is wrong with it.
-        reason: String,
-    },
-}
-
-/// What is wrong with one field of a line.
-#[derive(Debug, PartialEq, Eq)]
-struct Fault {
-    field: &'static str,
-    reason: String,
-}
-
-impl Fault {
-    fn new(field: &'static str, reason: impl Into<String>) -> Self {
-        let reason = reason.into();
-        Self { field, reason }
     }
 }
 
@@ -239,9 +197,7 @@ impl Reader {
         let (Some(path), Some(part)) = (&self.path, self.form.next_part()) else {
             return Ok(false);
         };
-        let mut path = path.clone().into_os_string();
-        path.push(format!(".{part}"));
-        self.lines = Lines::open(path.as_ref(), &self.bytes)?;
+        self.lines = Lines::open(&part_path(path, part), &self.bytes)?;
         Ok(true)
     }
 }

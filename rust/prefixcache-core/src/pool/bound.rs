@@ -47,19 +47,19 @@ impl<M: Mode> BlockPool<M> {
         // Where several threads change the pool, each looks again after each block.
         while let Some(excess) = in_line().checked_sub(bound).filter(|&excess| excess > 0) {
             let at_once = if M::SHARED { 1 } else { excess };
-            if self.give_up(at_once) == 0 {
+            if self.give_up(at_once, Cause::Bounded) == 0 {
                 return;
             }
         }
     }
 
     /// Gives up the content of the first `count` blocks that stand in line with theirs; how many there were.
-    pub(super) fn give_up(&self, count: usize) -> usize {
+    pub(super) fn give_up(&self, count: usize, cause: Cause) -> usize {
         // An allocation beside this may count on all other blocks.
         let at_once = if M::SHARED { 1 } else { count };
         let mut given_up = 0;
         while given_up < count {
-            let some = self.give_up_some(at_once.min(count - given_up));
+            let some = self.give_up_some(at_once.min(count - given_up), cause);
             if some == 0 {
                 break;
             }
@@ -68,13 +68,13 @@ impl<M: Mode> BlockPool<M> {
         given_up
     }
 
-    fn give_up_some(&self, count: usize) -> usize {
+    fn give_up_some(&self, count: usize, cause: Cause) -> usize {
         let mut inside = self.credits.enter::<M>();
         self.tell_time_of_batch();
         let credits = self.credits.take_some::<M>(count);
         let mut ids = Vec::new();
         self.take_stale(credits, &mut ids);
-        self.take_queued(credits, &mut ids, Cause::Evicted, |_| true);
+        self.take_queued(credits, &mut ids, cause, |_| true);
         let mut chain = Chain::EMPTY;
         // The last is to stand on top, as when they go one by one.
         for &id in ids.iter().rev() {

@@ -1,62 +1,19 @@
 //! The lines of a recording, part by part.
 
-use std::io::{self, BufRead, Read};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use prefixcache_core::EvictionPolicy;
 use prefixcache_core::groups::GroupSpec;
+use prefixcache_core::hints::Hint;
 use prefixcache_core::store::FreeOrder;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
-use thiserror::Error;
 
-use crate::trace::open;
+use crate::lines::{BytesRead, Fault, Lines, TraceError};
 
 /// The version of the form that is read.
 const VERSION: u64 = 1;
-
-/// The most bytes of a line: more is taken for an error in the file.
-const MAX_LINE: u64 = 1 << 28;
-
-/// What is wrong with a recording.
-#[derive(Debug, Error)]
-pub enum RecordingError {
-    /// A part cannot be read.
-    #[error("{place}: {source}")]
-    Unreadable {
-        /// Where.
-        place: Place,
-        /// Why.
-        source: io::Error,
-    },
-    /// A line is not what the form asks for.
-    #[error("{place}: {reason}")]
-    Invalid {
-        /// Where.
-        place: Place,
-        /// What is wrong, beginning with the name of the field.
-        reason: String,
-    },
-}
-
-/// A line of a part.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("{file}, line {line}")]
-pub struct Place {
-    /// The part's file.
-    pub file: String,
-    /// The line, from 1.
-    pub line: usize,
-}
-
-impl Place {
-    pub(super) fn invalid(&self, reason: impl Into<String>) -> RecordingError {
-        RecordingError::Invalid {
-            place: self.clone(),
-            reason: reason.into(),
-        }
-    }
-}
 
 /// The first line of a part.
 #[derive(Clone, Debug, Deserialize)]
@@ -222,6 +179,9 @@ impl Counters {
     }
 }
 
+/// What a client said of a range of tokens: start, end, priority, seconds.
+pub type RecordedHint = (usize, Option<usize>, u8, Option<f64>);
+
 /// A line after the first: what happened, and when.
 #[derive(Debug, Deserialize)]
 pub struct Line<'a> {
@@ -246,7 +206,7 @@ pub enum Event<'a> {
         #[serde(default)]
         names: &'a str,
         #[serde(default)]
-        hints: Vec<(usize, Option<usize>, u8, Option<f64>)>,
+        hints: Vec<RecordedHint>,
         #[serde(default)]
         owner: String,
         #[serde(default = "yes")]
@@ -324,142 +284,153 @@ struct Version {
     prefixcache_trace: u64,
 }
 
+impl Header {
+    /// Reads the first line of a part.
+    pub(crate) fn parse(line: &str) -> Result<Self, Fault> {
+        if let Err(error) = serde_json::from_str::<IgnoredAny>(line) {
+            let reason = format!("must be an object of JSON: {error}");
+            return Err(Fault::new("header", reason));
+        }
+        // The version first: what else a line of another one has is not known.
+        let Ok(Version { prefixcache_trace }) = serde_json::from_str(line) else {
+            let reason = "is missing: this is no recording";
+            return Err(Fault::new("prefixcache_trace", reason));
+        };
+        if prefixcache_trace != VERSION {
+            let reason = format!("must be {VERSION}, not {prefixcache_trace}");
+            return Err(Fault::new("prefixcache_trace", reason));
+        }
+        let header: Self = serde_json::from_str(line)
+            .map_err(|error| Fault::new("header", format!("cannot be read: {error}")))?;
+        match header.block_size {
+            0 => Err(Fault::new("block_size", "must be at least 1")),
+            _ => Ok(header),
+        }
+    }
+
+    /// Fails unless a recording begins with this part.
+    pub(crate) fn check_first(&self) -> Result<(), Fault> {
+        if self.part == 0 {
+            return Ok(());
+        }
+        let reason = format!(
+            "must be 0: this is part {} of a recording, which is read from its first file on",
+            self.part
+        );
+        Err(Fault::new("part", reason))
+    }
+
+    /// Fails unless this is the part after number `part` of a recording.
+    pub(crate) fn check_follows(&self, recording: &str, part: u64) -> Result<(), Fault> {
+        if (self.recording.as_str(), self.part) == (recording, part + 1) {
+            return Ok(());
+        }
+        let reason = format!("must be {} of recording {recording}", part + 1);
+        Err(Fault::new("part", reason))
+    }
+}
+
+impl<'a> Line<'a> {
+    /// Reads a line after the first.
+    pub(crate) fn parse(line: &'a str) -> Result<Self, Fault> {
+        serde_json::from_str(line)
+            .map_err(|error| Fault::new("event", format!("cannot be read: {error}")))
+    }
+}
+
+/// What a client said of a range of its tokens.
+pub(crate) fn hint_of(&(start, end, priority, seconds): &RecordedHint) -> Result<Hint, Fault> {
+    let ttl = seconds.map(Duration::try_from_secs_f64).transpose();
+    let ttl = ttl.map_err(|_| Fault::new("hints", "must have TTLs that are numbers of seconds"))?;
+    Ok(Hint {
+        start,
+        end,
+        priority,
+        ttl,
+    })
+}
+
+/// The file of a part after the first, which stands at `path`.
+pub(crate) fn part_path(path: &Path, part: u64) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(format!(".{part}"));
+    name.into()
+}
+
 /// The lines of a recording, the first part's first: whoever reads one part goes on with the next.
-pub struct Events {
+pub(super) struct Events {
     path: PathBuf,
     header: Header,
-    source: Box<dyn BufRead + Send>,
-    place: Place,
-    bytes: Vec<u8>,
+    lines: Lines,
     time: u64,
 }
 
 impl Events {
     /// Opens a recording at its first part.
-    pub fn open(path: &Path) -> Result<Self, RecordingError> {
-        let mut place = start_of(path);
-        let unreadable = |source, place: &Place| RecordingError::Unreadable {
-            place: place.clone(),
-            source,
-        };
-        let mut source = open(path).map_err(|error| unreadable(error, &place))?;
-        let mut bytes = Vec::new();
-        let header = read_header(&mut source, &mut bytes, &mut place)?;
-        if header.part != 0 {
-            let reason = format!(
-                "part must be 0: this is part {} of a recording, which is read from its first file on",
-                header.part
-            );
-            return Err(place.invalid(reason));
-        }
+    pub(super) fn open(path: &Path) -> Result<Self, TraceError> {
+        let (lines, header) = open_part(path, Header::check_first)?;
         Ok(Self {
             path: path.to_owned(),
             header,
-            source,
-            place,
-            bytes,
+            lines,
             time: 0,
         })
     }
 
     /// What the first part says of the cache.
-    #[must_use]
-    pub fn header(&self) -> &Header {
+    pub(super) fn header(&self) -> &Header {
         &self.header
     }
 
-    /// The line that was read last.
-    #[must_use]
-    pub fn place(&self) -> &Place {
-        &self.place
+    /// The file and line of what was read last.
+    pub(super) fn place(&self) -> String {
+        self.lines.place()
+    }
+
+    /// An error of the line that was read last.
+    pub(super) fn invalid(&self, fault: Fault) -> TraceError {
+        self.lines.invalid(fault)
     }
 
     /// The next line; none at the end. A line without its end, which a killed server leaves, is none.
-    pub fn read(&mut self) -> Result<Option<Line<'_>>, RecordingError> {
-        if !read_line(&mut self.source, &mut self.bytes, &mut self.place)? {
+    pub(super) fn read(&mut self) -> Result<Option<Line<'_>>, TraceError> {
+        if !self.lines.advance()? || self.lines.is_cut() {
             return Ok(None);
         }
-        let line: Line = serde_json::from_str(text(&self.bytes, &self.place)?)
-            .map_err(|error| self.place.invalid(format!("event cannot be read: {error}")))?;
+        let line = Line::parse(self.lines.line()).map_err(|fault| self.lines.invalid(fault))?;
         if line.t < self.time {
-            let reason = format!("t must not be below that of the line above, {}", self.time);
-            return Err(self.place.invalid(reason));
+            let reason = format!("must not be below that of the line above, {}", self.time);
+            return Err(self.lines.invalid(Fault::new("t", reason)));
         }
         self.time = line.t;
         Ok(Some(line))
     }
 
     /// Goes on with the next part, after a line that says there is one.
-    pub fn open_next(&mut self) -> Result<(), RecordingError> {
-        let part = self.header.part + 1;
-        let mut name = self.path.clone().into_os_string();
-        name.push(format!(".{part}"));
-        let path = PathBuf::from(name);
-        let mut place = start_of(&path);
-        self.source = open(&path).map_err(|source| RecordingError::Unreadable {
-            place: place.clone(),
-            source,
-        })?;
-        let header = read_header(&mut self.source, &mut self.bytes, &mut place)?;
-        if (&header.recording, header.part) != (&self.header.recording, part) {
-            let reason = format!("part must be {part} of recording {}", self.header.recording);
-            return Err(place.invalid(reason));
-        }
-        self.header.part = part;
-        self.place = place;
+    pub(super) fn open_next(&mut self) -> Result<(), TraceError> {
+        let part = self.header.part;
+        let path = part_path(&self.path, part + 1);
+        let follows = |next: &Header| next.check_follows(&self.header.recording, part);
+        self.lines = open_part(&path, follows)?.0;
+        self.header.part = part + 1;
         Ok(())
     }
 }
 
-fn start_of(path: &Path) -> Place {
-    Place {
-        file: path.display().to_string(),
-        line: 0,
+/// The lines of a part behind its first, which has to pass a check.
+fn open_part(
+    path: &Path,
+    check: impl FnOnce(&Header) -> Result<(), Fault>,
+) -> Result<(Lines, Header), TraceError> {
+    let mut lines = Lines::open(path, &BytesRead::default())?;
+    if !lines.advance()? || lines.is_cut() {
+        let reason = "is missing: the file has no whole line";
+        return Err(lines.invalid(Fault::new("header", reason)));
     }
-}
-
-/// Reads a line with its end; false where there is none.
-fn read_line(
-    source: &mut impl BufRead,
-    bytes: &mut Vec<u8>,
-    place: &mut Place,
-) -> Result<bool, RecordingError> {
-    bytes.clear();
-    place.line += 1;
-    let read = (&mut *source).take(MAX_LINE).read_until(b'\n', bytes);
-    let read = read.map_err(|source| RecordingError::Unreadable {
-        place: place.clone(),
-        source,
-    })?;
-    if read as u64 == MAX_LINE {
-        return Err(place.invalid(format!("line must be shorter than {MAX_LINE} bytes")));
+    let header = Header::parse(lines.line());
+    let header = header.and_then(|header| check(&header).map(|()| header));
+    match header {
+        Ok(header) => Ok((lines, header)),
+        Err(fault) => Err(lines.invalid(fault)),
     }
-    Ok(bytes.ends_with(b"\n"))
-}
-
-fn text<'a>(bytes: &'a [u8], place: &Place) -> Result<&'a str, RecordingError> {
-    std::str::from_utf8(bytes).map_err(|_| place.invalid("line must be UTF-8"))
-}
-
-fn read_header(
-    source: &mut impl BufRead,
-    bytes: &mut Vec<u8>,
-    place: &mut Place,
-) -> Result<Header, RecordingError> {
-    if !read_line(source, bytes, place)? {
-        return Err(place.invalid("header is missing: the file has no whole line"));
-    }
-    let line = text(bytes, place)?;
-    if let Err(error) = serde_json::from_str::<IgnoredAny>(line) {
-        return Err(place.invalid(format!("header must be an object of JSON: {error}")));
-    }
-    let Ok(Version { prefixcache_trace }) = serde_json::from_str(line) else {
-        return Err(place.invalid("prefixcache_trace is missing: this is no recording"));
-    };
-    if prefixcache_trace != VERSION {
-        let reason = format!("prefixcache_trace must be {VERSION}, not {prefixcache_trace}");
-        return Err(place.invalid(reason));
-    }
-    serde_json::from_str(line)
-        .map_err(|error| place.invalid(format!("header cannot be read: {error}")))
 }

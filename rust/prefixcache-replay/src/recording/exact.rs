@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use prefixcache_core::error::{CacheError, InvalidArgument, PoolError, ResizeError};
-use prefixcache_core::hints::{Hint, Hints, Owner};
+use prefixcache_core::hints::{Hints, Owner};
 use prefixcache_core::ledger::Ledger;
 use prefixcache_core::retention::{Pins, Retention};
 use prefixcache_core::store::{BlockStore, Moves, PoolConfig};
@@ -13,8 +13,9 @@ use prefixcache_core::{
     BlockPool, Extras, Groups, HashConfig, PrefixCache, Scope, Sequence, SingleWriter,
 };
 
-use super::events::{Counters, Event, Events, Header, Place, RecordingError, Windows};
+use super::events::{Counters, Event, Events, Header, RecordedHint, Windows, hint_of};
 use super::names;
+use crate::lines::{Fault, TraceError};
 
 /// The most tokens of a request: more is taken for an error in the file.
 const MAX_TOKENS: usize = 1 << 26;
@@ -42,7 +43,7 @@ pub struct Agreement {
     /// What the replay counted there.
     pub replayed: Counters,
     /// Where the two differ first, and how.
-    pub difference: Option<(Place, String)>,
+    pub difference: Option<String>,
     /// Why the recording ended; none where it was cut off.
     pub ended: Option<String>,
 }
@@ -57,11 +58,10 @@ impl Agreement {
 
 /// Makes the calls of a recording to a cache of its size and policy, in their order, up to the first that has
 /// another outcome than it had in the live server.
-pub fn replay(path: &Path) -> Result<Agreement, RecordingError> {
+pub fn replay(path: &Path) -> Result<Agreement, TraceError> {
     let mut events = Events::open(path)?;
     let header = events.header().clone();
-    let mut cache = Cache::new(&header)
-        .map_err(|reason| events.place().invalid(format!("header: {reason}")))?;
+    let mut cache = Cache::new(&header).map_err(|fault| events.invalid(fault))?;
     let mut told = Agreement {
         header,
         parts: 1,
@@ -100,9 +100,9 @@ pub fn replay(path: &Path) -> Result<Agreement, RecordingError> {
         };
         match outcome {
             Ok(()) => {}
-            Err(Fault::Invalid(reason)) => return Err(events.place().invalid(reason)),
-            Err(Fault::Differs(how)) => {
-                told.difference = Some((events.place().clone(), how));
+            Err(Stop::Invalid(fault)) => return Err(events.invalid(fault)),
+            Err(Stop::Differs(how)) => {
+                told.difference = Some(format!("{}: {how}", events.place()));
                 break;
             }
         }
@@ -110,7 +110,7 @@ pub fn replay(path: &Path) -> Result<Agreement, RecordingError> {
     Ok(told)
 }
 
-fn compare(live: &Counters, replayed: &Counters) -> Result<(), Fault> {
+fn compare(live: &Counters, replayed: &Counters) -> Result<(), Stop> {
     let pairs = live.named().into_iter().zip(replayed.named());
     let other = pairs.filter(|(live, replayed)| live != replayed);
     let told: Vec<String> = other
@@ -118,32 +118,42 @@ fn compare(live: &Counters, replayed: &Counters) -> Result<(), Fault> {
         .collect();
     match told.is_empty() {
         true => Ok(()),
-        false => Err(Fault::Differs(told.join(", "))),
+        false => Err(Stop::Differs(told.join(", "))),
     }
 }
 
 /// Why an event was not replayed.
-enum Fault {
+enum Stop {
     /// It is not what the form asks for.
-    Invalid(String),
+    Invalid(Fault),
     /// It had another outcome than in the live server.
     Differs(String),
 }
 
-impl From<CacheError> for Fault {
+impl From<CacheError> for Stop {
     fn from(error: CacheError) -> Self {
         Self::Differs(format!("the replayed cache refuses: {error}"))
     }
 }
 
-impl From<ResizeError> for Fault {
+impl From<ResizeError> for Stop {
     fn from(error: ResizeError) -> Self {
         Self::Differs(format!("the replayed cache refuses: {error}"))
     }
 }
 
-fn invalid<T>(reason: impl Into<String>) -> Result<T, Fault> {
-    Err(Fault::Invalid(reason.into()))
+impl From<Fault> for Stop {
+    fn from(fault: Fault) -> Self {
+        Self::Invalid(fault)
+    }
+}
+
+fn invalid<T>(field: &'static str, reason: impl Into<String>) -> Result<T, Stop> {
+    Err(Stop::Invalid(Fault::new(field, reason)))
+}
+
+fn no_request(id: u64) -> Stop {
+    Fault::new("id", format!("must be of a request, not {id}")).into()
 }
 
 /// A request that waits or runs.
@@ -173,9 +183,10 @@ struct Cache {
 }
 
 impl Cache {
-    fn new(header: &Header) -> Result<Self, String> {
+    fn new(header: &Header) -> Result<Self, Fault> {
         let groups = header.groups.iter().map(super::events::Group::spec);
-        let told = |error: InvalidArgument| error.to_string();
+        let refused = |reason: String| Fault::new("header", format!("is refused: {reason}"));
+        let told = |error: InvalidArgument| refused(error.to_string());
         let hashing = HashConfig {
             model: "recording".into(),
             revision: String::new(),
@@ -191,7 +202,7 @@ impl Cache {
             free_order: header.free_order.into(),
             eviction_policy: header.eviction_policy.into(),
         });
-        let pool = pool.map_err(|error: PoolError| error.to_string())?;
+        let pool = pool.map_err(|error: PoolError| refused(error.to_string()))?;
         let cache = PrefixCache::new(hashing, pool).map_err(told)?;
         cache.set_max_cached(header.max_cached_blocks);
         Ok(Self {
@@ -231,7 +242,7 @@ impl Cache {
         }
     }
 
-    fn apply(&mut self, event: Event<'_>) -> Result<(), Fault> {
+    fn apply(&mut self, event: Event<'_>) -> Result<(), Stop> {
         match event {
             add @ Event::Add { .. } => self.add(add),
             start @ Event::Start { .. } => self.start(start),
@@ -280,12 +291,12 @@ impl Cache {
 
     // Requests.
 
-    fn request(&mut self, id: u64) -> Result<&mut Request, Fault> {
+    fn request(&mut self, id: u64) -> Result<&mut Request, Stop> {
         let request = self.requests.get_mut(&id);
-        request.ok_or_else(|| Fault::Invalid(format!("id must be of a request, not {id}")))
+        request.ok_or_else(|| no_request(id))
     }
 
-    fn add(&mut self, event: Event<'_>) -> Result<(), Fault> {
+    fn add(&mut self, event: Event<'_>) -> Result<(), Stop> {
         let Event::Add {
             id,
             tokens,
@@ -300,15 +311,18 @@ impl Cache {
             return Ok(());
         };
         if tokens > MAX_TOKENS {
-            return invalid(format!("tokens must be at most {MAX_TOKENS}, not {tokens}"));
+            return invalid(
+                "tokens",
+                format!("must be at most {MAX_TOKENS}, not {tokens}"),
+            );
         }
-        let blocks = names::parse(names).map_err(Fault::Invalid)?;
+        let blocks = names::parse(names)?;
         let wanted = if hashed { tokens / self.block_size } else { 0 };
         if blocks.len() != wanted {
-            return invalid(format!(
-                "names must be of {wanted} blocks, not {}",
-                blocks.len()
-            ));
+            return invalid(
+                "names",
+                format!("must be of {wanted} blocks, not {}", blocks.len()),
+            );
         }
         let hints = match hints.is_empty() {
             true => None,
@@ -328,26 +342,28 @@ impl Cache {
             is_pinned: write,
         };
         if self.requests.insert(id, request).is_some() {
-            return invalid(format!(
-                "id must be new, but {id} is of a request that has not ended"
-            ));
+            return invalid(
+                "id",
+                format!("must be new, but {id} is of a request that has not ended"),
+            );
         }
         self.restart(id)
     }
 
     fn new_sequence(&self, blocks: &[u64]) -> Sequence {
-        let tokens = tokens_of(blocks, self.block_size);
-        self.cache
-            .new_sequence(tokens, Scope::default(), Extras::new())
+        let scope = Scope::default();
+        let mut sequence = self.cache.new_sequence(Vec::new(), scope, Extras::new());
+        extend(&mut sequence, blocks, self.block_size);
+        sequence
     }
 
     /// Gives a request that holds nothing a sequence of its prompt alone.
-    fn restart(&mut self, id: u64) -> Result<(), Fault> {
+    fn restart(&mut self, id: u64) -> Result<(), Stop> {
         let Some(mut request) = self.requests.remove(&id) else {
-            return invalid(format!("id must be of a request, not {id}"));
+            return Err(no_request(id));
         };
         if request.sequence.is_committed() {
-            return Err(Fault::Differs(format!("request {id} holds blocks already")));
+            return Err(Stop::Differs(format!("request {id} holds blocks already")));
         }
         request.blocks.truncate(request.prompt_blocks);
         let mut sequence = self.new_sequence(&request.blocks);
@@ -371,21 +387,22 @@ impl Cache {
     }
 
     /// Tells a request's further full blocks.
-    fn tell(&mut self, id: u64, names: &str) -> Result<&mut Request, Fault> {
+    fn tell(&mut self, id: u64, names: &str) -> Result<&mut Request, Stop> {
         let size = self.block_size;
-        let blocks = names::parse(names).map_err(Fault::Invalid)?;
+        let blocks = names::parse(names)?;
         let request = self.request(id)?;
         if !blocks.is_empty() && !request.is_hashed {
-            return invalid(format!(
-                "names must be none for request {id}, which is not hashed"
-            ));
+            return invalid(
+                "names",
+                format!("must be none for request {id}, which is not hashed"),
+            );
         }
-        request.sequence.extend(&tokens_of(&blocks, size));
+        extend(&mut request.sequence, &blocks, size);
         request.blocks.extend(blocks);
         Ok(request)
     }
 
-    fn start(&mut self, event: Event<'_>) -> Result<(), Fault> {
+    fn start(&mut self, event: Event<'_>) -> Result<(), Stop> {
         let Event::Start {
             id,
             tokens,
@@ -401,10 +418,10 @@ impl Cache {
         let request = self.tell(id, names)?;
         let full = request.blocks.len() * size;
         if request.is_hashed && (tokens < full || tokens - full >= size) {
-            return invalid(format!(
-                "tokens must be of {} full blocks, not {tokens}",
-                full / size
-            ));
+            return invalid(
+                "tokens",
+                format!("must be of {} full blocks, not {tokens}", full / size),
+            );
         }
         let mut sequence = self.take_one(id)?;
         let outcome =
@@ -418,22 +435,22 @@ impl Cache {
         self.requests.insert(id, sequence);
         match outcome? {
             Some(taken) if taken == hit => Ok(()),
-            Some(taken) => Err(Fault::Differs(format!(
+            Some(taken) => Err(Stop::Differs(format!(
                 "request {id} hits {hit} tokens live and {taken} replayed"
             ))),
-            None => Err(Fault::Differs(format!(
+            None => Err(Stop::Differs(format!(
                 "request {id} finds no room for {new} tokens in the replay"
             ))),
         }
     }
 
-    fn take_one(&mut self, id: u64) -> Result<Request, Fault> {
+    fn take_one(&mut self, id: u64) -> Result<Request, Stop> {
         let request = self.requests.remove(&id);
-        request.ok_or_else(|| Fault::Invalid(format!("id must be of a request, not {id}")))
+        request.ok_or_else(|| no_request(id))
     }
 
     /// The requests of a call, to be put back after it.
-    fn take(&mut self, ids: &[u64]) -> Result<Vec<Request>, Fault> {
+    fn take(&mut self, ids: &[u64]) -> Result<Vec<Request>, Stop> {
         ids.iter().map(|&id| self.take_one(id)).collect()
     }
 
@@ -441,22 +458,22 @@ impl Cache {
         self.requests.extend(ids.iter().copied().zip(taken));
     }
 
-    fn give_slots(&mut self, ids: &[u64], upto: &[usize]) -> Result<(), Fault> {
+    fn give_slots(&mut self, ids: &[u64], upto: &[usize]) -> Result<(), Stop> {
         let mut taken = self.take(ids)?;
         let outcome = self.cache.ensure_slots(&mut sequences(&mut taken), upto);
         self.put_back(ids, taken);
         match outcome? {
             served if served == ids.len() => Ok(()),
-            served => Err(Fault::Differs(format!(
+            served => Err(Stop::Differs(format!(
                 "{} requests get slots live and {served} replayed",
                 ids.len()
             ))),
         }
     }
 
-    fn publish(&mut self, ids: &[u64], upto: &[usize], names: &[&str]) -> Result<(), Fault> {
+    fn publish(&mut self, ids: &[u64], upto: &[usize], names: &[&str]) -> Result<(), Stop> {
         if names.len() != ids.len() || upto.len() != ids.len() {
-            return invalid("upto and names must have an entry for each of ids");
+            return invalid("upto and names", "must have an entry for each of ids");
         }
         for (&id, names) in ids.iter().zip(names) {
             self.tell(id, names)?;
@@ -484,7 +501,7 @@ impl Cache {
         Ok(merged?)
     }
 
-    fn release(&mut self, ids: &[u64]) -> Result<(), Fault> {
+    fn release(&mut self, ids: &[u64]) -> Result<(), Stop> {
         let mut taken = self.take(ids)?;
         let outcome = self
             .cache
@@ -493,9 +510,9 @@ impl Cache {
         Ok(outcome?)
     }
 
-    fn end(&mut self, ids: &[u64], well: &[bool]) -> Result<(), Fault> {
+    fn end(&mut self, ids: &[u64], well: &[bool]) -> Result<(), Stop> {
         if well.len() != ids.len() {
-            return invalid("well must have an entry for each of ids");
+            return invalid("well", "must have an entry for each of ids");
         }
         let mut taken = self.take(ids)?;
         if self.windows.is_some_and(|windows| windows.pin) {
@@ -512,7 +529,7 @@ impl Cache {
 
     // Size.
 
-    fn move_cached(&mut self, blocks: usize, most: usize, moved: bool) -> Result<(), Fault> {
+    fn move_cached(&mut self, blocks: usize, most: usize, moved: bool) -> Result<(), Stop> {
         self.cache.begin_moves(blocks, most, &mut self.moves)?;
         if self.moves.under_way.is_empty() {
             return Ok(());
@@ -532,6 +549,12 @@ fn sequences(requests: &mut [Request]) -> Vec<&mut Sequence> {
         .iter_mut()
         .map(|request| &mut request.sequence)
         .collect()
+}
+
+/// Adds blocks, whose names are what the server's eviction policy went by.
+fn extend(sequence: &mut Sequence, blocks: &[u64], block_size: usize) {
+    sequence.extend(&tokens_of(blocks, block_size));
+    sequence.give_names(blocks);
 }
 
 /// Tokens that differ where names do. A block of one token has room for half of a name.
@@ -557,23 +580,8 @@ fn retention(windows: Windows, may_pin: bool) -> Retention {
     Retention::Anchors { interval, pins }
 }
 
-fn read_hints(
-    owner: &str,
-    hints: &[(usize, Option<usize>, u8, Option<f64>)],
-) -> Result<Hints, Fault> {
-    let mut ranges = Vec::with_capacity(hints.len());
-    for &(start, end, priority, ttl) in hints {
-        let ttl = ttl.map(Duration::try_from_secs_f64).transpose();
-        let Ok(ttl) = ttl else {
-            return invalid("hints must have TTLs that are numbers of seconds");
-        };
-        ranges.push(Hint {
-            start,
-            end,
-            priority,
-            ttl,
-        });
-    }
-    let told = |error: InvalidArgument| Fault::Invalid(error.to_string());
+fn read_hints(owner: &str, hints: &[RecordedHint]) -> Result<Hints, Fault> {
+    let ranges = hints.iter().map(hint_of).collect::<Result<_, _>>()?;
+    let told = |error: InvalidArgument| Fault::new("hints", error.to_string());
     Hints::new(Owner::named(owner), ranges).map_err(told)
 }

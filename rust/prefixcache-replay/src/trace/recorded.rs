@@ -3,78 +3,13 @@
 //! `docs/recording.md` specifies the form. A request is told of once its answer has ended, but in the order of
 //! arrival, so the requests since the oldest one that is not answered are held, up to [`MAX_HELD`].
 
-use std::borrow::Cow;
 use std::collections::VecDeque;
-use std::time::Duration;
 
-use prefixcache_core::hints::Hint;
-use serde::Deserialize;
-
-use super::{Beginning, BlockKey, Fault, Form, Header, Request, check_tokens, mix};
-
-/// The version of the form that is read.
-const VERSION: u64 = 1;
+use super::{Beginning, BlockKey, Fault, Form, Request, check_tokens, mix};
+use crate::recording::{Event, Header, Line, RecordedHint, hint_of, parse_names};
 
 /// The most requests that wait for an earlier one's end: beyond, that one is told of as it is.
 const MAX_HELD: usize = 1 << 14;
-
-/// Hexadecimal digits of a block's name.
-const DIGITS: usize = 16;
-
-/// Events that say what the server did, and nothing of requests.
-const SKIPPED: [&str; 11] = [
-    "slots", "anchor", "drop", "preempt", "restart", "demote", "expire", "move", "resize",
-    "counters", "stop",
-];
-
-#[derive(Deserialize)]
-struct FirstLine {
-    prefixcache_trace: u64,
-    #[serde(default)]
-    recording: serde_json::Value,
-    #[serde(default)]
-    part: u64,
-    block_size: usize,
-}
-
-#[derive(Deserialize)]
-struct Event<'a> {
-    #[serde(borrow)]
-    e: Cow<'a, str>,
-}
-
-type RecordedHint = (usize, Option<usize>, u8, Option<f64>);
-
-#[derive(Deserialize)]
-struct Add<'a> {
-    t: f64,
-    id: u64,
-    tokens: u64,
-    #[serde(borrow, default)]
-    names: Cow<'a, str>,
-    #[serde(default)]
-    hints: Vec<RecordedHint>,
-}
-
-#[derive(Deserialize)]
-struct Start<'a> {
-    id: u64,
-    #[serde(borrow, default)]
-    names: Cow<'a, str>,
-}
-
-#[derive(Deserialize)]
-struct Publish<'a> {
-    ids: Vec<u64>,
-    #[serde(borrow, default)]
-    names: Vec<Cow<'a, str>>,
-}
-
-#[derive(Deserialize)]
-struct End {
-    ids: Vec<u64>,
-    tokens: Vec<u64>,
-}
 
 /// Requests whose answer has not ended, or that wait for such a one.
 #[derive(Default)]
@@ -102,7 +37,7 @@ impl Held {
 
 /// The form after its first line.
 struct Recorded {
-    recording: serde_json::Value,
+    recording: String,
     part: u64,
     block_size: usize,
     held: Held,
@@ -118,16 +53,16 @@ pub(super) fn is_first_line(line: &str) -> bool {
 
 /// Reads the first line.
 pub(super) fn begin(line: &str) -> Result<Beginning, Fault> {
-    let first = first_line(line)?;
+    let header = Header::parse(line)?;
     Ok(Beginning {
-        header: Header {
+        header: super::Header {
             name: None,
-            block_size: first.block_size,
+            block_size: header.block_size,
         },
         form: Box::new(Recorded {
-            recording: first.recording,
-            part: first.part,
-            block_size: first.block_size,
+            recording: header.recording,
+            part: header.part,
+            block_size: header.block_size,
             held: Held::default(),
             goes_on: false,
             epoch: 0,
@@ -136,61 +71,25 @@ pub(super) fn begin(line: &str) -> Result<Beginning, Fault> {
     })
 }
 
-fn first_line(line: &str) -> Result<FirstLine, Fault> {
-    // The version first: what else a line of another one has is not known.
-    #[derive(Deserialize)]
-    struct Version {
-        prefixcache_trace: u64,
-    }
-    let version: Version = parse(line)?;
-    if version.prefixcache_trace != VERSION {
-        let reason = format!(
-            "must be version {VERSION}, not {}",
-            version.prefixcache_trace
-        );
-        return Err(Fault::new("prefixcache_trace", reason));
-    }
-    let first: FirstLine = parse(line)?;
-    debug_assert_eq!(first.prefixcache_trace, VERSION);
-    if first.block_size == 0 {
-        return Err(Fault::new("block_size", "must be at least 1"));
-    }
-    Ok(first)
-}
-
-fn parse<'a, T: Deserialize<'a>>(line: &'a str) -> Result<T, Fault> {
-    serde_json::from_str(line)
-        .map_err(|error| Fault::new("object", format!("cannot be read: {error}")))
-}
-
 impl Recorded {
     fn keys(&self, names: &str) -> Result<Vec<BlockKey>, Fault> {
-        let fault = || {
-            Fault::new(
-                "names",
-                format!("must have {DIGITS} hexadecimal digits a block"),
-            )
-        };
-        if !names.len().is_multiple_of(DIGITS) || !names.is_ascii() {
-            return Err(fault());
-        }
-        let starts = (0..names.len()).step_by(DIGITS);
-        starts
-            .map(|start| {
-                let name = u64::from_str_radix(&names[start..start + DIGITS], 16);
-                name.map(|name| name ^ self.epoch).map_err(|_| fault())
-            })
-            .collect()
+        let mut keys = parse_names(names)?;
+        keys.iter_mut().for_each(|key| *key ^= self.epoch);
+        Ok(keys)
     }
 
-    fn add(&mut self, line: &str) -> Result<(), Fault> {
-        let add: Add = parse(line)?;
+    fn add(
+        &mut self,
+        (time_ms, id, tokens): (u64, u64, usize),
+        names: &str,
+        hints: &[RecordedHint],
+    ) -> Result<(), Fault> {
         let next = self.held.first + self.held.requests.len() as u64;
-        if add.id != next {
-            return Err(Fault::new("id", format!("must be {next}, not {}", add.id)));
+        if id != next {
+            return Err(Fault::new("id", format!("must be {next}, not {id}")));
         }
-        let blocks = self.keys(&add.names)?;
-        let input_tokens = check_tokens("tokens", add.tokens)?;
+        let blocks = self.keys(names)?;
+        let input_tokens = check_tokens("tokens", tokens as u64)?;
         let full = input_tokens / self.block_size;
         if blocks.len() > full {
             let reason = format!(
@@ -199,15 +98,12 @@ impl Recorded {
             );
             return Err(Fault::new("names", reason));
         }
-        if !add.t.is_finite() || add.t < 0.0 {
-            return Err(Fault::new("t", "must be milliseconds from 0"));
-        }
         let request = Request {
-            time_ms: add.t as u64,
+            time_ms,
             input_tokens,
             num_prompt_blocks: blocks.len(),
             blocks,
-            hints: add.hints.into_iter().map(hint).collect::<Result<_, _>>()?,
+            hints: hints.iter().map(hint_of).collect::<Result<_, _>>()?,
             ..Request::default()
         };
         self.held.requests.push_back((request, false));
@@ -222,16 +118,9 @@ impl Recorded {
         Ok(())
     }
 
-    fn publish(&mut self, line: &str) -> Result<(), Fault> {
-        let publish: Publish = parse(line)?;
-        let mut each = publish.ids.iter().zip(&publish.names);
-        each.try_for_each(|(&id, names)| self.go_on(id, names))
-    }
-
-    fn end(&mut self, line: &str) -> Result<(), Fault> {
-        let end: End = parse(line)?;
-        for (&id, &tokens) in end.ids.iter().zip(&end.tokens) {
-            let tokens = check_tokens("tokens", tokens)?;
+    fn end(&mut self, ids: &[u64], tokens: &[usize]) -> Result<(), Fault> {
+        for (&id, &tokens) in ids.iter().zip(tokens) {
+            let tokens = check_tokens("tokens", tokens as u64)?;
             if let Some((request, has_ended)) = self.held.get(id) {
                 request.output_tokens = tokens.saturating_sub(request.input_tokens);
                 *has_ended = true;
@@ -242,26 +131,11 @@ impl Recorded {
 
     /// The first line of the next part.
     fn begin_part(&mut self, line: &str) -> Result<(), Fault> {
-        let first = first_line(line)?;
-        if first.recording != self.recording || first.part != self.part + 1 {
-            let reason = format!("must be {} of the same recording", self.part + 1);
-            return Err(Fault::new("part", reason));
-        }
+        Header::parse(line)?.check_follows(&self.recording, self.part)?;
         self.part += 1;
         self.goes_on = false;
         Ok(())
     }
-}
-
-fn hint((start, end, priority, seconds): RecordedHint) -> Result<Hint, Fault> {
-    let ttl = seconds.map(Duration::try_from_secs_f64).transpose();
-    let ttl = ttl.map_err(|_| Fault::new("hints", "must have seconds from 0"))?;
-    Ok(Hint {
-        start,
-        end,
-        priority,
-        ttl,
-    })
 }
 
 impl Form for Recorded {
@@ -270,24 +144,35 @@ impl Form for Recorded {
             self.begin_part(line)?;
             return Ok(false);
         }
-        let event: Event = parse(line)?;
-        match &*event.e {
-            "add" => self.add(line)?,
-            "start" => {
-                let start: Start = parse(line)?;
-                self.go_on(start.id, &start.names)?;
+        let Line { t, event } = Line::parse(line)?;
+        match event {
+            Event::Add {
+                id,
+                tokens,
+                names,
+                hints,
+                ..
+            } => self.add((t, id, tokens), names, &hints)?,
+            Event::Start { id, names, .. } => self.go_on(id, names)?,
+            Event::Publish { ids, names, .. } => {
+                let mut each = ids.iter().zip(names);
+                each.try_for_each(|(&id, names)| self.go_on(id, names))?;
             }
-            "publish" => self.publish(line)?,
-            "end" => self.end(line)?,
-            "reset" | "weights" => self.epoch = mix(self.epoch + 1),
-            "next" => self.goes_on = true,
-            other if SKIPPED.contains(&other) => {}
-            other => {
-                return Err(Fault::new(
-                    "e",
-                    format!("is no event of version {VERSION}: {other:?}"),
-                ));
-            }
+            Event::End { ids, tokens, .. } => self.end(&ids, &tokens)?,
+            Event::Reset {} | Event::Weights { .. } => self.epoch = mix(self.epoch + 1),
+            Event::Next {} => self.goes_on = true,
+            // What the server did, and nothing of requests.
+            Event::Slots { .. }
+            | Event::Anchor { .. }
+            | Event::Drop { .. }
+            | Event::Preempt { .. }
+            | Event::Restart { .. }
+            | Event::Demote { .. }
+            | Event::Expire {}
+            | Event::Move { .. }
+            | Event::Resize { .. }
+            | Event::Counters(_)
+            | Event::Stop { .. } => {}
         }
         Ok(false)
     }

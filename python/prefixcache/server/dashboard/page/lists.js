@@ -111,7 +111,7 @@ export function showPrefixes(prefixes) {
 }
 
 const PRESSURES = {
-  new_content: "by new content",
+  capacity: "by new content",
   cached_limit: "by the limit on cached blocks",
   shrunk_cache: "since the cache shrank",
 };

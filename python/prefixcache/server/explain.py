@@ -6,12 +6,13 @@ is computed. What is told is what may be told to who asks: see `diagnosis.py`.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
-from prefixcache.server.diagnosis import check_may_ask
+from prefixcache.server.diagnosis import Diagnosis, check_may_ask
 from prefixcache.server.job_maker import JobMaker, diagnostics_off
+from prefixcache.server.json_text import json_response, object_json
 from prefixcache.server.prompt_body import prompt_job
 from prefixcache.server.response_store import ResponseStore
 
@@ -21,7 +22,7 @@ def explain_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
     router = APIRouter()
 
     @router.post("/prefix_cache/explain")
-    async def explain_prefix_cache(request: Request) -> dict[str, Any]:
+    async def explain_prefix_cache(request: Request) -> Response:
         job = await prompt_job(request, maker, store, "explain")
         check_may_ask(job.call.caller, job.requests[0].cache.salt, "an explanation")
         diagnosis = job.diagnosis
@@ -30,9 +31,15 @@ def explain_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
         for one in job.requests[:: job.params.n]:
             maker.engine.check(one)
         diagnosis.explains = True
-        await maker.workers.beside(diagnosis.explain)
-        prompts = diagnosis.explanations or []
-        counts = ("prompt_tokens", "cached_tokens")
-        return {**{name: sum(one[name] for one in prompts) for name in counts}, "prompts": prompts}
+        return json_response(await maker.workers.beside(partial(_told, diagnosis)))
 
     return router
+
+
+def _told(diagnosis: Diagnosis) -> bytes:
+    """The answer's JSON: of thousands of prompts it is long, and so nothing for the event loop."""
+    diagnosis.explain()
+    prompts = diagnosis.explanations or []
+    counts = ("prompt_tokens", "cached_tokens")
+    sums = {name: sum(one[name] for one in prompts) for name in counts}
+    return object_json({**sums, "prompts": prompts})

@@ -176,6 +176,12 @@ class Reasons:
             return "prompt_logprobs", None
         if asked.window_missed_tokens or (asked.hit_tokens is None and known.whole_tokens > hit):
             return "window_lost", None
+        return self._why_gone(asked, known, hit, seen)
+
+    def _why_gone(
+        self, asked: Asked, known: KnownPrefix, hit: int, seen: RememberedPrompt | None
+    ) -> tuple[MissReason, LostContent | None]:
+        """The reason why the cache does not have the block behind the first `hit` tokens."""
         losses = self._losses_of(known, hit // self._block_size)
         in_time = [one for one in losses if _went_by(one, asked.started_at)]
         lost = max(in_time, key=lambda one: one.time, default=None)

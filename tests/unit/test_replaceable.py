@@ -190,6 +190,27 @@ def test_a_load_that_breaks_off_puts_the_old_weights_back(
     assert torch.equal(logits(model), expected(pair[0]))
 
 
+def test_a_folder_that_changes_while_it_is_loaded_is_not_taken(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the weights would be called by a digest that is not theirs."""
+    model = replaceable_model(pair[0])
+    checkpoint = model.check_folder(pair[1])
+    load_folder = replaceable.load_folder
+
+    def load(slots: Any, folder: Path, device: Any, names: Any) -> None:
+        load_folder(slots, folder, device, names)
+        if folder == pair[1]:
+            file = folder / "model.safetensors"
+            file.write_bytes(file.read_bytes())
+
+    monkeypatch.setattr(replaceable, "load_folder", load)
+    with pytest.raises(ModelLoadError, match="were changed while they were read"):
+        model.load(checkpoint)
+    assert model.checkpoint == read_checkpoint(pair[0])
+    assert torch.equal(logits(model), expected(pair[0]))
+
+
 @pytest.mark.parametrize("old_is_gone_too", [False, True])
 def test_without_a_way_back_the_weights_are_given_up(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, old_is_gone_too: bool

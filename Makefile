@@ -20,7 +20,7 @@ SHUTTLE := RUSTFLAGS="--cfg shuttle" CARGO_TARGET_DIR=target/shuttle
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
-.PHONY: setup setup-dev model serve test test-long test-clients test-rust test-python test-wheel format clean
+.PHONY: setup setup-dev model serve test test-long test-clients test-ray test-rust test-python test-wheel format clean
 .PHONY: lint lint-rust lint-python lint-deploy dist audit licences
 .PHONY: equality loom shuttle stress sanitize fuzz soak bench bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-eviction bench-gpu-dry
 
@@ -55,6 +55,10 @@ test-long: setup-dev model         ## the same tests in their long forms, and cl
 	PROPTEST_CASES=$(LONG_CASES) PREFIXCACHE_RESETS=1000000 $(MAKE) --no-print-directory test-rust
 	PREFIXCACHE_LONG_TESTS=1 $(PYTEST) --timeout=1800
 	$(MAKE) --no-print-directory test-clients
+	$(MAKE) --no-print-directory test-ray
+
+test-ray: setup-dev                ## three replicas under Ray Serve, killed and commanded in mid-traffic
+	cd tests/ray_serve && ../../$(BIN)/pytest --durations=5
 
 test-clients: setup model .venv-clients/.built ## clients that people use, against a server (own environment)
 	cd tests/clients && ../../.venv-clients/bin/pytest --durations=5

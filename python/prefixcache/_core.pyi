@@ -74,6 +74,18 @@ _Event: TypeAlias = tuple[
 class BlockHashes:
     """Hashes of a token sequence's full blocks."""
 
+    @staticmethod
+    def compute(
+        tokens: _Tokens, block_hash: bytes, block_size: int, *, cache_salt: str | None = None
+    ) -> BlockHashes:
+        """Those that a cache has whose `root_hash()` is `block_hash`. Any thread."""
+    @staticmethod
+    def from_state(state: bytes) -> BlockHashes:
+        """What `state` gave in another process; ValueError for anything else."""
+    def state(self) -> bytes:
+        """All of it as bytes. Not for hashes with extras."""
+    def short(self) -> npt.NDArray[np.uint64]:
+        """The hashes as KV events name them: the last 8 bytes of each, big endian."""
     def __len__(self) -> int: ...
     def to_bytes(self, index: int) -> bytes:
         """The 32 bytes of a block's hash; IndexError past the last."""
@@ -203,8 +215,12 @@ class PrefixCache:
         cache_salt: str | None = None,
         lora: str | None = None,
         extras: _Sequence[bytes] | None = None,
+        hashes: BlockHashes | None = None,
     ) -> Sequence:
         """A sequence that holds nothing yet, its full blocks hashed. Any thread.
+
+        `hashes` of these very tokens and salt are taken instead of hashing, unless they were made
+        under other weights or there are extras.
 
         Sequences share blocks only where `cache_salt` and `lora` are equal; None and "" differ.
         `extras` are bytes that a block's KV depends on besides its tokens, one entry for each block

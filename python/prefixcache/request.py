@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.retention_range import RetentionRange, check_ranges, check_within
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.token_ids import TokenIds, as_token_ids
+
+if TYPE_CHECKING:
+    from prefixcache.core import BlockHashes
 
 FinishReason = Literal["stop", "length", "abort", "error", "cache_threshold"]
 RoleSpan = tuple[str, int, int]
@@ -96,6 +99,10 @@ class Request:
     `time.monotonic`. Requests of one `job_id` came together: jobs take turns, and without an id a
     request is a job of its own. So do clients, whatever number of jobs each has; `client` None is
     one of them. `roles` are who wrote which tokens of the prompt, where that is to be recorded.
+    `affinity` is a key whose requests a router sends to one replica where nothing
+    speaks against it. `hashes` are those of the prompt under its salt, where they are known:
+    whoever gives them must have made them of these very tokens.
+
     Raises `InvalidRequestError` for token ids that `as_token_ids` refuses, for a retention hint
     that leaves the prompt, and for a priority or a time that has no place in an order.
     """
@@ -109,6 +116,8 @@ class Request:
     job_id: str | None = None
     client: str | None = None
     roles: tuple[RoleSpan, ...] = ()
+    affinity: str | None = None
+    hashes: BlockHashes | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", as_token_ids(self.prompt_token_ids))

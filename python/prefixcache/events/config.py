@@ -81,6 +81,11 @@ def _host(key: str, endpoint: str) -> str | None:
     return tcp[1].strip("[]")
 
 
+def is_local_endpoint(endpoint: str) -> bool:
+    """Whether other machines cannot reach it. Raises `FieldError` for what is no endpoint."""
+    return _is_local(_host("endpoint", endpoint))
+
+
 def _is_local(host: str | None) -> bool:
     if host is None or host == "localhost":
         return True

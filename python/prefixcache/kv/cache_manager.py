@@ -267,7 +267,9 @@ class CacheManager:
         One that is not `hashed` gets slots alone: it finds nothing and publishes nothing.
         """
         sequence = self._sequences[request.request_id] = self._cache.new_sequence(
-            request.prompt_token_ids if hashed else (), cache_salt=request.cache.salt
+            request.prompt_token_ids if hashed else (),
+            cache_salt=request.cache.salt,
+            hashes=request.hashes if hashed else None,
         )
         if self.has_windows and hashed:
             self._retention.apply(sequence, request)

@@ -11,8 +11,10 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
+from prefixcache.core import BlockHashes
 from prefixcache.exceptions import EngineDeadError, RequestTimeoutError
 from prefixcache.ray_serve.job import Accepted, Failed, Outputs, Part, RoutedJob, Stale
+from prefixcache.ray_serve.orders import Orders
 from prefixcache.ray_serve.parts import Parts
 from prefixcache.request import Request, RequestOutput
 
@@ -31,6 +33,7 @@ class Answer:
     A replica that dies is followed by another one, and what had come of unfinished requests is
     taken back by an output that is `restarted`. All must be there at `deadline`, in seconds of
     `time.monotonic`; `max_unread` bounds what waits for the reader, for each request.
+    A replica must have done what `orders` know of; blocks have `block_size` tokens.
     """
 
     def __init__(
@@ -38,11 +41,16 @@ class Answer:
         generate: DeploymentHandle[Any],
         requests: Sequence[Request],
         *,
+        orders: Orders,
+        block_size: int,
         deadline: float | None,
         max_unread: int | None,
     ) -> None:
         self._generate = generate
         self._requests = requests
+        self._orders = orders
+        self._block_size = block_size
+        self._job: RoutedJob | None = None
         self._deadline = deadline
         self._most_unread = math.inf if max_unread is None else max_unread * len(requests)
         self._open = dict.fromkeys(range(len(requests)))
@@ -81,18 +89,23 @@ class Answer:
             self._num_tries += 1
             self._cancel()
             self._sent = [*self._open]
-            self._parts = Parts(self._generate, self._job(), self._most_unread)
+            self._job = self._new_job()
+            self._parts = Parts(self._generate, self._job, self._most_unread)
             part = await self._next_part()
             if isinstance(part, Accepted):
+                self._orders.learn(part.state)
                 return
             if isinstance(part, Stale):
                 self._actual_hits[part.replica] = part.hit_tokens
         raise EngineDeadError(_GONE)
 
-    def _job(self) -> RoutedJob:
+    def _new_job(self) -> RoutedJob:
+        requests = [self._requests[index] for index in self._sent]
         return RoutedJob(
-            requests=[self._requests[index] for index in self._sent],
+            requests=requests,
+            hashes=_hashes(requests, self._orders.state.root_hash or "", self._block_size),
             seconds_left=self._seconds_left(),
+            command_number=self._orders.state.number,
             actual_hits=dict(self._actual_hits),
             takes_stale=self._num_tries == _MOST_TRIES,
         )
@@ -116,6 +129,9 @@ class Answer:
 
     def _noted(self, part: Outputs) -> Batch:
         """The outputs by the indices of all requests, on this machine's clock."""
+        if self._job is not None and self._job.computed is not None:
+            self._job.computed()
+            self._job.computed = None
         shift = time.monotonic() - part.now
         batch = [(self._sent[index], _shifted(output, shift)) for index, output in part.outputs]
         for index, output in batch:
@@ -136,6 +152,17 @@ class Answer:
         if self._parts is not None:
             self._parts.close()
             self._parts = None
+
+
+def _hashes(requests: Sequence[Request], root_hash: str, block_size: int) -> list[bytes]:
+    """The state of the hashes of each prompt; requests of one prompt share it."""
+    root, found = bytes.fromhex(root_hash), dict[int, bytes]()
+    for request in requests:
+        tokens = request.prompt_token_ids
+        if id(tokens) not in found:
+            hashes = BlockHashes.compute(tokens, root, block_size, cache_salt=request.cache.salt)
+            found[id(tokens)] = hashes.state()
+    return [found[id(request.prompt_token_ids)] for request in requests]
 
 
 def _shifted(output: RequestOutput, seconds: float) -> RequestOutput:

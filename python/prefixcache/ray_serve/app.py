@@ -12,14 +12,20 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic_core import to_jsonable_python
 from starlette.responses import Response
 
+from prefixcache.engine.control import Control
 from prefixcache.ray_serve.fleet import Fleet
 from prefixcache.ray_serve.fleet_engine import FleetEngine
+from prefixcache.ray_serve.fleet_state import Command
+from prefixcache.ray_serve.orders import Orders
 from prefixcache.server.access import AccessRules
+from prefixcache.server.admin import add_changes, add_commands, command_options
 from prefixcache.server.app import client_app, guard, package_version
 from prefixcache.server.context import Lifecycle
 from prefixcache.server.errors import ApiError
 from prefixcache.server.job_maker import JobMaker
 from prefixcache.server.limits import ServerLimits
+from prefixcache.server.model_dirs import ModelDirs
+from prefixcache.server.openapi import describe
 from prefixcache.server.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -29,21 +35,41 @@ if TYPE_CHECKING:
 def create_fleet_app(
     engine: FleetEngine,
     fleet: Fleet,
+    orders: Orders,
     served: ServedModel,
     *,
     rules: AccessRules,
+    model_dirs: ModelDirs,
     limits: ServerLimits,
     flags: Mapping[str, Any],
 ) -> FastAPI:
-    """The application over the replicas of `engine`, whose states and commands `fleet` knows."""
+    """The application over the replicas of `engine`: `fleet` asks them, `orders` command them."""
     release = package_version()
     # Endpoints of clients call of an engine what `FleetEngine` has.
     maker = JobMaker(engine=cast("AsyncEngine", engine), served=served)
     app = client_app(maker, release)
     app.include_router(_health_router(fleet))
     app.include_router(_info_router(fleet, served, release, flags))
+    app.include_router(_command_router(orders, model_dirs))
+    describe(app, command_options(Control.endpoints()))
     guard(app, rules, lifecycle=Lifecycle(), limits=limits, strict=served.strict)
     return app
+
+
+def _command_router(orders: Orders, model_dirs: ModelDirs) -> APIRouter:
+    router = APIRouter()
+    add_commands(
+        router,
+        Control.endpoints(),
+        lambda command, given: orders.give(Command(command.__name__, options=given)),
+    )
+    add_changes(
+        router,
+        orders.run,
+        orders.update_weights,
+        model_dirs,
+    )
+    return router
 
 
 def _health_router(fleet: Fleet) -> APIRouter:
@@ -115,6 +141,11 @@ def _info_router(
     async def prefix_cache_stats() -> dict[str, Any]:
         statuses = await fleet.statuses()
         return {"replicas": {one["replica"]: one["prefix_cache"] for one in statuses}}
+
+    @router.get("/prefix_cache/resize")
+    async def resize_status() -> dict[str, Any]:
+        statuses = await fleet.statuses()
+        return {"replicas": {one["replica"]: one["resize"] for one in statuses}}
 
     @router.get("/is_paused")
     async def is_paused() -> dict[str, bool]:

@@ -8,6 +8,7 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
+from prefixcache.ray_serve.commands import COMMANDS, REPLICAS, Commands
 from prefixcache.ray_serve.ingress import Ingress
 from prefixcache.ray_serve.options import RayOptions
 from prefixcache.ray_serve.replica import EngineReplica
@@ -31,13 +32,18 @@ def build_application(
     """What `ray.serve.run` runs. `router` is the class that chooses replicas, by its path."""
     options, ray_options = options or ServeOptions(), ray_options or RayOptions()
     replicas = _deployment(EngineReplica).options(
-        name="EngineReplica",
+        name=REPLICAS,
         max_ongoing_requests=_NO_BOUND,
         ray_actor_options={
             "num_cpus": ray_options.replica_cpus,
             "num_gpus": ray_options.replica_gpus,
         },
-        request_router_config=RequestRouterConfig.model_validate({"request_router_class": router}),
+        request_router_config=RequestRouterConfig.model_validate(
+            {
+                "request_router_class": router,
+                "request_router_kwargs": {"block_size": config.cache.block_size},
+            }
+        ),
         **_num_replicas(ray_options),
     )
     ingress = _deployment(serve.ingress()(Ingress)).options(
@@ -46,7 +52,13 @@ def build_application(
         max_ongoing_requests=options.limit_concurrency,
         ray_actor_options={"num_cpus": 0},
     )
-    return ingress.bind(config, options, ray_options, replicas.bind(config, options))
+    commands = _deployment(Commands).options(
+        name=COMMANDS, max_ongoing_requests=_NO_BOUND, ray_actor_options={"num_cpus": 0}
+    )
+    orders = commands.bind()
+    return ingress.bind(
+        config, options, ray_options, replicas.bind(config, options, orders), orders
+    )
 
 
 def _deployment(cls: Any) -> Deployment:

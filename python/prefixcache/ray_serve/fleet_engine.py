@@ -12,19 +12,32 @@ from prefixcache.grammar.grammars import Grammars
 from prefixcache.grammar.guide import Grammar
 from prefixcache.grammar.trial import Trial
 from prefixcache.ray_serve.answer import Answer, Batch
+from prefixcache.ray_serve.fleet_state import Refused
+from prefixcache.ray_serve.orders import Orders
 from prefixcache.request import Request
 from prefixcache.structured_output import StructuredOutput
+
+_PROBE_SECONDS = 30.0
 
 
 class FleetEngine:
     """Serves requests by the replicas behind a handle; each ingress has one.
 
-    It belongs to the event loop in which it was made. `max_model_len` is the replicas'.
+    It belongs to the event loop in which it was made. `max_model_len` and `block_size`, in
+    tokens, are those of the replicas.
     """
 
     def __init__(
-        self, replicas: DeploymentHandle[Any], grammars: Grammars, *, max_model_len: int
+        self,
+        replicas: DeploymentHandle[Any],
+        orders: Orders,
+        grammars: Grammars,
+        *,
+        max_model_len: int,
+        block_size: int,
     ) -> None:
+        self._block_size = block_size
+        self._orders = orders
         self.max_model_len = max_model_len
         self._generate = replicas.options(method_name="generate", stream=True)
         self._replicas = replicas
@@ -40,7 +53,14 @@ class FleetEngine:
         max_unread: int | None = None,
     ) -> AsyncGenerator[Batch, None]:
         """As `AsyncEngine.generate_batches`; returns when a replica has taken the requests."""
-        answer = Answer(self._generate, requests, deadline=deadline, max_unread=max_unread)
+        answer = Answer(
+            self._generate,
+            requests,
+            orders=self._orders,
+            block_size=self._block_size,
+            deadline=deadline,
+            max_unread=max_unread,
+        )
         await answer.begin()
         return answer.batches()
 
@@ -56,8 +76,12 @@ class FleetEngine:
         return asyncio.run_coroutine_threadsafe(self._probe(request), self._loop).result()
 
     async def _probe(self, request: Request) -> int:
-        found = await self._replicas.broadcast("probe", request).results_async()
-        return max(found)
+        asked = self._replicas.broadcast("probe", request)
+        found = await asked.results_async(timeout_s=_PROBE_SECONDS, return_exceptions=True)
+        for one in found:
+            if isinstance(one, Refused):
+                raise one.error
+        return max((one for one in found if isinstance(one, int)), default=0)
 
     def close(self) -> None:
         """Ends what compiles grammars."""

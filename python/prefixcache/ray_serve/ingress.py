@@ -14,6 +14,8 @@ from prefixcache.models.hub import read_config, resolve_model
 from prefixcache.ray_serve.app import create_fleet_app
 from prefixcache.ray_serve.fleet import Fleet
 from prefixcache.ray_serve.fleet_engine import FleetEngine
+from prefixcache.ray_serve.orders import Orders
+from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.serve import access_rules, served_model, server_limits
 from prefixcache.tokenization.tokenizer import Tokenizer
 
@@ -35,6 +37,7 @@ class Ingress:
         options: ServeOptions,
         ray_options: RayOptions,
         replicas: DeploymentHandle[Any],
+        commands: DeploymentHandle[Any],
     ) -> None:
         set_up_logging(options.log_level, options.log_format, shows_prompts=options.log_prompts)
         folder = await asyncio.to_thread(resolve_model, config.model, config.revision)
@@ -42,12 +45,18 @@ class Ingress:
         about = await replicas.about.remote()
         known = {name: about[name] for name in ("batch_invariant", "dtype", "activations")}
         grammars = Grammars(partial(vocabulary_of, tokenizer, model))
-        self._engine = FleetEngine(replicas, grammars, max_model_len=about["max_model_len"])
+        orders = Orders(commands, await commands.state.remote())
+        longest, block_size = about["max_model_len"], about["prefix_hash"]["block_size"]
+        self._engine = FleetEngine(
+            replicas, orders, grammars, max_model_len=longest, block_size=block_size
+        )
         self._app = create_fleet_app(
             self._engine,
             Fleet(replicas),
+            orders,
             served_model(config, options, tokenizer, model.generation, **known),
             rules=access_rules(options),
+            model_dirs=ModelDirs(options.allowed_model_dirs),
             limits=server_limits(options),
             flags=shown_values(config) | shown_values(options) | shown_values(ray_options),
         )

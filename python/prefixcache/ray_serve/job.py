@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache.core import BlockHashes
 from prefixcache.exceptions import PrefixCacheError
+from prefixcache.ray_serve.fleet_state import FleetState
 from prefixcache.request import Request, RequestOutput
 
 
@@ -14,32 +19,38 @@ class RoutedJob:
     """The requests of one HTTP request, and what the router needs to send them to one replica.
 
     They must be answered within `seconds_left`: clocks of machines differ. `command_number` is
-    that of the last command that the ingress knows of. `affinity` is a key whose requests go to one
-    replica as long as nothing speaks against it. `actual_hits` are tokens of the prompt that
-    replicas were found to have cached, by their ids. The router fills `expected_hits` in: what it
-    believes of the one that it chose, which says no where it has far less, unless the job
-    `takes_stale` ones.
+    that of the last command that the ingress knows of. `hashes` are those of each prompt, as
+    `BlockHashes.state` gives them, so that the replica need not hash again. `actual_hits` are
+    tokens of the prompt that replicas were found to have cached, by their ids. The router fills
+    `expected_hits` in: what it believes of the one that it chose, which says no where it has far
+    less, unless the job `takes_stale` ones. It wants to know when the prompts are `computed`.
     """
 
     requests: Sequence[Request]
     seconds_left: float | None = None
     command_number: int = 0
-    affinity: str | None = None
+    hashes: Sequence[bytes] = ()
     actual_hits: Mapping[str, int] = field(default_factory=dict[str, int])
     expected_hits: Mapping[str, int] = field(default_factory=dict[str, int])
     takes_stale: bool = False
+    computed: Callable[[], object] | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the first prompt, by which the job is routed."""
         return len(self.requests[0].prompt_token_ids)
 
+    def short_hashes(self) -> npt.NDArray[np.uint64]:
+        """The hashes of the first prompt's full blocks, as KV events name them."""
+        return BlockHashes.from_state(self.hashes[0]).short()
+
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The first thing that a replica says of a job that it takes."""
+    """The first thing that a replica says of a job that it takes, and the last command it did."""
 
     replica: str
+    state: FleetState
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ _LEAST_STORE = 75 * 2**20
 NOT_SERVED = (
     "diagnostics_memory",
     "drain_seconds",
+    "kv_events_config",
     "limit_concurrency",
     "otlp_traces_endpoint",
     "prompt_text",

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import ray.util
 from prometheus_client import generate_latest
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
-from prefixcache.exceptions import PrefixCacheError
+from prefixcache.core import BlockHashes
+from prefixcache.engine.async_engine import AsyncEngine
+from prefixcache.engine.build import BuiltEngine, build
+from prefixcache.events.config import KVEventsConfig
+from prefixcache.events.start import event_sockets, publishing
+from prefixcache.exceptions import ConfigError, EngineDeadError, PrefixCacheError
+from prefixcache.logs import set_up_logging
 from prefixcache.metrics import LabelledMetrics
+from prefixcache.ray_serve.fleet_state import UPDATE_WEIGHTS, Command, Done, FleetState, Refused
 from prefixcache.ray_serve.job import Accepted, Failed, Outputs, Part, RoutedJob, Stale
 from prefixcache.request import Request
+from prefixcache.server.admin import update_weights
 from prefixcache.server.limits import MAX_UNREAD_OUTPUTS
 
 if TYPE_CHECKING:
     from prefixcache.config import EngineConfig
+    from prefixcache.engine.control import Control
     from prefixcache.server.options import ServeOptions
 
 # A replica that has less than this share of what it was chosen for says so instead of computing.
@@ -28,20 +41,17 @@ _LEAST_OF_EXPECTED = 0.5
 class EngineReplica:
     """One engine. Ray Serve makes it, calls its methods, and replaces it when it dies."""
 
-    def __init__(self, config: EngineConfig, options: ServeOptions) -> None:
-        from prefixcache.engine.async_engine import AsyncEngine
-        from prefixcache.engine.build import build
-        from prefixcache.logs import set_up_logging
-
+    async def __init__(
+        self, config: EngineConfig, options: ServeOptions, commands: DeploymentHandle[Any]
+    ) -> None:
         set_up_logging(options.log_level, options.log_format, shows_prompts=options.log_prompts)
         self._id = serve.get_replica_context().replica_id.unique_id
-        built = build(config)
-        self._about = {
-            "batch_invariant": built.batch_invariant,
-            "dtype": built.dtype,
-            "activations": built.activations,
-            "max_model_len": built.max_model_len,
-        }
+        self._commands = commands
+        self._state = FleetState()
+        self._outdated: EngineDeadError | None = None
+        self._following = asyncio.Lock()
+        self._resources = ExitStack()
+        self._built = built = await asyncio.to_thread(self._build, config, options)
         self._engine = AsyncEngine(
             built.engine,
             max_queue=options.max_queue or None,
@@ -53,6 +63,18 @@ class EngineReplica:
             model_name=options.served_model_name[0] if options.served_model_name else config.model,
             replica=self._id,
         )
+        await self._follow(await commands.state.remote(self._root_hash))
+
+    def _build(self, config: EngineConfig, options: ServeOptions) -> BuiltEngine:
+        """The engine, which publishes what its cache stores and loses."""
+        built, events = build(config), _events_config(options)
+        sockets = self._resources.enter_context(event_sockets(events))
+        self._events = self._resources.enter_context(
+            publishing(built.engine, sockets, events, model=config.model)
+        )
+        return built
+
+    # Requests.
 
     async def generate(self, job: RoutedJob) -> AsyncGenerator[Part, None]:
         """The answers of a job in parts: `Accepted`, then `Outputs`; or `Stale`, or `Failed`.
@@ -60,7 +82,8 @@ class EngineReplica:
         Nothing of a job is computed before it is accepted. Closing the stream aborts it.
         """
         try:
-            requests = _on_this_clock(job.requests)
+            await self._check_current(job.command_number)
+            requests = _received(job)
             stale = self._stale(job, requests[0])
             if stale is not None:
                 yield stale
@@ -69,7 +92,7 @@ class EngineReplica:
                 requests, deadline=_deadline(job), max_unread=MAX_UNREAD_OUTPUTS
             )
             async with aclosing(outputs):
-                yield Accepted(self._id)
+                yield Accepted(self._id, self._state)
                 async for batch in outputs:
                     yield Outputs(batch, time.monotonic())
         except PrefixCacheError as error:
@@ -85,21 +108,110 @@ class EngineReplica:
             return None
         return Stale(self._id, hit_tokens)
 
-    async def probe(self, request: Request) -> int:
-        """Tokens of the prompt that are cached now. Raises what `AsyncEngine.probe` does."""
-        return self._engine.probe(request)
+    async def probe(self, request: Request) -> int | Refused:
+        """Tokens of the prompt that are cached now."""
+        try:
+            return self._engine.probe(request)
+        except PrefixCacheError as error:
+            return Refused(error)
+
+    # The router.
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Where the router reads events; Ray Serve asks once."""
+        return {"kv_events": None if self._events is None else self._events.endpoints}
+
+    async def kv_snapshot(self) -> list[bytes]:
+        """What is cached, as `GET /prefix_cache/snapshot` of one server tells it."""
+        return await asyncio.to_thread(self._snapshot)
+
+    def _snapshot(self) -> list[bytes]:
+        assert self._events is not None
+        return [*iter(self._events.snapshot().next_part, b"")]
+
+    # Commands.
+
+    async def fleet_state(self) -> FleetState:
+        """What this replica is like, as commands."""
+        return self._state
+
+    async def check_weights(self, command: Command) -> Refused | None:
+        """Whether the weights of an update cannot be taken."""
+        path, revision = command.options["path"], command.options["revision"]
+        try:
+            await self._engine.run(lambda one: one.check_path(path, revision))
+        except PrefixCacheError as error:
+            return Refused(error)
+        return None
+
+    async def obey(self, command: Command, after: FleetState) -> Done | Refused:
+        """Does a command; the replica is then as `after` says."""
+        answer = await self.do(command)
+        if isinstance(answer, Done):
+            self._state = dataclasses.replace(after, root_hash=answer.root_hash)
+        return answer
+
+    async def agree(self, state: FleetState) -> None:
+        """Ends the replica where it is not what all are to be: Ray Serve makes a new one."""
+        if self._state.number != state.number or self._root_hash != state.root_hash:
+            self._outdated = EngineDeadError("This replica missed a command, and is replaced.")
+        else:
+            self._state = state
+
+    async def do(self, command: Command) -> Done | Refused:
+        """Does a command of `engine.control.Control`."""
+        try:
+            result = await self._engine.run(partial(_done, command))
+        except PrefixCacheError as error:
+            return Refused(error)
+        return Done(result, self._root_hash)
+
+    async def _check_current(self, number: int) -> None:
+        """Catches up with command `number` where it came before this replica was known.
+
+        Raises `EngineDeadError` where that cannot be.
+        """
+        async with self._following:
+            if self._outdated is None and self._state.number < number:
+                await self._follow(await self._commands.state.remote())
+        if self._outdated is not None:
+            raise self._outdated
+
+    async def _follow(self, state: FleetState) -> None:
+        """Becomes what all replicas are. Raises `ConfigError` where that is something else."""
+        for command in state.commands():
+            answer = await self.do(command)
+            if isinstance(answer, Refused):
+                raise answer.error
+        if self._root_hash != state.root_hash:
+            raise ConfigError(
+                f"The replica {self._id} would serve something else than the others: its root "
+                f"hash is {self._root_hash}, theirs {state.root_hash}. Every node needs the same "
+                "model and weights, and finds the same --dtype and --block-size."
+            )
+        self._state = state
+
+    @property
+    def _root_hash(self) -> str:
+        return self._engine.control.prefix_hash_info().root_hash
+
+    # What is known of it.
 
     async def about(self) -> dict[str, Any]:
-        """What the ingress tells of the engines, and what must be the same of them all."""
-        control = self._engine.control
+        """What the ingress tells of the engines."""
+        control, built = self._engine.control, self._built
         weights = control.weights_info()
         return {
-            **self._about,
             "replica": self._id,
+            "batch_invariant": built.batch_invariant,
+            "dtype": built.dtype,
+            "activations": built.activations,
+            "max_model_len": built.max_model_len,
             "weights": None if weights is None else dataclasses.asdict(weights),
             "prefix_hash": dataclasses.asdict(control.prefix_hash_info()),
             "groups": control.groups,
             "num_blocks": control.num_blocks,
+            "kv_events": None if self._events is None else self._events.endpoints,
         }
 
     async def status(self) -> dict[str, Any]:
@@ -112,6 +224,7 @@ class EngineReplica:
             "is_paused": control.is_paused,
             "is_sleeping": control.is_sleeping,
             "prefix_cache": dataclasses.asdict(control.prefix_cache_stats()),
+            "resize": dataclasses.asdict(control.resize_status),
         }
 
     async def metrics(self) -> str:
@@ -120,20 +233,43 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         """Ray Serve replaces the replica when this raises."""
-        if self._engine.dead is not None:
-            raise self._engine.dead
+        dead = self._engine.dead or self._outdated
+        if dead is not None:
+            raise dead
 
     def __del__(self) -> None:
         engine = getattr(self, "_engine", None)
         if engine is not None:
             engine.close()
+        self._resources.close()
+
+
+def _events_config(options: ServeOptions) -> KVEventsConfig:
+    """Free ports, of this machine alone or of the address that other nodes know."""
+    host = ray.util.get_node_ip_address() if options.kv_events_public else "127.0.0.1"
+    endpoint = f"tcp://{host}:*"
+    return KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=endpoint,
+        replay_endpoint=endpoint,
+    )
+
+
+def _done(command: Command, control: Control) -> Any:
+    if command.name == UPDATE_WEIGHTS:
+        return update_weights(control, **command.options)
+    return getattr(control, command.name)(*command.args, **command.options)
 
 
 def _deadline(job: RoutedJob) -> float | None:
     return None if job.seconds_left is None else time.monotonic() + job.seconds_left
 
 
-def _on_this_clock(requests: Sequence[Request]) -> list[Request]:
-    """The requests, as if they came now: the ingress may be another machine."""
-    now = time.monotonic()
-    return [dataclasses.replace(request, arrival_time=now) for request in requests]
+def _received(job: RoutedJob) -> list[Request]:
+    """The requests with their hashes, as if they came now: the ingress may be another machine."""
+    now, known = time.monotonic(), {one: BlockHashes.from_state(one) for one in set(job.hashes)}
+    return [
+        dataclasses.replace(request, arrival_time=now, hashes=known[state])
+        for request, state in zip(job.requests, job.hashes, strict=True)
+    ]

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-from ray.serve._private.common import ReplicaID
+import ray
+from ray.serve._private.common import ReplicaID, RequestMetadata
 from ray.serve._private.utils import generate_request_id
-from ray.serve.request_router import (
-    PendingRequest,
-    RequestRouter,
-    RunningReplica,
-)
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from prefixcache.events.config import is_local_endpoint
 from prefixcache.ray_serve.job import RoutedJob
+from prefixcache.ray_serve.known_caches import KnownCaches
+from prefixcache.request import Request
+from prefixcache.routing import Choice, PrefixRouting, Routed
 
 logger = logging.getLogger(__name__)
 
 # For a replica to say what it has cached; one that takes longer counts as empty.
 _PROBE_SECONDS = 1.0
+# A request that another process has sent to a replica, in tokens to compute.
+_REQUEST_TOKENS = 64.0
+_SNAPSHOT_SECONDS = 30.0
+_EVENT_SECONDS = 0.05
 
 
 class PrefixRequestRouter(RequestRouter):
@@ -30,9 +35,37 @@ class PrefixRequestRouter(RequestRouter):
     Calls that are no jobs go to the replica with the fewest requests.
     """
 
-    def initialize_state(self, **_: Any) -> None:
-        """Called once by Ray Serve, with `request_router_kwargs`."""
-        self._running: Counter[str] = Counter()
+    def initialize_state(self, block_size: int = 16, **_: Any) -> None:
+        """Called once by Ray Serve, with `request_router_kwargs`: tokens of a block."""
+        self._routing = PrefixRouting(block_size=block_size)
+        self._caches = KnownCaches(self._routing)
+        self._routed: dict[str, Routed] = {}
+        # Calls under way that are no jobs; Ray counts them as requests of a replica.
+        self._asked = Counter[str]()
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Called by Ray Serve when there are other replicas than before."""
+        super().update_replicas(replicas)
+        names = {_name(replica) for replica in replicas}
+        for name in set(self._routing.replicas) - names:
+            self._caches.forget(name)
+            self._routing.remove(name)
+        for replica in replicas:
+            self._routing.add(_name(replica))
+            self._read_events(replica)
+
+    def _read_events(self, replica: RunningReplica) -> None:
+        """Begins to read what a replica stores and loses, if that can be read from here."""
+        endpoints = replica.replica_metadata.get("kv_events")
+        here = ray.get_runtime_context().get_node_id() == replica.node_id
+        if endpoints and (here or not is_local_endpoint(endpoints["endpoint"])):
+            loop = self._event_loop
+
+            def snapshot() -> list[bytes]:
+                asked = self._call(replica, "kv_snapshot", _SNAPSHOT_SECONDS)
+                return asyncio.run_coroutine_threadsafe(asked, loop).result()
+
+            self._caches.read(_name(replica), endpoints, snapshot)
 
     async def choose_replicas(
         self,
@@ -44,14 +77,10 @@ class PrefixRequestRouter(RequestRouter):
             return [candidate_replicas]
         # Without it Ray asks again at once, for ever, where no replica takes the request.
         pending_request.routing_context.should_backoff = True
-        job = pending_request.args[0] if pending_request.args else None
-        if not isinstance(job, RoutedJob):
+        job = _job_of(pending_request)
+        if job is None:
             return [candidate_replicas]
-        hits = await self._hits(candidate_replicas, pending_request, job)
-        order = sorted(candidate_replicas, key=lambda one: self._cost(one, hits, job))
-        best = order[0].replica_id.unique_id
-        job.expected_hits = {best: hits[best]}
-        return [[replica] for replica in order]
+        return [[one] for one in await self._ordered(candidate_replicas, job)]
 
     def on_request_routed(
         self,
@@ -59,40 +88,96 @@ class PrefixRequestRouter(RequestRouter):
         replica_id: ReplicaID,
         result: Any,  # noqa: ARG002
     ) -> None:
-        """Counts what each replica was sent from here."""
-        if pending_request.metadata.call_method == "generate":
-            self._running[replica_id.unique_id] += 1
+        """Called by Ray Serve: the job's blocks count as cached there until they are computed."""
+        job, name = _job_of(pending_request), replica_id.unique_id
+        if job is None or name not in self._routing.replicas:
+            return
+        choice = Choice(name, job.expected_hits.get(name, 0))
+        routed = self._routing.route(choice, job.short_hashes(), job.num_prompt_tokens)
+        self._routed[pending_request.metadata.internal_request_id] = routed
+        loop = self._event_loop
 
-    def _cost(self, replica: RunningReplica, hits: dict[str, int], job: RoutedJob) -> float:
-        name = replica.replica_id.unique_id
+        def settle() -> None:
+            # The events that tell of the blocks come a moment after the first token.
+            loop.call_later(_EVENT_SECONDS, self._routing.settle, routed)
+
+        job.computed = lambda: loop.call_soon_threadsafe(settle)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Called by Ray Serve when a request has ended, however it did."""
+        del replica_id
+        routed = self._routed.pop(internal_request_id, None)
+        if routed is not None:
+            self._routing.settle(routed)
+
+    async def _ordered(
+        self, replicas: Sequence[RunningReplica], job: RoutedJob
+    ) -> list[RunningReplica]:
+        hits = await self._hits(replicas, job)
+        by_name = {_name(replica): replica for replica in replicas}
+        choices = self._routing.choose(
+            job.short_hashes(),
+            job.num_prompt_tokens,
+            {name: self._load(replica) for name, replica in by_name.items()},
+            hit_tokens=hits,
+            key=job.requests[0].affinity,
+        )
+        job.expected_hits = {one.replica: one.hit_tokens for one in choices[:1]}
+        return [by_name[choice.replica] for choice in choices]
+
+    def _load(self, replica: RunningReplica) -> float:
+        """What it was sent from elsewhere, in tokens."""
+        name = _name(replica)
+        own = sum(routed.replica == name for routed in self._routed.values()) + self._asked[name]
         queued = self.replica_queue_len_cache.get(replica.replica_id) or 0
-        return job.num_prompt_tokens - hits[name] + 64 * queued
+        return max(queued - own, 0) * _REQUEST_TOKENS
 
-    async def _hits(
-        self, replicas: list[RunningReplica], pending: PendingRequest, job: RoutedJob
-    ) -> dict[str, int]:
-        """Tokens of the prompt that each replica has cached."""
-        found = await asyncio.gather(*(self._probe(one, pending, job) for one in replicas))
-        names = [replica.replica_id.unique_id for replica in replicas]
-        return dict(zip(names, found, strict=True)) | dict(job.actual_hits)
+    async def _hits(self, replicas: Sequence[RunningReplica], job: RoutedJob) -> dict[str, int]:
+        """Tokens of the prompt that are cached by replicas whose events do not tell.
 
-    async def _probe(self, replica: RunningReplica, pending: PendingRequest, job: RoutedJob) -> int:
-        if not job.requests[0].cache.read or replica.replica_id.unique_id in job.actual_hits:
+        Blocks under a salt are in no event.
+        """
+        request = job.requests[0]
+        if not request.cache.read:
+            return dict.fromkeys(map(_name, replicas), 0)
+        tells = request.cache.salt is None
+        asked = [
+            one
+            for one in replicas
+            if _name(one) not in job.actual_hits and not (tells and self._caches.knows(_name(one)))
+        ]
+        found = await asyncio.gather(*(self._probe(one, request) for one in asked))
+        return dict(zip(map(_name, asked), found, strict=True)) | dict(job.actual_hits)
+
+    async def _probe(self, replica: RunningReplica, request: Request) -> int:
+        try:
+            found = await self._call(replica, "probe", _PROBE_SECONDS, request)
+            return found if isinstance(found, int) else 0
+        except Exception as error:  # noqa: BLE001 - it may have died, or sleep; the job goes on
+            logger.debug("%s did not answer a probe: %s", _name(replica), type(error).__name__)
             return 0
+
+    async def _call(self, replica: RunningReplica, method: str, seconds: float, *args: Any) -> Any:
+        """What a method of this very replica returns. Raises what it raises, and `TimeoutError`."""
+        name = generate_request_id()
         call = PendingRequest(
-            args=[job.requests[0]],
+            args=[*args],
             kwargs={},
-            metadata=dataclasses.replace(
-                pending.metadata,
-                call_method="probe",
-                is_streaming=False,
-                internal_request_id=generate_request_id(),
-            ),
+            metadata=RequestMetadata(request_id=name, internal_request_id=name, call_method=method),
         )
         call.resolved = True
+        self._asked[_name(replica)] += 1
         try:
             result = replica.try_send_request(call, with_rejection=False)
-            return await asyncio.wait_for(result.get_async(), _PROBE_SECONDS)
-        except Exception as error:  # noqa: BLE001 - the replica may have died; the job goes on
-            logger.debug("%s did not answer a probe: %r", replica.replica_id, type(error))
-            return 0
+            return await asyncio.wait_for(result.get_async(), seconds)
+        finally:
+            self._asked[_name(replica)] -= 1
+
+
+def _name(replica: RunningReplica) -> str:
+    return replica.replica_id.unique_id
+
+
+def _job_of(pending: PendingRequest) -> RoutedJob | None:
+    job = pending.args[0] if pending.args else None
+    return job if isinstance(job, RoutedJob) else None

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 # The path of a command of `Control`, and the command, still without a control.
 Command = tuple[str, Callable[..., Any]]
+RunOperation = Callable[[Callable[["Control"], Any]], Awaitable[Any]]
+# `update_weights` for whoever has the control.
+UpdateWeights = Callable[..., Awaitable[tuple[int, "PrefixHashInfo"]]]
 RunCommand = Callable[[Callable[..., Any], dict[str, Any]], Awaitable[Any]]
 
 
@@ -81,10 +84,20 @@ class ResizeRequest(RequestFields):
 def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
     """The endpoints, for one engine."""
     router = APIRouter()
+
+    async def update(**options: Any) -> tuple[int, PrefixHashInfo]:
+        return await engine.run(partial(update_weights, **options))
+
     add_commands(
         router,
         engine.control.endpoints(),
         lambda command, given: engine.run(lambda control: command(control, **given)),
+    )
+    add_changes(
+        router,
+        engine.run,
+        update,
+        model_dirs,
     )
 
     @router.get("/is_paused")
@@ -103,11 +116,22 @@ def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
     async def resize_status() -> dict[str, Any]:
         return dataclasses.asdict(engine.control.resize_status)
 
+    return router
+
+
+def add_changes(
+    router: APIRouter, run: RunOperation, update: UpdateWeights, model_dirs: ModelDirs
+) -> None:
+    """The endpoints of changes that are more than a command.
+
+    `run` gives an operation a control, `update` does what `update_weights` does.
+    """
+
     @router.post("/prefix_cache/resize")
     async def resize(request: Request) -> Response:
         """Another size of the KV cache: 202 while requests hold blocks above its new end."""
         fields = await read_options(request, ResizeRequest)
-        status = await engine.run(lambda control: control.resize(fields.memory, fields.num_blocks))
+        status = await run(lambda control: control.resize(fields.memory, fields.num_blocks))
         code = HTTPStatus.OK if status.is_done else HTTPStatus.ACCEPTED
         return JSONResponse(dataclasses.asdict(status), status_code=code)
 
@@ -116,8 +140,9 @@ def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
         fields = await read_options(request, UpdateWeightsRequest)
         path, mode = fields.chosen_path(), fields.chosen_mode()
         with model_dirs.checked(path) as found:
-            update = partial(_update_weights, found=found, mode=mode, fields=fields)
-            version, now = await engine.run(update)
+            version, now = await update(
+                path=found, mode=mode, revision=fields.revision, tag=fields.weight_version
+            )
         return {
             "success": True,
             "message": f"The weights are those of {path}.",
@@ -126,18 +151,15 @@ def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
             "root_hash": now.root_hash,
         }
 
-    return router
 
-
-def _update_weights(
-    control: Control, found: str, mode: InFlightMode, fields: UpdateWeightsRequest
+def update_weights(
+    control: Control, path: str, mode: InFlightMode, revision: str | None, tag: str | None
 ) -> tuple[int, PrefixHashInfo]:
     """The new version, and the hashes under it: told before another update can follow."""
-    check_tag(fields.weight_version)
-    checkpoint = control.check_path(found, fields.revision)
+    check_tag(tag)
+    checkpoint = control.check_path(path, revision)
 
     def update() -> tuple[int, PrefixHashInfo]:
-        tag = fields.weight_version
         version = control.update_weights_from_folder(checkpoint, mode, weight_version=tag)
         return version, control.prefix_hash_info()
 

@@ -349,6 +349,7 @@ class JobMaker:
         limit = self.engine.max_model_len if fits else None
         now = time.monotonic()
         job = f"{call.id}-{uuid.uuid4().hex[:8]}"  # clients may send one request id twice
+        affinity = call.caller.own_salt(fields.prompt_cache_key)
         choices = cache(partial(_choices, params))
         for prompt_index, prompt in enumerate(prompts):
             for choice, choice_params in enumerate(choices(_max_tokens(params, prompt, limit))):
@@ -362,6 +363,7 @@ class JobMaker:
                     arrival_time=now,
                     client=call.caller.namespace,
                     roles=roles,
+                    affinity=affinity,
                 )
 
 

@@ -160,6 +160,20 @@ impl<S: BlockStore> PrefixCache<S> {
         set.map_err(|_| InvalidArgument::new("key", "must be given once"))
     }
 
+    /// [`Self::new_sequence`] with hashes that [`BlockHashes::new`] made of these very tokens and scope.
+    ///
+    /// Those under other weights are not taken: the tokens are hashed then.
+    pub fn new_hashed_sequence(
+        &self,
+        tokens: Vec<u32>,
+        scope: Scope,
+        hashes: BlockHashes,
+    ) -> Sequence {
+        let config = Arc::clone(&self.hash_config);
+        let weights = self.weights.get();
+        Sequence::hashed(config, scope, &weights, tokens, hashes, self.namer.get())
+    }
+
     // Reading.
 
     /// How many leading tokens hit, in full blocks: the longest length of which every group has the

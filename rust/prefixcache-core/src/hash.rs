@@ -48,13 +48,17 @@ pub struct HashConfig {
 impl HashConfig {
     /// Fails unless the block size is a power of two from 1 to 256.
     pub fn check(&self) -> Result<(), InvalidArgument> {
-        let size = self.block_size;
-        if size.is_power_of_two() && size <= MAX_BLOCK_SIZE {
-            return Ok(());
-        }
-        let reason = format!("must be a power of two from 1 to {MAX_BLOCK_SIZE}, not {size}");
-        Err(InvalidArgument::new("block_size", reason))
+        check_block_size(self.block_size)
     }
+}
+
+/// Fails unless the block size is a power of two from 1 to 256.
+pub fn check_block_size(size: usize) -> Result<(), InvalidArgument> {
+    if size.is_power_of_two() && size <= MAX_BLOCK_SIZE {
+        return Ok(());
+    }
+    let reason = format!("must be a power of two from 1 to {MAX_BLOCK_SIZE}, not {size}");
+    Err(InvalidArgument::new("block_size", reason))
 }
 
 /// Who may share blocks: requests of the same LoRA and the same salt. None and "" differ.
@@ -79,9 +83,14 @@ pub fn root(config: &HashConfig, scope: &Scope, weights: &str) -> BlockHash {
     field(&mut hasher, config.arithmetic.as_bytes());
     field(&mut hasher, &(config.block_size as u64).to_le_bytes());
     field(&mut hasher, config.groups.layout().as_bytes());
-    let root = hasher.finalize();
+    in_scope(BlockHash::from_bytes(hasher.finalize().into()), scope)
+}
+
+/// `h_0` of a scope, from `root`, that without one.
+#[must_use]
+pub fn in_scope(root: BlockHash, scope: &Scope) -> BlockHash {
     if *scope == Scope::default() {
-        return BlockHash::from_bytes(root.into());
+        return root;
     }
     let mut hasher = blake3::Hasher::new_derive_key(SCOPE_CONTEXT);
     hasher.update(root.as_bytes());

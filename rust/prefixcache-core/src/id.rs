@@ -110,6 +110,13 @@ impl BlockHash {
     pub const fn as_bytes(&self) -> &[u8; 32] {
         &self.0
     }
+
+    /// The hash as KV events name it: its last 8 bytes, big endian.
+    #[must_use]
+    pub fn short(&self) -> u64 {
+        let [.., a, b, c, d, e, f, g, h] = self.0;
+        u64::from_be_bytes([a, b, c, d, e, f, g, h])
+    }
 }
 
 impl fmt::Debug for BlockHash {

@@ -15,6 +15,27 @@ use crate::weights::Weights;
 pub struct BlockHashes(pub(crate) PrefixHashes);
 
 impl BlockHashes {
+    /// The hashes of the full blocks of `tokens`, where `root` is that of no scope.
+    #[must_use]
+    pub fn new(root: BlockHash, block_size: usize, scope: &Scope, tokens: &[u32]) -> Self {
+        let root = hash::in_scope(root, scope);
+        let mut hashes = PrefixHashes::new(block_size, root, Arc::default());
+        hashes.extend_to(tokens);
+        Self(hashes)
+    }
+
+    /// The state for another process; see [`PrefixHashes::to_bytes`].
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        self.0.to_bytes()
+    }
+
+    /// What [`Self::to_bytes`] gave; None for anything else.
+    #[must_use]
+    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        PrefixHashes::from_bytes(bytes).map(Self)
+    }
+
     /// The hashes, first block first.
     #[must_use]
     pub fn as_slice(&self) -> &[BlockHash] {
@@ -99,6 +120,34 @@ impl Sequence {
         let root = root(&hash_config, &scope, weights);
         let mut hashes = PrefixHashes::new(hash_config.block_size, root, Arc::new(extras));
         hashes.extend_to(&tokens);
+        Self::with_hashes(hash_config, scope, weights, tokens, hashes, namer)
+    }
+
+    /// A sequence whose full blocks have these hashes, if they are hashes of as many blocks under these
+    /// weights; else it hashes them.
+    pub(crate) fn hashed(
+        hash_config: Arc<HashConfig>,
+        scope: Scope,
+        weights: &Weights,
+        tokens: Vec<u32>,
+        known: BlockHashes,
+        namer: Option<&Namer>,
+    ) -> Self {
+        let root = root(&hash_config, &scope, weights);
+        if known.0.are_of(root, hash_config.block_size, tokens.len()) {
+            return Self::with_hashes(hash_config, scope, weights, tokens, known.0, namer);
+        }
+        Self::new(hash_config, scope, weights, tokens, Extras::new(), namer)
+    }
+
+    fn with_hashes(
+        hash_config: Arc<HashConfig>,
+        scope: Scope,
+        weights: &Weights,
+        tokens: Vec<u32>,
+        hashes: PrefixHashes,
+        namer: Option<&Namer>,
+    ) -> Self {
         let mut names = namer.map(|namer| Names::keyed(namer, scope.cache_salt.as_deref()));
         if let Some(names) = &mut names {
             names.extend_to(&tokens);

@@ -120,6 +120,7 @@ names! {
     Stop = "stop",
     Stops = "stops",
     ThreadCount = "threads",
+    State = "state",
     Tokens = "tokens",
     Upto = "upto",
     Values = "values",

@@ -226,7 +226,8 @@ retention_budget=0.2, max_cached_blocks=None)"
     ///
     /// `extras` are bytes that a block's KV depends on besides its tokens, one entry for each block
     /// from the first on, empty where there is none.
-    #[pyo3(signature = (tokens, *, cache_salt=None, lora=None, extras=None))]
+    /// `hashes` of these very tokens and salt, without extras, are taken where the weights are the same.
+    #[pyo3(signature = (tokens, *, cache_salt=None, lora=None, extras=None, hashes=None))]
     fn new_sequence(
         &self,
         py: Python<'_>,
@@ -234,9 +235,16 @@ retention_budget=0.2, max_cached_blocks=None)"
         cache_salt: Option<String>,
         lora: Option<String>,
         extras: Option<BlockExtras>,
+        hashes: Option<PyRef<'_, BlockHashes>>,
     ) -> PyResult<Sequence> {
         let core = self.0.core()?;
         let (tokens, scope) = (tokens.0, Scope { lora, cache_salt });
+        if let (Some(hashes), None) = (hashes, &extras) {
+            let known = hashes.0.clone();
+            let sequence = on!(core, |cache| cache
+                .new_hashed_sequence(tokens, scope, known));
+            return Ok(Sequence::new(sequence, Arc::downgrade(&self.0)));
+        }
         let extras = extras.map_or_else(Extras::new, |extras| extras.0);
         let count = tokens.len();
         let sequence = run_on_tokens(py, count, || {

@@ -32,6 +32,19 @@ pub struct PrefixHashes {
     levels: Vec<Vec<Digest>>,
 }
 
+/// Bytes of a digest, and of the two numbers before all.
+const DIGEST: usize = 32;
+const HEAD: usize = 16;
+
+fn split_number(bytes: &[u8]) -> Option<(usize, &[u8])> {
+    let (number, rest) = bytes.split_first_chunk()?;
+    Some((usize::try_from(u64::from_le_bytes(*number)).ok()?, rest))
+}
+
+fn digests(bytes: &[u8]) -> impl Iterator<Item = [u8; DIGEST]> {
+    bytes.as_chunks().0.iter().copied()
+}
+
 impl PrefixHashes {
     /// The hashes of no blocks yet, after the root.
     #[must_use]
@@ -54,6 +67,65 @@ impl PrefixHashes {
     #[must_use]
     pub fn as_slice(&self) -> &[BlockHash] {
         &self.hashes[1..]
+    }
+
+    /// Whether these are hashes after `root` of as many blocks as `num_tokens` tokens fill.
+    #[must_use]
+    pub fn are_of(&self, root: BlockHash, block_size: usize, num_tokens: usize) -> bool {
+        self.hashes[0] == root
+            && self.block_size == block_size
+            && self.as_slice().len() == num_tokens / block_size
+    }
+
+    /// The state as bytes, for another process; without extras, which it must not have.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(HEAD + self.hashes.len() * DIGEST + DIGEST);
+        bytes.extend_from_slice(&(self.block_size as u64).to_le_bytes());
+        bytes.extend_from_slice(&(self.hashes.len() as u64).to_le_bytes());
+        for hash in &self.hashes {
+            bytes.extend_from_slice(hash.as_bytes());
+        }
+        for level in &self.levels {
+            bytes.push(level.len() as u8);
+            bytes.extend_from_slice(level.as_bytes());
+        }
+        bytes
+    }
+
+    /// What [`Self::to_bytes`] gave. None for anything else, but that the digests are those of tokens is
+    /// the caller's word.
+    #[must_use]
+    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let (block_size, rest) = split_number(bytes)?;
+        let (count, mut rest) = split_number(rest)?;
+        if block_size == 0 || block_size > MAX_BLOCK_SIZE || count == 0 {
+            return None;
+        }
+        let hashes = digests(rest.get(..count.checked_mul(DIGEST)?)?);
+        rest = &rest[count * DIGEST..];
+        let mut levels = Vec::new();
+        while let Some((&len, after)) = rest.split_first() {
+            let size = usize::from(len) * DIGEST;
+            if usize::from(len) >= ARITY || after.len() < size {
+                return None;
+            }
+            levels.push(digests(&after[..size]).collect());
+            rest = &after[size..];
+        }
+        let fits = |(level, nodes): (usize, &Vec<Digest>)| {
+            nodes.len() == (count - 1) / ARITY.pow(level as u32) % ARITY
+        };
+        let holds = ARITY.checked_pow(u32::try_from(levels.len()).ok()?)?;
+        if holds < count || !levels.iter().enumerate().all(fits) {
+            return None;
+        }
+        Some(Self {
+            block_size,
+            extras: Arc::default(),
+            hashes: hashes.map(BlockHash::from_bytes).collect(),
+            levels,
+        })
     }
 
     /// Hashes the full blocks of `tokens`, all of the sequence, that are not hashed yet.

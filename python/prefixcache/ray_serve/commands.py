@@ -1,0 +1,129 @@
+"""The deployment that gives commands to all replicas: one after the other, each to everybody.
+
+What a replica has to do that starts later is kept as a `FleetState`. Replicas hold a copy of it, so
+that it outlives the process of this deployment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from prefixcache.exceptions import EngineDeadError
+from prefixcache.ray_serve.fleet_state import (
+    UPDATE_WEIGHTS,
+    Command,
+    Done,
+    FleetState,
+    Refused,
+)
+
+logger = logging.getLogger(__name__)
+
+REPLICAS = "EngineReplica"
+COMMANDS = "Commands"
+
+# For replicas to be found: where none runs there is nothing to ask.
+_ASK_SECONDS = 10.0
+
+
+# The state after a command, and what a replica says of it.
+Told = tuple[FleetState, Done | Refused]
+
+
+class Commands:
+    """Gives commands to all replicas in order; there is one for all ingresses."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._state: FleetState | None = None
+
+    async def state(self, root_hash: str | None = None) -> FleetState:
+        """What all replicas are like, once no command is under way.
+
+        The first replica that starts gives its `root_hash`, which is then everybody's.
+        """
+        async with self._lock:
+            state = await self._known_state()
+            if state.root_hash is None:
+                self._state = state = dataclasses.replace(state, root_hash=root_hash)
+            return state
+
+    async def run(self, command: Command) -> Told:
+        """Lets every replica do the command; the state after it, and what the first of them says.
+
+        Where all refuse it nothing has changed. A replica that fails alone is replaced: the one in
+        its place starts with the command done.
+        """
+        async with self._lock:
+            before = await self._known_state()
+            if command.name != UPDATE_WEIGHTS:
+                return await self._run(before, command)
+            refused = await self._check(command)
+            if refused is not None:
+                return before, refused
+            return await self._run_paused(before, command)
+
+    async def _check(self, command: Command) -> Refused | None:
+        """Whether a replica cannot take the weights, before any has changed."""
+        checked = await self._ask("check_weights", command)
+        return next((one for one in checked if isinstance(one, Refused)), None)
+
+    async def _run_paused(self, before: FleetState, command: Command) -> Told:
+        """Nobody computes from before the first replica changes until the last one has."""
+        await self._ask("do", Command("pause"))
+        try:
+            return await self._run(before, command)
+        finally:
+            if before.pause is None:
+                await self._ask("do", Command("resume"))
+
+    async def _run(self, before: FleetState, command: Command) -> Told:
+        after = before.after(command)
+        answers = await self._ask("obey", command, after)
+        if not answers:
+            raise EngineDeadError("No replica answers.")
+        done = [one for one in answers if isinstance(one, Done)]
+        if not done:
+            return before, answers[0]
+        self._state = after = dataclasses.replace(after, root_hash=done[0].root_hash)
+        await self._ask("agree", after)
+        return after, done[0]
+
+    async def _known_state(self) -> FleetState:
+        """The newest state that anybody remembers; a command cut short is ended for all."""
+        if self._state is not None:
+            return self._state
+        found = await self._ask("fleet_state")
+        state = max(found, key=lambda one: one.number, default=FleetState())
+        if found:
+            await self._ask("agree", state)
+            if state.pause is None:
+                await self._ask("do", Command("resume"))
+        self._state = state
+        return state
+
+    async def _ask(self, method: str, *args: Any) -> list[Any]:
+        """What the replicas say; those that died meanwhile start anew and join."""
+        replicas = serve.get_deployment_handle(REPLICAS, _application())
+        try:
+            asked = replicas.broadcast(method, *args)
+            # A command ends between two steps, an update of the weights when files are read.
+            wait = _ASK_SECONDS if method == "fleet_state" else None
+            found = await asked.results_async(timeout_s=wait, return_exceptions=True)
+        except (RayError, RayServeException, TimeoutError):
+            return []
+        for one in found:
+            if isinstance(one, BaseException):
+                logger.warning("A replica ended with a command: %s.", type(one).__name__)
+        return [one for one in found if not isinstance(one, BaseException)]
+
+
+def _application() -> str:
+    return serve.get_replica_context().app_name

@@ -1,0 +1,82 @@
+"""Three replicas under Ray Serve as users start them, and one server to compare with."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+
+from tiny_models import make_checkpoint
+
+FLAGS = ("--served-model-name", "tiny", "--num-blocks", "160", "--dtype", "float32")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="session")
+def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("other")
+    return make_checkpoint(folder, seed=1, max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="session")
+def one_server(model: Path) -> Generator[str, None, None]:
+    with started("serve", str(model), *FLAGS) as (_, address):
+        yield address
+
+
+@pytest.fixture(scope="session")
+def cluster(model: Path) -> Generator[Cluster, None, None]:
+    flags = ("--num-replicas", "3", "--replica-cpus", "0.1", *FLAGS)
+    with started("serve-ray", str(model), *flags) as (process, address):
+        yield Cluster(address, process.pid)
+
+
+@contextmanager
+def started(command: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server on a free port of loopback, in a process group of its own, and its address."""
+    # Ray's sockets have paths of at most 107 characters.
+    with tempfile.TemporaryDirectory(prefix="pc", dir="/tmp") as folder:
+        log = Path(folder) / "log"
+        with log.open("w") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "prefixcache", command, *flags, "--port", "0"],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env={**os.environ, "RAY_TMPDIR": folder},
+                start_new_session=True,
+            )
+        try:
+            yield process, _address(process, log)
+        finally:
+            _end(process)
+
+
+def _address(process: subprocess.Popen[str], log: Path) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := re.search(r"is ready after .* (http://[\w.]+:\d+)", line):
+            return found[1]
+    raise AssertionError(log.read_text())
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.communicate(timeout=60)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,506 @@
+"""Jobs and commands of `serve-ray`, over replicas that are played here."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import queue
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from prefixcache.core import BlockHashes, PrefixCache
+from prefixcache.events.reader import Update
+from prefixcache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, SnapshotHeader
+from prefixcache.exceptions import (
+    EngineDeadError,
+    FieldError,
+    InvalidRequestError,
+    PrefixCacheError,
+    RequestTimeoutError,
+    SlowReaderError,
+)
+from prefixcache.ray_serve.fleet_state import UPDATE_WEIGHTS, Command, Done, FleetState, Refused
+from prefixcache.ray_serve.options import RayOptions
+from prefixcache.request import Request, RequestOutput
+from prefixcache.routing import PrefixRouting
+from prefixcache.sampling_params import SamplingParams
+from prefixcache.server.access import AccessRules
+from prefixcache.server.limits import ServerLimits
+from prefixcache.server.model_dirs import ModelDirs
+from prefixcache.server.served_model import ServedModel
+from prefixcache.token_ids import as_token_ids
+from serving import client_of, wait_until
+
+pytest.importorskip("ray")
+
+from ray.exceptions import RayActorError
+
+from prefixcache.ray_serve import known_caches
+from prefixcache.ray_serve.answer import Answer
+from prefixcache.ray_serve.app import create_fleet_app
+from prefixcache.ray_serve.commands import Commands
+from prefixcache.ray_serve.job import Accepted, Failed, Outputs, Part, RoutedJob, Stale
+from prefixcache.ray_serve.known_caches import KnownCaches
+from prefixcache.ray_serve.merged_metrics import merged_metrics
+from prefixcache.ray_serve.orders import Orders
+
+ROOT = PrefixCache(4, 4).root_hash()
+STATE = FleetState(number=3, root_hash=ROOT.hex())
+
+Play = Callable[[RoutedJob], AsyncIterator[Part]]
+
+
+class Handle:
+    """Plays the replicas that a job is sent to, one after the other."""
+
+    def __init__(self, *plays: Play) -> None:
+        self._plays = list(plays)
+        self.jobs: list[RoutedJob] = []
+        self.num_open = 0
+
+    def remote(self, job: RoutedJob) -> Call:
+        self.jobs.append(job)
+        self.num_open += 1
+        return Call(self, self._plays.pop(0)(job))
+
+
+class Call:
+    def __init__(self, handle: Handle, parts: AsyncIterator[Part]) -> None:
+        self._handle = handle
+        self._parts = parts
+        self._is_open = True
+
+    def __aiter__(self) -> AsyncIterator[Part]:
+        return self._parts
+
+    def cancel(self) -> None:
+        self._handle.num_open -= self._is_open
+        self._is_open = False
+
+
+def _output(text: str, *, ends: bool = False) -> RequestOutput:
+    return RequestOutput(request_id="a", text=text, finish_reason="stop" if ends else None)
+
+
+async def _answers(job: RoutedJob) -> AsyncGenerator[Part, None]:
+    yield Accepted("a", STATE)
+    for index in range(len(job.requests)):
+        yield Outputs([(index, _output(f"{index}", ends=True))], time.monotonic())
+
+
+async def _dies_at_once(_: RoutedJob) -> AsyncGenerator[Part, None]:
+    raise RayActorError
+    yield
+
+
+async def _dies_in_the_middle(job: RoutedJob) -> AsyncGenerator[Part, None]:
+    yield Accepted("b", STATE)
+    yield Outputs([(0, _output("x", ends=True))], time.monotonic())
+    yield Outputs([(index, _output("y")) for index in range(1, len(job.requests))], 0)
+    raise RayActorError
+
+
+async def _is_stale(_: RoutedJob) -> AsyncGenerator[Part, None]:
+    yield Stale("c", 4)
+
+
+async def _refuses(_: RoutedJob) -> AsyncGenerator[Part, None]:
+    yield Failed(InvalidRequestError("no", param="prompt"))
+
+
+async def _sends_for_ever(_: RoutedJob) -> AsyncGenerator[Part, None]:
+    yield Accepted("d", STATE)
+    while True:
+        yield Outputs([(0, _output("z"))], 0)
+        await asyncio.sleep(0)
+
+
+async def _sends_nothing(_: RoutedJob) -> AsyncGenerator[Part, None]:
+    yield Accepted("e", STATE)
+    await asyncio.sleep(60)
+
+
+def _requests(count: int = 1) -> list[Request]:
+    return [
+        Request(
+            request_id=f"{index}", prompt_token_ids=as_token_ids(range(9)), params=SamplingParams()
+        )
+        for index in range(count)
+    ]
+
+
+def _orders() -> Orders:
+    nobody: Any = None
+    return Orders(nobody, FleetState(root_hash=ROOT.hex()))
+
+
+def _answer(handle: Any, requests: Sequence[Request] | None = None, **options: Any) -> Answer:
+    given = {"deadline": None, "max_unread": None, "block_size": 4, **options}
+    given.setdefault("orders", _orders())
+    return Answer(handle, requests or _requests(), **given)
+
+
+async def _all(answer: Answer) -> list[tuple[int, RequestOutput]]:
+    await answer.begin()
+    async with aclosing(answer.batches()) as batches:
+        return [one async for batch in batches for one in batch]
+
+
+async def test_outputs_come_as_the_replica_sends_them() -> None:
+    handle = Handle(_answers)
+    found = await _all(_answer(handle, _requests(2)))
+    assert [(index, one.text) for index, one in found] == [(0, "0"), (1, "1")]
+    assert handle.num_open == 0
+
+
+async def test_a_job_carries_the_hashes_of_its_prompts() -> None:
+    handle = Handle(_answers)
+    await _all(_answer(handle))
+    expected = PrefixCache(4, 4).compute_block_hashes(range(9))
+    assert handle.jobs[0].short_hashes().tolist() == expected.short().tolist()
+    last = [int.from_bytes(expected.to_bytes(index)[-8:], "big") for index in range(2)]
+    assert expected.short().tolist() == last
+
+
+async def test_a_replica_that_died_is_followed_by_another() -> None:
+    handle = Handle(_dies_at_once, _dies_in_the_middle, _answers)
+    found = await _all(_answer(handle, _requests(3)))
+    assert [len(job.requests) for job in handle.jobs] == [3, 3, 2]
+    texts = ["", "", ""]
+    for index, one in found:
+        texts[index] = ("" if one.restarted else texts[index]) + one.text
+    assert texts == ["x", "0", "1"]
+
+
+async def test_a_stale_replica_is_told_to_the_router() -> None:
+    handle = Handle(_is_stale, _answers)
+    await _all(_answer(handle))
+    assert [dict(job.actual_hits) for job in handle.jobs] == [{}, {"c": 4}]
+    handle = Handle(_is_stale, _is_stale, _is_stale, _answers)
+    await _all(_answer(handle))
+    assert [job.takes_stale for job in handle.jobs] == [False, False, False, True]
+
+
+async def test_what_replicas_say_they_have_done_is_asked_of_the_next() -> None:
+    handle, orders = Handle(_answers, _answers), _orders()
+    await _all(_answer(handle, orders=orders))
+    assert orders.state == STATE
+    await _all(_answer(handle, orders=orders))
+    assert [job.command_number for job in handle.jobs] == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("plays", "options", "error"),
+    [
+        ([_refuses], {}, InvalidRequestError),
+        ([_dies_at_once] * 4, {}, EngineDeadError),
+        ([_sends_nothing], {"deadline": 0.0}, RequestTimeoutError),
+        ([_sends_for_ever], {"max_unread": 3}, SlowReaderError),
+    ],
+    ids=["refused", "all-dead", "too-late", "unread"],
+)
+async def test_errors_end_the_job(
+    plays: list[Play], options: dict[str, Any], error: type[PrefixCacheError]
+) -> None:
+    handle = Handle(*plays)
+    answer = _answer(handle, **options)
+    with pytest.raises(error):
+        await _read_late(answer)
+    assert handle.num_open == 0
+
+
+async def _read_late(answer: Answer) -> None:
+    await answer.begin()
+    await asyncio.sleep(0.05)
+    async with aclosing(answer.batches()) as batches:
+        async for _ in batches:
+            pass
+
+
+async def test_who_stops_reading_ends_the_work() -> None:
+    handle = Handle(_sends_for_ever)
+    answer = _answer(handle)
+    await answer.begin()
+    async with aclosing(answer.batches()) as batches:
+        await anext(batches)
+    assert handle.num_open == 0
+
+
+class Replica:
+    """Does commands as `EngineReplica` does, and remembers what was asked of it."""
+
+    def __init__(self, root: str = "a") -> None:
+        self.state = FleetState(root_hash=root)
+        self.root = root
+        self.asked: list[str] = []
+        self.refuses: tuple[str, ...] = ()
+        self.is_outdated = False
+
+    async def fleet_state(self) -> FleetState:
+        return self.state
+
+    async def check_weights(self, command: Command) -> Refused | None:
+        return Refused(InvalidRequestError("no")) if "check" in self.refuses else None
+
+    async def do(self, command: Command) -> Done | Refused:
+        self.asked.append(command.name)
+        if command.name in self.refuses:
+            return Refused(InvalidRequestError("no"))
+        if command.name == UPDATE_WEIGHTS:
+            self.root = command.options["path"]
+        return Done(len(self.asked), self.root)
+
+    async def obey(self, command: Command, after: FleetState) -> Done | Refused:
+        answer = await self.do(command)
+        if isinstance(answer, Done):
+            self.state = dataclasses.replace(after, root_hash=answer.root_hash)
+        return answer
+
+    async def agree(self, state: FleetState) -> None:
+        self.is_outdated = self.state.number != state.number or self.root != state.root_hash
+
+
+def _update(path: str) -> Command:
+    return Command(UPDATE_WEIGHTS, options={"path": path})
+
+
+def _commands(*replicas: Replica) -> Commands:
+    commands = Commands()
+
+    async def ask(method: str, *args: Any) -> list[Any]:
+        return [await getattr(one, method)(*args) for one in replicas]
+
+    commands._ask = ask  # pyright: ignore[reportPrivateUsage]
+    return commands
+
+
+async def test_commands_reach_all_replicas_and_those_that_start_later() -> None:
+    replicas = [Replica(), Replica()]
+    commands = _commands(*replicas)
+    assert (await commands.state("a")).root_hash == "a"
+    state, _ = await commands.run(Command("sleep", options={"level": 1}))
+    assert [one.name for one in state.commands()] == ["sleep"]
+    state, _ = await commands.run(Command("wake_up"))
+    update = _update("b")
+    state, done = await commands.run(update)
+    assert done == Done(4, "b")
+    assert replicas[0].asked == ["sleep", "wake_up", "pause", update.name, "resume"]
+    assert state.number == 3
+    assert state.root_hash == "b"
+    assert state.commands() == [update]
+    state, _ = await commands.run(Command("pause"))
+    assert [one.name for one in state.commands()] == [update.name, "pause"]
+    # A pause that the operator asked for outlasts an update.
+    await commands.run(update)
+    assert replicas[0].asked[-2:] == ["pause", update.name]
+
+
+async def test_a_command_that_all_refuse_changes_nothing() -> None:
+    replicas = [Replica(), Replica()]
+    commands = _commands(*replicas)
+    before = await commands.state("a")
+    for one in replicas:
+        one.refuses = ("pause", "check")
+    for command in (Command("pause"), _update("b")):
+        state, answer = await commands.run(command)
+        assert state == before
+        assert isinstance(answer, Refused)
+    assert replicas[0].root == "a"
+    with pytest.raises(EngineDeadError):
+        await _commands().run(Command("pause"))
+
+
+async def test_a_replica_that_fails_alone_is_replaced() -> None:
+    replicas = [Replica(), Replica()]
+    replicas[1].refuses = (UPDATE_WEIGHTS,)
+    await _commands(*replicas).run(_update("b"))
+    assert [one.is_outdated for one in replicas] == [False, True]
+
+
+async def test_who_gives_commands_may_start_anew() -> None:
+    replicas = [Replica(), Replica()]
+    await _commands(*replicas).run(_update("b"))
+    # Cut off before the second one did it, and before anybody computes again.
+    await replicas[0].obey(_update("c"), FleetState(number=2))
+    commands = _commands(*replicas)
+    assert (await commands.state()).root_hash == "c"
+    assert [one.is_outdated for one in replicas] == [False, True]
+    assert replicas[0].asked[-1] == "resume"
+
+
+async def test_orders_are_those_of_a_control() -> None:
+    given = list[Command]()
+
+    class Deployment:
+        @property
+        def run(self) -> Deployment:
+            return self
+
+        async def remote(self, command: Command) -> tuple[FleetState, Done | Refused]:
+            given.append(command)
+            refused = command.name == "resize"
+            answer = Refused(InvalidRequestError("no")) if refused else Done(7, "b")
+            return FleetState(number=1, root_hash="b"), answer
+
+    deployment: Any = Deployment()
+    orders = Orders(deployment, FleetState())
+    assert await orders.run(lambda control: control.sleep(1, mode="abort")) == 7
+    assert given == [Command("sleep", (1,), {"mode": "abort"})]
+    assert orders.state.root_hash == "b"
+    with pytest.raises(InvalidRequestError):
+        await orders.run(lambda control: control.resize(None, 3))
+
+
+def test_hashes_made_elsewhere_are_those_of_the_cache() -> None:
+    for salt in (None, "salt"):
+        for size in (0, 3, 4, 35, 263, 2060):
+            cache, tokens = PrefixCache(4, 4), np.arange(size)
+            made = BlockHashes.compute(tokens, ROOT, 4, cache_salt=salt)
+            sent = BlockHashes.from_state(made.state())
+            known = cache.new_sequence(tokens, cache_salt=salt, hashes=sent)
+            plain = cache.new_sequence(tokens, cache_salt=salt)
+            for one in (known, plain):
+                one.extend(range(300))
+            assert known.block_hashes() == plain.block_hashes()
+
+
+def test_hashes_under_other_weights_are_not_taken() -> None:
+    cache, tokens = PrefixCache(4, 4), np.arange(35)
+    others = BlockHashes.compute(tokens, bytes(32), 4)
+    shorter = BlockHashes.compute(tokens[:9], ROOT, 4)
+    expected = cache.new_sequence(tokens).block_hashes()
+    for wrong in (others, shorter):
+        assert cache.new_sequence(tokens, hashes=wrong).block_hashes() == expected
+    state = shorter.state()
+    for broken in (b"", state[:-1], state + b"\1", state[:8] + b"\xff" * 8 + state[16:]):
+        with pytest.raises(ValueError, match="state"):
+            BlockHashes.from_state(broken)
+
+
+def test_metrics_of_replicas_are_one_page() -> None:
+    page = "# HELP a_total Some.\n# TYPE a_total counter\n"
+    pages = [page + f'a_total{{replica="{name}"}} {name}.0\n' for name in ("1", "2")]
+    assert merged_metrics(pages).count("# TYPE") == 1
+    assert [line[-3:] for line in merged_metrics(pages).splitlines()[2:]] == ["1.0", "2.0"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ({"min_replicas": 2}, "min_replicas"),
+        ({"min_replicas": 3, "max_replicas": 2}, "max_replicas"),
+        ({"num_replicas": 0}, "num_replicas"),
+    ],
+    ids=["no-most", "too-few", "none"],
+)
+def test_wrong_numbers_of_replicas_are_told(flags: dict[str, Any], name: str) -> None:
+    with pytest.raises(FieldError) as error:
+        RayOptions(**flags)
+    assert error.value.field == name
+
+
+def test_events_tell_what_a_replica_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = BlockHashes.compute(range(35), ROOT, 4).short()
+    header = SnapshotHeader(1, 5, "", "tiny", 4, [])
+    updates: queue.SimpleQueue[Update | None] = queue.SimpleQueue()
+
+    class Reader:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __iter__(self) -> Iterator[Update]:
+            return iter(updates.get, None)
+
+        def close(self) -> None:
+            updates.put(None)
+
+    monkeypatch.setattr(known_caches, "EventReader", Reader)
+    routing = PrefixRouting(block_size=4)
+    for name in ("a", "b"):
+        routing.add(name)
+    caches = KnownCaches(routing)
+    caches.read("a", {"endpoint": "", "replay_endpoint": ""}, list)
+
+    def hits() -> int:
+        choices = routing.choose(hashes, 35, {"a": 0, "b": 0})
+        return next(one.hit_tokens for one in choices if one.replica == "a")
+
+    def stored(count: int, group: int | None = None) -> BlockStored:
+        given = hashes[:count].tolist()
+        return BlockStored(given, None, [], 4, None, None, None, group_idx=group)
+
+    def follows(update: Update, expected: int, *, known: bool = True) -> None:
+        updates.put(update)
+        wait_until(lambda: hits() == expected and caches.knows("a") == known)
+
+    follows(Update(4, [stored(1)]), 4, known=False)
+    follows(Update(5, restarted=True, snapshot=header), 0)
+    follows(Update(5, [stored(3), stored(8, group=1)]), 12)
+    follows(Update(6, [BlockRemoved(hashes[2:3].tolist(), None)]), 8)
+    follows(Update(7, [AllBlocksCleared()]), 0)
+    follows(Update(-1, [stored(2)], restarted=True), 8, known=False)
+    caches.forget("a")
+    assert not caches.knows("a")
+
+
+class AllReplicas:
+    """What a `Fleet` tells, of two replicas."""
+
+    def __init__(self) -> None:
+        self.is_paused = False
+
+    async def statuses(self) -> list[dict[str, Any]]:
+        known: dict[str, Any] = {
+            "running": 1,
+            "waiting": 2,
+            "is_paused": self.is_paused,
+            "is_sleeping": False,
+        }
+        more: dict[str, Any] = {"prefix_cache": {"hits": 1}, "resize": {}}
+        return [{"replica": name, **known, **more} for name in ("a", "b")]
+
+    async def about(self) -> list[dict[str, Any]]:
+        names = ("batch_invariant", "dtype", "activations", "weights", "prefix_hash", "replica")
+        return [dict.fromkeys(names, "x")] * 2
+
+    async def metrics(self) -> str:
+        return "# metrics\n"
+
+
+async def test_the_ingress_tells_of_all_replicas() -> None:
+    fleet: Any = AllReplicas()
+    engine: Any = mock.Mock(max_model_len=64)
+    orders = mock.Mock(give=mock.AsyncMock(return_value=None))
+    served = ServedModel(names=("tiny",), tokenizer=mock.Mock(chat_template=None))
+    app = create_fleet_app(
+        engine,
+        fleet,
+        orders,
+        served,
+        rules=AccessRules(admin_api_keys=("admin",)),
+        model_dirs=ModelDirs(),
+        limits=ServerLimits(),
+        flags={"model": "tiny"},
+    )
+    async with client_of(app) as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/ready")).status_code == 200
+        assert (await client.get("/load")).json()["server_load"] == 6
+        assert (await client.get("/version")).json()["dtype"] == "x"
+        assert (await client.post("/sleep?level=2")).status_code == 401
+        client.headers["Authorization"] = "Bearer admin"
+        for path in ("/server_info", "/prefix_cache/stats", "/prefix_cache/resize"):
+            assert len((await client.get(path)).json()["replicas"]) == 2
+        assert (await client.get("/metrics")).text == "# metrics\n"
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
+        fleet.is_paused = True
+        assert (await client.get("/is_paused")).json() == {"is_paused": True}
+        assert (await client.get("/ready")).status_code == 503
+        assert (await client.post("/sleep?level=2")).status_code == 200
+        assert orders.give.await_args.args == (Command("sleep", options={"level": 2}),)
+        assert (await client.get("/openapi.json")).status_code == 200

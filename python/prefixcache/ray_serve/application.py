@@ -30,6 +30,8 @@ def build_application(
     router: str = ROUTER,
 ) -> Application:
     """What `ray.serve.run` runs. `router` is the class that chooses replicas, by its path."""
+    # Others take arguments of their own.
+    kwargs = {"block_size": config.cache.block_size} if router == ROUTER else {}
     options, ray_options = options or ServeOptions(), ray_options or RayOptions()
     replicas = _deployment(EngineReplica).options(
         name=REPLICAS,
@@ -41,7 +43,7 @@ def build_application(
         request_router_config=RequestRouterConfig.model_validate(
             {
                 "request_router_class": router,
-                "request_router_kwargs": {"block_size": config.cache.block_size},
+                "request_router_kwargs": kwargs,
             }
         ),
         **_num_replicas(ray_options),

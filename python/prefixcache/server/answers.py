@@ -416,12 +416,12 @@ def _first(times: Iterable[float | None]) -> float | None:
 
 
 def _raise_if_void(output: RequestOutput) -> None:
-    """What was streamed under the old weights cannot be taken back."""
+    """What was streamed before the answer began anew cannot be taken back."""
     if output.restarted:
         raise ApiError(
             HTTPStatus.SERVICE_UNAVAILABLE,
-            "The weights were replaced while this answer was streamed: what came of it is not "
-            "theirs. Send the request again.",
+            "The weights were replaced while this answer was streamed, or its replica ended: what "
+            "came of it is void. Send the request again.",
             code="weights_replaced",
         )
 

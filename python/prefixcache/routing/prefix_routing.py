@@ -19,14 +19,16 @@ class RoutingWeights:
 
     - `request_tokens`: the work that a request is beside the tokens of its prompt.
     - `window_tokens`: after so much more work a replica, work counts for less by a factor of e.
-    - `balance`: what a token costs by which a replica was given more work than the mean lately.
+    - `tolerance`: the share of the mean work by which a replica's may be above it at no cost.
+    - `balance`: what a token of recent work beyond that costs.
     - `affinity`: the share of what is missing of a prompt that is taken as cached at its key's
       replica, from 0 to 1.
     """
 
     request_tokens: float = 64.0
     window_tokens: float = 65_536.0
-    balance: float = 0.5
+    tolerance: float = 0.2
+    balance: float = 1.0
     affinity: float = 0.5
 
 
@@ -85,6 +87,16 @@ class PrefixRouting:
     def replicas(self) -> tuple[str, ...]:
         """The names of the replicas."""
         return tuple(self._numbers)
+
+    @property
+    def num_blocks(self) -> int:
+        """Different blocks that are known of."""
+        return self._index.num_blocks
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that knowing them takes."""
+        return self._index.memory_bytes
 
     def add(self, replica: str) -> None:
         """Add a replica without blocks, unless it is there."""

@@ -122,6 +122,7 @@ names! {
     ThreadCount = "threads",
     State = "state",
     Tokens = "tokens",
+    Tolerance = "tolerance",
     Upto = "upto",
     Values = "values",
     ValueStride = "value_stride",

@@ -34,6 +34,7 @@ impl IntoPyErr for ConfigError {
         match self {
             Self::Pool(error) => error.into_py_err(),
             Self::Argument(error) => error.into_py_err(),
+            Self::Listen(error) => error.into_py_err(),
         }
     }
 }

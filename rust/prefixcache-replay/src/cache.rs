@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
-use prefixcache_core::error::{CacheError, InvalidArgument, PoolError};
+use prefixcache_core::error::{CacheError, InvalidArgument, ListenError, PoolError};
 use prefixcache_core::hints::{Hint, Hints, Owner};
+use prefixcache_core::id::BlockHash;
 use prefixcache_core::ledger::Ledger;
+use prefixcache_core::losses::{Loss, LostBlock};
 use prefixcache_core::{
     BlockPool, BlockStore, EvictionPolicy, Extras, Groups, HashConfig, PoolConfig, PrefixCache,
     Scope, Sequence, SingleWriter,
@@ -75,6 +77,9 @@ pub enum ConfigError {
     /// The cache could not be made.
     #[error(transparent)]
     Argument(#[from] InvalidArgument),
+    /// There is no memory for what is told of lost blocks.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
 }
 
 /// A cache, and what its requests found.
@@ -95,6 +100,20 @@ pub struct Waiting {
     answer: Vec<u32>,
     most_hits: usize,
     input_tokens: usize,
+}
+
+impl Waiting {
+    /// The blocks of its prompt that have a place in the pool, as KV events name them.
+    #[must_use]
+    pub fn hashes(&self) -> Vec<u64> {
+        self.sequence.hashes().iter().map(event_hash).collect()
+    }
+}
+
+/// The hash of a block in KV events: its last eight bytes, the most significant one first.
+fn event_hash(hash: &BlockHash) -> u64 {
+    let [.., a, b, c, d, e, f, g, h] = *hash.as_bytes();
+    u64::from_be_bytes([a, b, c, d, e, f, g, h])
 }
 
 impl Cache {
@@ -203,6 +222,28 @@ impl Cache {
             self.cache.ensure_slots(&mut [sequence], &[upto])?;
         }
         Ok(sequence.num_tokens())
+    }
+
+    /// Keeps lost blocks for [`Self::take_lost`] from now on: those of one request at least.
+    pub fn listen(&self) -> Result<(), ListenError> {
+        let capacity = (self.num_blocks + 1).next_power_of_two();
+        self.cache.store().listen(capacity, &[])
+    }
+
+    /// The blocks that nobody has any more, as KV events name them, since the last call.
+    pub fn take_lost(&self, lost: &mut Vec<u64>) {
+        let mut losses = Vec::new();
+        self.cache.store().take_losses(usize::MAX, &mut losses);
+        let last = losses.iter().filter_map(|loss| match loss {
+            Loss::Block(LostBlock {
+                hash,
+                is_last: true,
+                ..
+            }) => Some(event_hash(hash)),
+            Loss::Block(_) | Loss::Everything => None,
+        });
+        lost.clear();
+        lost.extend(last);
     }
 
     /// What the requests so far found.

@@ -2,10 +2,11 @@
 //!
 //! A trace says which blocks each prompt has, and nothing of their tokens. [`trace`] reads it as a stream, and
 //! [`replay`] hands each request to any number of caches beside each other ([`cache`]), whose requests wait for a
-//! [`server`] where computing takes time. [`history`] looks at the trace alone, and says in one pass what an LRU
+//! [`server`] where computing takes time, or a router deals them to many servers ([`fleet`]). [`history`] looks at the trace alone, and says in one pass what an LRU
 //! cache of every size hits, what the best order of eviction could, and what a cache without a bound would.
 
 pub mod cache;
+pub mod fleet;
 pub mod history;
 mod lines;
 pub mod optimum;

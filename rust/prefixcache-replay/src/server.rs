@@ -24,7 +24,7 @@ pub struct PrefillTime {
 }
 
 impl PrefillTime {
-    fn ms(self, tokens: usize) -> f64 {
+    pub(crate) fn ms(self, tokens: usize) -> f64 {
         self.ms_per_request + self.ms_per_token * tokens as f64
     }
 }

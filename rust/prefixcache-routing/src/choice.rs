@@ -5,8 +5,8 @@
 //! its replica is behind by more than the hit saves.
 //!
 //! Two terms are added. Where nothing waits anywhere, all prompts with a common beginning would go to the replica
-//! that computed it first. So a replica that got more new work than the others lately pays for the surplus, and a
-//! prefix in high demand comes to be cached by a second one. And a prompt with a key (`prompt_cache_key`) counts as
+//! that computed it first. So a replica that got notably more work than the others lately pays for the surplus, and
+//! a prefix in high demand comes to be cached by a second one. And a prompt with a key (`prompt_cache_key`) counts as
 //! partly cached at the replica that the key names, whatever is known.
 
 use std::cmp::Ordering;
@@ -29,6 +29,8 @@ pub struct Weights {
     pub request_tokens: f64,
     /// Tokens of work of a replica after which the work before counts for less by a factor of e.
     pub window_tokens: f64,
+    /// The share of the mean work of all by which a replica's may be above it before that is a surplus.
+    pub tolerance: f64,
     /// What a token of surplus costs. 0: only what waits counts.
     pub balance: f64,
     /// The share of what is not cached of a prompt that is taken as cached at its key's replica, from 0 to 1.
@@ -40,7 +42,8 @@ impl Default for Weights {
         Self {
             request_tokens: 64.0,
             window_tokens: 65_536.0,
-            balance: 0.5,
+            tolerance: 0.2,
+            balance: 1.0,
             affinity: 0.5,
         }
     }
@@ -60,46 +63,39 @@ pub struct InvalidWeight {
 
 impl Weights {
     fn check(&self) -> Result<(), InvalidWeight> {
-        check(
-            "request_tokens",
-            self.request_tokens,
-            |value| value >= 0.0,
-            "a number from 0",
-        )?;
-        check(
-            "window_tokens",
-            self.window_tokens,
-            |value| value > 0.0,
-            "a number above 0",
-        )?;
-        check(
-            "balance",
-            self.balance,
-            |value| value >= 0.0,
-            "a number from 0",
-        )?;
-        check(
-            "affinity",
-            self.affinity,
-            |value| (0.0..=1.0).contains(&value),
-            "from 0 to 1",
-        )
-    }
-}
-
-fn check(
-    field: &'static str,
-    value: f64,
-    fits: impl Fn(f64) -> bool,
-    range: &'static str,
-) -> Result<(), InvalidWeight> {
-    match value.is_finite() && fits(value) {
-        true => Ok(()),
-        false => Err(InvalidWeight {
-            field,
-            range,
-            value,
-        }),
+        let (from_0, above_0) = ((0.0..=f64::MAX), (f64::MIN_POSITIVE..=f64::MAX));
+        let fields = [
+            (
+                "request_tokens",
+                self.request_tokens,
+                from_0.clone(),
+                "a number from 0",
+            ),
+            (
+                "window_tokens",
+                self.window_tokens,
+                above_0,
+                "a number above 0",
+            ),
+            (
+                "tolerance",
+                self.tolerance,
+                from_0.clone(),
+                "a number from 0",
+            ),
+            ("balance", self.balance, from_0, "a number from 0"),
+            ("affinity", self.affinity, 0.0..=1.0, "from 0 to 1"),
+        ];
+        let wrong = fields
+            .into_iter()
+            .find(|(_, value, allowed, _)| !allowed.contains(value));
+        wrong.map_or(Ok(()), |(field, value, _, range)| {
+            Err(InvalidWeight {
+                field,
+                range,
+                value,
+            })
+        })
     }
 }
 
@@ -209,10 +205,16 @@ impl Chooser {
 
     fn ranks(&self, prompt: &Prompt<'_>) -> Vec<Rank> {
         let mean = mean(self.candidates(prompt).map(|(_, seen)| seen.work));
+        let tolerated = mean * (1.0 + self.weights.tolerance);
         let named = prompt.key.and_then(|key| self.named(prompt, key));
         let draw = mix(self.seed ^ self.num_choices);
         let rank = |(replica, seen): (usize, Seen)| Rank {
-            cost: self.cost(prompt, replica, seen.work - mean, named == Some(replica)),
+            cost: self.cost(
+                prompt,
+                replica,
+                seen.work - tolerated,
+                named == Some(replica),
+            ),
             work: seen.work,
             lot: mix(draw ^ replica as u64),
             replica,

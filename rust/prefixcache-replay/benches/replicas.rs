@@ -1,0 +1,275 @@
+//! Many replicas behind a router, over public traces: `cargo bench --package prefixcache-replay --bench replicas --
+//! [trace].. [replicas]..`. With `--as-json` each row is one line of JSON as well, on standard output.
+//!
+//! Each replica has a 64th of half of the blocks that a trace's prompts have, and there is a copy of the trace, whose
+//! prompts are all different from those of the others, for each 64 replicas. A replica takes so long for a token that
+//! a fleet which hits what one server with all the memory hits is busy for a share of the time, `busy=0.5` by default;
+//! `balance=0.2` and the like change the weights of the choice, and a policy's first word runs it alone.
+
+use std::error::Error;
+use std::path::PathBuf;
+
+use prefixcache_core::EvictionPolicy;
+use prefixcache_replay::cache::{Cache, CacheConfig, Outcome};
+use prefixcache_replay::fleet::{Fleet, FleetConfig, FleetOutcome, Policy, spread};
+use prefixcache_replay::history::History;
+use prefixcache_replay::server::PrefillTime;
+use prefixcache_replay::trace::{Reader, Request};
+use prefixcache_routing::choice::Weights;
+use serde::Serialize;
+
+const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/traces");
+const TRACES: [&str; 2] = ["mooncake_conv", "weka64_A"];
+const REPLICAS: [usize; 2] = [64, 1024];
+
+/// Replicas that a trace is made for.
+const REPLICAS_A_COPY: usize = 64;
+
+/// Between the beginnings of two copies.
+const COPY_DELAY_MS: u64 = 3_700;
+
+/// What the requests of one fleet found.
+#[derive(Serialize)]
+struct Row<'a> {
+    trace: &'a str,
+    policy: &'a str,
+    replicas: usize,
+    /// How busy a fleet is that hits what one server with all the memory hits.
+    busy: f64,
+    requests: usize,
+    blocks_a_replica: usize,
+    hit_percent: f64,
+    computed_tokens: u64,
+    /// The most of a replica over the mean of all.
+    spread_of_tokens: f64,
+    spread_of_requests: f64,
+    ttft_ms: [f64; 2],
+    /// Microseconds of the router a request, at the median and at p99.
+    choice_us: [f64; 2],
+    event_us: [f64; 2],
+    index_blocks: usize,
+    index_bytes: usize,
+}
+
+/// A trace in memory, some copies of it beside each other.
+struct Load {
+    name: String,
+    block_size: usize,
+    requests: Vec<Request>,
+    blocks_a_replica: usize,
+}
+
+impl Load {
+    fn read(name: &str, replicas: usize) -> Result<Self, Box<dyn Error>> {
+        let path = PathBuf::from(FOLDER).join(format!("{name}.ptt.gz"));
+        let mut reader = Reader::open(&path)?;
+        let block_size = reader.block_size();
+        let requests = reader.by_ref().collect::<Result<Vec<_>, _>>()?;
+        let mut history = History::new(block_size, false);
+        requests.iter().for_each(|request| history.push(request));
+        Ok(Self {
+            name: reader.name().into(),
+            block_size,
+            requests: copies(&requests, replicas.div_ceil(REPLICAS_A_COPY)),
+            blocks_a_replica: history.num_unique_blocks() / 2 / REPLICAS_A_COPY,
+        })
+    }
+
+    fn duration_ms(&self) -> f64 {
+        let times = self.requests.first().zip(self.requests.last());
+        times.map_or(0.0, |(first, last)| (last.time_ms - first.time_ms) as f64)
+    }
+}
+
+fn copies(requests: &[Request], count: usize) -> Vec<Request> {
+    let copy = |request: &Request, number: u64| Request {
+        time_ms: request.time_ms + number * COPY_DELAY_MS,
+        // Keys are spread over all of their bits, so that no two copies have one in common.
+        blocks: request
+            .blocks
+            .iter()
+            .map(|key| key.wrapping_add(number << 40))
+            .collect(),
+        ..request.clone()
+    };
+    let numbers = 0..count as u64;
+    let mut all: Vec<Request> = numbers
+        .flat_map(|number| requests.iter().map(move |request| copy(request, number)))
+        .collect();
+    all.sort_by_key(|request| request.time_ms);
+    all
+}
+
+fn cache(num_blocks: usize) -> CacheConfig {
+    CacheConfig {
+        num_blocks,
+        eviction_policy: EvictionPolicy::Lru,
+        hints: Vec::new(),
+        caches_answers: false,
+    }
+}
+
+/// One server with the memory of all, which answers each request as it arrives.
+fn one_server(load: &Load, replicas: usize) -> Result<Outcome, Box<dyn Error>> {
+    let config = cache(load.blocks_a_replica * replicas);
+    let mut server = Cache::new(&config, load.block_size)?;
+    for request in &load.requests {
+        let waiting = server.prepare(request)?;
+        server.run(waiting, std::time::Duration::from_millis(request.time_ms))?;
+    }
+    Ok(server.outcome())
+}
+
+fn fleet(
+    load: &Load,
+    replicas: usize,
+    policy: Policy,
+    ms_per_token: f64,
+) -> Result<FleetOutcome, Box<dyn Error>> {
+    let config = FleetConfig {
+        num_replicas: replicas,
+        cache: cache(load.blocks_a_replica),
+        prefill: PrefillTime {
+            ms_per_request: 0.0,
+            ms_per_token,
+        },
+        policy,
+        seed: 1,
+    };
+    let mut fleet = Fleet::new(config, load.block_size)?;
+    for request in &load.requests {
+        fleet.push(request)?;
+    }
+    Ok(fleet.finish()?)
+}
+
+fn row<'a>(load: &'a Load, policy: &'a str, replicas: usize, busy: f64) -> Row<'a> {
+    Row {
+        trace: &load.name,
+        policy,
+        replicas,
+        busy,
+        requests: load.requests.len(),
+        blocks_a_replica: load.blocks_a_replica,
+        hit_percent: 0.0,
+        computed_tokens: 0,
+        spread_of_tokens: 1.0,
+        spread_of_requests: 1.0,
+        ttft_ms: [0.0; 2],
+        choice_us: [0.0; 2],
+        event_us: [0.0; 2],
+        index_blocks: 0,
+        index_bytes: 0,
+    }
+}
+
+fn of_fleet<'a>(row: Row<'a>, outcome: &FleetOutcome) -> Row<'a> {
+    let thousandths = |of: &prefixcache_replay::quantiles::Quantiles| {
+        [50, 99].map(|percentile| of.at(percentile) as f64 / 1e3)
+    };
+    Row {
+        hit_percent: 100.0 * outcome.hit_rate(),
+        computed_tokens: outcome.computed_tokens.iter().sum(),
+        spread_of_tokens: spread(&outcome.computed_tokens),
+        spread_of_requests: spread(&outcome.requests),
+        ttft_ms: thousandths(&outcome.ttft_us),
+        choice_us: thousandths(&outcome.choice_ns),
+        event_us: thousandths(&outcome.event_ns),
+        index_blocks: outcome.index_blocks,
+        index_bytes: outcome.index_bytes,
+        ..row
+    }
+}
+
+fn print_row(row: &Row, as_json: bool) -> Result<(), Box<dyn Error>> {
+    let [p50, p99] = row.ttft_ms.map(|ms| ms / 1e3);
+    let [choice, choice99] = row.choice_us;
+    let [event, event99] = row.event_us;
+    println!(
+        "{:14} {:>5} {:14} {:6.2} % | {:5.2} {:5.2} | {p50:9.2} {p99:9.2} s | {choice:6.1} {choice99:6.1} us | \
+         {event:6.1} {event99:6.1} us | {:9} blocks {:6.1} MB",
+        row.trace,
+        row.replicas,
+        row.policy,
+        row.hit_percent,
+        row.spread_of_tokens,
+        row.spread_of_requests,
+        row.index_blocks,
+        row.index_bytes as f64 / 1e6,
+    );
+    if as_json {
+        println!("{}", serde_json::to_string(row)?);
+    }
+    Ok(())
+}
+
+/// The weights and how busy the fleet is, changed by words such as `balance=0.2`.
+fn settings(words: &[String]) -> Result<(Weights, f64), Box<dyn Error>> {
+    let (mut weights, mut busy) = (Weights::default(), 0.5);
+    for (name, value) in words.iter().filter_map(|word| word.split_once('=')) {
+        let field = match name {
+            "request_tokens" => &mut weights.request_tokens,
+            "window_tokens" => &mut weights.window_tokens,
+            "tolerance" => &mut weights.tolerance,
+            "balance" => &mut weights.balance,
+            "busy" => &mut busy,
+            _ => return Err(format!("no such setting: {name}").into()),
+        };
+        *field = value.parse()?;
+    }
+    Ok((weights, busy))
+}
+
+fn run(name: &str, replicas: usize, words: &[String]) -> Result<(), Box<dyn Error>> {
+    let as_json = words.iter().any(|word| word == "--as-json");
+    let (weights, busy) = settings(words)?;
+    let load = Load::read(name, replicas)?;
+    let bound = one_server(&load, replicas)?;
+    let computed = bound.input_tokens - bound.hit_tokens;
+    let bound_row = Row {
+        hit_percent: 100.0 * bound.hit_rate(),
+        computed_tokens: computed,
+        ..row(&load, "one server", replicas, busy)
+    };
+    print_row(&bound_row, as_json)?;
+    let ms_per_token = busy * load.duration_ms() * replicas as f64 / computed as f64;
+    let policies = [
+        ("round robin", Policy::RoundRobin),
+        ("power of two", Policy::PowerOfTwo),
+        ("prefix", Policy::Prefix(weights)),
+    ];
+    let is_named = |policy: &str| words.iter().any(|word| policy.starts_with(word.as_str()));
+    let any_named = policies.iter().any(|(policy, _)| is_named(policy));
+    for (policy, of) in policies {
+        if !any_named || is_named(policy) {
+            let outcome = fleet(&load, replicas, of, ms_per_token)?;
+            let row = row(&load, policy, replicas, busy);
+            print_row(&of_fleet(row, &outcome), as_json)?;
+        }
+    }
+    Ok(())
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let named = TRACES
+        .into_iter()
+        .filter(|name| words.iter().any(|word| word == name));
+    let mut traces: Vec<&str> = named.collect();
+    if traces.is_empty() {
+        traces = TRACES.to_vec();
+    }
+    let mut counts: Vec<usize> = words.iter().filter_map(|word| word.parse().ok()).collect();
+    if counts.is_empty() {
+        counts = REPLICAS.to_vec();
+    }
+    println!(
+        "hit rate | most tokens and requests of a replica over the mean | TTFT p50, p99 | choice p50, p99 | events"
+    );
+    for name in traces {
+        for &replicas in &counts {
+            run(name, replicas, &words)?;
+        }
+    }
+    Ok(())
+}

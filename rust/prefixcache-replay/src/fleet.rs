@@ -1,0 +1,380 @@
+//! Many servers, each with a cache and a queue of its own, behind a router: a model, not a measurement.
+//!
+//! A server computes one prompt after the other, in the order of arrival. The router learns what a server has cached
+//! from what the cache tells: lost blocks as the prompt that takes their place begins, stored ones as it ends.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use prefixcache_core::error::CacheError;
+use prefixcache_routing::choice::{Chooser, InvalidWeight, Prompt, Weights};
+use prefixcache_routing::index::{IndexError, ReplicaIndex};
+use prefixcache_routing::replica::ReplicaId;
+use thiserror::Error;
+
+use crate::cache::{Cache, CacheConfig, ConfigError, Waiting};
+use crate::quantiles::Quantiles;
+use crate::server::PrefillTime;
+use crate::trace::{Request, mix};
+
+/// Which server gets a request.
+#[derive(Clone, Copy, Debug)]
+pub enum Policy {
+    /// One after the other.
+    RoundRobin,
+    /// Of two drawn at random, the one with fewer requests.
+    PowerOfTwo,
+    /// The one with the fewest tokens to compute before the first one, as [`Chooser`] counts them.
+    Prefix(Weights),
+}
+
+/// Servers that are all alike.
+#[derive(Clone, Debug)]
+pub struct FleetConfig {
+    /// How many there are.
+    pub num_replicas: usize,
+    /// The cache of each.
+    pub cache: CacheConfig,
+    /// How long each takes for a prompt.
+    pub prefill: PrefillTime,
+    /// Which of them gets a request.
+    pub policy: Policy,
+    /// What draws at random.
+    pub seed: u64,
+}
+
+/// Why a fleet could not be made or run.
+#[derive(Debug, Error)]
+pub enum FleetError {
+    /// A cache could not be made.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// A cache refused a call.
+    #[error(transparent)]
+    Cache(#[from] CacheError),
+    /// The router refused a weight.
+    #[error(transparent)]
+    Weight(#[from] InvalidWeight),
+    /// There are too many replicas.
+    #[error(transparent)]
+    Index(#[from] IndexError),
+}
+
+/// What became of the requests, and what routing them took.
+#[derive(Clone, Debug, Default)]
+pub struct FleetOutcome {
+    /// Tokens of all prompts.
+    pub input_tokens: u64,
+    /// Those that hit.
+    pub hit_tokens: u64,
+    /// Tokens that each server computed.
+    pub computed_tokens: Vec<u64>,
+    /// Requests that each server got.
+    pub requests: Vec<u64>,
+    /// Microseconds from a request's arrival to the end of its prefill.
+    pub ttft_us: Quantiles,
+    /// Nanoseconds in which the router chose for a request and noted its choice.
+    pub choice_ns: Quantiles,
+    /// Nanoseconds in which it took in what the caches told of a request.
+    pub event_ns: Quantiles,
+    /// Bytes of what it knows of the caches, at the end.
+    pub index_bytes: usize,
+    /// Different blocks that it knows of.
+    pub index_blocks: usize,
+}
+
+impl FleetOutcome {
+    /// The share of all prompts' tokens that hit, from 0 to 1.
+    #[must_use]
+    pub fn hit_rate(&self) -> f64 {
+        self.hit_tokens as f64 / self.input_tokens.max(1) as f64
+    }
+}
+
+/// The most of a server over the mean of all; 1 is even.
+#[must_use]
+pub fn spread(loads: &[u64]) -> f64 {
+    let most = loads.iter().max().copied().unwrap_or(0) as f64;
+    let sum: u64 = loads.iter().sum();
+    most * loads.len() as f64 / sum.max(1) as f64
+}
+
+/// A request that was sent to a server.
+struct Job {
+    arrival_ms: f64,
+    input_tokens: usize,
+    waiting: Waiting,
+    hashes: Vec<u64>,
+    /// Tokens that the router expected to be computed.
+    expected_tokens: usize,
+}
+
+/// A prompt that is being computed.
+struct Running {
+    end_ms: f64,
+    hashes: Vec<u64>,
+    expected_tokens: usize,
+}
+
+struct Server {
+    cache: Cache,
+    queue: VecDeque<Job>,
+    running: Option<Running>,
+    free_at: f64,
+    computed_tokens: u64,
+    requests: u64,
+}
+
+impl Server {
+    fn new(config: &CacheConfig, block_size: usize) -> Result<Self, ConfigError> {
+        let cache = Cache::new(config, block_size)?;
+        cache.listen()?;
+        Ok(Self {
+            cache,
+            queue: VecDeque::new(),
+            running: None,
+            free_at: 0.0,
+            computed_tokens: 0,
+            requests: 0,
+        })
+    }
+
+    /// The prompt that has ended by now, if one has.
+    fn end(&mut self, now_ms: f64) -> Option<Running> {
+        let ended = self.running.take_if(|running| running.end_ms <= now_ms)?;
+        self.free_at = ended.end_ms;
+        Some(ended)
+    }
+
+    /// Starts the next prompt, unless one is under way or none waits. Returns the tokens that hit and the TTFT in
+    /// milliseconds.
+    fn start(&mut self, prefill: PrefillTime) -> Result<Option<(usize, f64)>, CacheError> {
+        if self.running.is_some() {
+            return Ok(None);
+        }
+        let Some(job) = self.queue.pop_front() else {
+            return Ok(None);
+        };
+        let start_ms = self.free_at.max(job.arrival_ms);
+        let hit = self
+            .cache
+            .run(job.waiting, Duration::from_secs_f64(start_ms / 1e3))?;
+        let computed = job.input_tokens - hit;
+        self.computed_tokens += computed as u64;
+        let end_ms = start_ms + prefill.ms(computed);
+        self.running = Some(Running {
+            end_ms,
+            hashes: job.hashes,
+            expected_tokens: job.expected_tokens,
+        });
+        Ok(Some((hit, end_ms - job.arrival_ms)))
+    }
+}
+
+/// What a router that looks at prefixes knows.
+struct Knowledge {
+    index: ReplicaIndex,
+    chooser: Chooser,
+    hits: Vec<u32>,
+    /// Tokens that each server has to compute, as far as the router knows.
+    loads: Vec<f64>,
+}
+
+impl Knowledge {
+    fn new(config: &FleetConfig, weights: Weights) -> Result<Self, FleetError> {
+        let mut index = ReplicaIndex::new(config.cache.num_blocks);
+        let mut chooser = Chooser::new(weights, config.seed)?;
+        for number in 0..config.num_replicas {
+            chooser.add_replica(index.add_replica()?, &format!("replica {number}"));
+        }
+        Ok(Self {
+            index,
+            chooser,
+            hits: Vec::new(),
+            loads: vec![0.0; config.num_replicas],
+        })
+    }
+
+    /// The best replica, and the tokens that it has to compute.
+    fn choose(&mut self, job: &Asked<'_>) -> Result<(ReplicaId, usize), IndexError> {
+        self.index.hits(job.hashes, &mut self.hits);
+        for hits in &mut self.hits {
+            *hits *= job.block_size as u32;
+        }
+        let prompt = Prompt {
+            num_tokens: job.input_tokens,
+            hit_tokens: &self.hits,
+            loads: &self.loads,
+            key: None,
+        };
+        let id = self.chooser.choose(&prompt, 1)[0];
+        let hit = self.hits[usize::from(id.0)] as usize;
+        let computed = job.input_tokens.saturating_sub(hit);
+        self.index.expected(id, job.hashes)?;
+        self.chooser.note(id, computed);
+        self.loads[usize::from(id.0)] += computed as f64;
+        Ok((id, computed))
+    }
+
+    fn lost(&mut self, server: usize, hashes: &[u64]) -> Result<(), IndexError> {
+        self.index.removed(ReplicaId(server as u16), hashes)
+    }
+
+    fn ended(&mut self, server: usize, running: &Running) -> Result<(), IndexError> {
+        let id = ReplicaId(server as u16);
+        self.loads[server] -= running.expected_tokens as f64;
+        self.index.stored(id, &running.hashes)?;
+        self.index.settled(id, &running.hashes)
+    }
+}
+
+/// What a router is asked about.
+struct Asked<'a> {
+    hashes: &'a [u64],
+    input_tokens: usize,
+    block_size: usize,
+}
+
+/// Servers behind a router.
+pub struct Fleet {
+    config: FleetConfig,
+    servers: Vec<Server>,
+    /// Requests that each server has not computed.
+    in_flight: Vec<usize>,
+    knowledge: Option<Knowledge>,
+    block_size: usize,
+    num_requests: u64,
+    lost: Vec<u64>,
+    outcome: FleetOutcome,
+}
+
+impl Fleet {
+    /// Servers without content, for traces of this block size.
+    pub fn new(config: FleetConfig, block_size: usize) -> Result<Self, FleetError> {
+        let servers = (0..config.num_replicas).map(|_| Server::new(&config.cache, block_size));
+        let knowledge = match config.policy {
+            Policy::Prefix(weights) => Some(Knowledge::new(&config, weights)?),
+            Policy::RoundRobin | Policy::PowerOfTwo => None,
+        };
+        Ok(Self {
+            servers: servers.collect::<Result<_, _>>()?,
+            in_flight: vec![0; config.num_replicas],
+            config,
+            knowledge,
+            block_size,
+            num_requests: 0,
+            lost: Vec::new(),
+            outcome: FleetOutcome::default(),
+        })
+    }
+
+    /// Sends a request to a server as it arrives.
+    pub fn push(&mut self, request: &Request) -> Result<(), FleetError> {
+        let now_ms = request.time_ms as f64;
+        self.run_until(now_ms)?;
+        // All caches hash alike, and a prepared request is of one cache.
+        let hashes = self.servers[0].cache.prepare(request)?.hashes();
+        let (server, expected_tokens) = self.choose(&Asked {
+            hashes: &hashes,
+            input_tokens: request.input_tokens,
+            block_size: self.block_size,
+        })?;
+        self.num_requests += 1;
+        self.in_flight[server] += 1;
+        self.servers[server].requests += 1;
+        let waiting = self.servers[server].cache.prepare(request)?;
+        self.servers[server].queue.push_back(Job {
+            arrival_ms: now_ms,
+            input_tokens: request.input_tokens,
+            waiting,
+            hashes,
+            expected_tokens,
+        });
+        self.outcome.input_tokens += request.input_tokens as u64;
+        self.run_server(server, now_ms)
+    }
+
+    /// The server, and the tokens that the router takes it to compute.
+    fn choose(&mut self, asked: &Asked<'_>) -> Result<(usize, usize), IndexError> {
+        let Some(knowledge) = &mut self.knowledge else {
+            return Ok((self.choose_blindly(), asked.input_tokens));
+        };
+        let begin = Instant::now();
+        let (id, computed) = knowledge.choose(asked)?;
+        self.outcome
+            .choice_ns
+            .push(begin.elapsed().as_nanos() as u64);
+        Ok((usize::from(id.0), computed))
+    }
+
+    fn choose_blindly(&self) -> usize {
+        let count = self.config.num_replicas;
+        if let Policy::RoundRobin = self.config.policy {
+            return (self.num_requests % count as u64) as usize;
+        }
+        let draw = mix(self.config.seed ^ mix(self.num_requests));
+        let first = draw as u32 as usize % count;
+        let second = (first + 1 + (draw >> 32) as usize % (count - 1).max(1)) % count;
+        if self.in_flight[second] < self.in_flight[first] {
+            second
+        } else {
+            first
+        }
+    }
+
+    /// Runs all servers up to a time.
+    fn run_until(&mut self, now_ms: f64) -> Result<(), FleetError> {
+        (0..self.servers.len()).try_for_each(|server| self.run_server(server, now_ms))
+    }
+
+    fn run_server(&mut self, server: usize, now_ms: f64) -> Result<(), FleetError> {
+        loop {
+            if let Some(ended) = self.servers[server].end(now_ms) {
+                self.note_end(server, &ended)?;
+            }
+            match self.servers[server].start(self.config.prefill)? {
+                Some((hit, ttft_ms)) => self.note_start(server, hit, ttft_ms)?,
+                None => return Ok(()),
+            }
+        }
+    }
+
+    fn note_start(&mut self, server: usize, hit: usize, ttft_ms: f64) -> Result<(), IndexError> {
+        self.outcome.hit_tokens += hit as u64;
+        self.outcome.ttft_us.push((ttft_ms * 1e3) as u64);
+        self.servers[server].cache.take_lost(&mut self.lost);
+        if let Some(knowledge) = &mut self.knowledge {
+            let begin = Instant::now();
+            knowledge.lost(server, &self.lost)?;
+            self.outcome
+                .event_ns
+                .push(begin.elapsed().as_nanos() as u64);
+        }
+        Ok(())
+    }
+
+    fn note_end(&mut self, server: usize, ended: &Running) -> Result<(), IndexError> {
+        self.in_flight[server] -= 1;
+        if let Some(knowledge) = &mut self.knowledge {
+            let begin = Instant::now();
+            knowledge.ended(server, ended)?;
+            self.outcome
+                .event_ns
+                .push(begin.elapsed().as_nanos() as u64);
+        }
+        Ok(())
+    }
+
+    /// Runs all that waits, and tells what became of the requests.
+    pub fn finish(mut self) -> Result<FleetOutcome, FleetError> {
+        self.run_until(f64::INFINITY)?;
+        let index = self.knowledge.as_ref().map(|knowledge| &knowledge.index);
+        Ok(FleetOutcome {
+            computed_tokens: self.servers.iter().map(|one| one.computed_tokens).collect(),
+            requests: self.servers.iter().map(|one| one.requests).collect(),
+            index_bytes: index.map_or(0, ReplicaIndex::memory_bytes),
+            index_blocks: index.map_or(0, ReplicaIndex::num_blocks),
+            ..self.outcome
+        })
+    }
+}

@@ -92,7 +92,7 @@ class World:
         self.namer = _core.BlockNamer(bytes(32), BLOCK)
         self.index = _core.ReplicaIndex(8)
         self.index.add_replica()
-        weights = {"request_tokens": 1, "window_tokens": 9, "tolerance": 0, "balance": 1, "affinity": 1}
+        weights = {"request_tokens": 1, "window_tokens": 9, "balance": 1, "affinity": 1}
         self.chooser = _core.ReplicaChooser(**weights)
         self.arrays = [np.zeros(size, kind) for size in (2, 6, 24) for kind in ("i4", "i8")]
 

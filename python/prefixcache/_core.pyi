@@ -1001,8 +1001,8 @@ class ReplicaChooser:
     """Orders replicas by the tokens to compute before a prompt's first one. Any thread.
 
     That is what waits at a replica, and what is not cached there of the prompt. To it come
-    `balance` times the tokens of work that it was given lately above the mean and a share
-    `tolerance` of it. Work is the computed tokens of a prompt and `request_tokens`; it counts for
+    `balance` times the tokens of work that it was given lately above the mean by more than a
+    tenth. Work is the computed tokens of a prompt and `request_tokens`; it counts for
     less by a factor of e after `window_tokens` more a replica. And a prompt with a key counts as cached for a share `affinity`
     (0 to 1) of what is missing at the replica that the key names. Equal ones are drawn by the seed:
     the same calls give the same choices.
@@ -1013,7 +1013,6 @@ class ReplicaChooser:
         *,
         request_tokens: float,
         window_tokens: float,
-        tolerance: float,
         balance: float,
         affinity: float,
         seed: int | None = None,

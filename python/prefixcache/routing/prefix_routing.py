@@ -19,15 +19,14 @@ class RoutingWeights:
 
     - `request_tokens`: the work that a request is beside the tokens of its prompt.
     - `window_tokens`: after so much more work a replica, work counts for less by a factor of e.
-    - `tolerance`: the share of the mean work by which a replica's may be above it at no cost.
-    - `balance`: what a token of recent work beyond that costs.
+    - `balance`: what a token of recent work costs that is above the replicas' mean by more than a
+      tenth.
     - `affinity`: the share of what is missing of a prompt that is taken as cached at its key's
       replica, from 0 to 1.
     """
 
     request_tokens: float = 64.0
-    window_tokens: float = 65_536.0
-    tolerance: float = 0.2
+    window_tokens: float = 1e6
     balance: float = 1.0
     affinity: float = 0.5
 
@@ -47,6 +46,7 @@ class Routed:
     replica: str
     number: int
     computed_tokens: int
+    # Of the blocks that are to be computed.
     hashes: Hashes
     is_settled: bool = False
 
@@ -179,6 +179,7 @@ class PrefixRouting:
         """
         number = self._numbers[choice.replica]
         computed = max(prompt_tokens - choice.hit_tokens, 0)
+        hashes = hashes[choice.hit_tokens // self._block_size :]
         self._index.expected(number, hashes)
         self._chooser.note(number, computed)
         self._waiting[number] += computed

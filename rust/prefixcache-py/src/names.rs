@@ -122,7 +122,6 @@ names! {
     ThreadCount = "threads",
     State = "state",
     Tokens = "tokens",
-    Tolerance = "tolerance",
     Upto = "upto",
     Values = "values",
     ValueStride = "value_stride",

@@ -159,11 +159,10 @@ impl ReplicaChooser {
 #[pymethods]
 impl ReplicaChooser {
     #[new]
-    #[pyo3(signature = (*, request_tokens, window_tokens, tolerance, balance, affinity, seed=None))]
+    #[pyo3(signature = (*, request_tokens, window_tokens, balance, affinity, seed=None))]
     fn new(
         request_tokens: One<names::RequestTokens, f64>,
         window_tokens: One<names::WindowTokens, f64>,
-        tolerance: One<names::Tolerance, f64>,
         balance: One<names::Balance, f64>,
         affinity: One<names::Affinity, f64>,
         seed: Option<Number<names::Seed>>,
@@ -171,7 +170,6 @@ impl ReplicaChooser {
         let weights = Weights {
             request_tokens: request_tokens.0,
             window_tokens: window_tokens.0,
-            tolerance: tolerance.0,
             balance: balance.0,
             affinity: affinity.0,
         };

@@ -210,7 +210,6 @@ fn settings(words: &[String]) -> Result<(Weights, f64), Box<dyn Error>> {
         let field = match name {
             "request_tokens" => &mut weights.request_tokens,
             "window_tokens" => &mut weights.window_tokens,
-            "tolerance" => &mut weights.tolerance,
             "balance" => &mut weights.balance,
             "busy" => &mut busy,
             _ => return Err(format!("no such setting: {name}").into()),

@@ -105,15 +105,24 @@ struct Job {
     input_tokens: usize,
     waiting: Waiting,
     hashes: Vec<u64>,
-    /// Tokens that the router expected to be computed.
-    expected_tokens: usize,
+    expected: Expected,
+}
+
+/// What the router takes a server to compute for a prompt.
+#[derive(Clone, Copy)]
+struct Expected {
+    tokens: usize,
+    /// The first block.
+    start: usize,
 }
 
 /// A prompt that is being computed.
 struct Running {
     end_ms: f64,
     hashes: Vec<u64>,
-    expected_tokens: usize,
+    /// Blocks that hit.
+    num_hits: usize,
+    expected: Expected,
 }
 
 struct Server {
@@ -148,7 +157,11 @@ impl Server {
 
     /// Starts the next prompt, unless one is under way or none waits. Returns the tokens that hit and the TTFT in
     /// milliseconds.
-    fn start(&mut self, prefill: PrefillTime) -> Result<Option<(usize, f64)>, CacheError> {
+    fn start(
+        &mut self,
+        prefill: PrefillTime,
+        block_size: usize,
+    ) -> Result<Option<(usize, f64)>, CacheError> {
         if self.running.is_some() {
             return Ok(None);
         }
@@ -165,7 +178,8 @@ impl Server {
         self.running = Some(Running {
             end_ms,
             hashes: job.hashes,
-            expected_tokens: job.expected_tokens,
+            num_hits: hit / block_size,
+            expected: job.expected,
         });
         Ok(Some((hit, end_ms - job.arrival_ms)))
     }
@@ -195,8 +209,7 @@ impl Knowledge {
         })
     }
 
-    /// The best replica, and the tokens that it has to compute.
-    fn choose(&mut self, job: &Asked<'_>) -> Result<(ReplicaId, usize), IndexError> {
+    fn choose(&mut self, job: &Asked<'_>) -> Result<(ReplicaId, Expected), IndexError> {
         self.index.hits(job.hashes, &mut self.hits);
         for hits in &mut self.hits {
             *hits *= job.block_size as u32;
@@ -210,10 +223,12 @@ impl Knowledge {
         let id = self.chooser.choose(&prompt, 1)[0];
         let hit = self.hits[usize::from(id.0)] as usize;
         let computed = job.input_tokens.saturating_sub(hit);
-        self.index.expected(id, job.hashes)?;
+        let start = (hit / job.block_size).min(job.hashes.len());
+        self.index.expected(id, &job.hashes[start..])?;
         self.chooser.note(id, computed);
         self.loads[usize::from(id.0)] += computed as f64;
-        Ok((id, computed))
+        let tokens = computed;
+        Ok((id, Expected { tokens, start }))
     }
 
     fn lost(&mut self, server: usize, hashes: &[u64]) -> Result<(), IndexError> {
@@ -222,9 +237,10 @@ impl Knowledge {
 
     fn ended(&mut self, server: usize, running: &Running) -> Result<(), IndexError> {
         let id = ReplicaId(server as u16);
-        self.loads[server] -= running.expected_tokens as f64;
-        self.index.stored(id, &running.hashes)?;
-        self.index.settled(id, &running.hashes)
+        self.loads[server] -= running.expected.tokens as f64;
+        self.index.stored(id, &running.hashes[running.num_hits..])?;
+        self.index
+            .settled(id, &running.hashes[running.expected.start..])
     }
 }
 
@@ -274,7 +290,7 @@ impl Fleet {
         self.run_until(now_ms)?;
         // All caches hash alike, and a prepared request is of one cache.
         let hashes = self.servers[0].cache.prepare(request)?.hashes();
-        let (server, expected_tokens) = self.choose(&Asked {
+        let (server, expected) = self.choose(&Asked {
             hashes: &hashes,
             input_tokens: request.input_tokens,
             block_size: self.block_size,
@@ -288,23 +304,23 @@ impl Fleet {
             input_tokens: request.input_tokens,
             waiting,
             hashes,
-            expected_tokens,
+            expected,
         });
         self.outcome.input_tokens += request.input_tokens as u64;
         self.run_server(server, now_ms)
     }
 
-    /// The server, and the tokens that the router takes it to compute.
-    fn choose(&mut self, asked: &Asked<'_>) -> Result<(usize, usize), IndexError> {
+    fn choose(&mut self, asked: &Asked<'_>) -> Result<(usize, Expected), IndexError> {
         let Some(knowledge) = &mut self.knowledge else {
-            return Ok((self.choose_blindly(), asked.input_tokens));
+            let tokens = asked.input_tokens;
+            return Ok((self.choose_blindly(), Expected { tokens, start: 0 }));
         };
         let begin = Instant::now();
-        let (id, computed) = knowledge.choose(asked)?;
+        let (id, expected) = knowledge.choose(asked)?;
         self.outcome
             .choice_ns
             .push(begin.elapsed().as_nanos() as u64);
-        Ok((usize::from(id.0), computed))
+        Ok((usize::from(id.0), expected))
     }
 
     fn choose_blindly(&self) -> usize {
@@ -332,7 +348,7 @@ impl Fleet {
             if let Some(ended) = self.servers[server].end(now_ms) {
                 self.note_end(server, &ended)?;
             }
-            match self.servers[server].start(self.config.prefill)? {
+            match self.servers[server].start(self.config.prefill, self.block_size)? {
                 Some((hit, ttft_ms)) => self.note_start(server, hit, ttft_ms)?,
                 None => return Ok(()),
             }

@@ -22,6 +22,9 @@ const MAX_GROWTH: f64 = 1e60;
 /// Windows of work by which one prompt can age what came before, far beyond what still counts.
 const MAX_AGE: f64 = 50.0;
 
+/// The share of the mean work of all by which a replica's may be above it at no cost.
+const TOLERANCE: f64 = 0.1;
+
 /// What counts how much.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Weights {
@@ -29,9 +32,7 @@ pub struct Weights {
     pub request_tokens: f64,
     /// Tokens of work of a replica after which the work before counts for less by a factor of e.
     pub window_tokens: f64,
-    /// The share of the mean work of all by which a replica's may be above it before that is a surplus.
-    pub tolerance: f64,
-    /// What a token of surplus costs. 0: only what waits counts.
+    /// What a token of recent work costs that is a surplus: above the mean of all by more than a tenth. 0: only what waits counts.
     pub balance: f64,
     /// The share of what is not cached of a prompt that is taken as cached at its key's replica, from 0 to 1.
     pub affinity: f64,
@@ -41,8 +42,7 @@ impl Default for Weights {
     fn default() -> Self {
         Self {
             request_tokens: 64.0,
-            window_tokens: 65_536.0,
-            tolerance: 0.2,
+            window_tokens: 1e6,
             balance: 1.0,
             affinity: 0.5,
         }
@@ -76,12 +76,6 @@ impl Weights {
                 self.window_tokens,
                 above_0,
                 "a number above 0",
-            ),
-            (
-                "tolerance",
-                self.tolerance,
-                from_0.clone(),
-                "a number from 0",
             ),
             ("balance", self.balance, from_0, "a number from 0"),
             ("affinity", self.affinity, 0.0..=1.0, "from 0 to 1"),
@@ -205,7 +199,7 @@ impl Chooser {
 
     fn ranks(&self, prompt: &Prompt<'_>) -> Vec<Rank> {
         let mean = mean(self.candidates(prompt).map(|(_, seen)| seen.work));
-        let tolerated = mean * (1.0 + self.weights.tolerance);
+        let tolerated = mean * (1.0 + TOLERANCE);
         let named = prompt.key.and_then(|key| self.named(prompt, key));
         let draw = mix(self.seed ^ self.num_choices);
         let rank = |(replica, seen): (usize, Seen)| Rank {

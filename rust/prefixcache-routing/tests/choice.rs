@@ -7,7 +7,6 @@ use proptest::prelude::*;
 const WEIGHTS: Weights = Weights {
     request_tokens: 10.0,
     window_tokens: 500.0,
-    tolerance: 0.25,
     balance: 0.5,
     affinity: 0.5,
 };
@@ -69,7 +68,7 @@ fn costs(prompt: &Prompt<'_>, recent: &[f64]) -> Vec<f64> {
         let missing = prompt
             .num_tokens
             .saturating_sub(prompt.hit_tokens[replica] as usize);
-        let surplus = f64::max(recent[replica] - 1.25 * mean, 0.0);
+        let surplus = f64::max(recent[replica] - 1.1 * mean, 0.0);
         prompt.loads[replica] + missing as f64 + WEIGHTS.balance * surplus
     };
     (0..recent.len()).map(cost).collect()

@@ -3,9 +3,10 @@
     python benches/core/router_cost.py [--replicas 64,256,1024] [--blocks 16384]
 
 Each replica has the same 32 blocks first, of a system prompt, then sessions of 512 blocks that
-nobody else has, and every eighth session once more at another replica. A prompt is a session of some
-replica and 16 blocks that none has, whole or its first 112 blocks. Timed are choosing, noting the
-choice, and settling it, in time of the thread's processor, so that other processes count less.
+nobody else has, and every eighth session once more at another replica. A prompt is a session of
+some replica and 16 blocks that none has, whole or its first 112 blocks. Timed are
+choosing, noting the choice, and settling it, in time of the thread's processor, so that other
+processes count less.
 """
 
 from __future__ import annotations

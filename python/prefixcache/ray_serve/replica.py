@@ -27,6 +27,7 @@ from prefixcache.ray_serve.fleet_state import UPDATE_WEIGHTS, Command, Done, Fle
 from prefixcache.ray_serve.job import Accepted, Failed, Outputs, Part, RoutedJob, Stale
 from prefixcache.request import Request
 from prefixcache.server.admin import update_weights
+from prefixcache.server.allocator import bound_arenas
 from prefixcache.server.limits import MAX_UNREAD_OUTPUTS
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class EngineReplica:
     async def __init__(
         self, config: EngineConfig, options: ServeOptions, commands: DeploymentHandle[Any]
     ) -> None:
+        bound_arenas()
         set_up_logging(options.log_level, options.log_format, shows_prompts=options.log_prompts)
         self._id = serve.get_replica_context().replica_id.unique_id
         self._commands = commands

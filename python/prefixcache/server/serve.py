@@ -24,6 +24,7 @@ from prefixcache.events.start import event_sockets, publishing
 from prefixcache.exceptions import ConfigError, FieldError
 from prefixcache.flags import shown_values
 from prefixcache.server.access import AccessRules, is_host_name, is_loopback
+from prefixcache.server.allocator import bound_arenas
 from prefixcache.server.connections import Connection, ConnectionLimits
 from prefixcache.server.context import Lifecycle
 from prefixcache.server.header_lines import HeaderLines
@@ -59,6 +60,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     `ConfigError` where that fails, and whatever `engine.build` raises.
     """
     begun = time.perf_counter()
+    bound_arenas()
     rules, model_dirs = access_rules(options), ModelDirs(options.allowed_model_dirs)
     _allow_open_files(options.limit_concurrency)
     certificates = None if options.tls.ssl_certfile is None else Certificates(options.tls)

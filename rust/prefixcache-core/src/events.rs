@@ -3,7 +3,7 @@
 //! Nothing of this exists until somebody asks for it
 //! ([`BlockPool::keep_journal`](crate::BlockPool::keep_journal)). Then the single writer sends what it registers
 //! and what loses its last copy through a channel, a message a batch, and waits for nobody. The reader applies
-//! them to a [`Mirror`] of the cache, which knows what can be found and with which tokens. What the mirror knows
+//! them to a `Mirror` of the cache, which knows what can be found and with which tokens. What the mirror knows
 //! already, or never knew, is not told on: blocks of a scope are never sent, so their losses end there.
 //!
 //! What was sent and not received is bounded by whoever calls [`EventReader::receive`] when

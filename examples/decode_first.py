@@ -13,7 +13,7 @@ to the other: what the decode server is to answer is warmed there, as by POST /p
 import argparse
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import httpx
@@ -110,8 +110,14 @@ async def pass_on(
 
 def create_app(decode: str, prefill: str, threshold: float) -> FastAPI:
     """Both endpoints."""
-    app = FastAPI()
     client = httpx.AsyncClient(timeout=None)
+
+    @asynccontextmanager
+    async def closing_client(_app: FastAPI) -> AsyncIterator[None]:
+        async with client:
+            yield
+
+    app = FastAPI(lifespan=closing_client)
     first = DecodeFirst(client, decode, prefill, threshold)
     for path in ("/v1/completions", "/v1/chat/completions"):
         app.post(path)(first.answer)

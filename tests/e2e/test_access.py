@@ -61,6 +61,7 @@ CONTROL = [
     ("POST", "/update_weights_from_disk"),
     ("POST", "/reset_prefix_cache"),
     ("GET", "/prefix_cache/misses"),
+    ("GET", "/prefix_cache/snapshot"),
     ("GET", "/prefix_cache/stats"),
     ("POST", "/prefix_cache/resize"),
     ("POST", "/prefix_cache/warm"),

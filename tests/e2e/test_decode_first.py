@@ -38,7 +38,9 @@ async def two_servers(
             stack.push_async_callback(engine.shutdown)
             engines.append(engine)
             addresses.append(stack.enter_context(running(app)))
-        client = await stack.enter_async_context(client_of(create_app(*addresses, threshold=0.5)))
+        app = create_app(*addresses, threshold=0.5)
+        await stack.enter_async_context(app.router.lifespan_context(app))
+        client = await stack.enter_async_context(client_of(app))
         yield client, engines, addresses
 
 

@@ -20,7 +20,7 @@ class RoutingWeights:
     - `request_tokens`: the work that a request is beside the tokens of its prompt.
     - `window_tokens`: after so much more work a replica, work counts for less by a factor of e.
     - `balance`: what a token of recent work costs that is above the replicas' mean by more than a
-      tenth.
+      tenth and 4,096 tokens.
     - `affinity`: the share of what is missing of a prompt that is taken as cached at its key's
       replica, from 0 to 1.
     """

@@ -79,7 +79,9 @@ mod tests {
 
     #[test]
     fn ranges_are_hashed_as_if_alone_by_any_number_of_threads() {
-        let bytes: Vec<u8> = (0..3 * CHUNK + 17).map(|at| ((at * at) >> 7) as u8).collect();
+        let bytes: Vec<u8> = (0..3 * CHUNK + 17)
+            .map(|at| ((at * at) >> 7) as u8)
+            .collect();
         let path = std::env::temp_dir().join(format!("prefixcache-digests-{}", std::process::id()));
         File::create(&path).unwrap().write_all(&bytes).unwrap();
         let file = File::open(&path).unwrap();

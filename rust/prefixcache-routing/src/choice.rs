@@ -25,6 +25,10 @@ const MAX_AGE: f64 = 50.0;
 /// The share of the mean work of all by which a replica's may be above it at no cost.
 const TOLERANCE: f64 = 0.1;
 
+/// Tokens by which it may be above the mean in any case: where little was done at all, a few requests more are no
+/// reason to compute a prefix again.
+const TOLERATED_TOKENS: f64 = 4096.0;
+
 /// What counts how much.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Weights {
@@ -32,7 +36,8 @@ pub struct Weights {
     pub request_tokens: f64,
     /// Tokens of work of a replica after which the work before counts for less by a factor of e.
     pub window_tokens: f64,
-    /// What a token of recent work costs that is a surplus: above the mean of all by more than a tenth. 0: only what waits counts.
+    /// What a token of recent work costs that is a surplus: above the mean of all by more than a tenth and
+    /// 4,096 tokens. 0: only what waits counts.
     pub balance: f64,
     /// The share of what is not cached of a prompt that is taken as cached at its key's replica, from 0 to 1.
     pub affinity: f64,
@@ -199,7 +204,7 @@ impl Chooser {
 
     fn ranks(&self, prompt: &Prompt<'_>) -> Vec<Rank> {
         let mean = mean(self.candidates(prompt).map(|(_, seen)| seen.work));
-        let tolerated = mean * (1.0 + TOLERANCE);
+        let tolerated = mean + (mean * TOLERANCE).max(TOLERATED_TOKENS * self.growth);
         let named = prompt.key.and_then(|key| self.named(prompt, key));
         let draw = mix(self.seed ^ self.num_choices);
         let rank = |(replica, seen): (usize, Seen)| Rank {

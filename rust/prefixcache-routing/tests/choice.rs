@@ -68,7 +68,8 @@ fn costs(prompt: &Prompt<'_>, recent: &[f64]) -> Vec<f64> {
         let missing = prompt
             .num_tokens
             .saturating_sub(prompt.hit_tokens[replica] as usize);
-        let surplus = f64::max(recent[replica] - 1.1 * mean, 0.0);
+        let tolerated = mean + f64::max(0.1 * mean, 4096.0);
+        let surplus = f64::max(recent[replica] - tolerated, 0.0);
         prompt.loads[replica] + missing as f64 + WEIGHTS.balance * surplus
     };
     (0..recent.len()).map(cost).collect()
@@ -77,7 +78,7 @@ fn costs(prompt: &Prompt<'_>, recent: &[f64]) -> Vec<f64> {
 proptest! {
     #[test]
     fn the_order_is_that_of_the_costs(
-        work in prop::collection::vec((0..5_usize, 0..400_usize), 0..60),
+        work in prop::collection::vec((0..5_usize, 0..4000_usize), 0..60),
         hits in prop::collection::vec(0..1000_u32, 5),
         loads in prop::collection::vec(prop_oneof![4 => 0.0..800.0, 1 => Just(f64::INFINITY)], 5),
         most in 0..6_usize,
@@ -167,7 +168,7 @@ fn a_prefix_in_high_demand_comes_to_a_second_replica() {
     let mut chooser = chooser_with(Weights::default(), 4);
     let mut cached = [0; 4];
     let mut given = [0; 4];
-    for _ in 0..400 {
+    for _ in 0..2000 {
         let replica = best(&mut chooser, &prompt(350, &cached, &[0.0; 4]), 1)[0];
         note(&mut chooser, replica, 350 - cached[replica] as usize);
         cached[replica] = 300;
@@ -175,6 +176,16 @@ fn a_prefix_in_high_demand_comes_to_a_second_replica() {
     }
     assert!(given.iter().all(|&count| count > 60), "{given:?}");
     assert_eq!(cached, [300; 4]);
+}
+
+#[test]
+fn a_little_more_work_is_no_reason_to_compute_a_prefix_again() {
+    let mut chooser = chooser_with(Weights::default(), 3);
+    note(&mut chooser, 1, 4000);
+    let hits = [0, 600, 0];
+    assert_eq!(best(&mut chooser, &prompt(601, &hits, &[0.0; 3]), 1), [1]);
+    note(&mut chooser, 1, 4000);
+    assert_eq!(best(&mut chooser, &prompt(601, &hits, &[0.0; 3]), 3)[2], 1);
 }
 
 #[test]

@@ -1,0 +1,139 @@
+"""Deployments of `serve-ray` in this process: engines, and handles that call them without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from ray import serve
+
+from prefixcache.config import EngineConfig
+from prefixcache.core import BlockHashes
+from prefixcache.ray_serve.fleet_state import FleetState
+from prefixcache.ray_serve.job import Part, RoutedJob
+from prefixcache.ray_serve.replica import EngineReplica
+from prefixcache.request import CacheOptions, Request
+from prefixcache.sampling_params import SamplingParams
+from prefixcache.server.options import ServeOptions
+
+BLOCK = 16
+FLAGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_blocks": 140}
+
+
+def config_of(folder: Path, **flags: Any) -> EngineConfig:
+    return EngineConfig.from_flags(model=str(folder), **FLAGS | flags)
+
+
+class Handle:
+    """Plays a `DeploymentHandle`: each target is the object of one replica.
+
+    A call goes to the first of them; a broadcast to all, whose errors are answers too.
+    """
+
+    def __init__(self, *targets: Any) -> None:
+        self.targets = list(targets)
+
+    def __getattr__(self, name: str) -> Any:
+        return mock.Mock(remote=getattr(self.targets[0], name))
+
+    def options(self, *, method_name: str, stream: bool) -> Any:
+        assert stream
+        return mock.Mock(remote=lambda *args: _Stream(getattr(self.targets[0], method_name)(*args)))
+
+    def broadcast(self, method: str, *args: Any) -> Any:
+        async def results(**_: Any) -> list[Any]:
+            asked = [getattr(one, method)(*args) for one in self.targets]
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+        return mock.Mock(results_async=results)
+
+
+class _Stream:
+    """Plays Ray's generator of a streaming call."""
+
+    def __init__(self, parts: AsyncIterator[Part]) -> None:
+        self._parts = parts
+
+    def __aiter__(self) -> AsyncIterator[Part]:
+        return self._parts
+
+    def cancel(self) -> None: ...
+
+
+class Told:
+    """Plays the deployment `Commands`: all replicas are as `state` says, or as the first one is."""
+
+    def __init__(self, state: FleetState | None = None) -> None:
+        self.current = state
+        self.num_asked = 0
+
+    async def state(self, root_hash: str | None = None) -> FleetState:
+        self.num_asked += 1
+        return self.current or FleetState(root_hash=root_hash)
+
+
+def enter_replica(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Lets Ray Serve say that this process is the replica `name`."""
+    context = mock.Mock(app_name="app")
+    context.replica_id.unique_id = name
+    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+
+
+@asynccontextmanager
+async def replica_of(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    name: str = "a",
+    *,
+    commands: Any = None,
+    flags: dict[str, Any] | None = None,
+    **options: Any,
+) -> AsyncGenerator[EngineReplica, None]:
+    """A replica as Ray Serve makes it, which ends as it does when Ray drops it."""
+    enter_replica(monkeypatch, name)
+    replica = EngineReplica.__new__(EngineReplica)
+    config = config_of(folder, **(flags or {}))
+    try:
+        await replica.__init__(config, ServeOptions(**options), Handle(commands or Told()))  # pyright: ignore[reportGeneralTypeIssues]
+        yield replica
+    finally:
+        replica.__del__()
+
+
+def request_of(prompt: Sequence[int], name: str = "r", **options: Any) -> Request:
+    """A greedy request; `max_tokens` and `salt` apart, `options` are those of `Request`."""
+    params = SamplingParams(
+        temperature=0, max_tokens=options.pop("max_tokens", 6), ignore_eos=True, min_tokens=0
+    )
+    cache = CacheOptions(salt=options.pop("salt", None), read=options.pop("read", True))
+    return Request(
+        request_id=name, prompt_token_ids=list(prompt), params=params, cache=cache, **options
+    )
+
+
+def job_of(*requests: Request, root: str, block_size: int = BLOCK, **fields: Any) -> RoutedJob:
+    """The job of an ingress, with the hashes of the prompts."""
+    hashes = [
+        BlockHashes.compute(
+            one.prompt_token_ids, bytes.fromhex(root), block_size, cache_salt=one.cache.salt
+        ).state()
+        for one in requests
+    ]
+    requests = tuple(dataclasses.replace(one, job_id="job") for one in requests)
+    return RoutedJob(requests=requests, hashes=hashes, **fields)
+
+
+async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    """Lets the event loop run until the condition comes true. Raises `TimeoutError`."""
+
+    async def wait() -> None:
+        while not condition():
+            await asyncio.sleep(0.005)
+
+    await asyncio.wait_for(wait(), seconds)

@@ -1,0 +1,624 @@
+"""The replica of `serve-ray`, over a tiny model in this process, and an ingress over it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from prefixcache.config import EngineConfig
+from prefixcache.core import BlockHashes
+from prefixcache.engine.async_engine import AsyncEngine
+from prefixcache.engine.build import build
+from prefixcache.events.wire import BlockStored, SnapshotEnd, SnapshotHeader, decode_snapshot
+from prefixcache.exceptions import (
+    ConfigError,
+    EngineDeadError,
+    EngineHaltedError,
+    InvalidRequestError,
+    PrefixCacheError,
+    QueueFullError,
+    RequestTimeoutError,
+)
+from prefixcache.ray_serve.fleet_state import UPDATE_WEIGHTS, Command, Done, FleetState, Refused
+from prefixcache.ray_serve.options import RayOptions
+from prefixcache.request import Request
+from prefixcache.server.options import ServeOptions
+from serving import client_of, metric, served_folder
+
+pytest.importorskip("ray")
+
+import ray.util
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+from prefixcache.ray_serve.application import build_application
+from prefixcache.ray_serve.commands import COMMANDS, REPLICAS, Commands
+from prefixcache.ray_serve.fleet import Fleet
+from prefixcache.ray_serve.ingress import Ingress
+from prefixcache.ray_serve.job import Accepted, Failed, Outputs, Part, Stale
+from prefixcache.ray_serve.replica import EngineReplica, _events_config
+from prefixcache.ray_serve.router import PrefixRequestRouter
+from ray_in_process import (
+    BLOCK,
+    Handle,
+    Told,
+    config_of,
+    enter_replica,
+    job_of,
+    replica_of,
+    request_of,
+    until,
+)
+
+PROMPT = [3 + place * 7 % 370 for place in range(70)]
+OTHER = [5 + place * 11 % 370 for place in range(70)]
+# So long that it is under way whenever a test looks.
+LONG = 1900
+
+Checkpoint = Callable[..., Path]
+
+
+@pytest.fixture
+def folder(tiny_checkpoint: Checkpoint) -> Path:
+    return tiny_checkpoint(max_position_embeddings=2048)
+
+
+@pytest.fixture
+def other_weights(tiny_checkpoint: Checkpoint) -> Path:
+    return tiny_checkpoint(max_position_embeddings=2048, seed=1)
+
+
+@pytest.fixture
+async def replica(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> AsyncGenerator[EngineReplica, None]:
+    async with replica_of(monkeypatch, folder) as one:
+        yield one
+
+
+async def root_of(replica: EngineReplica) -> str:
+    return (await replica.about())["prefix_hash"]["root_hash"]
+
+
+async def parts_of(replica: EngineReplica, *requests: Request, **fields: Any) -> list[Part]:
+    """All that a replica says of a job; `fields` are those of `RoutedJob`."""
+    job = job_of(*requests, root=await root_of(replica), **fields)
+    async with aclosing(replica.generate(job)) as parts:
+        return [one async for one in parts]
+
+
+def tokens_of(parts: Sequence[Part], index: int = 0) -> list[int]:
+    outputs = [one for part in parts if isinstance(part, Outputs) for one in part.outputs]
+    return [token for at, one in outputs if at == index for token in one.token_ids]
+
+
+async def lone_answers(folder: Path, *prompts: Sequence[int]) -> list[list[int]]:
+    """The tokens that an engine without a router answers each prompt with."""
+    engine = AsyncEngine(build(config_of(folder)).engine)
+    try:
+        found = list[list[int]]()
+        for prompt in prompts:
+            stream = engine.generate(request_of(prompt))
+            found.append([token async for output in stream for token in output.token_ids])
+        return found
+    finally:
+        await engine.shutdown()
+
+
+def update_to(folder: Path) -> Command:
+    options = {"path": str(folder), "mode": "recompute", "revision": None, "tag": None}
+    return Command(UPDATE_WEIGHTS, options=options)
+
+
+# Jobs.
+
+
+async def test_an_answer_is_that_of_a_lone_engine(replica: EngineReplica, folder: Path) -> None:
+    parts = await parts_of(replica, request_of(PROMPT, "p"), request_of(OTHER, "o"))
+    assert parts[0] == Accepted("a", await replica.fleet_state())
+    assert all(isinstance(one, Outputs) for one in parts[1:])
+    assert [tokens_of(parts, 0), tokens_of(parts, 1)] == await lone_answers(folder, PROMPT, OTHER)
+
+
+async def test_requests_count_from_when_they_came_here(replica: EngineReplica) -> None:
+    """The clock of the ingress is that of another machine, and says nothing here."""
+    parts = await parts_of(replica, request_of(PROMPT, arrival_time=1e12))
+    assert len(tokens_of(parts)) == 6
+    waited = metric(await replica.metrics(), "request_queue_time_seconds_sum")
+    assert 0 <= waited < 1e6
+
+
+async def test_hashes_of_the_ingress_are_taken(
+    replica: EngineReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = list[Request]()
+    generate = replica._engine.generate_batches
+
+    async def noted(requests: Sequence[Request], **options: Any) -> Any:
+        given.extend(requests)
+        return await generate(requests, **options)
+
+    monkeypatch.setattr(replica._engine, "generate_batches", noted)
+    await parts_of(replica, request_of(PROMPT, "1"), request_of(PROMPT, "2"))
+    # Choices of one prompt share its hashes, so that they are read once.
+    assert given[0].hashes is not None
+    assert given[0].hashes is given[1].hashes
+    root = bytes.fromhex(await root_of(replica))
+    expected = BlockHashes.compute(PROMPT, root, BLOCK)
+    assert given[0].hashes.short().tolist() == expected.short().tolist()
+
+
+@pytest.mark.parametrize(
+    ("expected_hits", "cached", "takes_stale", "is_stale"),
+    [
+        ({"a": 64}, False, False, True),
+        ({"a": 64}, True, False, False),
+        ({"a": 128}, True, False, False),
+        ({"a": 129}, True, False, True),
+        ({"a": 64}, False, True, False),
+        ({"b": 64}, False, False, False),
+    ],
+    ids=["gone", "there", "half-there", "less-than-half", "last-try", "of-another"],
+)
+async def test_a_job_comes_back_where_its_prefix_is_gone(
+    replica: EngineReplica,
+    expected_hits: dict[str, int],
+    cached: bool,
+    takes_stale: bool,
+    is_stale: bool,
+) -> None:
+    if cached:
+        await parts_of(replica, request_of(PROMPT))
+    before = (await replica.status())["prefix_cache"]["queries"]
+    parts = await parts_of(
+        replica, request_of(PROMPT), expected_hits=expected_hits, takes_stale=takes_stale
+    )
+    if is_stale:
+        assert parts == [Stale("a", 64 if cached else 0)]
+        # It says so instead of computing.
+        assert (await replica.status())["prefix_cache"]["queries"] == before
+    else:
+        assert isinstance(parts[0], Accepted)
+        assert len(tokens_of(parts)) == 6
+
+
+async def test_what_is_refused_fails_before_it_is_taken(replica: EngineReplica) -> None:
+    [failed] = await parts_of(replica, request_of(range(3, 300), max_tokens=LONG))
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, InvalidRequestError)
+
+
+async def test_a_full_queue_refuses(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    one_at_a_time = {"max_num_seqs": 1}
+    async with replica_of(monkeypatch, folder, flags=one_at_a_time, max_queue=1) as replica:
+        await replica.do(Command("pause", options={"mode": "keep"}))
+        root = await root_of(replica)
+        first = replica.generate(job_of(request_of(PROMPT, "1"), root=root))
+        async with aclosing(first):
+            assert isinstance(await anext(first), Accepted)
+            waiting = asyncio.ensure_future(anext(first))
+            await asyncio.sleep(0)
+            await replica._engine.loop_passes()
+            job = job_of(request_of(OTHER, "2"), root=root)
+            job.requests = [dataclasses.replace(job.requests[0], job_id="other")]
+            [failed] = [one async for one in replica.generate(job)]
+            assert isinstance(failed, Failed)
+            assert isinstance(failed.error, QueueFullError)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_a_job_ends_at_its_deadline(replica: EngineReplica) -> None:
+    parts = await parts_of(replica, request_of(PROMPT, max_tokens=LONG), seconds_left=0.0)
+    assert isinstance(parts[0], Accepted)
+    assert isinstance(parts[-1], Failed)
+    assert isinstance(parts[-1].error, RequestTimeoutError)
+
+
+async def test_closing_the_stream_ends_the_work(replica: EngineReplica) -> None:
+    job = job_of(request_of(PROMPT, max_tokens=LONG), root=await root_of(replica))
+    parts = replica.generate(job)
+    async with aclosing(parts):
+        assert isinstance(await anext(parts), Accepted)
+        assert isinstance(await anext(parts), Outputs)
+        cache = replica._engine.control.prefix_cache_stats
+        assert cache().blocks_in_use
+    await until(lambda: not cache().blocks_in_use)
+    assert (await replica.status())["running"] == 0
+    assert metric(await replica.metrics(), "generation_tokens_total") < LONG
+    # The engine is free for others.
+    assert len(tokens_of(await parts_of(replica, request_of(OTHER)))) == 6
+
+
+async def test_a_probe_computes_nothing(replica: EngineReplica) -> None:
+    assert await replica.probe(request_of(PROMPT)) == 0
+    await parts_of(replica, request_of(PROMPT))
+    before = await replica.status()
+    assert await replica.probe(request_of(PROMPT)) == 64
+    assert await replica.probe(request_of(PROMPT[:40])) == 32
+    assert await replica.probe(request_of(PROMPT, salt="other")) == 0
+    refused = await replica.probe(request_of(range(3, 300), max_tokens=LONG))
+    assert isinstance(refused, Refused)
+    assert isinstance(refused.error, InvalidRequestError)
+    assert await replica.status() == before
+
+
+# What it tells.
+
+
+async def test_a_replica_tells_what_it_is(replica: EngineReplica) -> None:
+    about = await replica.about()
+    assert about["replica"] == "a"
+    assert about["dtype"] == "float32"
+    assert about["batch_invariant"] is True
+    assert about["max_model_len"] == 2048
+    assert about["num_blocks"] == 140
+    assert about["prefix_hash"]["block_size"] == BLOCK
+    assert about["weights"]["bytes"] > 0
+    assert about["kv_events"] == (await replica.record_replica_metadata())["kv_events"]
+    await replica.check_health()
+
+
+async def test_a_replica_tells_how_it_is(replica: EngineReplica) -> None:
+    await replica.do(Command("pause", options={"mode": "keep"}))
+    parts = replica.generate(job_of(request_of(PROMPT), root=await root_of(replica)))
+    async with aclosing(parts):
+        assert isinstance(await anext(parts), Accepted)
+        first = asyncio.ensure_future(anext(parts))
+        await asyncio.sleep(0)
+        await replica._engine.loop_passes()
+        status = await replica.status()
+        assert (status["running"], status["waiting"]) == (0, 1)
+        assert (status["is_paused"], status["is_sleeping"]) == (True, False)
+        await replica.do(Command("resume"))
+        assert isinstance(await first, Outputs)
+    status = await replica.status()
+    assert status["is_paused"] is False
+    assert status["prefix_cache"]["queries"] == 1
+    assert status["resize"]["is_done"] is True
+
+
+async def test_metrics_name_their_replica(replica: EngineReplica) -> None:
+    await parts_of(replica, request_of(PROMPT))
+    text = await replica.metrics()
+    samples = [line for line in text.splitlines() if not line.startswith("#")]
+    assert samples
+    assert all('replica="a"' in line for line in samples)
+    assert metric(text, "prompt_tokens_total") == len(PROMPT)
+
+
+async def test_a_snapshot_holds_what_is_cached(replica: EngineReplica) -> None:
+    await parts_of(replica, request_of(PROMPT))
+    header, *told, end = decode_snapshot(await replica.kv_snapshot())
+    root = await root_of(replica)
+    assert isinstance(header, SnapshotHeader)
+    assert header.root_hash == root
+    assert isinstance(end, SnapshotEnd)
+    stored = [one for event in told if isinstance(event, BlockStored) for one in event.block_hashes]
+    expected = BlockHashes.compute(PROMPT, bytes.fromhex(root), BLOCK).short()
+    assert sorted(stored) == sorted(expected.tolist())
+    endpoints = (await replica.record_replica_metadata())["kv_events"]
+    assert endpoints["endpoint"].startswith("tcp://127.0.0.1:")
+
+
+def test_events_are_told_to_other_nodes_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.1.2.3")
+    assert _events_config(ServeOptions(kv_events_public=True)).endpoint == "tcp://10.1.2.3:*"
+    assert _events_config(ServeOptions()).endpoint == "tcp://127.0.0.1:*"
+
+
+async def test_a_replica_that_is_dropped_ends_its_engine(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    enter_replica(monkeypatch, "a")
+    replica = EngineReplica.__new__(EngineReplica)
+    await replica.__init__(config_of(folder), ServeOptions(), Handle(Told()))  # pyright: ignore[reportGeneralTypeIssues]
+    engine = replica._engine
+    assert engine.dead is None
+    del replica
+    gc.collect()
+    assert engine.dead is not None
+
+
+def test_a_replica_that_was_never_made_ends_quietly() -> None:
+    replica = EngineReplica.__new__(EngineReplica)
+    replica._resources = mock.Mock()
+    replica.__del__()
+    assert replica._resources.close.call_count == 1
+
+
+# Commands.
+
+
+async def test_a_command_that_is_obeyed_is_remembered(replica: EngineReplica) -> None:
+    before = await replica.fleet_state()
+    pause = Command("pause", options={"mode": "keep"})
+    done = await replica.obey(pause, before.after(pause))
+    assert done == Done(None, await root_of(replica))
+    assert (await replica.status())["is_paused"] is True
+    after = await replica.fleet_state()
+    assert after == dataclasses.replace(before.after(pause), root_hash=done.root_hash)
+    assert after.number == 1
+    wrong = Command("resize", (None, 1))
+    refused = await replica.obey(wrong, after.after(wrong))
+    assert isinstance(refused, Refused)
+    assert await replica.fleet_state() == after
+
+
+async def test_other_weights_give_other_answers(
+    replica: EngineReplica, folder: Path, other_weights: Path
+) -> None:
+    missing = await replica.check_weights(update_to(other_weights / "missing"))
+    assert isinstance(missing, Refused)
+    update = update_to(other_weights)
+    assert await replica.check_weights(update) is None
+    root = await root_of(replica)
+    done = await replica.obey(update, FleetState(number=1, weights=update))
+    assert isinstance(done, Done)
+    assert done.root_hash == await root_of(replica) != root
+    assert (await replica.fleet_state()).root_hash == done.root_hash
+    [old] = await lone_answers(folder, PROMPT)
+    [new] = await lone_answers(other_weights, PROMPT)
+    assert tokens_of(await parts_of(replica, request_of(PROMPT))) == new != old
+
+
+async def test_a_replica_starts_as_all_others_are(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, other_weights: Path
+) -> None:
+    async with replica_of(monkeypatch, folder) as first:
+        update = update_to(other_weights)
+        await first.obey(update, FleetState(number=3, weights=update, pause=Command("pause")))
+        state = await first.fleet_state()
+    async with replica_of(monkeypatch, folder, "b", commands=Told(state)) as second:
+        assert await second.fleet_state() == state
+        assert await root_of(second) == state.root_hash
+        assert (await second.status())["is_paused"] is True
+
+
+@pytest.mark.parametrize("change", ["weights", "command"])
+async def test_a_replica_that_cannot_be_as_the_others_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, change: str
+) -> None:
+    state = FleetState(number=1, root_hash="00")
+    if change == "command":
+        state = dataclasses.replace(state, size=Command("resize", (None, 1)))
+    expected = ConfigError if change == "weights" else PrefixCacheError
+    with pytest.raises(expected, match="something else" if change == "weights" else "blocks"):
+        async with replica_of(monkeypatch, folder, commands=Told(state)):
+            pass
+
+
+async def test_a_replica_catches_up_before_it_answers(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    told = Told()
+    async with replica_of(monkeypatch, folder, commands=told) as replica:
+        sleep = Command("sleep", options={"level": 1})
+        told.current = (await replica.fleet_state()).after(sleep)
+        assert told.num_asked == 1
+        await parts_of(replica, request_of(PROMPT), command_number=0)
+        assert told.num_asked == 1
+        for _ in range(2):
+            [failed] = await parts_of(replica, request_of(PROMPT), command_number=1)
+            assert isinstance(failed, Failed)
+            assert isinstance(failed.error, EngineHaltedError)
+        assert told.num_asked == 2
+        assert (await replica.status())["is_sleeping"] is True
+        assert await replica.fleet_state() == told.current
+
+
+async def test_a_replica_that_missed_a_command_is_replaced(replica: EngineReplica) -> None:
+    state = dataclasses.replace(await replica.fleet_state(), pause=Command("pause"))
+    await replica.agree(state)
+    assert await replica.fleet_state() == state
+    await replica.check_health()
+    await replica.agree(dataclasses.replace(state, number=1))
+    with pytest.raises(EngineDeadError, match="missed a command"):
+        await replica.check_health()
+    # An `EngineDeadError` sends the job to another replica.
+    [failed] = await parts_of(replica, request_of(PROMPT))
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, EngineDeadError)
+
+
+async def test_other_weights_than_the_others_are_a_command_missed(replica: EngineReplica) -> None:
+    state = await replica.fleet_state()
+    await replica.agree(dataclasses.replace(state, root_hash="00"))
+    with pytest.raises(EngineDeadError):
+        await replica.check_health()
+
+
+# The ingress over it.
+
+
+@dataclasses.dataclass
+class Deployed:
+    """An ingress with the replicas and the commands behind it."""
+
+    ingress: Ingress
+    replicas: Handle
+    commands: Commands
+
+    @property
+    def client(self) -> Any:
+        return client_of(self.ingress.__serve_build_asgi_app__())
+
+
+@pytest.fixture
+async def deployed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> AsyncGenerator[Deployed, None]:
+    commands = Commands()
+    handle = Handle(commands)
+    replicas = Handle()
+    found = mock.Mock(side_effect=lambda *_: replicas)
+    monkeypatch.setattr(serve, "get_deployment_handle", found)
+    async with (
+        replica_of(monkeypatch, folder, "a", commands=commands) as first,
+        replica_of(monkeypatch, folder, "b", commands=commands) as second,
+    ):
+        replicas.targets += [first, second]
+        ingress: Any = Ingress.__new__(Ingress)
+        options = ServeOptions(served_model_name=("tiny",), admin_api_key=("admin",))
+        await ingress.__init__(config_of(folder), options, RayOptions(), replicas, handle)
+        yield Deployed(ingress, replicas, commands)
+        ingress._engine.close()
+    found.assert_called_with(REPLICAS, "app")
+
+
+BODY = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+
+
+async def test_the_ingress_answers_as_one_server(deployed: Deployed, folder: Path) -> None:
+    async with served_folder(folder) as (client, _):
+        alone = await client.post("/v1/completions", json=BODY)
+    async with deployed.client as client:
+        found = await client.post("/v1/completions", json=BODY)
+        assert found.status_code == 200, found.text
+        assert found.json()["choices"] == alone.json()["choices"]
+        version = (await client.get("/version")).json()
+        assert version["dtype"] == "float32"
+        client.headers["Authorization"] = "Bearer admin"
+        info = (await client.get("/server_info")).json()
+        assert [one["replica"] for one in info["replicas"]] == ["a", "b"]
+        # Those of the engine, of the server and of Ray.
+        assert {"num_blocks", "host", "replica_cpus"} <= info["flags"].keys()
+        page = (await client.get("/metrics")).text
+        assert 'replica="a"' in page
+        assert 'replica="b"' in page
+
+
+async def test_commands_of_the_ingress_reach_all_replicas(
+    deployed: Deployed, other_weights: Path, folder: Path
+) -> None:
+    [expected] = await lone_answers(other_weights, PROMPT)
+    first, second = deployed.replicas.targets
+    async with deployed.client as client:
+        client.headers["Authorization"] = "Bearer admin"
+        assert (await client.post("/pause?mode=keep")).status_code == 200
+        assert (await client.get("/is_paused")).json() == {"is_paused": True}
+        assert [(await one.status())["is_paused"] for one in (first, second)] == [True, True]
+        assert (await client.post("/resume")).status_code == 200
+        assert (await client.get("/ready")).status_code == 200
+    engine: Any = deployed.ingress._engine
+    await engine._orders.update_weights(**update_to(other_weights).options)
+    assert await root_of(first) == await root_of(second) == engine._orders.state.root_hash
+    assert (await first.status())["is_paused"] is False
+    for one in (first, second):
+        parts = await parts_of(one, request_of(PROMPT), command_number=3)
+        assert tokens_of(parts) == expected
+    assert engine._orders.state.number == 3
+
+
+async def test_a_probe_of_the_fleet_is_that_of_its_best(deployed: Deployed) -> None:
+    engine: Any = deployed.ingress._engine
+    request = request_of(PROMPT)
+    await parts_of(deployed.replicas.targets[1], request)
+    assert await asyncio.to_thread(engine.probe, request) == 64
+    with pytest.raises(InvalidRequestError):
+        await asyncio.to_thread(engine.probe, request_of(range(3, 300), max_tokens=LONG))
+    deployed.replicas.targets.clear()
+    assert await asyncio.to_thread(engine.probe, request) == 0
+
+
+async def test_a_fleet_without_an_answer_is_dead() -> None:
+    class Gone:
+        async def status(self) -> None:
+            raise RayServeException("gone")
+
+    class Here:
+        async def status(self) -> dict[str, Any]:
+            return {"replica": "b"}
+
+    handle: Any = Handle(Gone(), Here())
+    assert await Fleet(handle).statuses() == [{"replica": "b"}]
+    handle.targets.pop()
+    with pytest.raises(EngineDeadError, match="No replica"):
+        await Fleet(handle).statuses()
+    late = mock.AsyncMock(side_effect=TimeoutError)
+    handle = mock.Mock(broadcast=lambda *_: mock.Mock(results_async=late))
+    with pytest.raises(EngineDeadError, match="TimeoutError"):
+        await Fleet(handle).about()
+
+
+async def test_commands_go_on_without_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        async def fleet_state(self) -> None:
+            raise RayServeException("gone")
+
+        agree = do = mock.AsyncMock(side_effect=RayServeException("gone"))
+
+    class Here:
+        async def fleet_state(self) -> FleetState:
+            return FleetState(number=2, root_hash="aa")
+
+        async def agree(self, state: FleetState) -> None:
+            assert state.number == 2
+
+        async def do(self, command: Command) -> Done:
+            return Done(None, "aa")
+
+    enter_replica(monkeypatch, "c")
+    handle = Handle(Gone(), Here())
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: handle)
+    assert (await Commands().state()).number == 2
+    late = mock.AsyncMock(side_effect=TimeoutError)
+    handle = mock.Mock(broadcast=lambda *_: mock.Mock(results_async=late))
+    # Nobody runs yet: the first replica to start says what all are to be.
+    assert await Commands().state("bb") == FleetState(root_hash="bb")
+
+
+# The application.
+
+
+def _bound(ray_options: RayOptions | None = None, **options: Any) -> dict[str, Any]:
+    """The deployments of an application by their names."""
+    config = EngineConfig.from_flags(model="some/model", block_size=32)
+    application = build_application(config, ServeOptions(**options), ray_options)
+    found, waiting = dict[str, Any](), [application]
+    while waiting:
+        deployment = waiting.pop()._bound_deployment
+        found[deployment.name] = deployment
+        waiting += [one for one in deployment.init_args if isinstance(one, serve.Application)]
+    return found
+
+
+def test_the_application_has_one_place_for_commands() -> None:
+    found = _bound(RayOptions(num_replicas=3, replica_cpus=0.5, num_ingress=2))
+    assert found.keys() == {"Ingress", REPLICAS, COMMANDS}
+    ingress, replicas, commands = found["Ingress"], found[REPLICAS], found[COMMANDS]
+    assert ingress.num_replicas == 2
+    assert replicas.num_replicas == 3
+    assert replicas.ray_actor_options["num_cpus"] == 0.5
+    assert commands.num_replicas == 1
+    # The ingress and the replicas hold the same one.
+    assert ingress.init_args[-1]._bound_deployment is commands
+    assert replicas.init_args[-1]._bound_deployment is commands
+    assert ingress.init_args[-2]._bound_deployment is replicas
+
+
+def test_ray_finds_the_router_and_bounds_no_queue() -> None:
+    replicas = _bound(limit_concurrency=7)[REPLICAS]
+    router = replicas._deployment_config.request_router_config
+    assert router.get_request_router_class() is PrefixRequestRouter
+    assert router.request_router_kwargs == {"block_size": 32}
+    assert replicas.max_ongoing_requests > 10_000
+    assert _bound(limit_concurrency=7)["Ingress"].max_ongoing_requests == 7
+
+
+def test_replicas_may_follow_the_load() -> None:
+    options = RayOptions(
+        num_replicas=9, min_replicas=2, max_replicas=5, target_ongoing_requests=3.0
+    )
+    scaling = _bound(options)[REPLICAS]._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.initial_replicas, scaling.max_replicas) == (2, 5, 5)
+    assert math.isclose(scaling.target_ongoing_requests, 3.0)

@@ -1002,9 +1002,9 @@ class ReplicaChooser:
 
     That is what waits at a replica, and what is not cached there of the prompt. To it come
     `balance` times the tokens of work that it was given lately above the mean by more than a
-    tenth and 4,096. Work is the computed tokens of a prompt and `request_tokens`; it counts for less by a
-    factor of e after `window_tokens` more a replica. And a prompt with a key counts as cached for a
-    share `affinity` (0 to 1) of what is missing at the replica that the key names.
+    tenth and 4,096. Work is the computed tokens of a prompt and `request_tokens`; it counts for
+    less by a factor of e after `window_tokens` more a replica. And a prompt with a key counts as
+    cached for a share `affinity` (0 to 1) of what is missing at the replica that the key names.
     Equal ones are drawn by the seed: the same calls give the same choices.
     """
 

@@ -419,6 +419,21 @@ async def test_a_replica_catches_up_before_it_answers(
         assert await replica.fleet_state() == told.current
 
 
+async def test_a_replica_that_cannot_catch_up_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    told = Told()
+    async with replica_of(monkeypatch, folder, commands=told) as replica:
+        state = await replica.fleet_state()
+        told.current = dataclasses.replace(state, number=1, root_hash="another")
+        for _ in range(2):
+            [failed] = await parts_of(replica, request_of(PROMPT), command_number=1)
+            assert isinstance(failed, Failed)
+            assert isinstance(failed.error, EngineDeadError)
+        with pytest.raises(EngineDeadError, match="cannot catch up"):
+            await replica.check_health()
+
+
 async def test_a_replica_that_missed_a_command_is_replaced(replica: EngineReplica) -> None:
     state = dataclasses.replace(await replica.fleet_state(), pause=Command("pause"))
     await replica.agree(state)

@@ -175,9 +175,16 @@ class EngineReplica:
         """
         async with self._following:
             if self._outdated is None and self._state.number < number:
-                await self._follow(await self._commands.state.remote())
+                await self._catch_up()
         if self._outdated is not None:
             raise self._outdated
+
+    async def _catch_up(self) -> None:
+        """Becomes what the others are now, or has Ray Serve replace it."""
+        try:
+            await self._follow(await self._commands.state.remote())
+        except PrefixCacheError as error:
+            self._outdated = EngineDeadError(f"This replica cannot catch up: {error}")
 
     async def _follow(self, state: FleetState) -> None:
         """Becomes what all replicas are. Raises `ConfigError` where that is something else."""

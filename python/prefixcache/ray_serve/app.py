@@ -22,6 +22,7 @@ from prefixcache.server.admin import add_changes, add_commands, command_options
 from prefixcache.server.app import client_app, guard, package_version
 from prefixcache.server.context import Lifecycle
 from prefixcache.server.errors import ApiError
+from prefixcache.server.health import add_probes
 from prefixcache.server.job_maker import JobMaker
 from prefixcache.server.limits import ServerLimits
 from prefixcache.server.model_dirs import ModelDirs
@@ -85,10 +86,7 @@ def _health_router(fleet: Fleet) -> APIRouter:
                 raise _not_ready(status)
         return Response()
 
-    for path, probe in {"/health": health, "/ping": health, "/ready": ready}.items():
-        router.get(path)(probe)
-        router.head(path, include_in_schema=False)(probe)
-    router.post("/ping", include_in_schema=False)(health)
+    add_probes(router, health, ready)
 
     @router.get("/load")
     async def load() -> dict[str, int]:

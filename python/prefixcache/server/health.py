@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -39,10 +39,7 @@ def health_router(
             raise _not_ready(control)
         return Response()
 
-    for path, probe in {"/health": health, "/ping": health, "/ready": ready}.items():
-        router.get(path)(probe)
-        router.head(path, include_in_schema=False)(probe)
-    router.post("/ping", include_in_schema=False)(health)
+    add_probes(router, health, ready)
 
     @router.get("/load")
     async def load() -> dict[str, int]:
@@ -75,3 +72,15 @@ def _not_ready(control: Control) -> ApiError:
         f"The engine is {state}: it computes nothing until an administrator calls it back.",
         code=f"engine_{state}",
     )
+
+
+def add_probes(
+    router: APIRouter,
+    health: Callable[[], Awaitable[Response]],
+    ready: Callable[[], Awaitable[Response]],
+) -> None:
+    """Serves both under all paths and methods that load balancers ask."""
+    for path, probe in {"/health": health, "/ping": health, "/ready": ready}.items():
+        router.get(path)(probe)
+        router.head(path, include_in_schema=False)(probe)
+    router.post("/ping", include_in_schema=False)(health)

@@ -2,6 +2,7 @@
 
 Hypothesis prints a `@reproduce_failure` line and keeps failing examples in `.hypothesis`. A random
 schedule takes the `seed` fixture; a failing test that used it shows the command with that seed.
+With PREFIXCACHE_FIXED_CASES=1 every run draws the same cases, so that it fails by a change alone.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from hypothesis import settings
 
 T = TypeVar("T")
 
+FIXED = os.environ.get("PREFIXCACHE_FIXED_CASES") == "1"
+
 # Kept in the environment, so that the workers of a run draw from the seed that its header names.
-RUN_SEED = int(os.environ.setdefault("PREFIXCACHE_TEST_SEED", str(secrets.randbits(32))))
+_DRAWN = "0" if FIXED else str(secrets.randbits(32))
+RUN_SEED = int(os.environ.setdefault("PREFIXCACHE_TEST_SEED", _DRAWN))
 
 LONG = os.environ.get("PREFIXCACHE_LONG_TESTS") == "1"
 
 # `derandomize` is set because Hypothesis turns it on by itself where CI is in the environment.
-settings.register_profile("prefixcache", deadline=None, derandomize=False, print_blob=True)
+settings.register_profile("prefixcache", deadline=None, derandomize=FIXED, print_blob=True)
 settings.load_profile("prefixcache")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import CheckContext
@@ -14,7 +16,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-EXAMPLES = 25
+FIXED = os.environ.get("PREFIXCACHE_FIXED_CASES") == "1"
+EXAMPLES = int(os.environ.get("PREFIXCACHE_EXAMPLES", "25"))
 # They stop the others, or take the weights away: they are called one by one, and undone.
 STOPPING = r"^/(pause|sleep|update_weights_from_disk|prefix_cache/resize)$"
 COMMANDS = [
@@ -57,6 +60,27 @@ def test_nothing_is_undocumented(address: str) -> None:
     assert not wrong, "\n".join(f"{label}: {error}" for label, error in wrong.items())
 
 
+@pytest.mark.parametrize(
+    ("path", "question"),
+    [
+        ("/v1/completions", {"prompt": "One"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "One"}]}),
+        ("/v1/responses", {"input": "One"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "One"}]}),
+    ],
+)
+def test_streams_are_as_they_are_described(
+    address: str, path: str, question: dict[str, Any]
+) -> None:
+    described = schemathesis.openapi.from_url(f"{address}/openapi.json")
+    body = {**question, "max_tokens": 2, "max_output_tokens": 2, "stream": True}
+    case = described[path]["POST"].Case(body=body, media_type="application/json")
+    response = case.call(timeout=60)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"][0].startswith("text/event-stream")
+    case.validate_response(response, checks=CHECKS)
+
+
 def test_commands_answer_as_they_are_described(address: str) -> None:
     described = schemathesis.openapi.from_url(f"{address}/openapi.json")
     for method, path, body, status in COMMANDS:
@@ -71,6 +95,7 @@ def _try_many(operation: Any) -> None:
     @given(case=operation.as_strategy())
     @settings(
         max_examples=EXAMPLES,
+        derandomize=FIXED,
         deadline=None,
         database=None,
         phases=[Phase.generate],

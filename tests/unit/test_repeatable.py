@@ -50,6 +50,14 @@ def test_a_failing_run_says_how_to_repeat_it_and_the_next_run_draws_anew(tmp_pat
     assert _examples(second) != _examples(first)
 
 
+def test_fixed_cases_are_the_same_in_every_run(tmp_path: Path) -> None:
+    fixed = {"PREFIXCACHE_FIXED_CASES": "1"}
+    first = run(tmp_path, **fixed, HYPOTHESIS_STORAGE_DIRECTORY="a")
+    second = run(tmp_path, "-n1", **fixed, HYPOTHESIS_STORAGE_DIRECTORY="b")
+    assert _schedule(second) == _schedule(first)
+    assert _examples(second) == _examples(first) != []
+
+
 def _schedule(out: str) -> str:
     found = re.search(r"schedule \d+", out)
     assert found is not None

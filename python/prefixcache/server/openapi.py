@@ -65,6 +65,11 @@ _VERSION = _parameter(
     "header",
     description="Every request to Anthropic's API has it; with it answers have the form of that.",
 )
+_EVENT = _object(data=_STRING)  # JSON, and "[DONE]" at the end
+_NAMED_EVENT = _object(
+    event=_STRING,
+    data=_STRING | {"contentMediaType": "application/json", "contentSchema": _object(type=_STRING)},
+)
 _USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
 _CACHED = _object(prompt_tokens=_COUNT, cached_tokens=_COUNT)
 _EXPLANATION = _object(
@@ -151,13 +156,13 @@ _EXAMPLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Endpoint:
-    """What one method of a path takes and gives."""
+    """What one method of a path takes and gives; `events` describes one of a streamed answer."""
 
     summary: str
     answer: Schema | None = None
     models: tuple[type[BaseModel], ...] = ()
     example: Any = None
-    streams: bool = False
+    events: Schema | None = None
     statuses: tuple[int, ...] = ()
     parameters: tuple[Schema, ...] = ()
     properties: Mapping[str, Schema] = field(default_factory=dict[str, Schema])
@@ -170,14 +175,14 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
         properties={"prompt": _PROMPT},
         example={"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
         answer=_object(id=_STRING, object=_STRING, choices=_list_of(_object()), usage=_USAGE),
-        streams=True,
+        events=_EVENT,
     ),
     ("post", "/v1/chat/completions"): _Endpoint(
         summary="Answers a chat.",
         models=(ChatRequest,),
         example={"messages": _QUESTION, "max_tokens": 8, "temperature": 0},
         answer=_object(id=_STRING, object=_STRING, choices=_list_of(_object()), usage=_USAGE),
-        streams=True,
+        events=_EVENT,
     ),
     ("post", "/v1/responses"): _Endpoint(
         summary="Answers in OpenAI's Responses API.",
@@ -185,7 +190,7 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
         properties={"input": _INPUT},
         example={"input": "What is the capital of France?", "max_output_tokens": 8},
         answer=_RESPONSE,
-        streams=True,
+        events=_NAMED_EVENT,
         statuses=(404,),
     ),
     ("post", "/v1/responses/input_tokens"): _Endpoint(
@@ -220,7 +225,7 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
         properties=_MESSAGES,
         example={"messages": _QUESTION, "max_tokens": 8},
         answer=_MESSAGE,
-        streams=True,
+        events=_NAMED_EVENT,
     ),
     ("post", "/v1/messages/count_tokens"): _Endpoint(
         summary="Counts the tokens that a message would be made from.",
@@ -371,7 +376,7 @@ def _fill(operation: Schema, path: str, endpoint: _Endpoint, schemas: dict[str, 
     answers = {} if path == "/v1/embeddings" else {"200": _answer(path, endpoint)}
     statuses = {400, 401, 403, 405, 503, *endpoint.statuses}
     statuses |= {404, 413, 415} if endpoint.models else set()
-    statuses |= {429, 504} if endpoint.streams else set()
+    statuses |= {429, 504} if endpoint.events else set()
     forms = ["AnthropicError"] if is_anthropic(path) else ["OpenAIError"]
     if _VERSION in endpoint.parameters:
         forms.append("AnthropicError")
@@ -423,8 +428,8 @@ def _answer(path: str, endpoint: _Endpoint) -> Schema:
         return {"description": "Done."}
     kind = "text/plain" if path == "/metrics" else _JSON
     content: Schema = {kind: {"schema": endpoint.answer}}
-    if endpoint.streams:
-        content[_EVENTS] = {"schema": _STRING}
+    if endpoint.events:
+        content[_EVENTS] = {"itemSchema": endpoint.events}
     header = {
         "description": "Names fields of the body that nobody reads.",
         "schema": _STRING,
@@ -432,7 +437,7 @@ def _answer(path: str, endpoint: _Endpoint) -> Schema:
     }
     return {
         "description": "The answer; with `stream` as server-sent events."
-        if endpoint.streams
+        if endpoint.events
         else "The answer.",
         "content": content,
         **({"headers": {"X-Prefixcache-Warning": header}} if endpoint.models else {}),

@@ -4,36 +4,12 @@ mod common;
 
 use std::collections::{BTreeSet, HashMap};
 
-use common::{BLOCK_SIZE, config, history, prompts, public_trace, replay, trace_of};
+use common::{
+    BLOCK_SIZE, Block, PlainLru, blocks, config, history, prompts, public_trace, replay, trace_of,
+};
 use prefixcache_core::EvictionPolicy;
 use prefixcache_replay::trace::Request;
 use proptest::prelude::*;
-
-/// A block by all symbols up to it.
-type Block = Vec<u8>;
-
-fn blocks(prompt: &[u8], capacity: usize) -> Vec<Block> {
-    let lengths = 1..=prompt.len().min(capacity);
-    lengths.map(|length| prompt[..length].to_vec()).collect()
-}
-
-/// Blocks that hit in a list that is kept in the order of last use, the tail of a prompt before its head.
-fn hits_of_plain_lru(prompts: &[Vec<u8>], capacity: usize) -> u64 {
-    let mut line: Vec<Block> = Vec::new();
-    let mut hits = 0;
-    for prompt in prompts {
-        let wanted = blocks(prompt, capacity);
-        hits += wanted
-            .iter()
-            .take_while(|block| line.contains(block))
-            .count() as u64;
-        line.retain(|block| !wanted.contains(block));
-        let surplus = (line.len() + wanted.len()).saturating_sub(capacity);
-        line.drain(..surplus);
-        line.extend(wanted.into_iter().rev());
-    }
-    hits
-}
 
 /// The most blocks that can hit from request `at` on, whichever blocks are given up at each request.
 fn most_hits(
@@ -80,7 +56,8 @@ proptest! {
     #[test]
     fn the_cache_hits_what_a_plain_lru_list_hits(prompts in prompts(40, 6), capacity in 1..12_usize) {
         let outcome = replay(&trace_of(&prompts), &config(capacity, EvictionPolicy::Lru), BLOCK_SIZE);
-        let hits = hits_of_plain_lru(&prompts, capacity);
+        let mut line = PlainLru::new(capacity);
+        let hits: u64 = prompts.iter().map(|prompt| line.take(prompt) as u64).sum();
         prop_assert_eq!(outcome.hit_tokens, hits * BLOCK_SIZE as u64);
     }
 

@@ -155,7 +155,7 @@ fn a_recordings_requests_come_in_the_order_of_arrival_once_they_have_ended() {
     let lines = [
         RECORDING.to_owned(),
         format!(
-            r#"{{"e": "add", "t": 3, "id": 0, "tokens": 9, "names": "{}", "hints": [[0, 4, 80, null]]}}"#,
+            r#"{{"e": "add", "t": 3, "id": 0, "tokens": 9, "names": "{}", "hints": [[0, 4, 80, null]], "max_tokens": 4, "priority": 1, "roles": [["user", 0, 9]]}}"#,
             names(&[1, 2])
         ),
         format!(

@@ -66,3 +66,45 @@ pub fn public_trace(name: &str) -> (Vec<Request>, usize) {
     let block_size = reader.block_size();
     (reader.collect::<Result<_, _>>().unwrap(), block_size)
 }
+
+/// A block by all symbols up to it.
+pub type Block = Vec<u8>;
+
+/// The blocks of a prompt that a cache of `capacity` can hold.
+pub fn blocks(prompt: &[u8], capacity: usize) -> Vec<Block> {
+    let lengths = 1..=prompt.len().min(capacity);
+    lengths.map(|length| prompt[..length].to_vec()).collect()
+}
+
+/// A list that is kept in the order of last use, the tail of a prompt before its head.
+pub struct PlainLru {
+    line: Vec<Block>,
+    capacity: usize,
+}
+
+impl PlainLru {
+    /// A cache without content.
+    pub fn new(capacity: usize) -> Self {
+        Self {
+            line: Vec::new(),
+            capacity,
+        }
+    }
+
+    /// How many leading blocks of a prompt it holds.
+    pub fn hits(&self, prompt: &[u8]) -> usize {
+        let wanted = blocks(prompt, self.capacity);
+        let hits = wanted.iter().take_while(|block| self.line.contains(block));
+        hits.count()
+    }
+
+    /// Uses a prompt's blocks; how many leading ones hit.
+    pub fn take(&mut self, prompt: &[u8]) -> usize {
+        let (hits, wanted) = (self.hits(prompt), blocks(prompt, self.capacity));
+        self.line.retain(|block| !wanted.contains(block));
+        let surplus = (self.line.len() + wanted.len()).saturating_sub(self.capacity);
+        self.line.drain(..surplus);
+        self.line.extend(wanted.into_iter().rev());
+        hits
+    }
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from ray import serve
 
 from prefixcache.config import EngineConfig
 from prefixcache.core import BlockHashes
+from prefixcache.engine.stats import PrefixHashInfo
 from prefixcache.ray_serve.fleet_state import FleetState
 from prefixcache.ray_serve.job import Part, RoutedJob
 from prefixcache.ray_serve.replica import EngineReplica
@@ -47,11 +48,19 @@ class Handle:
         return mock.Mock(remote=lambda *args: _Stream(getattr(self.targets[0], method_name)(*args)))
 
     def broadcast(self, method: str, *args: Any) -> Any:
-        async def results(**_: Any) -> list[Any]:
-            asked = [getattr(one, method)(*args) for one in self.targets]
+        async def in_time(answer: Awaitable[Any], seconds: float) -> Any:
+            return await asyncio.wait_for(answer, seconds)
+
+        async def ask_all(seconds: float) -> list[Any]:
+            asked = [in_time(getattr(one, method)(*args), seconds) for one in self.targets]
             return await asyncio.gather(*asked, return_exceptions=True)
 
-        return mock.Mock(results_async=results)
+        def results(*, timeout_s: float, return_exceptions: bool) -> list[Any]:
+            assert return_exceptions
+            return asyncio.run_coroutine_threadsafe(ask_all(timeout_s), loop).result()
+
+        loop = asyncio.get_running_loop()
+        return mock.Mock(results=results)
 
 
 class _Stream:
@@ -73,9 +82,12 @@ class Told:
         self.current = state
         self.num_asked = 0
 
-    async def state(self, root_hash: str | None = None) -> FleetState:
+    async def state(self, hashes: PrefixHashInfo | None = None) -> FleetState:
         self.num_asked += 1
-        return self.current or FleetState(root_hash=root_hash)
+        if self.current is None:
+            assert hashes is not None
+            return FleetState(root_hash=hashes.root_hash, weights_name=hashes.weights_name)
+        return self.current
 
 
 def enter_replica(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -93,6 +105,7 @@ async def replica_of(
     *,
     commands: Any = None,
     flags: dict[str, Any] | None = None,
+    command_timeout: float = 60.0,
     **options: Any,
 ) -> AsyncGenerator[EngineReplica, None]:
     """A replica as Ray Serve makes it, which ends as it does when Ray drops it."""
@@ -100,7 +113,9 @@ async def replica_of(
     replica = EngineReplica.__new__(EngineReplica)
     config = config_of(folder, **(flags or {}))
     try:
-        await replica.__init__(config, ServeOptions(**options), Handle(commands or Told()))  # pyright: ignore[reportGeneralTypeIssues]
+        handle: Any = Handle(commands or Told())
+        given = ServeOptions(**options)
+        await replica.__init__(config, given, handle, command_timeout)  # pyright: ignore[reportGeneralTypeIssues]
         yield replica
     finally:
         replica.__del__()

@@ -103,6 +103,9 @@ async def test_new_weights_from_disk(server: Server, folders: tuple[Path, Path])
     assert response.status_code == 200
     body = response.json()
     assert (body["success"], body["weight_version"]) == (True, 1)
+    paths = (await server.get("/openapi.json"))["paths"]
+    described = paths["/update_weights_from_disk"]["post"]["responses"]["200"]["content"]
+    assert set(described["application/json"]["schema"]["required"]) == body.keys()
     assert await server.text() == await _text_of(folders[1]) != old
     assert (await server.get("/prefix_cache/stats"))["hit_tokens"] == 0
 

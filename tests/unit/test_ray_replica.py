@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import importlib
 import math
+import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -19,6 +20,7 @@ from prefixcache.config import EngineConfig
 from prefixcache.core import BlockHashes
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.build import build
+from prefixcache.engine.stats import PrefixHashInfo
 from prefixcache.events.wire import BlockStored, SnapshotEnd, SnapshotHeader, decode_snapshot
 from prefixcache.exceptions import (
     ConfigError,
@@ -41,6 +43,7 @@ import ray.util
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
+from prefixcache.ray_serve import fleet as fleet_module
 from prefixcache.ray_serve.application import build_application
 from prefixcache.ray_serve.commands import COMMANDS, REPLICAS, Commands
 from prefixcache.ray_serve.fleet import Fleet
@@ -324,7 +327,7 @@ async def test_a_replica_that_is_dropped_ends_its_engine(
 ) -> None:
     enter_replica(monkeypatch, "a")
     replica = EngineReplica.__new__(EngineReplica)
-    await replica.__init__(config_of(folder), ServeOptions(), Handle(Told()))  # pyright: ignore[reportGeneralTypeIssues]
+    await replica.__init__(config_of(folder), ServeOptions(), Handle(Told()), 60.0)  # pyright: ignore[reportGeneralTypeIssues]
     engine = replica._engine
     assert engine.dead is None
     del replica
@@ -346,10 +349,11 @@ async def test_a_command_that_is_obeyed_is_remembered(replica: EngineReplica) ->
     before = await replica.fleet_state()
     pause = Command("pause", options={"mode": "keep"})
     done = await replica.obey(pause, before.after(pause))
-    assert done == Done(None, await root_of(replica))
+    about = (await replica.about())["prefix_hash"]
+    assert done == Done(None, about["root_hash"], about["weights_name"])
     assert (await replica.status())["is_paused"] is True
     after = await replica.fleet_state()
-    assert after == dataclasses.replace(before.after(pause), root_hash=done.root_hash)
+    assert after == before.after(pause).named_by(done)
     assert after.number == 1
     wrong = Command("resize", (None, 1))
     refused = await replica.obey(wrong, after.after(wrong))
@@ -387,15 +391,28 @@ async def test_a_replica_starts_as_all_others_are(
         assert (await second.status())["is_paused"] is True
 
 
-@pytest.mark.parametrize("change", ["weights", "command"])
-async def test_a_replica_that_cannot_be_as_the_others_does_not_start(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, change: str
+async def test_a_replica_of_other_weights_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, other_weights: Path
 ) -> None:
-    state = FleetState(number=1, root_hash="00")
-    if change == "command":
-        state = dataclasses.replace(state, size=Command("resize", (None, 1)))
-    expected = ConfigError if change == "weights" else PrefixCacheError
-    with pytest.raises(expected, match="something else" if change == "weights" else "blocks"):
+    enter_replica(monkeypatch, "c")
+    commands = Commands(timeout=60)
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: Handle())
+    async with replica_of(monkeypatch, folder, commands=commands) as first:
+        names = [(await first.about())["prefix_hash"]["weights_name"]]
+        async with replica_of(monkeypatch, other_weights, "b") as alone:
+            names.append((await alone.about())["prefix_hash"]["weights_name"])
+        with pytest.raises(ConfigError, match="something else than the others") as refused:
+            async with replica_of(monkeypatch, other_weights, "b", commands=commands):
+                pass
+        assert all(name in str(refused.value) for name in names)
+        assert names[0] != names[1]
+
+
+async def test_a_replica_that_cannot_do_the_commands_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    state = FleetState(number=1, root_hash="00", size=Command("resize", (None, 1)))
+    with pytest.raises(PrefixCacheError, match="blocks"):
         async with replica_of(monkeypatch, folder, commands=Told(state)):
             pass
 
@@ -448,6 +465,38 @@ async def test_a_replica_that_missed_a_command_is_replaced(replica: EngineReplic
     assert isinstance(failed.error, EngineDeadError)
 
 
+async def test_a_replica_that_hangs_holds_no_command_up(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, other_weights: Path
+) -> None:
+    enter_replica(monkeypatch, "c")
+    commands, handle = Commands(timeout=60), Handle()
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: handle)
+    async with (
+        replica_of(monkeypatch, folder, "a", commands=commands) as first,
+        replica_of(monkeypatch, folder, "b", commands=commands, command_timeout=0.5) as second,
+    ):
+        handle.targets += [first, second]
+        old, hangs = await root_of(first), threading.Event()
+        # The loop that computes steps waits for something that does not come.
+        second._engine._submit(hangs.wait)
+        try:
+            state, done = await commands.run(update_to(other_weights))
+            assert isinstance(done, Done)
+            assert done.root_hash == state.root_hash == await root_of(first) != old
+            assert (await first.status())["is_paused"] is False
+            with pytest.raises(EngineDeadError, match=r"replica b .* pause .*--command-timeout"):
+                await second.check_health()
+            state, done = await commands.run(Command("reset_prefix_cache"))
+            assert (state.number, isinstance(done, Done)) == (2, True)
+            handle.targets.remove(first)
+            state, refused = await commands.run(Command("reset_prefix_cache"))
+            assert isinstance(refused, Refused)
+            assert "replica b" in str(refused.error)
+            assert state.number == 2
+        finally:
+            hangs.set()
+
+
 async def test_other_weights_than_the_others_are_a_command_missed(replica: EngineReplica) -> None:
     state = await replica.fleet_state()
     await replica.agree(dataclasses.replace(state, root_hash="00"))
@@ -473,7 +522,7 @@ class Deployed:
 
 @pytest.fixture
 async def deployed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> AsyncGenerator[Deployed, None]:
-    commands = Commands()
+    commands = Commands(timeout=60)
     handle = Handle(commands)
     replicas = Handle()
     found = mock.Mock(side_effect=lambda *_: replicas)
@@ -560,10 +609,26 @@ async def test_a_fleet_without_an_answer_is_dead() -> None:
     handle.targets.pop()
     with pytest.raises(EngineDeadError, match="No replica"):
         await Fleet(handle).statuses()
-    late = mock.AsyncMock(side_effect=TimeoutError)
-    handle = mock.Mock(broadcast=lambda *_: mock.Mock(results_async=late))
-    with pytest.raises(EngineDeadError, match="TimeoutError"):
+    late = mock.Mock(side_effect=TimeoutError)
+    handle = mock.Mock(broadcast=lambda *_: mock.Mock(results=late))
+    with pytest.raises(EngineDeadError, match="No replica"):
         await Fleet(handle).about()
+
+
+async def test_replicas_that_answer_are_heard_beside_one_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Hangs:
+        async def status(self) -> None:
+            await asyncio.sleep(60)
+
+    class Here:
+        async def status(self) -> dict[str, Any]:
+            return {"replica": "b"}
+
+    monkeypatch.setattr(fleet_module, "_ASK_SECONDS", 0.2)
+    handle: Any = Handle(Hangs(), Here())
+    assert await Fleet(handle).statuses() == [{"replica": "b"}]
 
 
 async def test_commands_go_on_without_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -581,16 +646,18 @@ async def test_commands_go_on_without_a_replica(monkeypatch: pytest.MonkeyPatch)
             assert state.number == 2
 
         async def do(self, command: Command) -> Done:
-            return Done(None, "aa")
+            return Done(None, "aa", "tag:a")
 
     enter_replica(monkeypatch, "c")
     handle = Handle(Gone(), Here())
     monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: handle)
-    assert (await Commands().state()).number == 2
-    late = mock.AsyncMock(side_effect=TimeoutError)
-    handle = mock.Mock(broadcast=lambda *_: mock.Mock(results_async=late))
+    assert (await Commands(timeout=60).state()).number == 2
+    late = mock.Mock(side_effect=TimeoutError)
+    handle = mock.Mock(broadcast=lambda *_: mock.Mock(results=late))
     # Nobody runs yet: the first replica to start says what all are to be.
-    assert await Commands().state("bb") == FleetState(root_hash="bb")
+    hashes = PrefixHashInfo(format="3", block_size=4, root_hash="bb", weights_name="tag:b")
+    expected = FleetState(root_hash="bb", weights_name="tag:b")
+    assert await Commands(timeout=60).state(hashes) == expected
 
 
 # The application.
@@ -618,7 +685,7 @@ def test_the_application_has_one_place_for_commands() -> None:
     assert commands.num_replicas == 1
     # The ingress and the replicas hold the same one.
     assert ingress.init_args[-1]._bound_deployment is commands
-    assert replicas.init_args[-1]._bound_deployment is commands
+    assert replicas.init_args[-2]._bound_deployment is commands
     assert ingress.init_args[-2]._bound_deployment is replicas
 
 

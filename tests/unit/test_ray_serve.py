@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import queue
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
@@ -254,12 +253,12 @@ class Replica:
             return Refused(InvalidRequestError("no"))
         if command.name == UPDATE_WEIGHTS:
             self.root = command.options["path"]
-        return Done(len(self.asked), self.root)
+        return Done(len(self.asked), self.root, "tag:w")
 
     async def obey(self, command: Command, after: FleetState) -> Done | Refused:
         answer = await self.do(command)
         if isinstance(answer, Done):
-            self.state = dataclasses.replace(after, root_hash=answer.root_hash)
+            self.state = after.named_by(answer)
         return answer
 
     async def agree(self, state: FleetState) -> None:
@@ -271,7 +270,7 @@ def _update(path: str) -> Command:
 
 
 def _commands(*replicas: Replica) -> Commands:
-    commands = Commands()
+    commands = Commands(timeout=60)
 
     async def ask(method: str, *args: Any) -> list[Any]:
         return [await getattr(one, method)(*args) for one in replicas]
@@ -283,13 +282,13 @@ def _commands(*replicas: Replica) -> Commands:
 async def test_commands_reach_all_replicas_and_those_that_start_later() -> None:
     replicas = [Replica(), Replica()]
     commands = _commands(*replicas)
-    assert (await commands.state("a")).root_hash == "a"
+    assert (await commands.state()).root_hash == "a"
     state, _ = await commands.run(Command("sleep", options={"level": 1}))
     assert [one.name for one in state.commands()] == ["sleep"]
     state, _ = await commands.run(Command("wake_up"))
     update = _update("b")
     state, done = await commands.run(update)
-    assert done == Done(5, "b")
+    assert done == Done(5, "b", "tag:w")
     assert replicas[0].asked[1:] == ["sleep", "wake_up", "pause", update.name, "resume"]
     assert state.number == 3
     assert state.root_hash == "b"
@@ -304,7 +303,7 @@ async def test_commands_reach_all_replicas_and_those_that_start_later() -> None:
 async def test_a_command_that_all_refuse_changes_nothing() -> None:
     replicas = [Replica(), Replica()]
     commands = _commands(*replicas)
-    before = await commands.state("a")
+    before = await commands.state()
     for one in replicas:
         one.refuses = ("pause", "check")
     for command in (Command("pause"), _update("b")):
@@ -345,7 +344,7 @@ async def test_orders_are_those_of_a_control() -> None:
         async def remote(self, command: Command) -> tuple[FleetState, Done | Refused]:
             given.append(command)
             refused = command.name == "resize"
-            answer = Refused(InvalidRequestError("no")) if refused else Done(7, "b")
+            answer = Refused(InvalidRequestError("no")) if refused else Done(7, "b", "tag:w")
             return FleetState(number=1, root_hash="b"), answer
 
     deployment: Any = Deployment()
@@ -460,12 +459,21 @@ class AllReplicas:
             "waiting": 2,
             "is_paused": self.is_paused,
             "is_sleeping": False,
+            "halted": "paused" if self.is_paused else None,
         }
         more: dict[str, Any] = {"prefix_cache": {"hits": 1}, "resize": {}}
         return [{"replica": name, **known, **more} for name in ("a", "b")]
 
     async def about(self) -> list[dict[str, Any]]:
-        names = ("batch_invariant", "dtype", "activations", "weights", "prefix_hash", "replica")
+        names = (
+            "batch_invariant",
+            "dtype",
+            "activations",
+            "max_model_len",
+            "weights",
+            "prefix_hash",
+            "replica",
+        )
         return [dict.fromkeys(names, "x")] * 2
 
     async def metrics(self) -> str:
@@ -500,7 +508,17 @@ async def test_the_ingress_tells_of_all_replicas() -> None:
         assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
         fleet.is_paused = True
         assert (await client.get("/is_paused")).json() == {"is_paused": True}
-        assert (await client.get("/ready")).status_code == 503
+        ready = await client.get("/ready")
+        assert (ready.status_code, ready.json()["error"]["code"]) == (503, "engine_paused")
+        for method, path in (
+            ("POST", "/prefix_cache/explain"),
+            ("GET", "/prefix_cache/misses"),
+            ("GET", "/prefix_cache/snapshot"),
+            ("GET", "/dashboard"),
+        ):
+            refused = await client.request(method, path)
+            assert refused.status_code == 501
+            assert path in refused.json()["error"]["message"]
         assert (await client.post("/sleep?level=2")).status_code == 200
         assert orders.give.await_args.args == (Command("sleep", options={"level": 2}),)
         assert (await client.get("/openapi.json")).status_code == 200

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import APIRouter, FastAPI
@@ -16,17 +15,18 @@ from prefixcache.engine.control import Control
 from prefixcache.ray_serve.fleet import Fleet
 from prefixcache.ray_serve.fleet_engine import FleetEngine
 from prefixcache.ray_serve.fleet_state import Command
+from prefixcache.ray_serve.not_there import not_there_router
 from prefixcache.ray_serve.orders import Orders
 from prefixcache.server.access import AccessRules
 from prefixcache.server.admin import add_changes, add_commands, command_options
 from prefixcache.server.app import client_app, guard, package_version
 from prefixcache.server.context import Lifecycle
-from prefixcache.server.errors import ApiError
-from prefixcache.server.health import add_probes
+from prefixcache.server.health import add_probes, raise_if_not_ready
 from prefixcache.server.job_maker import JobMaker
 from prefixcache.server.limits import ServerLimits
 from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.openapi import describe
+from prefixcache.server.response_store import ResponseStore
 from prefixcache.server.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -48,10 +48,11 @@ def create_fleet_app(
     release = package_version()
     # Endpoints of clients call of an engine what `FleetEngine` has.
     maker = JobMaker(engine=cast("AsyncEngine", engine), served=served)
-    app = client_app(maker, release)
+    app = client_app(maker, ResponseStore(), release)
     app.include_router(_health_router(fleet))
     app.include_router(_info_router(fleet, served, release, flags))
     app.include_router(_command_router(orders, model_dirs))
+    app.include_router(not_there_router())
     describe(app, command_options(Control.endpoints()))
     guard(app, rules, lifecycle=Lifecycle(), limits=limits, strict=served.strict)
     return app
@@ -82,8 +83,7 @@ def _health_router(fleet: Fleet) -> APIRouter:
 
     async def ready() -> Response:
         for status in await fleet.statuses():
-            if status["is_paused"] or status["is_sleeping"]:
-                raise _not_ready(status)
+            raise_if_not_ready(status["halted"])
         return Response()
 
     add_probes(router, health, ready)
@@ -96,15 +96,6 @@ def _health_router(fleet: Fleet) -> APIRouter:
         return {"server_load": running + waiting, "running": running, "waiting": waiting}
 
     return router
-
-
-def _not_ready(status: Mapping[str, Any]) -> ApiError:
-    state = "asleep" if status["is_sleeping"] else "paused"
-    return ApiError(
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        f"The engine is {state}: it computes nothing until an administrator calls it back.",
-        code=f"engine_{state}",
-    )
 
 
 def _info_router(
@@ -126,6 +117,8 @@ def _info_router(
             "version": release,
             "model": served.root,
             "served_model_names": served.names,
+            "max_model_len": about[0]["max_model_len"],
+            "prefix_hash": about[0]["prefix_hash"],
             "replicas": about,
             "flags": to_jsonable_python(flags, fallback=str),
         }

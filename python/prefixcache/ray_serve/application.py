@@ -57,10 +57,10 @@ def build_application(
     commands = _deployment(Commands).options(
         name=COMMANDS, max_ongoing_requests=_NO_BOUND, ray_actor_options={"num_cpus": 0}
     )
-    orders = commands.bind()
-    return ingress.bind(
-        config, options, ray_options, replicas.bind(config, options, orders), orders
-    )
+    timeout = ray_options.command_timeout
+    orders = commands.bind(timeout)
+    engines = replicas.bind(config, options, orders, timeout)
+    return ingress.bind(config, options, ray_options, engines, orders)
 
 
 def _deployment(cls: Any) -> Deployment:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 
 from prefixcache.exceptions import EngineDeadError
+from prefixcache.ray_serve.broadcast import ask_all
 from prefixcache.ray_serve.fleet_state import (
     UPDATE_WEIGHTS,
     Command,
@@ -24,13 +23,16 @@ from prefixcache.ray_serve.fleet_state import (
     Refused,
 )
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from prefixcache.engine.stats import PrefixHashInfo
 
 REPLICAS = "EngineReplica"
 COMMANDS = "Commands"
 
-# For replicas to be found: where none runs there is nothing to ask.
+# For replicas to be found, and to answer what takes no time.
 _ASK_SECONDS = 10.0
+# What replicas do between two steps, or read files for.
+_BETWEEN_STEPS = frozenset({"check_weights", "do", "obey"})
 
 
 # The state after a command, and what a replica says of it.
@@ -38,28 +40,34 @@ Told = tuple[FleetState, Done | Refused]
 
 
 class Commands:
-    """Gives commands to all replicas in order; there is one for all ingresses."""
+    """Gives commands to all replicas in order; there is one for all ingresses.
 
-    def __init__(self) -> None:
+    Each replica does a command within `timeout` seconds, or is replaced.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
         self._lock = asyncio.Lock()
         self._state: FleetState | None = None
 
-    async def state(self, root_hash: str | None = None) -> FleetState:
+    async def state(self, hashes: PrefixHashInfo | None = None) -> FleetState:
         """What all replicas are like, once no command is under way.
 
-        The first replica that starts gives its `root_hash`, which is then everybody's.
+        The first replica that starts gives its `hashes`, which are then everybody's.
         """
         async with self._lock:
             state = await self._known_state()
-            if state.root_hash is None:
-                self._state = state = dataclasses.replace(state, root_hash=root_hash)
+            if state.root_hash is None and hashes is not None:
+                self._state = state = dataclasses.replace(
+                    state, root_hash=hashes.root_hash, weights_name=hashes.weights_name
+                )
             return state
 
     async def run(self, command: Command) -> Told:
         """Lets every replica do the command; the state after it, and what the first of them says.
 
-        Where all refuse it nothing has changed. A replica that fails alone is replaced: the one in
-        its place starts with the command done.
+        Where all refuse it nothing has changed. A replica that fails alone, or is not done in time,
+        is replaced: the one in its place starts with the command done.
         """
         async with self._lock:
             before = await self._known_state()
@@ -72,8 +80,7 @@ class Commands:
 
     async def _check(self, command: Command) -> Refused | None:
         """Whether a replica cannot take the weights, before any has changed."""
-        checked = await self._ask("check_weights", command)
-        return next((one for one in checked if isinstance(one, Refused)), None)
+        return _refusal(await self._ask("check_weights", command))
 
     async def _run_paused(self, before: FleetState, command: Command) -> Told:
         """Nobody computes from before the first replica changes until the last one has."""
@@ -91,8 +98,8 @@ class Commands:
             raise EngineDeadError("No replica answers.")
         done = [one for one in answers if isinstance(one, Done)]
         if not done:
-            return before, answers[0]
-        self._state = after = dataclasses.replace(after, root_hash=done[0].root_hash)
+            return before, _refusal(answers) or answers[0]
+        self._state = after = after.named_by(done[0])
         await self._ask("agree", after)
         return after, done[0]
 
@@ -112,17 +119,15 @@ class Commands:
     async def _ask(self, method: str, *args: Any) -> list[Any]:
         """What the replicas say; those that died meanwhile start anew and join."""
         replicas = serve.get_deployment_handle(REPLICAS, _application())
-        try:
-            asked = replicas.broadcast(method, *args)
-            # A command ends between two steps, an update of the weights when files are read.
-            wait = _ASK_SECONDS if method == "fleet_state" else None
-            found = await asked.results_async(timeout_s=wait, return_exceptions=True)
-        except (RayError, RayServeException, TimeoutError):
-            return []
-        for one in found:
-            if isinstance(one, BaseException):
-                logger.warning("A replica ended with a command: %s.", type(one).__name__)
-        return [one for one in found if not isinstance(one, BaseException)]
+        # Replicas end commands themselves in time, but for those whose process hangs.
+        seconds = _ASK_SECONDS + (self._timeout if method in _BETWEEN_STEPS else 0)
+        return await ask_all(replicas, method, *args, seconds=seconds)
+
+
+def _refusal(answers: Sequence[Any]) -> Refused | None:
+    """The first of a replica that is not replaced anyway."""
+    refused = (one for one in answers if isinstance(one, Refused))
+    return next((one for one in refused if not isinstance(one.error, EngineDeadError)), None)
 
 
 def _application() -> str:

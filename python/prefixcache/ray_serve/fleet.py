@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from prefixcache.exceptions import EngineDeadError
+from prefixcache.ray_serve.broadcast import ask_all
 from prefixcache.ray_serve.merged_metrics import merged_metrics
 
 # For a replica to say how it is; between steps it is free to.
@@ -35,12 +34,7 @@ class Fleet:
 
     async def _ask(self, method: str) -> list[Any]:
         """What the replicas say that answer in time. Raises `EngineDeadError` where none does."""
-        asked = self._replicas.broadcast(method)
-        try:
-            found = await asked.results_async(timeout_s=_ASK_SECONDS, return_exceptions=True)
-        except (RayError, RayServeException, TimeoutError) as error:
-            raise EngineDeadError(f"No replica answers ({type(error).__name__}).") from error
-        answers = [one for one in found if not isinstance(one, BaseException)]
+        answers = await ask_all(self._replicas, method, seconds=_ASK_SECONDS)
         if not answers:
             raise EngineDeadError("No replica answers.")
         return answers

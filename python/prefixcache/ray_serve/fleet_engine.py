@@ -12,6 +12,7 @@ from prefixcache.grammar.grammars import Grammars
 from prefixcache.grammar.guide import Grammar
 from prefixcache.grammar.trial import Trial
 from prefixcache.ray_serve.answer import Answer, Batch
+from prefixcache.ray_serve.broadcast import ask_all
 from prefixcache.ray_serve.fleet_state import Refused
 from prefixcache.ray_serve.orders import Orders
 from prefixcache.request import Request
@@ -76,12 +77,11 @@ class FleetEngine:
         return asyncio.run_coroutine_threadsafe(self._probe(request), self._loop).result()
 
     async def _probe(self, request: Request) -> int:
-        asked = self._replicas.broadcast("probe", request)
-        found = await asked.results_async(timeout_s=_PROBE_SECONDS, return_exceptions=True)
+        found = await ask_all(self._replicas, "probe", request, seconds=_PROBE_SECONDS)
         for one in found:
             if isinstance(one, Refused):
                 raise one.error
-        return max((one for one in found if isinstance(one, int)), default=0)
+        return max(found, default=0)
 
     def close(self) -> None:
         """Ends what compiles grammars."""

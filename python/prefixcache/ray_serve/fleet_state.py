@@ -26,12 +26,13 @@ class Command:
 class FleetState:
     """What all replicas are like after `number` commands, as the commands that make one so.
 
-    `root_hash` is that of every replica: the same model, weights, types and blocks; None until the
-    first one has told its own.
+    `root_hash` is that of every replica: the same model, weights, types and blocks, and
+    `weights_name` what it calls the weights; None until the first one has told its own.
     """
 
     number: int = 0
     root_hash: str | None = None
+    weights_name: str | None = None
     weights: Command | None = None
     size: Command | None = None
     sleep: tuple[Command, ...] = ()
@@ -40,6 +41,10 @@ class FleetState:
     def after(self, command: Command) -> FleetState:
         """The state when all have done a command."""
         return dataclasses.replace(self, number=self.number + 1, **self._changed(command))
+
+    def named_by(self, done: Done) -> FleetState:
+        """With the names of a replica that has done the last command."""
+        return dataclasses.replace(self, root_hash=done.root_hash, weights_name=done.weights_name)
 
     def _changed(self, command: Command) -> dict[str, Any]:
         if command.name == UPDATE_WEIGHTS:
@@ -62,10 +67,11 @@ class FleetState:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a command returned, and the root hash after it."""
+    """What a command returned, and the root hash and the weights' name after it."""
 
     result: Any
     root_hash: str
+    weights_name: str
 
 
 @dataclass(frozen=True, slots=True)

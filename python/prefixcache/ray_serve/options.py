@@ -55,6 +55,13 @@ class RayOptions(Checked):
     num_ingress: PositiveInt = flag(
         1, "Processes that take HTTP requests, encode prompts and choose replicas.", "Ray"
     )
+    command_timeout: PositiveFloat = flag(
+        600,
+        "Seconds for each replica to do a command, as an update of the weights: one that takes "
+        "longer is replaced.",
+        "Ray",
+        metavar="<seconds>",
+    )
     replica_cpus: PositiveFloat = flag(
         1, "Processors that Ray reserves for each replica; 0.5 lets two share one.", "Ray"
     )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
+import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray.util
 from prometheus_client import generate_latest
@@ -28,12 +30,18 @@ from prefixcache.ray_serve.job import Accepted, Failed, Outputs, Part, RoutedJob
 from prefixcache.request import Request
 from prefixcache.server.admin import update_weights
 from prefixcache.server.allocator import bound_arenas
+from prefixcache.server.health import halted_state
 from prefixcache.server.limits import MAX_UNREAD_OUTPUTS
 
 if TYPE_CHECKING:
     from prefixcache.config import EngineConfig
     from prefixcache.engine.control import Control
+    from prefixcache.engine.stats import PrefixHashInfo
     from prefixcache.server.options import ServeOptions
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # A replica that has less than this share of what it was chosen for says so instead of computing.
 _LEAST_OF_EXPECTED = 0.5
@@ -43,12 +51,17 @@ class EngineReplica:
     """One engine. Ray Serve makes it, calls its methods, and replaces it when it dies."""
 
     async def __init__(
-        self, config: EngineConfig, options: ServeOptions, commands: DeploymentHandle[Any]
+        self,
+        config: EngineConfig,
+        options: ServeOptions,
+        commands: DeploymentHandle[Any],
+        command_timeout: float,
     ) -> None:
         bound_arenas()
         set_up_logging(options.log_level, options.log_format, shows_prompts=options.log_prompts)
         self._id = serve.get_replica_context().replica_id.unique_id
         self._commands = commands
+        self._command_timeout = command_timeout
         self._state = FleetState()
         self._outdated: EngineDeadError | None = None
         self._following = asyncio.Lock()
@@ -65,7 +78,7 @@ class EngineReplica:
             model_name=options.served_model_name[0] if options.served_model_name else config.model,
             replica=self._id,
         )
-        await self._follow(await commands.state.remote(self._root_hash))
+        await self._follow(await commands.state.remote(self._hashes))
 
     def _build(self, config: EngineConfig, options: ServeOptions) -> BuiltEngine:
         """The engine, which publishes what its cache stores and loses."""
@@ -96,6 +109,7 @@ class EngineReplica:
             async with aclosing(outputs):
                 yield Accepted(self._id, self._state)
                 async for batch in outputs:
+                    self._raise_if_outdated()  # it may have missed other weights meanwhile
                     yield Outputs(batch, time.monotonic())
         except PrefixCacheError as error:
             yield Failed(error)
@@ -141,7 +155,7 @@ class EngineReplica:
         """Whether the weights of an update cannot be taken."""
         path, revision = command.options["path"], command.options["revision"]
         try:
-            await self._engine.run(lambda one: one.check_path(path, revision))
+            await self._in_time("check_weights", lambda one: one.check_path(path, revision))
         except PrefixCacheError as error:
             return Refused(error)
         return None
@@ -150,12 +164,14 @@ class EngineReplica:
         """Does a command; the replica is then as `after` says."""
         answer = await self.do(command)
         if isinstance(answer, Done):
-            self._state = dataclasses.replace(after, root_hash=answer.root_hash)
+            self._state = after.named_by(answer)
         return answer
 
     async def agree(self, state: FleetState) -> None:
         """Ends the replica where it is not what all are to be: Ray Serve makes a new one."""
-        if self._state.number != state.number or self._root_hash != state.root_hash:
+        if self._outdated is not None:
+            return
+        if self._state.number != state.number or self._hashes.root_hash != state.root_hash:
             self._outdated = EngineDeadError("This replica missed a command, and is replaced.")
         else:
             self._state = state
@@ -163,10 +179,27 @@ class EngineReplica:
     async def do(self, command: Command) -> Done | Refused:
         """Does a command of `engine.control.Control`."""
         try:
-            result = await self._engine.run(partial(_done, command))
+            result = await self._in_time(command.name, partial(_done, command))
         except PrefixCacheError as error:
             return Refused(error)
-        return Done(result, self._root_hash)
+        hashes = self._hashes
+        return Done(result, hashes.root_hash, hashes.weights_name)
+
+    async def _in_time(self, name: str, operation: Callable[[Control], T]) -> T:
+        """What an operation of the engine returns. An engine that hangs is replaced.
+
+        Raises what the operation raises, and `EngineDeadError`.
+        """
+        self._raise_if_outdated()
+        try:
+            return await asyncio.wait_for(self._engine.run(operation), self._command_timeout)
+        except asyncio.TimeoutError:
+            self._outdated = error = EngineDeadError(
+                f"The replica {self._id} did not end the command {name} within "
+                f"--command-timeout ({self._command_timeout:g} s), and is replaced."
+            )
+            logger.error(error)
+            raise error from None
 
     async def _check_current(self, number: int) -> None:
         """Catches up with command `number` where it came before this replica was known.
@@ -176,6 +209,9 @@ class EngineReplica:
         async with self._following:
             if self._outdated is None and self._state.number < number:
                 await self._catch_up()
+        self._raise_if_outdated()
+
+    def _raise_if_outdated(self) -> None:
         if self._outdated is not None:
             raise self._outdated
 
@@ -192,17 +228,19 @@ class EngineReplica:
             answer = await self.do(command)
             if isinstance(answer, Refused):
                 raise answer.error
-        if self._root_hash != state.root_hash:
+        mine = self._hashes
+        if mine.root_hash != state.root_hash:
             raise ConfigError(
-                f"The replica {self._id} would serve something else than the others: its root "
-                f"hash is {self._root_hash}, theirs {state.root_hash}. Every node needs the same "
-                "model and weights, and finds the same --dtype and --block-size."
+                f"The replica {self._id} would serve something else than the others: its weights "
+                f"are {mine.weights_name} (root hash {mine.root_hash}), theirs "
+                f"{state.weights_name} ({state.root_hash}). Every node needs the same model and "
+                "weights, and finds the same --dtype and --block-size."
             )
         self._state = state
 
     @property
-    def _root_hash(self) -> str:
-        return self._engine.control.prefix_hash_info().root_hash
+    def _hashes(self) -> PrefixHashInfo:
+        return self._engine.control.prefix_hash_info()
 
     # What is known of it.
 
@@ -212,6 +250,7 @@ class EngineReplica:
         weights = control.weights_info()
         return {
             "replica": self._id,
+            "pid": os.getpid(),
             "batch_invariant": built.batch_invariant,
             "dtype": built.dtype,
             "activations": built.activations,
@@ -232,6 +271,7 @@ class EngineReplica:
             "waiting": gauges.num_waiting,
             "is_paused": control.is_paused,
             "is_sleeping": control.is_sleeping,
+            "halted": halted_state(control),
             "prefix_cache": dataclasses.asdict(control.prefix_cache_stats()),
             "resize": dataclasses.asdict(control.resize_status),
         }

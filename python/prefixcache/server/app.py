@@ -69,7 +69,9 @@ def create_app(
     release = package_version()
     maker = JobMaker(engine=engine, served=served, diagnostics=diagnostics)
     lifecycle = lifecycle or Lifecycle()
-    app = client_app(maker, release)
+    responses = ResponseStore()
+    app = client_app(maker, responses, release)
+    app.include_router(explain_router(maker, responses))
     app.include_router(misses_router(maker))
     app.include_router(info_router(maker, release))
     app.include_router(health_router(maker, release, flags or {}, events))
@@ -88,8 +90,11 @@ def create_app(
     return app
 
 
-def client_app(maker: JobMaker, release: str) -> FastAPI:
-    """An application with what clients ask of the served model, and with nothing around it."""
+def client_app(maker: JobMaker, responses: ResponseStore, release: str) -> FastAPI:
+    """An application with what clients ask of the served model, and with nothing around it.
+
+    Answers of `/v1/responses` are kept among `responses`.
+    """
     app = FastAPI(
         title="prefixcache",
         version=release,
@@ -97,14 +102,12 @@ def client_app(maker: JobMaker, release: str) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    responses = ResponseStore()
     app.include_router(completions_router(maker))
     app.include_router(chat_router(maker))
     app.include_router(responses_router(maker, responses))
     app.include_router(messages_router(maker))
     app.include_router(tokenize_router(maker))
     app.include_router(probe_router(maker, responses))
-    app.include_router(explain_router(maker, responses))
     app.include_router(warm_router(maker, responses))
     app.include_router(models_router(maker))
     app.include_router(not_served_router())

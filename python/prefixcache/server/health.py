@@ -34,9 +34,7 @@ def health_router(
         return Response()
 
     async def ready() -> Response:
-        control = engine.control
-        if control.is_halted:
-            raise _not_ready(control)
+        raise_if_not_ready(halted_state(engine.control))
         return Response()
 
     add_probes(router, health, ready)
@@ -65,13 +63,23 @@ def health_router(
     return router
 
 
-def _not_ready(control: Control) -> ApiError:
-    state = "asleep" if control.is_sleeping else "paused" if control.is_paused else "updating"
-    return ApiError(
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        f"The engine is {state}: it computes nothing until an administrator calls it back.",
-        code=f"engine_{state}",
-    )
+def halted_state(control: Control) -> str | None:
+    """What an engine that computes nothing now is called; None where it computes."""
+    if control.is_sleeping:
+        return "asleep"
+    if control.is_paused:
+        return "paused"
+    return "updating" if control.is_updating else None
+
+
+def raise_if_not_ready(halted: str | None) -> None:
+    """Raises an `ApiError` of status 503 where an engine is `halted`; see `halted_state`."""
+    if halted is not None:
+        raise ApiError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            f"The engine is {halted}: it computes nothing until an administrator calls it back.",
+            code=f"engine_{halted}",
+        )
 
 
 def add_probes(

@@ -75,6 +75,7 @@ _CACHED = _object(prompt_tokens=_COUNT, cached_tokens=_COUNT)
 _EXPLANATION = _object(
     prompt_tokens=_COUNT, cached_tokens=_COUNT, reason=_STRING, description=_STRING
 )
+_PREFIX_HASH = _object(format=_STRING, block_size=_COUNT, root_hash=_STRING, weights_name=_STRING)
 _PROMPT_MODELS = (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
 _RESPONSE = _object(
     id=_STRING,
@@ -293,11 +294,11 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
     ),
     ("get", "/server_info"): _Endpoint(
         summary="What the server was started with, and what block hashes are made of.",
-        answer=_object(version=_STRING, prefix_hash=_object(root_hash=_STRING), flags=_object()),
+        answer=_object(version=_STRING, prefix_hash=_PREFIX_HASH, flags=_object()),
     ),
     ("get", "/version"): _Endpoint(
         summary="The version, what is computed with, and what block hashes are made of.",
-        answer=_object(version=_STRING),
+        answer=_object(version=_STRING, prefix_hash={"anyOf": [_PREFIX_HASH, {"type": "null"}]}),
     ),
     ("get", "/metrics"): _Endpoint(summary="Prometheus' text.", answer=_STRING),
     ("get", "/is_paused"): _Endpoint(summary="", answer=_object(is_paused={"type": "boolean"})),
@@ -324,6 +325,18 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
 }
 
 
+# Of commands, whose options are described by what reads them.
+_COMMAND_ANSWERS = {
+    "/update_weights_from_disk": _object(
+        success={"type": "boolean"},
+        message=_STRING,
+        weight_version={"type": ["integer", "string"]},
+        weights_name=_STRING,
+        root_hash=_STRING,
+    )
+}
+
+
 def describe(app: FastAPI, options: Mapping[str, type[RequestFields]]) -> None:
     """Lets the application describe itself; `options` are those of commands, by their paths."""
 
@@ -344,7 +357,7 @@ def _described(app: FastAPI, options: Mapping[str, type[RequestFields]]) -> Sche
         for method, operation in methods.items():
             endpoint = _ENDPOINTS.get((method, path))
             if endpoint is None and method == "post" and path in options:
-                endpoint = _command(operation, options[path])
+                endpoint = _command(path, operation, options[path])
             _fill(operation, path, endpoint or _Endpoint(summary="", answer=_ANY), schemas)
     return schema
 
@@ -355,7 +368,7 @@ _SECURITY = {
 }
 
 
-def _command(operation: Schema, model: type[RequestFields]) -> _Endpoint:
+def _command(path: str, operation: Schema, model: type[RequestFields]) -> _Endpoint:
     """What administrators call: its options may stand in the query too, and none is needed."""
     described = _model_schema(model)
     operation["parameters"] = [
@@ -364,7 +377,8 @@ def _command(operation: Schema, model: type[RequestFields]) -> _Endpoint:
         if "$ref" not in str(one)
     ]
     summary = operation.get("description", "").partition(".")[0]
-    return _Endpoint(summary=summary, models=(model,), statuses=(202, 404))
+    answer = _COMMAND_ANSWERS.get(path)
+    return _Endpoint(summary=summary, models=(model,), answer=answer, statuses=(202, 404))
 
 
 def _fill(operation: Schema, path: str, endpoint: _Endpoint, schemas: dict[str, Schema]) -> None:

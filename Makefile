@@ -22,7 +22,7 @@ PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=load
 
 .PHONY: setup setup-dev model serve test test-long test-clients test-ray test-rust test-python test-wheel format clean
 .PHONY: lint lint-rust lint-python lint-deploy dist audit licences
-.PHONY: equality loom shuttle stress sanitize fuzz soak bench bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-eviction bench-gpu-dry
+.PHONY: equality loom shuttle stress sanitize fuzz soak bench bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
 setup: .venv/.built                ## venv, pinned dependencies, release build
 setup-dev: .venv/.built .venv/.dev ## and what the tests need
@@ -135,6 +135,9 @@ bench-elastic: setup-dev           ## what a resize costs, and two servers that 
 
 bench-replicas: setup-dev          ## three replicas under Ray Serve: hit rates and spread by who routes
 	OMP_NUM_THREADS=1 $(BIN)/python benches/serving/replicas.py $(ARGS)
+
+bench-fleet: setup-dev             ## 64 and 1,024 simulated replicas: hit rates by router, a record and a picture
+	$(BIN)/python benches/core/fleet.py $(ARGS)
 
 bench-eviction:                    ## public traces: hit rates of orders of eviction (ARGS="taubench --as-json")
 	cargo bench --package prefixcache-replay --bench eviction -- $(ARGS)

@@ -92,8 +92,9 @@ class World:
         self.namer = _core.BlockNamer(bytes(32), BLOCK)
         self.index = _core.ReplicaIndex(8)
         self.index.add_replica()
-        weights = {"request_tokens": 1, "window_tokens": 9, "balance": 1, "affinity": 1}
-        self.chooser = _core.ReplicaChooser(**weights)
+        self.chooser = _core.ReplicaChooser(
+            overlap_weight=1, request_tokens=1, window_tokens=9, balance=1, affinity=1
+        )
         self.arrays = [np.zeros(size, kind) for size in (2, 6, 24) for kind in ("i4", "i8")]
 
     def kept_events(self) -> Any:

@@ -1000,17 +1000,19 @@ class ReplicaIndex:
 class ReplicaChooser:
     """Orders replicas by the tokens to compute before a prompt's first one. Any thread.
 
-    That is what waits at a replica, and what is not cached there of the prompt. To it come
-    `balance` times the tokens of work that it was given lately above the mean by more than a
-    tenth and 4,096. Work is the computed tokens of a prompt and `request_tokens`; it counts for
-    less by a factor of e after `window_tokens` more a replica. And a prompt with a key counts as
-    cached for a share `affinity` (0 to 1) of what is missing at the replica that the key names.
+    That is what waits at a replica, and `overlap_weight` times what is not cached there of the
+    prompt. To it come `balance` times the square of the tokens of work that it was given lately
+    above the mean, over a tenth of the mean (over 4,096 where that is more). Work is the computed
+    tokens of a prompt and `request_tokens`; it counts for less by a factor of e after
+    `window_tokens` more a replica. And a prompt with a key counts as cached for a share `affinity`
+    (0 to 1) of what is missing at the replica that the key names.
     Equal ones are drawn by the seed: the same calls give the same choices.
     """
 
     def __new__(
         cls,
         *,
+        overlap_weight: float,
         request_tokens: float,
         window_tokens: float,
         balance: float,

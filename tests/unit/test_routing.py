@@ -26,7 +26,8 @@ def test_the_longest_prefix_wins_unless_its_replica_is_behind() -> None:
     prompt = hashes(1, 2, 3)
     idle = {"a": 0, "b": 0}
     assert one.choose(prompt, 50, idle) == [Choice("a", 32), Choice("b", 16)]
-    assert one.choose(prompt, 50, {"a": 17, "b": 0})[0].replica == "b"
+    assert one.choose(prompt, 50, {"a": 47, "b": 0})[0].replica == "a"
+    assert one.choose(prompt, 50, {"a": 49, "b": 0})[0].replica == "b"
     assert one.choose(prompt, 50, {"b": 0}) == [Choice("b", 16)]
     assert one.choose(hashes(1, 2), 32, idle)[0] == Choice("a", 31)
     one.removed("a", hashes(2))
@@ -67,6 +68,17 @@ def test_a_removed_replica_is_forgotten_and_its_number_serves_another() -> None:
     assert one.choose(hashes(1), 20, {"b": 0, "c": 0, "a": 0}, most=2)[0].hit_tokens == 0
     with pytest.raises(KeyError):
         one.stored("x", hashes(1))
+
+
+def test_loads_are_of_who_has_the_name_now() -> None:
+    one, loads = routing("a", "b"), {"a": 0, "b": 900}
+    assert one.choose(hashes(1), 20, loads)[0].replica == "a"
+    for replica in "ab":
+        one.remove(replica)
+    for replica in "ba":
+        one.add(replica)
+    assert one.choose(hashes(1), 20, loads)[0].replica == "a"
+    assert one.choose(hashes(1), 20, {}) == []
 
 
 def test_requests_with_a_key_go_together_at_every_router() -> None:

@@ -17,17 +17,20 @@ Hashes = npt.NDArray[np.uint64]
 class RoutingWeights:
     """What counts how much; the unit of all costs is a token to compute.
 
+    - `overlap_weight`: what a token costs that is not cached at a replica, where one that waits
+      there costs 1. It delays the prompts behind this one too, and takes the place of another.
     - `request_tokens`: the work that a request is beside the tokens of its prompt.
     - `window_tokens`: after so much more work a replica, work counts for less by a factor of e.
-    - `balance`: what a token of recent work costs that is above the replicas' mean by more than a
-      tenth and 4,096 tokens.
+    - `balance`: what recent work above the replicas' mean costs: that times the square of the
+      surplus over a tenth of the mean, or over 4,096 tokens where that is more.
     - `affinity`: the share of what is missing of a prompt that is taken as cached at its key's
       replica, from 0 to 1.
     """
 
+    overlap_weight: float = 3.0
     request_tokens: float = 64.0
     window_tokens: float = 1e6
-    balance: float = 1.0
+    balance: float = 0.4
     affinity: float = 0.5
 
 
@@ -55,9 +58,9 @@ class PrefixRouting:
     """Knows what each replica has cached and was sent, and orders replicas for a prompt.
 
     The cost of a replica is the tokens that it computes before the prompt's first one: the work
-    that waits there, and what is not cached there of the prompt. A surplus of recent work costs
-    too, so that a prefix in high demand comes to be cached by a second replica. Equal replicas take
-    turns. The same calls give the same choices.
+    that waits there, and, with more weight, what is not cached there of the prompt. A surplus of
+    recent work costs too, so that a prefix in high demand comes to be cached by a second replica.
+    Equal replicas take turns. The same calls give the same choices.
 
     Replicas go by their names, and blocks by the 64-bit hashes of KV events (uint64 arrays). What
     is known of caches may be told from another thread than the one that chooses.
@@ -82,6 +85,9 @@ class PrefixRouting:
         self._names = dict[int, str]()
         # Tokens that each replica was sent to compute and has not; an item a number.
         self._waiting = np.zeros(0)
+        # The names that were asked about last, and their numbers: mostly the same ones are next.
+        self._asked: list[str] | None = None
+        self._asked_numbers = np.zeros(0, np.intp)
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -109,6 +115,7 @@ class PrefixRouting:
         self._waiting[number] = 0.0
         self._numbers[replica] = number
         self._names[number] = replica
+        self._asked = None
 
     def remove(self, replica: str) -> None:
         """Forget a replica, if it is there."""
@@ -116,6 +123,7 @@ class PrefixRouting:
         if number is None:
             return
         del self._names[number]
+        self._asked = None
         self._index.remove_replica(number)
         self._chooser.remove_replica(number)
 
@@ -148,14 +156,23 @@ class PrefixRouting:
         name that was not seen before is added. `hit_tokens` replaces what is known of a replica
         that said itself what the prompt would hit there. `key` is the client's `prompt_cache_key`.
         """
-        for replica in loads.keys() - self._numbers.keys():
-            self.add(replica)
+        numbers = self._numbers_of([*loads])
         hits = self._hits(hashes, hit_tokens or {})
-        all_loads = self._all_loads(loads, len(hits))
+        all_loads = np.full(len(hits), np.inf)
+        all_loads[numbers] = np.fromiter(loads.values(), np.float64, len(loads))
+        all_loads[numbers] += self._waiting[numbers]
         order = self._chooser.choose(hits, prompt_tokens, all_loads, key=key, most=most)
         # At least the last token is computed.
         usable = max(prompt_tokens - 1, 0)
         return [Choice(self._names[at], min(int(hits[at]), usable)) for at in order]
+
+    def _numbers_of(self, replicas: list[str]) -> npt.NDArray[np.intp]:
+        if replicas != self._asked:
+            for replica in replicas:
+                self.add(replica)
+            numbers = [self._numbers[replica] for replica in replicas]
+            self._asked, self._asked_numbers = replicas, np.array(numbers, np.intp)
+        return self._asked_numbers
 
     def _hits(self, hashes: Hashes, known: Mapping[str, int]) -> npt.NDArray[np.uint32]:
         hits = self._index.hits(hashes) * np.uint32(self._block_size)
@@ -163,14 +180,6 @@ class PrefixRouting:
             if replica in self._numbers:
                 hits[self._numbers[replica]] = tokens
         return hits
-
-    def _all_loads(self, loads: Mapping[str, float], size: int) -> npt.NDArray[np.float64]:
-        """By number; inf where `loads` does not name the replica."""
-        numbers = [self._numbers[replica] for replica in loads]
-        found = np.full(size, np.inf)
-        found[numbers] = list(loads.values())
-        found[numbers] += self._waiting[numbers]
-        return found
 
     def route(self, choice: Choice, hashes: Hashes, prompt_tokens: int) -> Routed:
         """The prompt goes to a replica: until it is settled, its blocks count as cached there.

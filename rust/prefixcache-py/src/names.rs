@@ -92,6 +92,7 @@ names! {
     Offset = "offset",
     Out = "out",
     Outputs = "outputs",
+    OverlapWeight = "overlap_weight",
     Parts = "parts",
     Position = "position",
     PromptTokens = "prompt_tokens",

@@ -159,8 +159,9 @@ impl ReplicaChooser {
 #[pymethods]
 impl ReplicaChooser {
     #[new]
-    #[pyo3(signature = (*, request_tokens, window_tokens, balance, affinity, seed=None))]
+    #[pyo3(signature = (*, overlap_weight, request_tokens, window_tokens, balance, affinity, seed=None))]
     fn new(
+        overlap_weight: One<names::OverlapWeight, f64>,
         request_tokens: One<names::RequestTokens, f64>,
         window_tokens: One<names::WindowTokens, f64>,
         balance: One<names::Balance, f64>,
@@ -168,6 +169,7 @@ impl ReplicaChooser {
         seed: Option<Number<names::Seed>>,
     ) -> PyResult<Self> {
         let weights = Weights {
+            overlap_weight: overlap_weight.0,
             request_tokens: request_tokens.0,
             window_tokens: window_tokens.0,
             balance: balance.0,

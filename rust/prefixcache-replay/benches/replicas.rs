@@ -1,9 +1,9 @@
 //! Many replicas behind a router, over public traces: `cargo bench --package prefixcache-replay --bench replicas --
 //! [trace].. [replicas]..`. With `--as-json` each row is one line of JSON as well, on standard output.
 //!
-//! Each replica has a 64th of half of the blocks that a trace's prompts have, and there is a copy of the trace, whose
-//! prompts are all different from those of the others, for each 64 replicas. A replica takes so long for a token that
-//! a fleet which hits what one server with all the memory hits is busy for a share of the time, `busy=0.5` by default;
+//! All replicas have half of the blocks that the trace's prompts have. There is a copy of the trace, whose prompts are
+//! all different from those of the others, for each 64 replicas (8 of taubench, which is small). A replica takes so long for a token that
+//! a fleet which hits what one server with all the memory hits is busy for a share of the time, `busy=0.1` by default;
 //! `balance=0.2` and the like change the weights of the choice, and a policy's first word runs it alone.
 
 use std::error::Error;
@@ -19,11 +19,43 @@ use prefixcache_routing::choice::Weights;
 use serde::Serialize;
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/traces");
-const TRACES: [&str; 2] = ["mooncake_conv", "weka64_A"];
-const REPLICAS: [usize; 2] = [64, 1024];
+const TRACES: [Trace; 3] = [
+    Trace {
+        name: "mooncake_conv",
+        replicas_a_copy: 64,
+        replicas: &[64, 1024],
+    },
+    Trace {
+        name: "weka64_A",
+        replicas_a_copy: 64,
+        // Sixteen copies of it would take many gigabytes.
+        replicas: &[64],
+    },
+    Trace {
+        name: "taubench",
+        replicas_a_copy: 8,
+        replicas: &[64, 1024],
+    },
+];
 
-/// Replicas that a trace is made for.
-const REPLICAS_A_COPY: usize = 64;
+/// Requests of a file.
+#[derive(Clone, Copy)]
+struct Trace {
+    name: &'static str,
+    /// Replicas that one copy is for: so many that what each holds of half of all blocks is some prompts.
+    replicas_a_copy: usize,
+    /// How many there are where nothing else is asked.
+    replicas: &'static [usize],
+}
+
+/// The cost that Dynamo's router has by default: tokens to compute. Its blocks of answers are no part of the model.
+const DYNAMO: Weights = Weights {
+    overlap_weight: 1.0,
+    request_tokens: 0.0,
+    window_tokens: 1e6,
+    balance: 0.0,
+    affinity: 0.0,
+};
 
 /// Between the beginnings of two copies.
 const COPY_DELAY_MS: u64 = 3_700;
@@ -60,8 +92,8 @@ struct Load {
 }
 
 impl Load {
-    fn read(name: &str, replicas: usize) -> Result<Self, Box<dyn Error>> {
-        let path = PathBuf::from(FOLDER).join(format!("{name}.ptt.gz"));
+    fn read(trace: Trace, replicas: usize) -> Result<Self, Box<dyn Error>> {
+        let path = PathBuf::from(FOLDER).join(format!("{}.ptt.gz", trace.name));
         let mut reader = Reader::open(&path)?;
         let block_size = reader.block_size();
         let requests = reader.by_ref().collect::<Result<Vec<_>, _>>()?;
@@ -70,8 +102,8 @@ impl Load {
         Ok(Self {
             name: reader.name().into(),
             block_size,
-            requests: copies(&requests, replicas.div_ceil(REPLICAS_A_COPY)),
-            blocks_a_replica: history.num_unique_blocks() / 2 / REPLICAS_A_COPY,
+            requests: copies(&requests, replicas.div_ceil(trace.replicas_a_copy)),
+            blocks_a_replica: history.num_unique_blocks() / 2 / trace.replicas_a_copy,
         })
     }
 
@@ -205,9 +237,10 @@ fn print_row(row: &Row, as_json: bool) -> Result<(), Box<dyn Error>> {
 
 /// The weights and how busy the fleet is, changed by words such as `balance=0.2`.
 fn settings(words: &[String]) -> Result<(Weights, f64), Box<dyn Error>> {
-    let (mut weights, mut busy) = (Weights::default(), 0.5);
+    let (mut weights, mut busy) = (Weights::default(), 0.1);
     for (name, value) in words.iter().filter_map(|word| word.split_once('=')) {
         let field = match name {
+            "overlap_weight" => &mut weights.overlap_weight,
             "request_tokens" => &mut weights.request_tokens,
             "window_tokens" => &mut weights.window_tokens,
             "balance" => &mut weights.balance,
@@ -219,10 +252,10 @@ fn settings(words: &[String]) -> Result<(Weights, f64), Box<dyn Error>> {
     Ok((weights, busy))
 }
 
-fn run(name: &str, replicas: usize, words: &[String]) -> Result<(), Box<dyn Error>> {
+fn run(trace: Trace, replicas: usize, words: &[String]) -> Result<(), Box<dyn Error>> {
     let as_json = words.iter().any(|word| word == "--as-json");
     let (weights, busy) = settings(words)?;
-    let load = Load::read(name, replicas)?;
+    let load = Load::read(trace, replicas)?;
     let bound = one_server(&load, replicas)?;
     let computed = bound.input_tokens - bound.hit_tokens;
     let bound_row = Row {
@@ -236,6 +269,8 @@ fn run(name: &str, replicas: usize, words: &[String]) -> Result<(), Box<dyn Erro
         ("round robin", Policy::RoundRobin),
         ("power of two", Policy::PowerOfTwo),
         ("prefix", Policy::Prefix(weights)),
+        ("cost of Dynamo", Policy::Prefix(DYNAMO)),
+        ("as SGLang", Policy::Thresholds),
     ];
     let is_named = |policy: &str| words.iter().any(|word| policy.starts_with(word.as_str()));
     let any_named = policies.iter().any(|(policy, _)| is_named(policy));
@@ -251,23 +286,23 @@ fn run(name: &str, replicas: usize, words: &[String]) -> Result<(), Box<dyn Erro
 
 fn main() -> Result<(), Box<dyn Error>> {
     let words: Vec<String> = std::env::args().skip(1).collect();
-    let named = TRACES
-        .into_iter()
-        .filter(|name| words.iter().any(|word| word == name));
-    let mut traces: Vec<&str> = named.collect();
-    if traces.is_empty() {
-        traces = TRACES.to_vec();
-    }
-    let mut counts: Vec<usize> = words.iter().filter_map(|word| word.parse().ok()).collect();
-    if counts.is_empty() {
-        counts = REPLICAS.to_vec();
-    }
+    let is_named = |trace: &Trace| words.iter().any(|word| word == trace.name);
+    let any_named = TRACES.iter().any(is_named);
+    let counts: Vec<usize> = words.iter().filter_map(|word| word.parse().ok()).collect();
     println!(
         "hit rate | most tokens and requests of a replica over the mean | TTFT p50, p99 | choice p50, p99 | events"
     );
-    for name in traces {
-        for &replicas in &counts {
-            run(name, replicas, &words)?;
+    for trace in TRACES {
+        if any_named && !is_named(&trace) {
+            continue;
+        }
+        let counts = if counts.is_empty() {
+            trace.replicas
+        } else {
+            &counts
+        };
+        for &replicas in counts {
+            run(trace, replicas, &words)?;
         }
     }
     Ok(())

@@ -1,11 +1,13 @@
 //! Which replica a prompt is best sent to.
 //!
 //! All is counted in tokens to compute. The cost of a replica is what it has to do before the prompt's first token:
-//! the work that waits there, and the part of the prompt that is not cached there. So the longest prefix wins, unless
-//! its replica is behind by more than the hit saves.
+//! the work that waits there, and the part of the prompt that is not cached there. A missing token costs more than one
+//! that waits: it delays all prompts behind this one too, and its block takes the place of another. So the longest
+//! prefix wins, unless its replica is behind by some times what the hit saves.
 //!
 //! Two terms are added. Where nothing waits anywhere, all prompts with a common beginning would go to the replica
-//! that computed it first. So a replica that got notably more work than the others lately pays for the surplus, and
+//! that computed it first. So a replica that got more work than the others lately pays for the surplus, by its square:
+//! next to nothing for a little, so that conversations stay where they are, and soon more than any prompt, so that
 //! a prefix in high demand comes to be cached by a second one. And a prompt with a key (`prompt_cache_key`) counts as
 //! partly cached at the replica that the key names, whatever is known.
 
@@ -22,22 +24,25 @@ const MAX_GROWTH: f64 = 1e60;
 /// Windows of work by which one prompt can age what came before, far beyond what still counts.
 const MAX_AGE: f64 = 50.0;
 
-/// The share of the mean work of all by which a replica's may be above it at no cost.
-const TOLERANCE: f64 = 0.1;
+/// The surplus of work of which a token costs `balance`, as a share of the mean work of all. Of half of it a token
+/// costs half as much, of twice of it twice as much.
+const UNIT_SHARE: f64 = 0.1;
 
-/// Tokens by which it may be above the mean in any case: where little was done at all, a few requests more are no
-/// reason to compute a prefix again.
-const TOLERATED_TOKENS: f64 = 4096.0;
+/// That surplus in tokens, at least: where little was done at all, a few requests more are no reason to compute
+/// a prefix again.
+const UNIT_TOKENS: f64 = 4096.0;
 
 /// What counts how much.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Weights {
+    /// What a token that is not cached costs, where one that waits costs 1.
+    pub overlap_weight: f64,
     /// Tokens of work that a request is, beside the tokens of its prompt that are computed.
     pub request_tokens: f64,
     /// Tokens of work of a replica after which the work before counts for less by a factor of e.
     pub window_tokens: f64,
-    /// What a token of recent work costs that is a surplus: above the mean of all by more than a tenth and
-    /// 4,096 tokens. 0: only what waits counts.
+    /// What a surplus of recent work over the mean of all costs: that times its square over a tenth of the mean,
+    /// or over 4,096 tokens where that is more. 0: only what waits counts.
     pub balance: f64,
     /// The share of what is not cached of a prompt that is taken as cached at its key's replica, from 0 to 1.
     pub affinity: f64,
@@ -46,9 +51,10 @@ pub struct Weights {
 impl Default for Weights {
     fn default() -> Self {
         Self {
+            overlap_weight: 3.0,
             request_tokens: 64.0,
             window_tokens: 1e6,
-            balance: 1.0,
+            balance: 0.4,
             affinity: 0.5,
         }
     }
@@ -70,6 +76,12 @@ impl Weights {
     fn check(&self) -> Result<(), InvalidWeight> {
         let (from_0, above_0) = ((0.0..=f64::MAX), (f64::MIN_POSITIVE..=f64::MAX));
         let fields = [
+            (
+                "overlap_weight",
+                self.overlap_weight,
+                from_0.clone(),
+                "a number from 0",
+            ),
             (
                 "request_tokens",
                 self.request_tokens,
@@ -204,16 +216,12 @@ impl Chooser {
 
     fn ranks(&self, prompt: &Prompt<'_>) -> Vec<Rank> {
         let mean = mean(self.candidates(prompt).map(|(_, seen)| seen.work));
-        let tolerated = mean + (mean * TOLERANCE).max(TOLERATED_TOKENS * self.growth);
+        let unit = (mean * UNIT_SHARE).max(UNIT_TOKENS * self.growth);
+        let imbalance = |seen: Seen| (seen.work - mean).max(0.0).powi(2) / unit / self.growth;
         let named = prompt.key.and_then(|key| self.named(prompt, key));
         let draw = mix(self.seed ^ self.num_choices);
         let rank = |(replica, seen): (usize, Seen)| Rank {
-            cost: self.cost(
-                prompt,
-                replica,
-                seen.work - tolerated,
-                named == Some(replica),
-            ),
+            cost: self.cost(prompt, replica, imbalance(seen), named == Some(replica)),
             work: seen.work,
             lot: mix(draw ^ replica as u64),
             replica,
@@ -238,12 +246,13 @@ impl Chooser {
         best.map(|(replica, _)| replica)
     }
 
-    fn cost(&self, prompt: &Prompt<'_>, replica: usize, surplus: f64, is_named: bool) -> f64 {
+    fn cost(&self, prompt: &Prompt<'_>, replica: usize, imbalance: f64, is_named: bool) -> f64 {
         let hit = prompt.num_tokens.min(prompt.hit_tokens[replica] as usize);
         let missing = (prompt.num_tokens - hit) as f64;
         let share = if is_named { self.weights.affinity } else { 0.0 };
-        let surplus = surplus.max(0.0) / self.growth;
-        prompt.loads[replica] + missing * (1.0 - share) + self.weights.balance * surplus
+        prompt.loads[replica]
+            + self.weights.overlap_weight * missing * (1.0 - share)
+            + self.weights.balance * imbalance
     }
 
     /// A replica was given a prompt of which it has to compute so many tokens.

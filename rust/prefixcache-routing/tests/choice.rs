@@ -5,6 +5,7 @@ use prefixcache_routing::replica::ReplicaId;
 use proptest::prelude::*;
 
 const WEIGHTS: Weights = Weights {
+    overlap_weight: 2.0,
     request_tokens: 10.0,
     window_tokens: 500.0,
     balance: 0.5,
@@ -68,9 +69,9 @@ fn costs(prompt: &Prompt<'_>, recent: &[f64]) -> Vec<f64> {
         let missing = prompt
             .num_tokens
             .saturating_sub(prompt.hit_tokens[replica] as usize);
-        let tolerated = mean + f64::max(0.1 * mean, 4096.0);
-        let surplus = f64::max(recent[replica] - tolerated, 0.0);
-        prompt.loads[replica] + missing as f64 + WEIGHTS.balance * surplus
+        let surplus = f64::max(recent[replica] - mean, 0.0);
+        let imbalance = surplus * surplus / f64::max(0.1 * mean, 4096.0);
+        prompt.loads[replica] + 2.0 * missing as f64 + WEIGHTS.balance * imbalance
     };
     (0..recent.len()).map(cost).collect()
 }
@@ -114,7 +115,7 @@ proptest! {
         let after = best(&mut all, &keyed(&closed), 1);
         prop_assert!(after == named || named == [gone]);
         let mut behind = loads;
-        behind[named[0]] = 51.0;
+        behind[named[0]] = 101.0;
         prop_assert_ne!(best(&mut all, &keyed(&behind), 1), named, "it is behind by more than half of the prompt");
     }
 }
@@ -125,7 +126,7 @@ fn the_longest_prefix_wins_unless_its_replica_is_behind_by_more_than_it_saves() 
     assert_eq!(
         best(
             &mut chooser,
-            &prompt(1000, &[0, 600, 200], &[0.0, 399.0, 0.0]),
+            &prompt(1000, &[0, 600, 200], &[0.0, 799.0, 0.0]),
             3
         ),
         [1, 2, 0]
@@ -133,7 +134,7 @@ fn the_longest_prefix_wins_unless_its_replica_is_behind_by_more_than_it_saves() 
     assert_eq!(
         best(
             &mut chooser,
-            &prompt(1000, &[0, 600, 200], &[0.0, 401.0, 0.0]),
+            &prompt(1000, &[0, 600, 200], &[0.0, 801.0, 0.0]),
             3
         ),
         [2, 1, 0]

@@ -215,23 +215,33 @@ def measure(
     return {"rate": round(rate, 1), "medians": medians, "fcfs_to_cache_aware": ratios, "runs": runs}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def options(about: str | None, max_queue_delay: float, record: Path) -> argparse.ArgumentParser:
+    """What both benches are asked; the last two are what is left out."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--load", type=float, default=2, help="times the rate that fcfs serves")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-queue-delay", type=float, default=30.0)
-    parser.add_argument("--workload", choices=WORKLOADS, action="append")
-    parser.add_argument("--output", type=Path, default=RECORD)
-    asked = parser.parse_args()
-    found: dict[str, Any] = {
+    parser.add_argument("--max-queue-delay", type=float, default=max_queue_delay)
+    parser.add_argument("--output", type=Path, default=record)
+    return parser
+
+
+def facts(asked: argparse.Namespace, pool_tokens: int) -> dict[str, Any]:
+    """What a record says of its run, before the results."""
+    return {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "machine": machine_facts(),
         "load": asked.load,
         "max_queue_delay": asked.max_queue_delay,
-        "pool_tokens": POOL_TOKENS,
-        "shape": SHAPE,
+        "pool_tokens": pool_tokens,
     }
+
+
+def main() -> None:
+    parser = options(__doc__, 30.0, RECORD)
+    parser.add_argument("--workload", choices=WORKLOADS, action="append")
+    asked = parser.parse_args()
+    found = {**facts(asked, POOL_TOKENS), "shape": SHAPE}
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder), **SHAPE)

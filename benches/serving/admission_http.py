@@ -1,6 +1,6 @@
 """First come, first served beside long hits first, over HTTP, at twice the rate that it can serve.
 
-    python benches/serving/admission_http.py [--model MODEL] [--repeats 1] [--output FILE]
+    python benches/serving/admission_http.py [--model MODEL] [--repeats 3] [--output FILE]
 
 The workloads of `admission.py`, smaller, against two servers with the default model, one for each
 policy. Requests come at fixed times, twice as many a second as `fcfs` serves when all wait from the
@@ -11,24 +11,21 @@ slows the other down, and their ratios are what is to be looked at.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-from admission import POLICIES, Arrival, conversations, shared_prefixes
+from admission import POLICIES, Arrival, conversations, facts, options, shared_prefixes
 
 from prefixcache.answer_stream import stream_events
-from prefixcache.bench.machine import machine_facts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
@@ -109,21 +106,10 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, 600.0, RECORD)
     parser.add_argument("--model", help="the server's default without")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--load", type=float, default=2, help="times the rate that fcfs serves")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-queue-delay", type=float, default=600.0)
-    parser.add_argument("--output", type=Path, default=RECORD)
     asked = parser.parse_args()
-    found: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "machine": machine_facts(),
-        "load": asked.load,
-        "max_queue_delay": asked.max_queue_delay,
-        "pool_tokens": POOL_TOKENS,
-    }
+    found = facts(asked, POOL_TOKENS)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         addresses: dict[str, str] = {}

@@ -117,7 +117,7 @@ def main() -> None:
             command = [*PREFIXCACHE, "serve", *([asked.model] if asked.model else [])]
             command += ["--port", "0", "--served-model-name", "bench", "--block-size", str(BLOCK)]
             command += ["--num-blocks", str(1 + POOL_TOKENS // BLOCK), "--max-num-seqs", "4"]
-            command += ["--max-num-batched-tokens", "256", "--max-model-len", "1024"]
+            command += ["--max-num-batched-tokens", "256", "--max-model-len", "512"]
             command += ["--scheduling-policy", policy, "--max-queue", "100000"]
             command += ["--max-waiting-per-key", "100000"]
             command += ["--max-queue-delay", str(asked.max_queue_delay)]

@@ -1,17 +1,22 @@
-"""What the serving shell costs beside the bare engine: time between tokens, and of a step.
+"""What the serving shell costs beside the bare engine: between tokens, in a step, for a request.
 
     python benches/serving/shell.py --streams 256 --step-ms 50
+    python benches/serving/shell.py --requests 500 --tokens 1 --step-ms 1
 
 The runner computes nothing and takes `--step-ms` for each step without the interpreter's lock, as a
 device does. First the engine's loop runs alone with that many requests; then a server streams them
 over loopback to a client in a process of its own. Shown are the gaps between two tokens as
 the client sees them, how much longer a step takes than alone, and what the event loop
 computes for a token.
+
+With `--requests` that many requests come one after another instead, each answered as a whole: by
+the engine alone, and through HTTP over one connection. Shown are both times, and what HTTP adds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import itertools
 import json
 import multiprocessing
@@ -20,7 +25,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
@@ -105,6 +111,20 @@ def bare_seconds(streams: int, tokens: int, seconds: float) -> float:
 def served(streams: int, tokens: int, seconds: float) -> dict[str, float]:
     """The same through HTTP, as the server and as the client see it."""
     engine, runner = new_engine(streams, tokens, seconds)
+    with server_of(engine) as address:
+        loop_seconds = _thread_seconds(len(threading.enumerate()))
+        gaps = in_a_process(client_gaps, address, streams, tokens)
+        spent = loop_seconds()
+    return {
+        "step_ms": runner.step_seconds * 1e3,
+        "p50_ms": _share(gaps, 0.5) * 1e3,
+        "p99_ms": _share(gaps, 0.99) * 1e3,
+        "shell_us_a_token": spent / (streams * tokens) * 1e6,
+    }
+
+
+@contextmanager
+def server_of(engine: Engine) -> Generator[str, None, None]:
     with tempfile.TemporaryDirectory() as folder:
         save_tokenizer(Path(folder))
         tokenizer = Tokenizer.from_folder(Path(folder))
@@ -112,18 +132,53 @@ def served(streams: int, tokens: int, seconds: float) -> dict[str, float]:
     app = create_app(serving, ServedModel(names=("tiny",), tokenizer=tokenizer))
     try:
         with running(app, log_level="error") as address:
-            loop_seconds = _thread_seconds(len(threading.enumerate()))
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                gaps = pool.apply(client_gaps, (address, streams, tokens))
-            spent = loop_seconds()
+            yield address
     finally:
         serving.close()
-    return {
-        "step_ms": runner.step_seconds * 1e3,
-        "p50_ms": _share(gaps, 0.5) * 1e3,
-        "p99_ms": _share(gaps, 0.99) * 1e3,
-        "shell_us_a_token": spent / (streams * tokens) * 1e6,
-    }
+
+
+def in_a_process(client: Callable[..., list[float]], *arguments: Any) -> list[float]:
+    """What a client finds that does not share the server's interpreter."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(client, arguments)
+
+
+def bare_times(requests: int, tokens: int, seconds: float) -> list[float]:
+    """Seconds of each request in the engine alone."""
+    engine, _ = new_engine(1, tokens, seconds)
+    params = SamplingParams(max_tokens=tokens)
+    times: list[float] = []
+    for number in range(requests):
+        begun = time.perf_counter()
+        prompt = prompt_of(number)
+        engine.add_request(Request(request_id=str(number), prompt_token_ids=prompt, params=params))
+        while engine.has_unfinished():
+            engine.step()
+        times.append(time.perf_counter() - begun)
+    return times
+
+
+def served_times(requests: int, tokens: int, seconds: float) -> list[float]:
+    """Seconds of each request through HTTP."""
+    engine, _ = new_engine(1, tokens, seconds)
+    with server_of(engine) as address:
+        return in_a_process(client_times, address, requests, tokens)
+
+
+def client_times(address: str, requests: int, tokens: int) -> list[float]:
+    connection = http.client.HTTPConnection(address.removeprefix("http://"))
+    times: list[float] = []
+    for number in range(requests):
+        body = json.dumps({"prompt": prompt_of(number), "max_tokens": tokens})
+        begun = time.perf_counter()
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        content = answer.read()
+        times.append(time.perf_counter() - begun)
+        if answer.status != 200:
+            raise RuntimeError(content.decode())
+    connection.close()
+    return times
 
 
 def _thread_seconds(_: int) -> Any:
@@ -176,14 +231,25 @@ async def _read(host: str, port: int, number: int, tokens: int) -> list[float]:
     return times
 
 
-def main(
-    streams: Annotated[int, typer.Option(help="Requests at the same time.")] = 256,
-    tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 60,
-    step_ms: Annotated[float, typer.Option(help="What a step of the device takes.")] = 50.0,
-    rounds: Annotated[int, typer.Option(help="Bare engine and server in turns; medians.")] = 3,
-) -> None:
-    """Prints one JSON record."""
-    seconds = step_ms / 1e3
+def measure_requests(requests: int, tokens: int, seconds: float, rounds: int) -> dict[str, Any]:
+    """Medians of rounds of the engine alone and the server in turns."""
+    pairs = [
+        (bare_times(requests, tokens, seconds), served_times(requests, tokens, seconds))
+        for _ in range(rounds)
+    ]
+    found: dict[str, float] = {}
+    for share in (0.5, 0.99):
+        bare, through = (
+            statistics.median(_share(times, share) * 1e3 for times in side)
+            for side in zip(*pairs, strict=True)
+        )
+        name = f"p{share * 100:.0f}_ms"
+        found |= {f"engine_{name}": bare, f"http_{name}": through, f"added_{name}": through - bare}
+    return {"requests": requests, **found}
+
+
+def measure_streams(streams: int, tokens: int, seconds: float, rounds: int) -> dict[str, Any]:
+    """Medians of rounds of the bare engine and the server in turns."""
     alone: list[float] = []
     found: list[dict[str, float]] = []
     for _ in range(rounds):
@@ -191,15 +257,30 @@ def main(
         found.append(served(streams, tokens, seconds))
     medians = {name: statistics.median(one[name] for one in found) for name in found[0]}
     bare = statistics.median(alone)
+    return {
+        "streams": streams,
+        "bare_step_ms": bare,
+        **medians,
+        "step_slowdown": medians["step_ms"] / bare - 1,
+        "p99_over_p50": medians["p99_ms"] / max(medians["p50_ms"], 1e-3),
+    }
+
+
+def main(
+    streams: Annotated[int, typer.Option(help="Requests at the same time.")] = 256,
+    requests: Annotated[int, typer.Option(help="One after another, and no streams.")] = 0,
+    tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 60,
+    step_ms: Annotated[float, typer.Option(help="What a step of the device takes.")] = 50.0,
+    rounds: Annotated[int, typer.Option(help="Bare engine and server in turns; medians.")] = 3,
+) -> None:
+    """Prints one JSON record."""
+    measure, count = (measure_requests, requests) if requests else (measure_streams, streams)
+    found = measure(count, tokens, step_ms / 1e3, rounds)
     record = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine_facts(),
-        "streams": streams,
         "device_ms": step_ms,
-        "bare_step_ms": round(bare, 3),
-        **{name: round(value, 3) for name, value in medians.items()},
-        "step_slowdown": round(medians["step_ms"] / bare - 1, 4),
-        "p99_over_p50": round(medians["p99_ms"] / max(medians["p50_ms"], 1e-3), 2),
+        **{name: round(value, 4) for name, value in found.items()},
     }
     print(json.dumps(record, default=str, indent=1))
 

@@ -3,7 +3,9 @@
 What a request costs in the cache, from its start to its end, is timed with diagnostics and without,
 in turns, in processor time of the one thread that does it. The pool is full, so each new block
 evicts one, which is then told; remembering, the log's reader and the reasons run in other threads,
-as in a server. With `--explains` another thread asks for explanations meanwhile.
+as in a server. With `--explains` another thread asks for explanations meanwhile. With
+`--listener-alone` nothing is remembered between the requests, which a server does in another
+thread, and which costs this one what it pushes out of the processor's caches.
 
     PYTHONPATH=python:tests python benches/serving/diagnostics.py
 """
@@ -37,6 +39,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32, help="in a round, one after another")
     parser.add_argument("--hits", action="store_true", help="one prompt again and again")
     parser.add_argument("--explains", type=float, default=0, help="explanations a second")
+    parser.add_argument("--listener-alone", action="store_true", help="the core's, no diagnostics")
     options = parser.parse_args()
     sides = [Side(options, with_diagnostics=on) for on in (False, True)]
     for side in sides:
@@ -61,9 +64,14 @@ class Side:
             max_model_len=2 * options.prompt_tokens,
             max_num_batched_tokens=options.prompt_tokens,
         )
-        self._diagnostics = CacheDiagnostics(engine, MEMORY) if with_diagnostics else None
+        self._engine = engine
+        self._diagnostics = None
+        if with_diagnostics and options.listener_alone:
+            engine.listen_to_losses(lambda _: None)
+        elif with_diagnostics:
+            self._diagnostics = CacheDiagnostics(engine, MEMORY)
         self.num_explained = 0
-        if with_diagnostics and options.explains:
+        if self._diagnostics is not None and options.explains:
             threading.Thread(target=self._explain, daemon=True).start()
 
     def run(self, number: int) -> float:

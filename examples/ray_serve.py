@@ -1,8 +1,12 @@
-"""A deployment of one's own around the replicas of `prefixcache serve-ray`.
+r"""A deployment of one's own around the replicas of `prefixcache serve-ray`.
 
     pip install 'prefixcache[ray]'
     serve run examples.ray_serve:application
 
+    curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \
+        -d '{"model": "small", "messages": [{"role": "user", "content": "Hello"}]}'
+
+Any OpenAI client works: `openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")`.
 Ray Serve places, scales and heals the replicas; prompts go where their prefix is cached.
 """
 

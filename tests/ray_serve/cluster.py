@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +36,15 @@ class Cluster:
     def kill(self, deployment: str) -> int:
         """Kills one of the processes of a deployment, which it returns."""
         pid = self.processes(deployment)[0]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def kill_busiest(self) -> int:
+        """Kills the replica with the most requests; its process."""
+        page = httpx.get(f"{self.address}/metrics", timeout=60).text
+        running = re.findall(r'num_requests_running{.*replica="(\w+)".*} (\S+)', page)
+        busiest = max(running, key=lambda one: float(one[1]))[0]
+        pid = next(one["pid"] for one in self.replicas() if one["replica"] == busiest)
         os.kill(pid, signal.SIGKILL)
         return pid
 
@@ -109,3 +120,52 @@ def streamed(lines: list[str]) -> tuple[str, str | None]:
     errors = [one["error"]["message"] for one in events if "error" in one]
     text = "".join(one["choices"][0]["text"] for one in events if one.get("choices"))
     return text, errors[0] if errors else None
+
+
+GREEDY = {"model": "tiny", "temperature": 0}
+
+
+def bodies_of(count: int, **fields: Any) -> list[dict[str, Any]]:
+    body = {**GREEDY, "max_tokens": 24, **fields}
+    return [{**body, "prompt": prompt(number)} for number in range(count)]
+
+
+async def until(is_true: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not await asyncio.to_thread(is_true):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+
+
+class Traffic:
+    """The same completions again and again, from a thread, until it is left."""
+
+    def __init__(self, address: str, bodies: list[dict[str, Any]], *, stream: bool = False) -> None:
+        self._address = address
+        self._bodies = [{**body, "stream": stream} for body in bodies]
+        self._stopped = threading.Event()
+        self._threads = [threading.Thread(target=self._send, args=[one]) for one in self._bodies]
+        self.answers: list[tuple[int, httpx.Response | Exception]] = []
+
+    def _send(self, body: dict[str, Any]) -> None:
+        index = self._bodies.index(body)
+        with httpx.Client(timeout=240) as client:
+            while not self._stopped.is_set():
+                self.answers.append((index, self._answer(client, body)))
+
+    def _answer(self, client: httpx.Client, body: dict[str, Any]) -> httpx.Response | Exception:
+        try:
+            return client.post(f"{self._address}/v1/completions", json=body)
+        except httpx.HTTPError as error:
+            time.sleep(0.2)
+            return error
+
+    def __enter__(self) -> Traffic:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -44,15 +44,26 @@ def cluster(model: Path) -> Generator[Cluster, None, None]:
         yield Cluster(address, process.pid)
 
 
+@pytest.fixture
+def scaling(model: Path) -> Generator[Cluster, None, None]:
+    """One to three replicas, by the requests that run."""
+    flags = ("--max-replicas", "3", "--target-ongoing-requests", "2", "--replica-cpus", "0.1")
+    program = [str(Path(__file__).with_name("scaling_server.py"))]
+    with started("serve-ray", str(model), *flags, *FLAGS, program=program) as (process, address):
+        yield Cluster(address, process.pid)
+
+
 @contextmanager
-def started(command: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def started(
+    command: str, *flags: str, program: Sequence[str] = ("-m", "prefixcache")
+) -> Generator[tuple[subprocess.Popen[str], str], None, None]:
     """A server on a free port of loopback, in a process group of its own, and its address."""
     # Ray's sockets have paths of at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="pc", dir="/tmp") as folder:
         log = Path(folder) / "log"
         with log.open("w") as stderr:
             process = subprocess.Popen(
-                [sys.executable, "-m", "prefixcache", command, *flags, "--port", "0"],
+                [sys.executable, *program, command, *flags, "--port", "0"],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from cluster import (
     COMMANDS,
+    GREEDY,
     INGRESS,
     REPLICA,
     Cluster,
+    Traffic,
     all_completions,
+    bodies_of,
     completion,
     prompt,
     streamed,
     told,
+    until,
 )
-
-GREEDY = {"model": "tiny", "temperature": 0}
-
-
-def _bodies(count: int, **fields: Any) -> list[dict[str, Any]]:
-    body = {**GREEDY, "max_tokens": 24, **fields}
-    return [{**body, "prompt": prompt(number)} for number in range(count)]
 
 
 async def test_answers_are_those_of_one_server(cluster: Cluster, one_server: str) -> None:
     bodies = [
-        *_bodies(4),
-        *_bodies(2, logprobs=3, temperature=0.9, seed=7),
-        *_bodies(2, n=2, temperature=0.8, seed=3),
+        *bodies_of(4),
+        *bodies_of(2, logprobs=3, temperature=0.9, seed=7),
+        *bodies_of(2, n=2, temperature=0.8, seed=3),
         {**GREEDY, "prompt": "The same question asked twice", "max_tokens": 9, "echo": True},
         {**GREEDY, "prompt": [prompt(1), prompt(2, 33)], "max_tokens": 5},
         {**GREEDY, "prompt": prompt(3), "max_tokens": 10**6},
@@ -70,7 +63,7 @@ async def test_a_prompt_goes_where_its_prefix_lies(cluster: Cluster) -> None:
 
 
 async def test_a_stream_is_that_of_one_server(cluster: Cluster, one_server: str) -> None:
-    body = {**_bodies(1)[0], "stream": True, "stream_options": {"include_usage": True}}
+    body = {**bodies_of(1)[0], "stream": True, "stream_options": {"include_usage": True}}
     found = []
     for address in (cluster.address, one_server):
         async with httpx.AsyncClient(timeout=120) as client:
@@ -82,7 +75,7 @@ async def test_a_stream_is_that_of_one_server(cluster: Cluster, one_server: str)
 
 
 async def test_who_leaves_takes_the_work_along(cluster: Cluster) -> None:
-    body = {**_bodies(1)[0], "max_tokens": 1800, "ignore_eos": True, "stream": True}
+    body = {**bodies_of(1)[0], "max_tokens": 1800, "ignore_eos": True, "stream": True}
     url = f"{cluster.address}/v1/completions"
     async with (
         httpx.AsyncClient(timeout=60) as client,
@@ -90,58 +83,17 @@ async def test_who_leaves_takes_the_work_along(cluster: Cluster) -> None:
     ):
         async for _ in answer.aiter_lines():
             break
-    await _until(lambda: _load(cluster) == 0)
+    await until(lambda: _load(cluster) == 0)
 
 
 def _load(cluster: Cluster) -> int:
     return httpx.get(f"{cluster.address}/load", timeout=60).json()["server_load"]
 
 
-async def _until(is_true: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not await asyncio.to_thread(is_true):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.1)
-
-
-class Traffic:
-    """The same completions again and again, from a thread, until it is left."""
-
-    def __init__(self, address: str, bodies: list[dict[str, Any]], *, stream: bool = False) -> None:
-        self._address = address
-        self._bodies = [{**body, "stream": stream} for body in bodies]
-        self._stopped = threading.Event()
-        self._threads = [threading.Thread(target=self._send, args=[one]) for one in self._bodies]
-        self.answers: list[tuple[int, httpx.Response | Exception]] = []
-
-    def _send(self, body: dict[str, Any]) -> None:
-        index = self._bodies.index(body)
-        with httpx.Client(timeout=240) as client:
-            while not self._stopped.is_set():
-                self.answers.append((index, self._answer(client, body)))
-
-    def _answer(self, client: httpx.Client, body: dict[str, Any]) -> httpx.Response | Exception:
-        try:
-            return client.post(f"{self._address}/v1/completions", json=body)
-        except httpx.HTTPError as error:
-            time.sleep(0.2)
-            return error
-
-    def __enter__(self) -> Traffic:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        for thread in self._threads:
-            thread.join()
-
-
 async def test_new_weights_reach_all_and_no_answer_mixes_them(
     cluster: Cluster, model: Path, other_weights: Path
 ) -> None:
-    bodies = _bodies(4)
+    bodies = bodies_of(4)
     old = [told(one) for one in await all_completions(cluster.address, bodies)]
     with Traffic(cluster.address, bodies) as traffic:
         await asyncio.sleep(1)
@@ -163,7 +115,7 @@ async def test_new_weights_reach_all_and_no_answer_mixes_them(
 
     # A replica that starts afterwards has the weights too.
     cluster.kill(REPLICA)
-    await _until(lambda: len(cluster.processes(REPLICA)) == 3, 180)
+    await until(lambda: len(cluster.processes(REPLICA)) == 3, 180)
     await asyncio.to_thread(cluster.wait_for_replicas, 3)
     answers = await all_completions(cluster.address, bodies * 3)
     assert [told(one) for one in answers] == new * 3
@@ -178,7 +130,7 @@ async def test_new_weights_reach_all_and_no_answer_mixes_them(
 
 
 async def test_sleep_and_pause_are_of_all(cluster: Cluster) -> None:
-    body = _bodies(1)[0]
+    body = bodies_of(1)[0]
     before = told(await completion(cluster.address, **body))
     assert cluster.post("/sleep", level=2).status_code == 200
     asleep = [(await completion(cluster.address, **body)).status_code for _ in range(6)]
@@ -196,7 +148,7 @@ async def test_sleep_and_pause_are_of_all(cluster: Cluster) -> None:
 
 
 async def test_a_killed_replica_costs_no_answer(cluster: Cluster) -> None:
-    bodies = _bodies(6, max_tokens=60, ignore_eos=True)
+    bodies = bodies_of(6, max_tokens=60, ignore_eos=True)
     expected = [told(one) for one in await all_completions(cluster.address, bodies)]
     with Traffic(cluster.address, bodies) as traffic:
         await asyncio.sleep(1)
@@ -206,19 +158,19 @@ async def test_a_killed_replica_costs_no_answer(cluster: Cluster) -> None:
     for index, one in traffic.answers:
         assert isinstance(one, httpx.Response)
         assert told(one) == expected[index]
-    await _until(lambda: len(pids := cluster.processes(REPLICA)) == 3 and killed not in pids, 180)
+    await until(lambda: len(pids := cluster.processes(REPLICA)) == 3 and killed not in pids, 180)
     await asyncio.to_thread(cluster.wait_for_replicas, 3)
 
 
 async def test_a_killed_replica_ends_streams_with_an_error(cluster: Cluster) -> None:
     # So long that each replica has streams under way at any time.
-    bodies = _bodies(6, max_tokens=1200, ignore_eos=True)
+    bodies = bodies_of(6, max_tokens=1200, ignore_eos=True)
     cluster.post("/reset_prefix_cache")  # else a replica that is new here may get none of them
     expected = [told(one)[0]["text"] for one in await all_completions(cluster.address, bodies)]
     with Traffic(cluster.address, bodies, stream=True) as traffic:
-        await _until(lambda: _load(cluster) == len(bodies))
+        await until(lambda: _load(cluster) == len(bodies))
         await asyncio.sleep(1)
-        killed = cluster.kill(REPLICA)
+        killed = cluster.kill_busiest()
         await asyncio.sleep(2)
     cut = 0
     for index, one in traffic.answers:
@@ -228,23 +180,23 @@ async def test_a_killed_replica_ends_streams_with_an_error(cluster: Cluster) -> 
         assert error is not None or text == expected[index]
         cut += error is not None
     assert cut
-    await _until(lambda: len(pids := cluster.processes(REPLICA)) == 3 and killed not in pids, 180)
+    await until(lambda: len(pids := cluster.processes(REPLICA)) == 3 and killed not in pids, 180)
     await asyncio.to_thread(cluster.wait_for_replicas, 3)
 
 
 @pytest.mark.parametrize("deployment", [INGRESS, COMMANDS])
 async def test_a_killed_ingress_comes_back(cluster: Cluster, deployment: str) -> None:
-    bodies = _bodies(3)
+    bodies = bodies_of(3)
     expected = [told(one) for one in await all_completions(cluster.address, bodies)]
     with Traffic(cluster.address, bodies) as traffic:
         await asyncio.sleep(1)
         killed = cluster.kill(deployment)
-        await _until(
+        await until(
             lambda: len(pids := cluster.processes(deployment)) == 1 and killed not in pids, 180
         )
         await asyncio.to_thread(cluster.wait_for_replicas, 3)
         num_before = len(traffic.answers)
-        await _until(lambda: len(traffic.answers) > num_before + 2 * len(bodies))
+        await until(lambda: len(traffic.answers) > num_before + 2 * len(bodies))
     failed = [one for _, one in traffic.answers if isinstance(one, Exception) or one.is_error]
     assert len(failed) < len(traffic.answers) // 2
     for index, one in traffic.answers:

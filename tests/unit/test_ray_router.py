@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,10 +12,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import zmq
 
 from prefixcache.core import PrefixCache
 from prefixcache.events.reader import Update
-from prefixcache.events.wire import BlockRemoved, BlockStored, Event, SnapshotHeader
+from prefixcache.events.wire import (
+    BlockRemoved,
+    BlockStored,
+    Event,
+    SnapshotHeader,
+    decode_snapshot,
+)
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.ray_serve.fleet_state import Refused
 
@@ -450,3 +458,80 @@ async def test_events_of_engines_reach_the_router(
         assert [one.asked for one in replicas] == [["kv_snapshot"]] * 2
         update(router)
         await asyncio.sleep(0)
+
+
+class LossyNetwork:
+    """Passes events on from `endpoint`; the messages that `drops` names are lost."""
+
+    def __init__(self, endpoint: str, drops: Callable[[int], bool]) -> None:
+        self._context = zmq.Context[zmq.Socket[bytes]]()
+        self._source, self._sink = self._context.socket(zmq.SUB), self._context.socket(zmq.PUB)
+        self._source.connect(endpoint)
+        self._source.subscribe(b"")
+        self.endpoint = f"tcp://127.0.0.1:{self._sink.bind_to_random_port('tcp://127.0.0.1')}"
+        self._drops = drops
+        self.num_dropped = 0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._pass_on)
+        self._thread.start()
+
+    def _pass_on(self) -> None:
+        count = 0
+        while not self._closed.is_set():
+            if not self._source.poll(50):
+                continue
+            message = self._source.recv_multipart()
+            count += 1
+            if self._drops(count):
+                self.num_dropped += 1
+            else:
+                self._sink.send_multipart(message)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+
+async def test_events_that_the_network_loses_are_replayed(
+    router: PrefixRequestRouter,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """The router knows afterwards what the replica has, though blocks were stored and evicted."""
+    router.initialize_state(block_size=16)
+    folder = tiny_checkpoint(max_position_embeddings=2048)
+    prompts = [[3 + (n * 31 + at * 7) % 370 for at in range(40 + n * 5)] for n in range(24)]
+    async with replica_of(monkeypatch, folder, "a", flags={"num_blocks": 60}) as engine:
+        root = (await engine.about())["prefix_hash"]["root_hash"]
+        events = (await engine.record_replica_metadata())["kv_events"]
+        is_lossy = True
+        network = LossyNetwork(events["endpoint"], lambda count: is_lossy and count % 3 != 0)
+        try:
+            replica = FakeReplica("a", events=events | {"endpoint": network.endpoint})
+            replica.target = engine
+            update(router, replica)
+            await until(lambda: router._caches.knows("a"))
+            jobs = [job_of(request_of(prompt), root=root) for prompt in prompts]
+            for of in jobs[:-1]:
+                async for _ in engine.generate(of):
+                    pass
+                # Each has a batch of its own.
+                await asyncio.sleep(0.03)
+            is_lossy = False
+            async for _ in engine.generate(jobs[-1]):
+                pass
+            _, *told, _ = decode_snapshot(await engine.kv_snapshot())
+            cached = {name for one in told for name in getattr(one, "block_hashes", ())}
+            await until(lambda: router._routing.num_blocks == len(cached), 30)
+            for of in jobs:
+                await order(router, [replica], of)
+                assert of.expected_hits == {"a": engine._engine.probe(of.requests[0])}
+            assert network.num_dropped > 5
+            assert engine._engine.control.prefix_cache_stats().evictions
+            # No probe told it.
+            assert replica.asked == ["kv_snapshot"]
+        finally:
+            update(router)
+            await asyncio.sleep(0)
+            network.close()

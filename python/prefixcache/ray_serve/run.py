@@ -37,9 +37,11 @@ def serve_ray(config: EngineConfig, options: ServeOptions, ray_options: RayOptio
     begun = time.perf_counter()
     access_rules(options)
     _check_model(config, options)
+    with listening(options) as listener:  # Ray says less of a port that is in use, and later
+        port = listener.getsockname()[1]
     # Ray sets a handler of its own when it starts.
     with _cluster(ray_options), _stopped() as stopped:
-        port = _start_proxies(options)
+        _start_proxies(options, port)
         _run(config, options, ray_options)
         seconds = time.perf_counter() - begun
         print(  # noqa: T201
@@ -96,10 +98,8 @@ def _cluster(options: RayOptions) -> Generator[None, None, None]:
         ray.shutdown()
 
 
-def _start_proxies(options: ServeOptions) -> int:
-    """Starts Ray's HTTP servers; their port."""
-    with listening(options) as listener:  # Ray says less of a port that is in use
-        port = listener.getsockname()[1]
+def _start_proxies(options: ServeOptions, port: int) -> None:
+    """Starts Ray's HTTP servers."""
     tls = options.tls
     serve.start(
         http_options={
@@ -110,7 +110,6 @@ def _start_proxies(options: ServeOptions) -> int:
             "ssl_keyfile": None if tls.ssl_keyfile is None else str(tls.ssl_keyfile),
         }
     )
-    return port
 
 
 def _run(config: EngineConfig, options: ServeOptions, ray_options: RayOptions) -> None:

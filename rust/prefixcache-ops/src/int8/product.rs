@@ -19,6 +19,10 @@ const AHEAD: usize = 4096;
 /// Rows of a register tile.
 const MAX_HEIGHT: usize = 3;
 
+/// The most rows that are multiplied in one pass over a panel, their sums in memory: another pass
+/// would unpack all codes again.
+const MAX_FEW: usize = 8;
+
 impl Int8Weight {
     /// Writes the sums of a panel and the rows of x from `first` on, as many as `sums` has.
     ///
@@ -83,13 +87,22 @@ struct PanelTask<'a> {
 impl PanelTask<'_> {
     #[inline(always)]
     fn of_format<P: Packed, L: ByteLanes>(self, lanes: L) {
+        let panel = Panel::<P, L>::new(lanes, self.weight, self.panel);
         let mut first = self.first;
-        for sums in self.sums.chunks_mut(MAX_HEIGHT) {
-            let panel = Panel::<P, L>::new(lanes, self.weight, self.panel);
+        let unpacks_quickly = const { P::LAYOUT.bits == 4 && P::LAYOUT.blocks == 1 };
+        let height = match self.sums.len() {
+            // An eighth row for nothing would take longer than another pass.
+            7 if unpacks_quickly => MAX_HEIGHT,
+            few @ (4 | 7..=MAX_FEW) => few,
+            _ => MAX_HEIGHT,
+        };
+        for sums in self.sums.chunks_mut(height) {
             match sums.len() {
                 1 => panel.multiply::<1>(self.x, first, sums),
                 2 => panel.multiply::<2>(self.x, first, sums),
-                _ => panel.multiply::<MAX_HEIGHT>(self.x, first, sums),
+                3 => panel.multiply::<MAX_HEIGHT>(self.x, first, sums),
+                4 => panel.multiply::<4>(self.x, first, sums),
+                _ => panel.multiply::<MAX_FEW>(self.x, first, sums),
             }
             first += sums.len();
         }
@@ -119,16 +132,18 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
         }
     }
 
-    /// Multiplies it with `H` rows.
+    /// Multiplies it with up to `H` rows.
     #[inline(always)]
     fn multiply<const H: usize>(&self, x: &QuantizedRows, first: usize, sums: &mut [Sums]) {
-        let rows = std::array::from_fn(|r| x.row(first + r).as_ptr());
+        // Rows that there are not are the last one, computed for nothing.
+        let last = first + sums.len() - 1;
+        let rows = std::array::from_fn(|r| x.row(last.min(first + r)).as_ptr());
         let halves = matches!(const { P::LAYOUT.factors }, Factors::Halves);
         // SAFETY: a row of x has the blocks of the panel's depth.
         unsafe {
             if L::LANES < TILE {
                 self.sums::<H, 2, TILES>(rows, sums);
-            } else if self.width < TILES || H == 1 {
+            } else if self.width < TILES || H == 1 || H > MAX_HEIGHT {
                 self.sums::<H, 1, TILES>(rows, sums);
             } else if halves && H > 2 {
                 // With sums of halves more would not fit into the registers.

@@ -149,6 +149,7 @@ bench-gpu-dry: setup-dev           ## what runs on a GPU, with a tiny model on t
 equality: setup-dev model          ## no bit of an answer changes (SCHEDULES=..., ARGS="--dialogues 4")
 	$(BIN)/python tests/equality.py --schedules $(SCHEDULES)
 	$(BIN)/python tests/equality_http.py $(ARGS)
+	$(BIN)/python tests/equality_http.py --cpu-activations int8 $(ARGS)
 
 dist: .venv-release/.built          ## sdist, and from it the manylinux wheel; lists of what they depend on
 	python3 release/licences.py --check

@@ -24,8 +24,9 @@ use crate::panel::{PANEL, Sums, TaskRows};
 /// Columns of a tile.
 const TILE: usize = 16;
 
-/// The most rows whose products are taken from registers, without a widened panel in between.
-const MAX_FEW: usize = 8;
+/// The most rows whose products are taken from registers, without a widened panel in between. With
+/// more, sums and numbers do not fit into the registers together, and widening first takes less time.
+const MAX_FEW: usize = 4;
 
 /// A word of each column of a panel.
 #[repr(C, align(64))]
@@ -458,7 +459,6 @@ impl<E: Element> Product<'_, E> {
             0 => {}
             1 => form.run(Few::<_, F, 1>::new(self, sums)),
             2 => form.run(Few::<_, F, 2>::new(self, sums)),
-            3..=4 => form.run(Few::<_, F, 4>::new(self, sums)),
             _ => form.run(Few::<_, F, MAX_FEW>::new(self, sums)),
         }
     }

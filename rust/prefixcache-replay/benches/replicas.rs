@@ -28,13 +28,12 @@ const TRACES: [Trace; 3] = [
     Trace {
         name: "weka64_A",
         replicas_a_copy: 64,
-        // Sixteen copies of it would take many gigabytes.
         replicas: &[64],
     },
     Trace {
         name: "taubench",
         replicas_a_copy: 8,
-        replicas: &[64, 1024],
+        replicas: &[64],
     },
 ];
 
@@ -44,7 +43,7 @@ struct Trace {
     name: &'static str,
     /// Replicas that one copy is for: so many that what each holds of half of all blocks is some prompts.
     replicas_a_copy: usize,
-    /// How many there are where nothing else is asked.
+    /// How many there are where nothing else is asked. Copies of a trace of many blocks take gigabytes.
     replicas: &'static [usize],
 }
 

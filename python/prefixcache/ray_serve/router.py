@@ -118,19 +118,23 @@ class PrefixRequestRouter(RequestRouter):
         choices = self._routing.choose(
             job.short_hashes(),
             job.num_prompt_tokens,
-            {name: self._load(replica) for name, replica in by_name.items()},
+            self._loads(replicas),
             hit_tokens=hits,
             key=job.requests[0].affinity,
         )
         job.expected_hits = {one.replica: one.hit_tokens for one in choices[:1]}
         return [by_name[choice.replica] for choice in choices]
 
-    def _load(self, replica: RunningReplica) -> float:
-        """What it was sent from elsewhere, in tokens."""
-        name = _name(replica)
-        own = sum(routed.replica == name for routed in self._routed.values()) + self._asked[name]
-        queued = self.replica_queue_len_cache.get(replica.replica_id) or 0
-        return max(queued - own, 0) * _REQUEST_TOKENS
+    def _loads(self, replicas: Sequence[RunningReplica]) -> dict[str, float]:
+        """What each was sent from elsewhere, in tokens."""
+        own = Counter(routed.replica for routed in self._routed.values()) + self._asked
+        return {
+            _name(one): max(self._queue_length(one) - own[_name(one)], 0) * _REQUEST_TOKENS
+            for one in replicas
+        }
+
+    def _queue_length(self, replica: RunningReplica) -> int:
+        return self.replica_queue_len_cache.get(replica.replica_id) or 0
 
     async def _hits(self, replicas: Sequence[RunningReplica], job: RoutedJob) -> dict[str, int]:
         """Tokens of the prompt that are cached by replicas whose events do not tell.

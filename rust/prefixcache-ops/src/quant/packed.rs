@@ -25,7 +25,7 @@ use crate::panel::{PANEL, Sums, TaskRows};
 const TILE: usize = 16;
 
 /// The most rows whose products are taken from registers, without a widened panel in between. With
-/// more, sums and numbers do not fit into the registers together, and widening first takes less time.
+/// more, widening a panel first takes less time.
 const MAX_FEW: usize = 4;
 
 /// A word of each column of a panel.

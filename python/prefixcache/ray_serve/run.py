@@ -37,11 +37,11 @@ def serve_ray(config: EngineConfig, options: ServeOptions, ray_options: RayOptio
     begun = time.perf_counter()
     access_rules(options)
     _check_model(config, options)
-    with listening(options) as listener:  # Ray says less of a port that is in use, and later
-        port = listener.getsockname()[1]
+    with listening(options):  # Ray says less of a port that is in use, and later
+        pass
     # Ray sets a handler of its own when it starts.
     with _cluster(ray_options), _stopped() as stopped:
-        _start_proxies(options, port)
+        port = _start_proxies(options)
         _run(config, options, ray_options)
         seconds = time.perf_counter() - begun
         print(  # noqa: T201
@@ -98,8 +98,10 @@ def _cluster(options: RayOptions) -> Generator[None, None, None]:
         ray.shutdown()
 
 
-def _start_proxies(options: ServeOptions, port: int) -> None:
-    """Starts Ray's HTTP servers."""
+def _start_proxies(options: ServeOptions) -> int:
+    """Starts Ray's HTTP servers; their port, which Ray itself has not taken for another use."""
+    with listening(options) as listener:
+        port = listener.getsockname()[1]
     tls = options.tls
     serve.start(
         http_options={

@@ -532,7 +532,7 @@ async def test_events_that_the_network_loses_are_replayed(
             for of in jobs:
                 await order(router, [replica], of)
                 assert of.expected_hits == {"a": engine._engine.probe(of.requests[0])}
-            assert network.num_dropped > 5
+            assert network.num_dropped > 1
             assert engine._engine.control.prefix_cache_stats().evictions
             # No probe told it.
             assert replica.asked == ["kv_snapshot"]

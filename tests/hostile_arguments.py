@@ -21,7 +21,7 @@ import numpy as np
 
 from prefixcache import _core
 
-DOCUMENTED = (TypeError, ValueError, RuntimeError, MemoryError, IndexError)
+DOCUMENTED = (TypeError, ValueError, RuntimeError, MemoryError, IndexError, OSError)
 HUGE = [2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 2**70, 10**5000, -1, -(2**70)]
 BLOCK = 4
 PROGRAM = Path(__file__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +10,8 @@ PROGRAM = Path(__file__).parents[1] / "hostile_arguments.py"
 CASES = 100
 
 
-def test_hostile_arguments() -> None:
-    first = random.SystemRandom().randrange(2**32)
-    command = [sys.executable, "-X", "faulthandler", str(PROGRAM), str(first), str(CASES)]
+def test_hostile_arguments(seed: int) -> None:
+    command = [sys.executable, "-X", "faulthandler", str(PROGRAM), str(seed), str(CASES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     case = done.stdout.rpartition("\n")[0].rpartition("\n")[2]
     repeat = f"python {PROGRAM} {case} 1"

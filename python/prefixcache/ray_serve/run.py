@@ -112,6 +112,7 @@ def _start_proxies(options: ServeOptions) -> int:
             "ssl_keyfile": None if tls.ssl_keyfile is None else str(tls.ssl_keyfile),
         }
     )
+    return port
 
 
 def _run(config: EngineConfig, options: ServeOptions, ray_options: RayOptions) -> None:

@@ -12,13 +12,14 @@ STRESS_SECONDS ?= 20
 SCHEDULES      ?= 200
 MINUTES        ?= 1
 WORKERS        ?= auto
+RERUNS         ?= 0
 LONG_CASES     ?= 1000
 LOOM    := RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 SHUTTLE := RUSTFLAGS="--cfg shuttle" CARGO_TARGET_DIR=target/shuttle
 
 # Targets of one line run beside each other, and each prints its output in one piece (GNU make 4).
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
-PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
+PYTEST   := $(BIN)/pytest --reruns=$(RERUNS) --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
 .PHONY: setup setup-dev model serve test test-long test-clients test-ray test-rust test-python test-wheel format clean
 .PHONY: lint lint-rust lint-python lint-deploy dist audit licences
@@ -58,10 +59,10 @@ test-long: setup-dev model         ## the same tests in their long forms, and cl
 	$(MAKE) --no-print-directory test-ray
 
 test-ray: setup-dev                ## three replicas under Ray Serve, killed and commanded in mid-traffic
-	cd tests/ray_serve && ../../$(BIN)/pytest --durations=5
+	cd tests/ray_serve && ../../$(BIN)/pytest --reruns=$(RERUNS) --durations=5
 
 test-clients: setup model .venv-clients/.built ## clients that people use, against a server (own environment)
-	cd tests/clients && ../../.venv-clients/bin/pytest --durations=5
+	cd tests/clients && ../../.venv-clients/bin/pytest --reruns=$(RERUNS) --durations=5
 
 .venv-clients/.built: requirements/clients.txt requirements/clients-no-deps.txt
 	$(PYTHON) -m venv .venv-clients

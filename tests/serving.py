@@ -112,7 +112,7 @@ def serving(
         thread.join()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Raises `TimeoutError` when the condition does not come true in time."""
     deadline = time.monotonic() + seconds
     while not condition():

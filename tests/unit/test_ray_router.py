@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import zmq
 
 from prefixcache.core import PrefixCache
 from prefixcache.events.reader import Update
+from prefixcache.events.sockets import EventSockets
 from prefixcache.events.wire import (
     BlockRemoved,
     BlockStored,
@@ -429,114 +429,104 @@ async def test_blocks_of_a_failed_request_do_not_count(
     assert not router._routed
 
 
+@pytest.fixture
+def replica_with_events(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+) -> Callable[..., AbstractAsyncContextManager[FakeReplica]]:
+    """Makes replicas with engines of 16-token blocks, whose events come over sockets."""
+    folder = tiny_checkpoint(max_position_embeddings=2048)
+
+    @asynccontextmanager
+    async def make(name: str, **flags: Any) -> AsyncGenerator[FakeReplica]:
+        async with replica_of(monkeypatch, folder, name, flags=flags) as engine:
+            events = (await engine.record_replica_metadata())["kv_events"]
+            replica = FakeReplica(name, events=events)
+            replica.target = engine
+            yield replica
+
+    return make
+
+
+async def job_for(replica: FakeReplica, prompt: Sequence[int]) -> RoutedJob:
+    root = (await replica.target.about())["prefix_hash"]["root_hash"]
+    return job_of(request_of(prompt), root=root)
+
+
+async def answer(replica: FakeReplica, of: RoutedJob) -> None:
+    async for _ in replica.target.generate(of):
+        pass
+
+
 async def test_events_of_engines_reach_the_router(
     router: PrefixRequestRouter,
-    monkeypatch: pytest.MonkeyPatch,
-    tiny_checkpoint: Callable[..., Path],
+    replica_with_events: Callable[..., AbstractAsyncContextManager[FakeReplica]],
 ) -> None:
     """Over sockets: a snapshot of what was cached before, then what is stored."""
     router.initialize_state(block_size=16)
-    folder = tiny_checkpoint(max_position_embeddings=2048)
-    before, later = [*range(5, 75)], [*range(105, 175)]
-    async with (
-        replica_of(monkeypatch, folder, "a") as first,
-        replica_of(monkeypatch, folder, "b") as second,
-    ):
-        root = (await first.about())["prefix_hash"]["root_hash"]
-        engines = {"a": first, "b": second}
-        of, other = (job_of(request_of(prompt), root=root) for prompt in (before, later))
-        async for _ in second.generate(of):
-            pass
-        replicas = list[FakeReplica]()
-        for name, engine in engines.items():
-            events = (await engine.record_replica_metadata())["kv_events"]
-            replicas.append(FakeReplica(name, events=events))
-            replicas[-1].target = engine
-        update(router, *replicas)
-        await until(lambda: all(map(router._caches.knows, engines)) and router._routing.num_blocks)
-        assert await order(router, replicas, of) == ["b", "a"]
-        assert of.expected_hits == {"b": 64}
-        async for _ in first.generate(other):
-            pass
+    async with replica_with_events("a") as first, replica_with_events("b") as second:
+        before = await job_for(first, range(5, 75))
+        later = await job_for(first, range(105, 175))
+        await answer(second, before)
+        replicas = update(router, first, second)
+        await until(lambda: all(map(router._caches.knows, "ab")) and router._routing.num_blocks)
+        assert await order(router, replicas, before) == ["b", "a"]
+        assert before.expected_hits == {"b": 64}
+        await answer(first, later)
         await until(lambda: router._routing.num_blocks == 8)
-        assert await order(router, replicas, other) == ["a", "b"]
+        assert await order(router, replicas, later) == ["a", "b"]
         assert [one.asked for one in replicas] == [["kv_snapshot"]] * 2
         update(router)
         await asyncio.sleep(0)
 
 
 class LossyNetwork:
-    """Passes events on from `endpoint`; the messages that `drops` names are lost."""
+    """Loses two of three messages of a publisher's `sockets`, while it `is_lossy`."""
 
-    def __init__(self, endpoint: str, drops: Callable[[int], bool]) -> None:
-        self._context = zmq.Context[zmq.Socket[bytes]]()
-        self._source, self._sink = self._context.socket(zmq.SUB), self._context.socket(zmq.PUB)
-        self._source.connect(endpoint)
-        self._source.subscribe(b"")
-        self.endpoint = f"tcp://127.0.0.1:{self._sink.bind_to_random_port('tcp://127.0.0.1')}"
-        self._drops = drops
-        self.num_dropped = 0
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._pass_on)
-        self._thread.start()
+    def __init__(self, sockets: EventSockets) -> None:
+        self._send = sockets.send
+        self.num_sent = self.num_lost = 0
+        self.is_lossy = True
 
-    def _pass_on(self) -> None:
-        count = 0
-        while not self._closed.is_set():
-            if not self._source.poll(50):
-                continue
-            message = self._source.recv_multipart()
-            count += 1
-            if self._drops(count):
-                self.num_dropped += 1
-            else:
-                self._sink.send_multipart(message)
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
-        self._context.destroy(linger=0)
+    def send(self, sequence: int, payload: bytes) -> None:
+        if self.is_lossy and sequence % 3 != 0:
+            self.num_lost += 1
+        else:
+            self._send(sequence, payload)
+        self.num_sent += 1
 
 
 async def test_events_that_the_network_loses_are_replayed(
     router: PrefixRequestRouter,
     monkeypatch: pytest.MonkeyPatch,
-    tiny_checkpoint: Callable[..., Path],
+    replica_with_events: Callable[..., AbstractAsyncContextManager[FakeReplica]],
 ) -> None:
     """The router knows afterwards what the replica has, though blocks were stored and evicted."""
     router.initialize_state(block_size=16)
-    folder = tiny_checkpoint(max_position_embeddings=2048)
     prompts = [[3 + (n * 31 + at * 7) % 370 for at in range(40 + n * 5)] for n in range(24)]
-    async with replica_of(monkeypatch, folder, "a", flags={"num_blocks": 60}) as engine:
-        root = (await engine.about())["prefix_hash"]["root_hash"]
-        events = (await engine.record_replica_metadata())["kv_events"]
-        is_lossy = True
-        network = LossyNetwork(events["endpoint"], lambda count: is_lossy and count % 3 != 0)
-        try:
-            replica = FakeReplica("a", events=events | {"endpoint": network.endpoint})
-            replica.target = engine
-            update(router, replica)
-            await until(lambda: router._caches.knows("a"))
-            jobs = [job_of(request_of(prompt), root=root) for prompt in prompts]
-            for of in jobs[:-1]:
-                async for _ in engine.generate(of):
-                    pass
-                # Each has a batch of its own.
-                await asyncio.sleep(0.03)
-            is_lossy = False
-            async for _ in engine.generate(jobs[-1]):
-                pass
-            _, *told, _ = decode_snapshot(await engine.kv_snapshot())
-            cached = {name for one in told for name in getattr(one, "block_hashes", ())}
-            await until(lambda: router._routing.num_blocks == len(cached), 30)
-            for of in jobs:
-                await order(router, [replica], of)
-                assert of.expected_hits == {"a": engine._engine.probe(of.requests[0])}
-            assert network.num_dropped > 1
-            assert engine._engine.control.prefix_cache_stats().evictions
-            # No probe told it.
-            assert replica.asked == ["kv_snapshot"]
-        finally:
-            update(router)
-            await asyncio.sleep(0)
-            network.close()
+    async with replica_with_events("a", num_blocks=60) as replica:
+        engine = replica.target
+        sockets = engine._events._sockets
+        network = LossyNetwork(sockets)
+        monkeypatch.setattr(sockets, "send", network.send)
+        update(router, replica)
+        await until(lambda: router._caches.knows("a"))
+        jobs = [await job_for(replica, prompt) for prompt in prompts]
+        for of in jobs[:-1]:
+            before = network.num_sent
+            await answer(replica, of)
+            # So that no batch has the events of two prompts.
+            await until(lambda count=before: network.num_sent > count)
+        network.is_lossy = False
+        await answer(replica, jobs[-1])
+        _, *told, _ = decode_snapshot(await engine.kv_snapshot())
+        cached = {name for one in told for name in getattr(one, "block_hashes", ())}
+        await until(lambda: router._routing.num_blocks == len(cached))
+        for of in jobs:
+            await order(router, [replica], of)
+            assert of.expected_hits == {"a": engine._engine.probe(of.requests[0])}
+        assert network.num_lost > 5
+        assert engine._engine.control.prefix_cache_stats().evictions
+        # No probe told it.
+        assert replica.asked == ["kv_snapshot"]
+        update(router)
+        await asyncio.sleep(0)

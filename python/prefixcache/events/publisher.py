@@ -100,7 +100,7 @@ class EventPublisher:
             "batches": ("Batches of KV events that were published.", self._next),
             "replays": ("Replays of KV events that were asked for.", self._num_replays),
             "overflows": (
-                "Times that a consumer of KV events had hwm batches waiting, and began to miss.",
+                "Batches of KV events at which a consumer had hwm waiting, and began to miss.",
                 self._sockets.num_overflows,
             ),
         }

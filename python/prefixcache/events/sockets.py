@@ -27,8 +27,8 @@ class EventSockets:
     An address of this machine is bound, one of another machine is connected to, where one consumer
     gathers the events of many servers. Raises `FieldError` for what can be neither. One thread at a
     time calls `send`, one `replay_requests` and `replay`. `endpoint` and `replay_endpoint` are what
-    consumers connect to. `num_overflows` counts how often a consumer was found with as much waiting
-    for it as may: from then on it misses batches until it reads.
+    consumers connect to. `num_overflows` counts the batches at which a consumer was found with as
+    much waiting for it as may: libzmq then passes it over, and tells nobody, until it has read.
     """
 
     def __init__(self, config: KVEventsConfig) -> None:

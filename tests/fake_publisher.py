@@ -69,7 +69,8 @@ class FakePublisher:
             socket.setsockopt(zmq.LINGER, 0)
         self.endpoint = _bind(self._live, self.endpoint)
         self.replay_endpoint = _bind(self._replay, self.replay_endpoint)
-        self._lock = threading.Lock()
+        # Who holds it publishes several batches between which no replay comes.
+        self.lock = threading.RLock()
         self._buffer: list[tuple[int, bytes]] = []
         self._next = 0
         self.held = Held()
@@ -90,7 +91,7 @@ class FakePublisher:
 
     def publish(self, *events: Event, lost: bool = False, forgets: bool = False) -> None:
         """Sends a batch unless it is `lost`. One that `forgets` has no batches before it."""
-        with self._lock:
+        with self.lock:
             payload = encode_batch(EventBatch(time.time(), list(events), 0))
             sequence, self._next = self._next, self._next + 1
             self.held.apply(events)
@@ -101,7 +102,7 @@ class FakePublisher:
             self._live.send_multipart([b"", encode_sequence(sequence), payload])
 
     def snapshot(self) -> list[bytes]:
-        with self._lock:
+        with self.lock:
             self.num_snapshots += 1
             header = SnapshotHeader(
                 SNAPSHOT_VERSION, self._next - 1, "00", "tiny", 1, [Group("full_attention")]
@@ -113,7 +114,7 @@ class FakePublisher:
         while not self._stopped.is_set():
             if self._replay.poll(20):
                 client, _, first = self._replay.recv_multipart()
-                with self._lock:
+                with self.lock:
                     batches = [
                         batch for batch in self._buffer if batch[0] >= decode_sequence(first)
                     ]
@@ -160,7 +161,7 @@ class Follower:
 
     def stop(self) -> None:
         self.reader.close()
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
 

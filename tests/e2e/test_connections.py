@@ -308,7 +308,7 @@ async def test_a_client_is_not_late_while_the_server_is() -> None:
         assert not transport.closed
         streams.may_end = True
         wanted = asyncio.create_task(_answered(transport))
-        await asyncio.wait_for(wanted, 30)
+        await asyncio.wait_for(wanted, 60)
         clock.fire()
         assert transport.written.endswith(b'"code":null}}')
 
@@ -323,7 +323,7 @@ async def test_an_answer_that_is_read_slowly_may_take_its_time_and_an_unread_one
     streams.may_end = True
     with _connection(streams) as (connection, transport, clock):
         connection.data_received(GET)
-        await asyncio.wait_for(_answered(transport), 30)
+        await asyncio.wait_for(_answered(transport), 60)
         transport.num_unread = 200_000
         connection.pause_writing()
         for _ in range(3):
@@ -343,7 +343,7 @@ async def test_what_is_left_of_an_answer_when_it_is_complete_must_be_read_too() 
     with _connection(streams) as (connection, transport, clock):
         transport.num_unread = 5000
         connection.data_received(GET)
-        await asyncio.wait_for(_answered(transport), 30)
+        await asyncio.wait_for(_answered(transport), 60)
         clock.fire()  # uvicorn's, for the time between two requests
         clock.fire()
         assert transport.aborted
@@ -364,7 +364,7 @@ def test_a_stream_that_nobody_reads_is_cut_and_others_go_on() -> None:
     with running(endless, timeout_write=0.2) as address:
         reader = connect(address, GET)
         assert httpx.get(f"{address}/short").text == "short"
-        assert ended.wait(30)
+        assert ended.wait(60)
         reader.close()
 
 
@@ -398,7 +398,7 @@ def test_who_left_is_not_written_to(caplog: pytest.LogCaptureFixture) -> None:
 
     async def bursts(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        left.wait(30)  # the loop is held, and cannot see the client leave
+        left.wait(60)  # the loop is held, and cannot see the client leave
         for _ in range(100):
             await send({"type": "http.response.body", "body": b"x", "more_body": True})
         done.set()
@@ -415,7 +415,7 @@ def test_who_left_is_not_written_to(caplog: pytest.LogCaptureFixture) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     connection.close()
     left.set()
-    assert done.wait(30)
+    assert done.wait(60)
     server.should_exit = True
     thread.join()
     assert "socket.send" not in caplog.text

@@ -88,11 +88,10 @@ async def preempted(
     await client.post("/v1/completions", json=body(**{**SECOND, "max_tokens": 1}))
     await engine.run(lambda control: control.pause())
     before = engine.control.prefix_cache_stats()
-    asked = [
-        asyncio.create_task(client.post("/v1/completions", json=body(**{**FIRST, **first}))),
-        asyncio.create_task(client.post("/v1/completions", json=body(**{**SECOND, **second}))),
-    ]
-    await until_waiting(engine, 2)
+    asked = list[asyncio.Task[httpx.Response]]()
+    for fields in ({**FIRST, **first}, {**SECOND, **second}):
+        asked.append(asyncio.create_task(client.post("/v1/completions", json=body(**fields))))
+        await until_waiting(engine, len(asked))  # the one that came last makes way
     await engine.run(lambda control: control.resume())
     answered = [await one for one in asked]
     stats = engine.control.prefix_cache_stats()

@@ -24,7 +24,7 @@ async def until(condition: Callable[[], bool]) -> None:
         while not condition():
             await asyncio.sleep(0.001)
 
-    await asyncio.wait_for(poll(), 30)
+    await asyncio.wait_for(poll(), 60)
 
 
 def num_waiting(engine: AsyncEngine) -> float | None:

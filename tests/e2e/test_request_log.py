@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,14 +100,19 @@ async def test_doubled_request_ids_are_two_requests(tiny_checkpoint: Callable[..
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_who_left_is_told_with_what_was_computed(tokenizer: Tokenizer, streamed: bool) -> None:
+    was_taken = threading.Event()
+
     async def waits(request: Request) -> AsyncIterator[RequestOutput]:
         yield RequestOutput(request_id=request.request_id, token_ids=(3,), text="one")
+        for _ in range(100):  # turns of the loop, in which it is read
+            await asyncio.sleep(0)
+        was_taken.set()
         await asyncio.Event().wait()
 
     engine = FakeEngine(waits)
     body = json.dumps({"prompt": [5, 6], "stream": streamed}).encode()
     with log() as written, running(fake_app(engine, tokenizer)) as address:
-        _post_and_leave(address, body, lambda: engine.num_open == 1)
+        _post_and_leave(address, body, was_taken.is_set)
         wait_until(lambda: bool(lines(written)))
     (line,) = lines(written)
     assert (line["status"], line["finish_reason"], line["completion_tokens"]) == (

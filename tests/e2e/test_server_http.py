@@ -103,7 +103,13 @@ async def test_eight_streams_at_once_say_what_each_says_alone(address):
 
         alone = [await stream(prompt) for prompt in PROMPTS]
         before = _metric(address, "num_preemptions_total")
-        together = await asyncio.gather(*map(stream, PROMPTS))
+        async with httpx.AsyncClient(base_url=address) as control:
+            await control.post("/pause")  # so that none ends before another begins
+            together = asyncio.gather(*map(stream, PROMPTS))
+            while metric((await control.get("/metrics")).text, "num_requests_waiting") < 8:
+                await asyncio.sleep(0.01)
+            await control.post("/resume")
+        together = await together
     assert together == alone
     assert _metric(address, "num_preemptions_total") > before
     assert _is_idle(address)

@@ -102,7 +102,7 @@ async def test_new_weights_reach_all_and_no_answer_mixes_them(
         assert answer.status_code == 200, answer.text
         num_before = len(traffic.answers)
         new = [told(one) for one in await all_completions(cluster.address, bodies)]
-        await asyncio.sleep(1)
+        await until(lambda: len(traffic.answers) > num_before + 2 * len(bodies), 180)
     assert all(a != b for a, b in zip(old, new, strict=True))
     assert len({one["prefix_hash"]["root_hash"] for one in cluster.replicas()}) == 1
     for index, one in traffic.answers:
@@ -110,7 +110,6 @@ async def test_new_weights_reach_all_and_no_answer_mixes_them(
         assert told(one) in (old[index], new[index])
     # Each thread had at most one answer under way when the command returned.
     late = traffic.answers[num_before + len(bodies) :]
-    assert late
     assert all(told(one) == new[index] for index, one in late)  # type: ignore[arg-type]
 
     # A replica that starts afterwards has the weights too.
@@ -153,8 +152,8 @@ async def test_a_killed_replica_costs_no_answer(cluster: Cluster) -> None:
     with Traffic(cluster.address, bodies) as traffic:
         await asyncio.sleep(1)
         killed = cluster.kill(REPLICA)
-        await asyncio.sleep(3)
-    assert len(traffic.answers) > len(bodies)
+        num_before = len(traffic.answers)
+        await until(lambda: len(traffic.answers) > num_before + 2 * len(bodies), 180)
     for index, one in traffic.answers:
         assert isinstance(one, httpx.Response)
         assert told(one) == expected[index]
@@ -196,7 +195,7 @@ async def test_a_killed_ingress_comes_back(cluster: Cluster, deployment: str) ->
         )
         await asyncio.to_thread(cluster.wait_for_replicas, 3)
         num_before = len(traffic.answers)
-        await until(lambda: len(traffic.answers) > num_before + 2 * len(bodies))
+        await until(lambda: len(traffic.answers) > num_before + 2 * len(bodies), 180)
     failed = [one for _, one in traffic.answers if isinstance(one, Exception) or one.is_error]
     assert len(failed) < len(traffic.answers) // 2
     for index, one in traffic.answers:

@@ -117,7 +117,7 @@ async def test_new_weights_are_looked_for_beside_the_steps(
     update = asyncio.create_task(
         served.engine.run(lambda control: control.update_weights_from_disk("1"))
     )
-    assert await asyncio.to_thread(looked.wait, 30), "the step is held, and nobody waits for it"
+    assert await asyncio.to_thread(looked.wait, 60), "the step is held, and nobody waits for it"
     assert served.runner.weights == 0
     served.gate.open()
     assert await update == 1
@@ -127,9 +127,9 @@ async def test_new_weights_are_looked_for_beside_the_steps(
 async def test_commands_wait_for_no_thread_of_others(served: Served) -> None:
     held = threading.Event()
     loop = asyncio.get_running_loop()
-    others = [loop.run_in_executor(None, held.wait, 30) for _ in range(64)]
+    others = [loop.run_in_executor(None, held.wait, 120) for _ in range(64)]
     try:
-        await asyncio.wait_for(served.engine.run(lambda control: control.pause()), 20)
+        await asyncio.wait_for(served.engine.run(lambda control: control.pause()), 60)
         assert served.engine.control.is_paused
     finally:
         held.set()
@@ -209,7 +209,7 @@ async def test_shutting_down_a_halted_engine_ends_its_requests(served: Served, d
     await served.right_after_the_step(lambda control: control.pause())
     waiting = served.start("b")
     await asyncio.sleep(0)
-    await asyncio.wait_for(served.engine.shutdown(drain=drain), 5)
+    await asyncio.wait_for(served.engine.shutdown(drain=drain), 60)
     assert (await running)[-1].finish_reason == "abort"
     assert (await waiting)[-1].finish_reason == "abort"
     assert served.cache.num_free_blocks == served.cache.num_blocks - 1

@@ -91,8 +91,9 @@ def test_a_gap_that_no_replay_closes_is_a_new_start(
         while not follower.held.hashes:  # the first may be sent before it is subscribed to
             publisher.publish(stored(1, 2))
             time.sleep(0.02)
-        publisher.publish(removed(1), lost=True)
-        publisher.publish(stored(3), forgets=True)
+        with publisher.lock:
+            publisher.publish(removed(1), lost=True)
+            publisher.publish(stored(3), forgets=True)
         wait_for(follower, publisher)
     assert len(follower.restarts) > 1
     assert follower.restarts[-1].snapshot is not None
@@ -103,8 +104,9 @@ def test_without_a_snapshot_a_new_start_forgets_what_may_be_gone(publisher: Fake
         wait_until(lambda: connected(follower))
         publisher.publish(stored(1, 2))
         wait_for(follower, publisher)
-        publisher.publish(removed(1), lost=True)
-        publisher.publish(stored(3), forgets=True)
+        with publisher.lock:
+            publisher.publish(removed(1), lost=True)
+            publisher.publish(stored(3), forgets=True)
         wait_until(lambda: follower.held.hashes == {3})
     assert len(follower.restarts) == 2
 

@@ -216,7 +216,8 @@ async def test_errors_end_the_job(
 
 async def _read_late(answer: Answer) -> None:
     await answer.begin()
-    await asyncio.sleep(0.05)
+    for _ in range(100):  # turns of the loop, in which others send
+        await asyncio.sleep(0)
     async with aclosing(answer.batches()) as batches:
         async for _ in batches:
             pass

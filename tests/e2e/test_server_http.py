@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import httpx
 import openai
 import pytest
 
+from fake_runner import StepGate
+from prefixcache.engine.async_engine import AsyncEngine
 from serving import MODEL, metric, running, serve_folder, wait_until
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
@@ -21,13 +24,28 @@ CHAT = [{"role": "user", "content": "Zwölf 🦙, please."}]
 PROMPTS = [f"{'llama ' * (3 * i + 1)}number {i}" for i in range(8)]
 
 
+@dataclass(frozen=True)
+class Served:
+    """A server, and the gate before its steps, which stands open."""
+
+    address: str
+    engine: AsyncEngine
+    gate: StepGate
+
+
 @pytest.fixture(scope="module")
-def address(tiny_checkpoint: Callable[..., Path]) -> Generator[str, None, None]:
+def served(tiny_checkpoint: Callable[..., Path]) -> Generator[Served, None, None]:
     """A pool of 40 blocks: eight long answers do not fit at once."""
     app, engine = serve_folder(tiny_checkpoint(), num_blocks=41, max_num_seqs=8)
+    gate = StepGate(engine._engine._runner)  # pyright: ignore[reportArgumentType]
     with running(app) as url:
-        yield url
+        yield Served(url, engine, gate)
     engine.close()
+
+
+@pytest.fixture
+def address(served: Served) -> str:
+    return served.address
 
 
 @pytest.fixture
@@ -159,15 +177,18 @@ def _byte_tokens(client: openai.OpenAI, text: str) -> list[int]:
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_blocks(address, path, stream):
+def test_a_client_that_leaves_frees_its_blocks(served, address, path, stream):
     body = {"prompt": "x", "messages": CHAT, "max_tokens": 400, "n": 2, "stream": stream}
     body |= {"ignore_eos": True, "temperature": 0}
     generated = _metric(address, "generation_tokens_total")
-    with _raw_post(address, f"/v1/{path}", json.dumps(body).encode()) as connection:
-        wait_until(lambda: _metric(address, "num_requests_running") == 2)
-        assert connection.fileno() >= 0
+    served.gate.hold_after(3)
+    with _raw_post(address, f"/v1/{path}", json.dumps(body).encode()):
+        asyncio.run(served.gate.until_held())
+        assert _metric(address, "num_requests_running") == 2
+    wait_until(lambda: served.engine.num_commands > 0)
+    served.gate.open()
     wait_until(lambda: _is_idle(address))
-    assert _metric(address, "generation_tokens_total") - generated < 2 * 400
+    assert 0 < _metric(address, "generation_tokens_total") - generated <= 2 * 4
 
 
 def _raw_post(address: str, path: str, body: bytes) -> socket.socket:

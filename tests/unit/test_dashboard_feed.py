@@ -42,7 +42,8 @@ async def test_pages_share_one_loop_which_ends_with_the_last_of_them() -> None:
     assert not feed.is_running
     async with aclosing(feed.events()) as one, aclosing(feed.events()) as other:
         assert [await anext(one), await anext(other)] == [b"hello"] * 2
-        assert await anext(one) == await anext(other)
+        both = await asyncio.gather(anext(one), anext(other))
+        assert both[0] == both[1]
         assert feed.is_running
     await until(lambda: not feed.is_running)
     taken = source.taken

@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[httpx.Client, 
         started(
             [str(folder), *options, "--kv-events-config", json.dumps(EVENTS)], folder / "log"
         ) as address,
-        httpx.Client(base_url=address) as client,
+        httpx.Client(base_url=address, timeout=60) as client,
     ):
         yield client
 

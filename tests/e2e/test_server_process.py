@@ -122,8 +122,8 @@ def test_the_command_serves_until_it_is_told_to_stop(tiny_checkpoint, host, capl
         address = f"http://127.0.0.1:{port}"
         try:
             wait_until(lambda: _is_healthy(address))
-            answers.append(httpx.get(f"{address}/v1/models").content)
-            answers.append(httpx.post(f"{address}/v1/completions", json=body).content)
+            answers.append(httpx.get(f"{address}/v1/models", timeout=60).content)
+            answers.append(httpx.post(f"{address}/v1/completions", json=body, timeout=60).content)
             answers.append(_answer_to_the_larger_of_two_bodies(port))
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -171,6 +171,6 @@ def _free_port() -> int:
 
 def _is_healthy(address: str) -> bool:
     try:
-        return httpx.get(f"{address}/health").is_success
+        return httpx.get(f"{address}/health", timeout=60).is_success
     except httpx.TransportError:
         return False

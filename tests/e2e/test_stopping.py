@@ -87,13 +87,13 @@ def test_while_answers_end_new_requests_and_probes_hear_503(
 ) -> None:
     script = Script()
     with stoppable(script.engine, tokenizer, 60) as (server, address):
-        with httpx.Client(base_url=address) as idle, stream(address) as (first, parts):
+        with httpx.Client(base_url=address, timeout=60) as idle, stream(address) as (first, parts):
             assert idle.get("/health").is_success
             server.stop()
             for response in (
                 idle.get("/health"),
-                httpx.get(f"{address}/health"),
-                httpx.post(address + COMPLETIONS, json=BODY),
+                httpx.get(f"{address}/health", timeout=60),
+                httpx.post(address + COMPLETIONS, json=BODY, timeout=60),
             ):
                 assert response.status_code == 503
                 assert response.headers["retry-after"] == "1"

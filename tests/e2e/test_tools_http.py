@@ -235,8 +235,8 @@ async def test_variables_of_the_template_have_defaults(tiny_checkpoint):
 
 def test_prompts_are_told_with_their_tools(smollm2):
     body = {"messages": [*QUESTION, assistant(("c", "get_time", {}))], "tools": TOOLS}
-    counted = httpx.post(f"{smollm2}/tokenize", json=body).json()["count"]
-    answer = httpx.post(f"{smollm2}{CHAT}", json=body | {"max_tokens": 1}).json()
+    counted = httpx.post(f"{smollm2}/tokenize", json=body, timeout=60).json()["count"]
+    answer = httpx.post(f"{smollm2}{CHAT}", json=body | {"max_tokens": 1}, timeout=60).json()
     assert answer["usage"]["prompt_tokens"] == counted
 
 
@@ -254,7 +254,7 @@ def test_schemas_that_cannot_be_kept_are_named(smollm2, schema, told):
     bad = {"type": "function", "function": {"name": "bad", "parameters": schema}}
     for stream in (False, True):
         body = {"messages": QUESTION, "tools": [CLOCK, bad], "stream": stream}
-        response = httpx.post(f"{smollm2}{CHAT}", json=body)
+        response = httpx.post(f"{smollm2}{CHAT}", json=body, timeout=60)
         error = response.json()["error"]
         assert response.status_code == 400
         assert error["param"] == "tools[1].function.parameters"

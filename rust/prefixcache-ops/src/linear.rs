@@ -13,6 +13,7 @@
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use prefixcache_cpu::memory::{OutOfMemory, filled};
 use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
@@ -24,7 +25,7 @@ use crate::panel::{MAX_TASK_ROWS, PANEL, Sums, TaskRows};
 use crate::part::{Activations, Part, Storage};
 use crate::quant::blocks::Format;
 use crate::quant::packed::PackedBlocks;
-use crate::quant::widened::WidenedPanels;
+use crate::quant::widened::{WidenedPanels, words_of};
 
 /// Rows below which a task is not worth splitting.
 const MIN_TASK_ROWS: usize = 24;
@@ -286,6 +287,9 @@ impl<E: Element> PackedLinear<E> {
             product.multiply(team, 0..panels, None);
             return Ok(());
         }
+        if Split::new(x.rows(), panels).chunks == 1 {
+            return product.multiply_at_once(team, panels);
+        }
         let mut widened = WidenedPanels::new(team, panels, self.inputs / E::PER_WORD)?;
         for first in (0..panels).step_by(widened.room()) {
             let panels = first..panels.min(first + widened.room());
@@ -297,18 +301,26 @@ impl<E: Element> PackedLinear<E> {
 
     /// Whether there are blocks, and too many rows to widen them in registers.
     fn widens(&self, form: Form, rows: usize) -> bool {
-        let has_blocks = |part: &Part<E>| matches!(part.storage, Storage::Blocks(_));
-        !PackedBlocks::multiplies_few(form, rows) && self.parts.iter().any(has_blocks)
+        self.parts.iter().any(|part| match &part.storage {
+            Storage::Blocks(blocks) => !blocks.multiplies_few(form, rows),
+            _ => false,
+        })
+    }
+
+    /// The blocks of panel `panel` of the layer, if it is of blocks, and which panel of theirs it is.
+    fn blocks_at(&self, panel: usize) -> Option<(&PackedBlocks, usize)> {
+        let (part, panel) = self.part_of(panel);
+        match &part.storage {
+            Storage::Blocks(blocks) => Some((blocks, panel)),
+            _ => None,
+        }
     }
 
     /// Which of these panels are of blocks: their place among them, the blocks, and which panel of theirs.
     fn blocks_of(&self, panels: Range<usize>) -> Vec<(usize, &PackedBlocks, usize)> {
         let of_blocks = panels.enumerate().filter_map(|(place, panel)| {
-            let (part, panel) = self.part_of(panel);
-            match &part.storage {
-                Storage::Blocks(blocks) => Some((place, blocks, panel)),
-                _ => None,
-            }
+            let (blocks, panel) = self.blocks_at(panel)?;
+            Some((place, blocks, panel))
         });
         of_blocks.collect()
     }
@@ -393,30 +405,68 @@ impl<E: Element, O: Element> Product<'_, E, O> {
         let split = Split::new(self.x.rows(), panels.len());
         team.run(split.tasks(), |task| {
             let (place, rows) = split.task(task);
-            let (part, panel) = self.layer.part_of(panels.start + place);
-            let task = PanelTask {
-                layer: self.layer,
-                outputs: part.outputs.clone(),
-                x: self.x,
-                residual: self.residual,
-                out: self.out,
-                panel,
-                rows,
-            };
-            match &part.storage {
-                Storage::Zeros => task.finish_zeros(self.form),
-                Storage::Dense(dense) => task.multiply_dense(self.form, dense.panel(panel)),
-                Storage::Blocks(blocks) => match widened {
-                    // SAFETY: the panels of blocks were widened to their places.
-                    Some(all) => task.multiply_dense(self.form, unsafe { all.panel(place) }),
-                    None => task.multiply_blocks(self.form, blocks),
-                },
-                Storage::Int8(weight) => {
-                    let x = self.quantized.as_ref().expect("rows for this part");
-                    task.multiply_int8(self.form, weight, x);
+            let panel = panels.start + place;
+            let widened = widened.filter(|_| self.layer.blocks_at(panel).is_some());
+            // SAFETY: the panels of blocks were widened to their places.
+            let words = widened.map(|all| unsafe { all.panel(place) });
+            self.multiply_panel(panel, rows, words);
+        });
+    }
+
+    /// Computes the outputs of all panels, each of which has one task: those of blocks are multiplied
+    /// as soon as they are widened, while the caches next to the processor hold them.
+    fn multiply_at_once(&self, team: &Team, panels: usize) -> Result<(), OutOfMemory> {
+        let depth = self.layer.inputs / E::PER_WORD;
+        let places = team.threads().min(panels);
+        let mut widened = WidenedPanels::with_room(places, depth)?;
+        let places = widened.places();
+        let next = AtomicUsize::new(0);
+        team.run(places.rows(), |place| {
+            // SAFETY: each task has a place of its own.
+            let lines = unsafe { places.part(place, 0, depth) };
+            loop {
+                // Relaxed: nothing but the number is passed on.
+                let panel = next.fetch_add(1, Ordering::Relaxed);
+                if panel >= panels {
+                    break;
                 }
+                let of_blocks = self.layer.blocks_at(panel);
+                let words = of_blocks.map(|(blocks, panel)| {
+                    blocks.widen::<E>(self.form, panel, 0, lines);
+                    // SAFETY: all of its lines were just written.
+                    unsafe { words_of(lines) }
+                });
+                self.multiply_panel(panel, 0..self.x.rows(), words);
             }
         });
+        Ok(())
+    }
+
+    /// Computes the outputs of a panel of the layer for these rows. Without its words, one of blocks is
+    /// widened in registers.
+    fn multiply_panel(&self, panel: usize, rows: Range<usize>, words: Option<&[u32]>) {
+        let (part, panel) = self.layer.part_of(panel);
+        let task = PanelTask {
+            layer: self.layer,
+            outputs: part.outputs.clone(),
+            x: self.x,
+            residual: self.residual,
+            out: self.out,
+            panel,
+            rows,
+        };
+        match &part.storage {
+            Storage::Zeros => task.finish_zeros(self.form),
+            Storage::Dense(dense) => task.multiply_dense(self.form, dense.panel(panel)),
+            Storage::Blocks(blocks) => match words {
+                Some(words) => task.multiply_dense(self.form, words),
+                None => task.multiply_blocks(self.form, blocks),
+            },
+            Storage::Int8(weight) => {
+                let x = self.quantized.as_ref().expect("rows for this part");
+                task.multiply_int8(self.form, weight, x);
+            }
+        }
     }
 }
 

@@ -154,15 +154,15 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
         }
     }
 
-    /// Asks for what lies [`AHEAD`] of a block in `W` vectors: a few rows wait for memory otherwise.
+    /// Asks for what lies `ahead` of a block in `W` vectors: a few rows wait for memory otherwise.
     #[inline(always)]
-    fn fetch<const W: usize>(&self, d: usize, group: usize, b: usize) {
+    fn fetch<const W: usize>(&self, d: usize, group: usize, b: usize, ahead: usize) {
         let layout = const { P::LAYOUT };
         let bytes = W * L::LANES / TILE * (layout.unit() / layout.blocks);
         let unit = d * self.width + group * W * L::LANES / TILE;
         let at = self
             .units
-            .wrapping_add(unit * layout.unit() + b * bytes + AHEAD);
+            .wrapping_add(unit * layout.unit() + b * bytes + ahead);
         for line in 0..bytes.div_ceil(LINE) {
             self.lanes.prefetch(at.wrapping_add(line * LINE));
         }
@@ -186,20 +186,28 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
             self.width * TILE / outputs
         };
         let mut acc = [[[lanes.splat_f32(0.0); W]; H]; G];
-        for d in 0..self.depth {
+        let steps = const { steps::<P, H>() };
+        let ahead = if steps == 1 {
+            AHEAD
+        } else {
+            steps * self.width * layout.unit()
+        };
+        for first in (0..self.depth).step_by(steps) {
             for (group, acc) in acc[..groups].iter_mut().enumerate() {
-                let mut columns = [(self.units, 0); W];
-                // SAFETY: the units lie in the panel, and their blocks in the rows.
-                unsafe {
-                    for (j, column) in columns.iter_mut().enumerate() {
-                        let output = group * outputs + j * L::LANES;
-                        let unit = d * self.width + output / TILE;
-                        *column = (self.units.add(unit * layout.unit()), output % TILE);
-                    }
-                    for b in 0..layout.blocks {
-                        let x = rows.map(|row| row.add(d * layout.blocks + b));
-                        self.fetch::<W>(d, group, b);
-                        add_block::<P, L, H, W>(lanes, acc, &columns, &x, b);
+                for d in first..self.depth.min(first + steps) {
+                    let mut columns = [(self.units, 0); W];
+                    // SAFETY: the units lie in the panel, and their blocks in the rows.
+                    unsafe {
+                        for (j, column) in columns.iter_mut().enumerate() {
+                            let output = group * outputs + j * L::LANES;
+                            let unit = d * self.width + output / TILE;
+                            *column = (self.units.add(unit * layout.unit()), output % TILE);
+                        }
+                        for b in 0..layout.blocks {
+                            let x = rows.map(|row| row.add(d * layout.blocks + b));
+                            self.fetch::<W>(d, group, b, ahead);
+                            add_block::<P, L, H, W>(lanes, acc, &columns, &x, b);
+                        }
                     }
                 }
             }
@@ -213,6 +221,16 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
                 }
             }
         }
+    }
+}
+
+/// Units of the depth that are added to the sums of `H` rows in a group before it is the next group's
+/// turn: the sums of [`MAX_FEW`] rows in all groups do not fit into the registers.
+const fn steps<P: Packed, const H: usize>() -> usize {
+    if H == MAX_FEW && P::LAYOUT.blocks == 1 {
+        4
+    } else {
+        1
     }
 }
 

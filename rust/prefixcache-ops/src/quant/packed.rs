@@ -25,8 +25,9 @@ use crate::panel::{PANEL, Sums, TaskRows};
 const TILE: usize = 16;
 
 /// The most rows whose products are taken from registers, without a widened panel in between. With
-/// more, widening a panel first takes less time.
+/// more, widening a panel first takes less time: where minimums take registers too, from three rows on.
 const MAX_FEW: usize = 4;
+const MAX_FEW_WITH_MORE_SCALES: usize = 2;
 
 /// A word of each column of a panel.
 #[repr(C, align(64))]
@@ -58,6 +59,11 @@ trait Layout: Send + Sync {
     const SIGNED: bool;
     const SCALES: Scales;
 
+    /// As the constant of this name, for the format.
+    const MAX_FEW: usize = match Self::SCALES {
+        Scales::Plain => MAX_FEW,
+        _ => MAX_FEW_WITH_MORE_SCALES,
+    };
     /// Bytes of the blocks' own scales: float16, a column each.
     const HEADER: usize = match Self::SCALES {
         Scales::Plain | Scales::Sixteens => 2 * PANEL,
@@ -194,8 +200,9 @@ impl PackedBlocks {
 
     /// Whether products with so many rows are taken from registers by [`Self::multiply_few`]; with more
     /// rows, and in forms without such products, a panel is widened first.
-    pub fn multiplies_few(form: Form, rows: usize) -> bool {
-        rows <= MAX_FEW && form.dots_in_registers()
+    pub fn multiplies_few(&self, form: Form, rows: usize) -> bool {
+        let most = with_layout!(self.format, F => F::MAX_FEW);
+        rows <= most && form.dots_in_registers()
     }
 
     /// Adds the products of a few rows with a panel to the rows' sums, in the order of the depth.

@@ -26,13 +26,25 @@ impl WidenedPanels {
     /// There is no memory for them.
     pub fn new(team: &Team, panels: usize, depth: usize) -> Result<Self, OutOfMemory> {
         let most = BYTES_A_THREAD * team.threads() / (size_of::<Line>() * depth).max(1);
-        let room = panels.min(most).max(1);
+        Self::with_room(panels.min(most).max(1), depth)
+    }
+
+    /// Room for `room` panels of `depth` lines.
+    ///
+    /// # Errors
+    /// There is no memory for them.
+    pub fn with_room(room: usize, depth: usize) -> Result<Self, OutOfMemory> {
         let count = room.checked_mul(depth).ok_or(OutOfMemory)?;
         let mut lines = Vec::new();
         lines.try_reserve_exact(count).map_err(|_| OutOfMemory)?;
         // SAFETY: there is room for them, and any bytes are such a line.
         unsafe { lines.set_len(count) };
         Ok(Self { lines, depth, room })
+    }
+
+    /// The places, a row of lines each.
+    pub fn places(&mut self) -> RowsMut<'_, Line> {
+        RowsMut::new(self.lines.as_mut_slice(), self.depth)
     }
 
     /// How many panels there is room for.
@@ -52,7 +64,7 @@ impl WidenedPanels {
     ) {
         let (depth, chunk) = (self.depth, CHUNK / E::PER_WORD);
         let chunks = depth.div_ceil(chunk);
-        let places = RowsMut::new(self.lines.as_mut_slice(), depth);
+        let places = self.places();
         team.run(panels.len() * chunks, |task| {
             let (place, blocks, panel) = panels[task / chunks];
             let first = task % chunks * chunk;
@@ -68,7 +80,16 @@ impl WidenedPanels {
     /// A panel was widened to this place.
     pub unsafe fn panel(&self, place: usize) -> &[u32] {
         let lines = &self.lines[place * self.depth..][..self.depth];
-        // SAFETY: all words of the lines were written, as the caller vouches.
-        unsafe { std::slice::from_raw_parts(lines.as_ptr().cast(), lines.len() * PANEL) }
+        // SAFETY: all of them were written, as the caller vouches.
+        unsafe { words_of(lines) }
     }
+}
+
+/// The words of some lines.
+///
+/// # Safety
+/// All of them were written.
+pub unsafe fn words_of(lines: &[Line]) -> &[u32] {
+    // SAFETY: a line is 64 words, which were written, as the caller vouches.
+    unsafe { std::slice::from_raw_parts(lines.as_ptr().cast(), lines.len() * PANEL) }
 }

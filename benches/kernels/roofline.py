@@ -1,4 +1,4 @@
-"""What bounds the linears of one thread: peaks of instructions and of memory, and each kernel's share.
+"""What bounds the linears of one thread: peaks of instructions and memory, and kernels' shares.
 
 `python benches/kernels/roofline.py [--program PROGRAM]` builds a release program (two minutes; or
 takes one that is built), which measures in turns, by the thread's own time: the clock, by a chain
@@ -20,6 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 INPUTS, PANEL = 768, 64
+# Two shifts, lookups and products, and their rounding to a word.
+WIDENING = "widening,,,,,,"
 STEPPED_ROWS = {1: 1, 8: 8, 1024: 24}
 
 # Kinds of instructions that share pipes of the processor.
@@ -35,7 +37,6 @@ KINDS = (
     ),
 )
 LINE = re.compile(r"^\s*([0-9a-f]+):\s+(?:\{\w+\} )?(\w+)\s*(.*?)(?:\s*#.*)?$")
-READS_LATER = re.compile(r"^(v\w+|cmp|test)$")
 
 
 def built() -> Path:
@@ -63,7 +64,7 @@ def kinds_of(steps: str, code: dict[int, tuple[str, str]]) -> Counter[str]:
         name, operands = code.get(int(address, 16), ("?", ""))
         times = int(times)
         counts["all"] += times
-        first, _, later = operands.partition(",")
+        first, _, _ = operands.partition(",")
         if "[" in first and not name.startswith(("cmp", "test", "lea", "prefetch", "call", "j")):
             counts["stores"] += times
         elif "[" in operands and name != "lea":
@@ -102,7 +103,13 @@ class Measured:
         multiplied = counts["dots"] + counts["products"]
         vectors = sum(counts[kind] for kind, _ in KINDS)
         peaks = self.peaks
+        # With its own two lookups and products for each rounding, and the dots after them.
+        widening = 0.0
+        if counts["rounding"] and counts["lookups"] > 2 * counts["rounding"]:
+            widening = 7 * counts["rounding"] / peaks[WIDENING] + multiplied / peaks["vdpbf16ps"]
+            widening -= 2 * counts["rounding"] / peaks["vfmadd231ps"]
         return {
+            "widening, then dots": scale * widening,
             "multiplying pipes": scale * multiplied / peaks["vdpbf16ps"],
             "lookups, rounding": scale
             * max(

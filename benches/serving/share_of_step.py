@@ -1,6 +1,6 @@
 """How much of a step is linears: decode of eight sequences and prefill of 1,056 tokens.
 
-`python benches/kernels/share_of_step.py [--model MODEL] [--context 128]`. A model of GGUF blocks is
+`python benches/serving/share_of_step.py [--model MODEL] [--context 128]`. A model of GGUF blocks is
 served exact, with activations of eight bits, and widened to bfloat16, by one thread each, in turns
 in one process. A step is the engine's, in processor time; between two of them the same layers
 multiply as many rows alone. "Layers" is what a step takes in its layers beside linears: attention,
@@ -8,22 +8,20 @@ norms, rotations; "rest" is the scheduler, the sampler and Python. From the shar
 follows what a step can gain from them at most, whatever their kernels do. About a minute.
 """
 
+# ruff: noqa: SLF001 -- it takes an engine apart.
 from __future__ import annotations
 
 import argparse
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
-
 from contenders.ours import Contender
 
 from prefixcache.config import DEFAULT_MODEL
@@ -80,11 +78,14 @@ class Way:
         return time.process_time() - begun, self.in_model
 
 
-def measure(ways: dict[str, Way], rounds: int, rows: int, sampled: int, step: Any) -> None:
+Step = Callable[[Way, int], None]
+
+
+def measure(ways: dict[str, Way], rounds: int, rows: int, sampled: int, step: Step) -> None:
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
-            whole, model = way.step(lambda way=way: step(way, number))
+            whole, model = way.step(partial(step, way, number))
             linears = way.linears(rows, sampled)
             if number:
                 times[name].append((whole, model, linears))
@@ -129,17 +130,24 @@ def main() -> None:
     def prompt(length: int) -> list[int]:
         return [draw.randrange(3, 20_000) for _ in range(length)]
 
+    def decode(way: Way, _: int) -> None:
+        way.engine.go_on(1)
+
     prompts = [prompt(arguments.context) for _ in range(BATCH)]
     for way in ways.values():
         way.engine.begin(prompts, 200)
     head(f"Decode of {BATCH} at {arguments.context}")
-    measure(ways, arguments.rounds, BATCH, BATCH, lambda way, _: way.engine.go_on(1))
+    measure(ways, arguments.rounds, BATCH, BATCH, decode)
     for way in ways.values():
         way.engine.end()
     head(f"Prefill of {PREFILL:,}")
+
+    def prefill(way: Way, number: int) -> None:
+        way.engine._first_token(fresh[number])  # pyright: ignore[reportPrivateUsage]
+
     fresh = [prompt(PREFILL) for _ in range(arguments.rounds + 1)]
     rounds = max(3, arguments.rounds // 5)
-    measure(ways, rounds, PREFILL, 1, lambda way, n: way.engine._first_token(fresh[n]))
+    measure(ways, rounds, PREFILL, 1, prefill)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,11 @@ macro_rules! loop_of {
     }};
 }
 
+/// A name and a loop, which needs 1 KiB of memory and the processor's AVX-512 with bf16 and VNNI.
+type Loop = (&'static str, unsafe fn(*const u8));
+
 /// Independent instructions: sixteen results, which is more than latency and width ask for.
-fn instructions() -> Vec<(&'static str, unsafe fn(*const u8))> {
+fn instructions() -> Vec<Loop> {
     vec![
         ("vdpbf16ps", loop_of!("vdpbf16ps zmm\\r, zmm30, zmm31")),
         ("vpdpbusd", loop_of!("vpdpbusd zmm\\r, zmm30, zmm31")),
@@ -134,7 +137,7 @@ fn instructions() -> Vec<(&'static str, unsafe fn(*const u8))> {
 }
 
 /// Instructions that wait for the one before. That of the clock comes first.
-fn chains() -> Vec<(&'static str, unsafe fn(*const u8))> {
+fn chains() -> Vec<Loop> {
     vec![
         ("add", loop_of!("add rax, rcx")),
         ("imul", loop_of!("imul rax, rcx")),

@@ -5,7 +5,8 @@ served exact, with activations of eight bits, and widened to bfloat16, by one th
 in one process. A step is the engine's, in processor time; between two of them the same layers
 multiply as many rows alone. "Layers" is what a step takes in its layers beside linears: attention,
 norms, rotations; "rest" is the scheduler, the sampler and Python. From the share of the linears
-follows what a step can gain from them at most, whatever their kernels do. About a minute.
+follows what a step can gain from them at most, whatever their kernels do. It means something with
+a release build alone (`make setup`), and takes about a minute.
 """
 
 # ruff: noqa: SLF001 -- it takes an engine apart.

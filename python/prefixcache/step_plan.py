@@ -18,18 +18,7 @@ from prefixcache.token_ids import TokenBuffer, TokenIds
 
 
 class TokenMask(Protocol):
-    """Which tokens a grammar lets follow.
-
-    All of them are worked out while the model computes, unless the sampler of the token before
-    looked at its choice first: then not before a choice is refused.
-    """
-
-    def allows(self, token_id: int) -> bool:
-        """Whether the token may follow and is wanted, found out without waiting.
-
-        No says only that `words` must tell, which are worked out from then on.
-        """
-        ...
+    """Which tokens a grammar lets follow, worked out while the model computes."""
 
     def words(self, seconds: float) -> npt.NDArray[np.int32] | None:
         """One bit a token, bit i of word w being token 32 * w + i; valid until the next token.

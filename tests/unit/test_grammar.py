@@ -261,7 +261,7 @@ from prefixcache.grammar.lanes import Lanes, Pace
 names = lambda: [t.name for t in threading.enumerate() if t.name.startswith("prefixcache-grammar")]
 atexit.register(lambda: print(names()))  # the first one registered is called last
 lanes, begun = Lanes(), threading.Event()
-lanes.put(lambda: (begun.set(), time.sleep(0.2)), Pace())
+lanes.put(lambda token: (begun.set(), time.sleep(0.2)), 0, Pace())
 begun.wait()
 assert names()
 """
@@ -282,8 +282,8 @@ class SlowLanes(Lanes):
         super().__init__()
         self.jobs: list[Callable[[], None]] = []
 
-    def put(self, job: Callable[[], None], pace: object) -> None:
-        self.jobs.append(job)
+    def put(self, function: Callable[[int], None], token_id: int, pace: object) -> None:
+        self.jobs.append(lambda: function(token_id))
 
     def work(self) -> None:
         while self.jobs:

@@ -47,22 +47,6 @@ class Matcher:
         if not self._matcher.consume_token(token_id):
             raise GrammarError(_first_line(self._matcher.get_error()))
 
-    def forced_token(self) -> int | None:
-        """The only token that may follow; None where others may, or none is found at once.
-
-        Where one text alone can follow, it is the first token that the tokenizer makes of it.
-        """
-        forced = self._matcher.compute_ff_tokens()
-        return forced[0] if forced else None
-
-    def allows(self, token_id: int) -> bool:
-        """Whether the mask has this token, where none is forced; of ends and the like always False.
-
-        It takes a hundredth of the time of a mask.
-        """
-        is_text = self._vocabulary.has_text(token_id)
-        return is_text and self._matcher.validate_tokens([token_id]) == 1
-
     def write(self, words: Words) -> None:
         """Writes which tokens may follow; those that end the answer only where it may end.
 

@@ -14,7 +14,7 @@ _TRUSTED_AFTER = 16
 _MAX_THREADS = 4
 _MOST_SECONDS_AT_EXIT = 5.0
 
-_Job = Callable[[], None]
+_Job = tuple[Callable[[int], None], int]
 _Jobs = queue.SimpleQueue[_Job | None]
 
 
@@ -23,7 +23,6 @@ class Pace:
 
     def __init__(self) -> None:
         self._num_quick = 0
-        self._was_slow = False
         self.is_slow = False
 
     @property
@@ -31,14 +30,8 @@ class Pace:
         """Whether so many masks in a row were quick that others may wait for the next one."""
         return self._num_quick >= _TRUSTED_AFTER
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether none of many was ever slow: a step may do the work itself."""
-        return self.is_trusted and not self._was_slow
-
     def observe(self, seconds: float) -> None:
-        """Takes the time of one mask, or of following one token, that of the processor."""
-        self._was_slow |= seconds > _QUICK_SECONDS
+        """Takes the time of one mask, that of the processor."""
         self._num_quick = 0 if seconds > _QUICK_SECONDS else self._num_quick + 1
         self.is_slow = not self._num_quick or (self.is_slow and not self.is_trusted)
 
@@ -55,11 +48,11 @@ class Lanes:
         self._starting = threading.Lock()
         self._started = False
 
-    def put(self, job: Callable[[], None], pace: Pace) -> None:
-        """Lets a thread call `job`, which raises nothing."""
+    def put(self, function: Callable[[int], None], token_id: int, pace: Pace) -> None:
+        """Lets a thread call `function`, which raises nothing."""
         if not self._started:
             self._start()
-        (self._quick if pace.is_trusted else self._other).put(job)
+        (self._quick if pace.is_trusted else self._other).put((function, token_id))
 
     def _start(self) -> None:
         with self._starting:
@@ -102,5 +95,6 @@ class _Workers:
 
 def _work(jobs: _Jobs, is_ending: threading.Event) -> None:
     while (job := jobs.get()) is not None and not is_ending.is_set():
-        job()
-        del job  # it holds the lanes
+        function, token_id = job
+        function(token_id)
+        del job, function  # they hold the lanes

@@ -29,13 +29,14 @@ class Marker:
         longest = min(len(text), len(self._marker))
         return next(n for n in range(longest, -1, -1) if text.endswith(self._marker[:n]))
 
-    def allows(self, state: int, token_id: int) -> bool:
-        """Whether the token neither ends the answer nor goes on behind the marker."""
-        vocabulary = self._vocabulary
-        reached = self._marker[:state] + vocabulary.tokens[token_id][:-1]
-        return token_id not in vocabulary.eos_token_ids and self._marker not in reached
-
     def _words(self, state: int) -> Words:
-        """A mask of all tokens that are allowed."""
-        count = len(self._vocabulary.tokens)
-        return self._vocabulary.words_of([i for i in range(count) if self.allows(state, i)])
+        """All tokens but those that end the answer, or go on behind the marker."""
+        vocabulary, marker, begun = self._vocabulary, self._marker, self._marker[:state]
+        ends = set(vocabulary.eos_token_ids)
+        return vocabulary.words_of(
+            [
+                token_id
+                for token_id, token in enumerate(vocabulary.tokens)
+                if token_id not in ends and marker not in begun + token[:-1]
+            ]
+        )

@@ -14,11 +14,6 @@ Words = npt.NDArray[np.int32]
 """One bit a token: bit i of word w is token 32 * w + i."""
 
 
-def has_token(words: Words, token_id: int) -> bool:
-    """Whether a mask has the token."""
-    return token_id < 32 * len(words) and bool(words[token_id // 32] >> token_id % 32 & 1)
-
-
 # Sets of tokens that llguidance looks for in a mask as a whole: what a JSON string may go on with
 # that has room for so many characters. Strings of bounded length are as quick as others then.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
@@ -48,15 +43,6 @@ class Vocabulary:
     def num_words(self) -> int:
         """Words of a mask."""
         return -(-len(self.tokens) // 32)
-
-    def has_text(self, token_id: int) -> bool:
-        """Whether the token adds something to a text: others end it, or mean something else."""
-        return token_id < len(self.tokens) and token_id not in self._textless_ids
-
-    @cached_property
-    def _textless_ids(self) -> frozenset[int]:
-        empty = (token_id for token_id, token in enumerate(self.tokens) if not token)
-        return frozenset((*empty, *self.special_token_ids, *self.eos_token_ids))
 
     @cached_property
     def backend(self) -> LLTokenizer:

@@ -33,16 +33,16 @@ class Masks:
     unsampled: dict[int, SequenceOutput]
 
     @classmethod
-    def of(cls, rows: Sequence[SampledRow], masked: Sequence[int]) -> Masks:
-        """Waits for the masks of rows `masked`, all together no longer than `_LONGEST_WAIT`."""
+    def of(cls, rows: Sequence[SampledRow]) -> Masks:
+        """Waits for the masks of the rows, all together no longer than `_LONGEST_WAIT`."""
         until = time.monotonic() + _LONGEST_WAIT
         known: dict[int, npt.NDArray[np.int32]] = {}
         unsampled: dict[int, SequenceOutput] = {}
-        for r in masked:
-            mask = rows[r].sampling.mask
-            assert mask is not None
+        for r, row in enumerate(rows):
+            if row.sampling.mask is None:
+                continue
             try:
-                words = mask.words(until - time.monotonic())
+                words = row.sampling.mask.words(until - time.monotonic())
             except GrammarError as error:
                 unsampled[r] = SequenceOutput(error=str(error), error_code="grammar_limit")
                 continue

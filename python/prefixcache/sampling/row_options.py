@@ -85,11 +85,12 @@ class Draws:
 
 
 def has_adjustments(row: SamplingInput) -> bool:
-    """Whether bias, bans, allowed tokens or penalties change the row's logits."""
+    """Whether bias, bans, allowed tokens, a mask or penalties change the row's logits."""
     params = row.params
     return bool(
         params.logit_bias
         or row.banned_token_ids
+        or row.mask is not None
         or params.bad_words_token_ids
         or params.allowed_token_ids
         or has_penalties(params)

@@ -23,7 +23,6 @@ from prefixcache.sampling.logprobs import PackedLogprobs, compute_logprobs
 from prefixcache.sampling.masks import Masks
 from prefixcache.sampling.penalties import TokenCounts, adjust_logits
 from prefixcache.sampling.race import race, race_of_all
-from prefixcache.sampling.refusals import replace_refused, rows_by_when_asked
 from prefixcache.sampling.row_options import (
     Draws,
     SampledRow,
@@ -103,15 +102,13 @@ class Sampler:
         Logits of 16 bits are widened unless all rows are greedy, which changes no maximum. A row
         without a finite one gets an error in place of a token.
         """
-        asked_before, asked_after = rows_by_when_asked(rows, waits=self._waits)
-        if not asked_before and _all_plain_greedy(rows):
+        if _all_plain_greedy(rows):
             if likeliest_R is None:
                 likeliest_R = greedy_token_ids(logits_RV, waits=self._waits)
-            tokens_R, unsampled = replace_refused(likeliest_R, logits_RV, rows, asked_after)
-            return Sampled(tokens_R, unsampled=unsampled)
+            return Sampled(likeliest_R)
+        masks = Masks.of(rows)
         logits_RV = logits_RV.float()
         vocab_size = logits_RV.shape[1]
-        masks = Masks.of(rows, asked_before)
         drawn = [r for r, row in enumerate(rows) if not row.params.greedy]
         penalized = [r for r, row in enumerate(rows) if has_penalties(row.params)]
         contexts = self._counts.rows_of([rows[r] for r in penalized], vocab_size)
@@ -136,7 +133,6 @@ class Sampler:
         adjusted_RV = self._bad_words.ban(adjusted_RV, bans(sent))
         adjusted_RV = masking(sent, adjusted_RV)
         tokens_R = _tokens(logits_RV, adjusted_RV, draws(sent), waits=self._waits)
-        tokens_R, unsampled = replace_refused(tokens_R, adjusted_RV, rows, asked_after)
         self._bad_words.remember(rows, tokens_R)
         if penalizing is not None:
             self._counts.add(penalizing.counts_P, tokens_R[penalizing.rows_P])
@@ -144,11 +140,11 @@ class Sampler:
             (asking, _logprobs(logits_RV, tokens_R, asked_at[count](sent), count))
             for count, asking in asked.items()
         ]
-        return Sampled(tokens_R, logprobs, {**masks.unsampled, **unsampled})
+        return Sampled(tokens_R, logprobs, masks.unsampled)
 
 
 def _all_plain_greedy(rows: Sequence[SampledRow]) -> bool:
-    """Whether the rows ask for nothing but their likeliest tokens, and masks."""
+    """Whether the rows ask for nothing but their likeliest tokens: `greedy_token_ids` will do."""
     return all(
         row.params.greedy and row.params.logprobs is None and not has_adjustments(row.sampling)
         for row in rows

@@ -189,7 +189,7 @@ def main(
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         forms = Forms(folder, scratch)
         entries = list(_entries(forms, contender or list(Kind), dtypes, llama_python))
-        shared = {"threads": threads, "max_tokens": room}
+        shared = {"threads": threads, "max_tokens": room, "max_seqs": max(batches)}
         workers = [stack.enter_context(started(entry, shared, limit)) for entry in entries]
         results = measure(workers, pool, contexts, batches, rounds)
         for worker in workers:

@@ -17,11 +17,14 @@ from prefixcache.sampling_params import SamplingParams
 
 
 class Contender:
-    def __init__(self, *, threads: int, max_tokens: int, **flags: object) -> None:
+    def __init__(
+        self, *, threads: int, max_tokens: int, max_seqs: int = 64, **flags: object
+    ) -> None:
         torch.set_num_threads(threads)
         config = EngineConfig.from_flags(
             num_blocks=max_tokens // 16 + 64,
             max_num_batched_tokens=max_tokens,
+            max_num_seqs=max_seqs,
             max_step_ms=0,
             **flags,
         )

@@ -12,17 +12,15 @@ from importlib.metadata import version
 import llama_cpp
 import numpy as np
 
-_MAX_SEQS = 8
-
 
 class Contender:
-    def __init__(self, *, model: str, threads: int, max_tokens: int) -> None:
+    def __init__(self, *, model: str, threads: int, max_tokens: int, max_seqs: int) -> None:
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(
             model.encode(), llama_cpp.llama_model_default_params()
         )
         self._context = llama_cpp.llama_init_from_model(
-            self._model, _context_params(threads, max_tokens)
+            self._model, _context_params(threads, max_tokens, max_seqs)
         )
         if not self._context:
             raise RuntimeError(f"llama.cpp could not open {model}")
@@ -90,10 +88,11 @@ class Contender:
         return int(np.argmax(np.ctypeslib.as_array(logits, shape=(self._vocab_size,))))
 
 
-def _context_params(threads: int, max_tokens: int) -> ctypes.Structure:
+def _context_params(threads: int, max_tokens: int, max_seqs: int) -> ctypes.Structure:
+    """Each sequence gets an equal share of the tokens."""
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = max_tokens
     params.n_batch = max_tokens
-    params.n_seq_max = _MAX_SEQS
+    params.n_seq_max = max_seqs
     params.n_threads = params.n_threads_batch = threads
     return params

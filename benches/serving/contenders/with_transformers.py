@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 
 class Contender:
-    def __init__(self, *, model: str, dtype: str, threads: int, max_tokens: int) -> None:  # noqa: ARG002
+    def __init__(self, *, model: str, dtype: str, threads: int, **_: object) -> None:
         torch.set_num_threads(threads)
         self._model = AutoModelForCausalLM.from_pretrained(
             model, dtype=getattr(torch, dtype), attn_implementation="sdpa"

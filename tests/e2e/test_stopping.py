@@ -16,7 +16,7 @@ import pytest
 
 from prefixcache.request import Request, RequestOutput
 from prefixcache.server.context import Lifecycle
-from prefixcache.server.serve import Server
+from prefixcache.server.serve import ServeOptions, Server
 from prefixcache.tokenization.tokenizer import Tokenizer
 from serving import FakeEngine, client_of, events, fake_app, running, says, serving, wait_until
 from tiny_models import save_tokenizer
@@ -160,6 +160,27 @@ def test_a_client_that_does_not_read_is_not_waited_for(
         wait_until(lambda: not _listens(address))
     assert engine.num_open == 0
     assert len(logged(caplog)) == 1
+
+
+async def test_an_answer_that_is_cut_may_say_so_whatever_signals_follow(
+    tokenizer: Tokenizer,
+) -> None:
+    server = Server(fake_app(FakeEngine(says), tokenizer), ServeOptions(), Lifecycle())
+    is_read = asyncio.Event()
+
+    async def answer() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await is_read.wait()
+
+    answering = asyncio.create_task(answer())
+    server.server_state.tasks.add(answering)
+    for _ in range(4):
+        await asyncio.sleep(0)
+        server.stop()
+    is_read.set()
+    await answering
 
 
 async def _line(app: Any, caplog: pytest.LogCaptureFixture, **fields: Any) -> str:

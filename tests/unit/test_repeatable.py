@@ -45,7 +45,8 @@ def test_a_failing_run_says_how_to_repeat_it_and_the_next_run_draws_anew(tmp_pat
     assert "@reproduce_failure(" in first
     again = run(tmp_path, command[2], PREFIXCACHE_TEST_SEED=command[1])
     assert _schedule(again) == _schedule(first)
-    second = run(tmp_path, CI="1", HYPOTHESIS_STORAGE_DIRECTORY="b")
+    second = run(tmp_path, "--reruns=1", CI="1", HYPOTHESIS_STORAGE_DIRECTORY="b")
+    assert "first run of test_failing.py::test_schedule" in second
     assert _schedule(second) != _schedule(first)
     assert _examples(second) != _examples(first)
 

@@ -304,6 +304,7 @@ class Server(uvicorn.Server):
         self._lifecycle = lifecycle
         self._ready = ready
         self._notifier = notifier
+        self._cut: set[asyncio.Task[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to listen; with certificates it speaks HTTPS alone."""
@@ -360,8 +361,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
             return
         self.force_exit = True
-        for task in self.server_state.tasks:
-            task.cancel()
+        self._cancel_answers()
 
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()
@@ -371,10 +371,16 @@ class Server(uvicorn.Server):
 
     async def _cut_answers(self) -> None:
         """Each tells its client; who does not read that is not waited for."""
-        for task in self.server_state.tasks:
-            task.cancel()
+        self._cancel_answers()
         if self.server_state.tasks:
             await asyncio.wait(set(self.server_state.tasks), timeout=_CLOSE_SECONDS)
+
+    def _cancel_answers(self) -> None:
+        """Each once: cancelled again, it would fail while it tells its client that it was."""
+        answers = set(self.server_state.tasks)
+        for task in answers - self._cut:
+            task.cancel()
+        self._cut = answers
 
     async def _close_connections(self) -> None:
         for connection in list(self.server_state.connections):

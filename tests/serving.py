@@ -121,6 +121,15 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """As `wait_until`, while the event loop goes on."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        await asyncio.sleep(0.001)
+
+
 def events(text: str) -> list[Any]:
     """The payloads of a stream, which must end with [DONE]."""
     blocks = text.split("\n\n")

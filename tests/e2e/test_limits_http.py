@@ -19,7 +19,7 @@ from prefixcache.server import answers
 from prefixcache.server.access import AccessRules
 from prefixcache.server.limits import ServerLimits
 from prefixcache.tokenization.tokenizer import Tokenizer
-from serving import MODEL, FakeEngine, client_of, fake_app, serve_folder, served_folder
+from serving import MODEL, FakeEngine, client_of, fake_app, serve_folder, served_folder, until
 from tiny_models import save_tokenizer
 
 BODY = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
@@ -30,14 +30,6 @@ KEYS = AccessRules(api_keys=("a", "b"), admin_api_keys=("root",))
 
 def key(name: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {name}"}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async def poll() -> None:
-        while not condition():
-            await asyncio.sleep(0.001)
-
-    await asyncio.wait_for(poll(), 60)
 
 
 def in_use(engine: AsyncEngine) -> int:

@@ -12,19 +12,11 @@ import pytest
 
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.tokenization.tokenizer import Tokenizer
-from serving import MODEL, FakeEngine, client_of, fake_app, says, served_folder
+from serving import MODEL, FakeEngine, client_of, fake_app, says, served_folder, until
 from tiny_models import save_tokenizer
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 COMPLETION = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async def poll() -> None:
-        while not condition():
-            await asyncio.sleep(0.001)
-
-    await asyncio.wait_for(poll(), 60)
 
 
 def num_waiting(engine: AsyncEngine) -> float | None:

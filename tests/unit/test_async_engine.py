@@ -30,6 +30,7 @@ from prefixcache.exceptions import (
 )
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.request import Request, RequestOutput
+from serving import until
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -83,13 +84,6 @@ async def start_held(served: Served) -> asyncio.Task[list[RequestOutput]]:
     task = asyncio.create_task(collect(served.engine, make_request(max_tokens=100)))
     await served.gate.until_held()
     return task
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.001)
 
 
 def all_free(cache: CacheManager) -> Callable[[], bool]:

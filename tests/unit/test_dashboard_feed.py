@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 
 from prefixcache.server.dashboard.feed import Feed
+from serving import until
 
 
 class Source:
@@ -27,11 +27,6 @@ class Source:
             raise self.error
         self.taken += 1
         return {"a": b"a%d " % self.taken, "b": b"b%d " % self.taken}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 async def test_pages_share_one_loop_which_ends_with_the_last_of_them() -> None:

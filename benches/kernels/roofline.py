@@ -17,6 +17,8 @@ import subprocess
 from collections import Counter, defaultdict
 from pathlib import Path
 
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
 ROOT = Path(__file__).parents[2]
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 INPUTS, PANEL = 768, 64
@@ -191,8 +193,6 @@ def main() -> None:
     program = parser.parse_args().program or built()
     text = subprocess.run([program], check=True, stdout=subprocess.PIPE, text=True).stdout
     measured = Measured(text, disassembled(program))
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
     sizes = {name: GGML_QUANT_SIZES[GGMLQuantizationType[name]] for name in FORMATS}
     bytes_of = {name: size / numbers for name, (numbers, size) in sizes.items()} | {"all": 2.0}
     table_of_peaks(measured)

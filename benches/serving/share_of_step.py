@@ -37,8 +37,10 @@ class Way:
     """An engine, and the time that its model's two calls took."""
 
     def __init__(self, **flags: object) -> None:
-        self.engine = Contender(threads=1, max_tokens=16384, dtype="bfloat16", **flags)
-        self.model: Any = self.engine._engine._runner._model  # type: ignore[attr-defined]
+        self.contender = Contender(
+            threads=1, max_tokens=16384, max_seqs=BATCH, dtype="bfloat16", **flags
+        )
+        self.model: Any = self.contender._engine._runner._model  # type: ignore[attr-defined]
         self.in_model = 0.0
         for name in ("forward", "compute_logits"):
             setattr(self.model, name, self._timed(getattr(self.model, name)))
@@ -132,22 +134,22 @@ def main() -> None:
         return [draw.randrange(3, 20_000) for _ in range(length)]
 
     def decode(way: Way, _: int) -> None:
-        way.engine.go_on(1)
+        way.contender.go_on(1)
 
     prompts = [prompt(arguments.context) for _ in range(BATCH)]
     for way in ways.values():
-        way.engine.begin(prompts, 200)
+        way.contender.begin(prompts, 200)
     head(f"Decode of {BATCH} at {arguments.context}")
     measure(ways, arguments.rounds, BATCH, BATCH, decode)
     for way in ways.values():
-        way.engine.end()
+        way.contender.end()
     head(f"Prefill of {PREFILL:,}")
 
     def prefill(way: Way, number: int) -> None:
-        way.engine._first_token(fresh[number])  # pyright: ignore[reportPrivateUsage]
+        way.contender._first_token(fresh[number])  # pyright: ignore[reportPrivateUsage]
 
-    fresh = [prompt(PREFILL) for _ in range(arguments.rounds + 1)]
     rounds = max(3, arguments.rounds // 5)
+    fresh = [prompt(PREFILL) for _ in range(rounds + 1)]
     measure(ways, rounds, PREFILL, 1, prefill)
 
 

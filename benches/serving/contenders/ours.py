@@ -17,9 +17,7 @@ from prefixcache.sampling_params import SamplingParams
 
 
 class Contender:
-    def __init__(
-        self, *, threads: int, max_tokens: int, max_seqs: int = 64, **flags: object
-    ) -> None:
+    def __init__(self, *, threads: int, max_tokens: int, max_seqs: int, **flags: object) -> None:
         torch.set_num_threads(threads)
         config = EngineConfig.from_flags(
             num_blocks=max_tokens // 16 + 64,

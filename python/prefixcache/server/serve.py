@@ -376,7 +376,7 @@ class Server(uvicorn.Server):
             await asyncio.wait(set(self.server_state.tasks), timeout=_CLOSE_SECONDS)
 
     def _cancel_answers(self) -> None:
-        """Each once: cancelled again, it would fail while it tells its client that it was."""
+        """Cancels each open answer once: a second time would interrupt what tells its client so."""
         answers = set(self.server_state.tasks)
         for task in answers - self._cut:
             task.cancel()

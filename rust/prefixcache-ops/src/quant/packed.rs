@@ -59,7 +59,7 @@ trait Layout: Send + Sync {
     const SIGNED: bool;
     const SCALES: Scales;
 
-    /// As the constant of this name, for the format.
+    /// The most rows whose products with this format's blocks are taken from registers.
     const MAX_FEW: usize = match Self::SCALES {
         Scales::Plain => MAX_FEW,
         _ => MAX_FEW_WITH_MORE_SCALES,

@@ -22,7 +22,7 @@ PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.F
 PYTEST   := $(BIN)/pytest --reruns=$(RERUNS) --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
 .PHONY: setup setup-dev model serve test test-long test-clients test-ray test-rust test-python test-wheel format clean
-.PHONY: lint lint-rust lint-python lint-deploy dist audit licences
+.PHONY: lint lint-rust lint-python lint-deploy dist audit licences nightly
 .PHONY: equality loom shuttle stress sanitize fuzz soak bench bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
 setup: .venv/.built                ## venv, pinned dependencies, release build
@@ -52,11 +52,15 @@ test: setup-dev model              ## what a change must pass (WORKERS=...)
 	$(PARALLEL) lint-python lint-rust test-rust
 	$(MAKE) --no-print-directory test-python
 
-test-long: setup-dev model         ## the same tests in their long forms, and clients
+test-long: setup-dev model         ## the same tests in their long forms
 	PROPTEST_CASES=$(LONG_CASES) PREFIXCACHE_RESETS=1000000 $(MAKE) --no-print-directory test-rust
 	PREFIXCACHE_LONG_TESTS=1 $(PYTEST) --timeout=1800
-	$(MAKE) --no-print-directory test-clients
-	$(MAKE) --no-print-directory test-ray
+
+nightly: test-long shuttle bench-gpu-dry ## what .ci/run leaves out: long forms, random schedules, hours of load
+	$(MAKE) --no-print-directory stress sanitize STRESS_SECONDS=600
+	$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=600
+	$(MAKE) --no-print-directory equality
+	$(MAKE) --no-print-directory soak MINUTES=60
 
 test-ray: setup-dev                ## three replicas under Ray Serve, killed and commanded in mid-traffic
 	cd tests/ray_serve && ../../$(BIN)/pytest --reruns=$(RERUNS) --durations=5
@@ -71,7 +75,7 @@ test-clients: setup model .venv-clients/.built ## clients that people use, again
 	touch $@
 
 test-rust:
-	cargo test --workspace --quiet
+	cargo test --workspace --exclude prefixcache-py --lib --tests --quiet
 	cargo run --package prefixcache-core --example rust_cache --quiet
 
 test-python:

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from prefixcache.cli import main
 from prefixcache.engine.output import Answer
 from prefixcache.kv.cache_manager import CacheManager
-from prefixcache.models import weights
+from prefixcache.models import safetensors_file
 from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.server import app
 from prefixcache.server.response_store import ResponseStore
@@ -68,32 +69,17 @@ def _plug_into_texts(faults: Faults) -> None:
 
 
 def _plug_into_disk(faults: Faults) -> None:
-    safe_open = weights.safe_open
+    read_bytes = safetensors_file.read_bytes
+    num_read = WeakKeyDictionary[Any, int]()
 
-    class FaultyFile:
+    def faulty_read(stream: Any, start: int, length: int) -> Any:
         """A weight file that breaks after a few tensors."""
+        num_read[stream] = num_read.get(stream, 0) + 1
+        if num_read[stream] == _BREAKS_AT:
+            faults.meet(DISK, InjectedDiskError)
+        return read_bytes(stream, start, length)
 
-        def __init__(self, *args: Any, **options: Any) -> None:
-            self._opened = safe_open(*args, **options)
-            self._num_read = 0
-
-        def __enter__(self) -> Any:
-            self._file = self._opened.__enter__()
-            return self
-
-        def __exit__(self, *error: Any) -> Any:
-            return self._opened.__exit__(*error)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._file, name)
-
-        def get_tensor(self, name: str) -> Any:
-            self._num_read += 1
-            if self._num_read == _BREAKS_AT:
-                faults.meet(DISK, InjectedDiskError)
-            return self._file.get_tensor(name)
-
-    weights.safe_open = FaultyFile
+    safetensors_file.read_bytes = faulty_read
 
 
 def _plug_into_release(faults: Faults) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from prefixcache._core import Cpu
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.model_config import ModelConfig
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import load_model
-from prefixcache.models.weights import NamedTensor, check_folder, copy_into, shapes_of
+from prefixcache.models.names import TensorNames
+from prefixcache.models.weights import (
+    NamedTensor,
+    check_folder,
+    copy_into,
+    read_folder,
+    shapes_of,
+)
 from tiny_models import edit_config
 
 TinyCheckpoint = Callable[..., Path]
@@ -88,6 +98,33 @@ def test_a_truncated_file_is_named(folder: Path, kept: int) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(ModelLoadError, match=r"model\.safetensors"):
+        load(folder)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_named(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = read_folder(folder, torch.device("cpu"), TensorNames(ModelConfig.from_hf(folder)))
+    next(tensors)
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors: it ends before byte"):
+        list(tensors)
+
+
+@pytest.mark.parametrize("blanks", [1, 2, 4])
+def test_a_header_of_any_length_is_read(folder: Path, blanks: int) -> None:
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    (size,) = struct.unpack_from("<Q", data)
+    header = data[8 : 8 + size] + blanks * b" "
+    file.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + size :])
+    config = ModelConfig.from_hf(folder)
+    # The kernels want aligned numbers, which such a header does not give a mapped file.
+    load_model(config, folder, dtype=torch.float32, device=torch.device("cpu"), cpu=Cpu(1))
+
+
+def test_weights_of_another_type_are_named(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].to(torch.int64)}))
+    with pytest.raises(ModelLoadError, match=f"{Q_PROJ} has the type I64"):
         load(folder)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.model_config import read_json_object
 from prefixcache.models.digests import file_sha256
+from prefixcache.models.safetensors_file import read_bytes
 from prefixcache.ops.blocks import BLOCK_FORMATS, QuantizedTensor, row_bytes
 
 INDEX_FILE = "model.gguf.index.json"
@@ -62,19 +63,15 @@ class TensorIndex:
     file: Path
     tensors: tuple[IndexedTensor, ...]
 
-    def mapped(self, wanted: Iterable[IndexedTensor]) -> Iterator[Tensor | QuantizedTensor]:
-        """Those tensors, one after the other, mapped from the file.
+    def read(self, wanted: Iterable[IndexedTensor]) -> Iterator[Tensor | QuantizedTensor]:
+        """Those tensors, one after the other.
 
-        What was read of one leaves the process's memory before the next one. Raises
-        `ModelLoadError` when the file cannot be read.
+        Raises `ModelLoadError` when the file cannot be read, or is cut meanwhile.
         """
         try:
             with self.file.open("rb") as stream:
                 for one in wanted:
-                    memory, data = _mapped(stream, one)
-                    memory.madvise(mmap.MADV_WILLNEED)  # read ahead by more than a fault would
-                    yield _as_in_a_checkpoint(one, data)
-                    memory.madvise(mmap.MADV_DONTNEED)
+                    yield _as_in_a_checkpoint(one, read_bytes(stream, one.offset, one.nbytes))
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"Cannot read the weight file {self.file}: {error}") from error
 
@@ -153,19 +150,6 @@ def _check_file(file: Path, size: int, sha256: str | None) -> None:
             f"The weight file {file.resolve()} is not the one that {file.parent} was made of. "
             "Start with the file itself as the model, which makes another folder."
         )
-
-
-def _mapped(stream: BinaryIO, tensor: IndexedTensor) -> tuple[mmap.mmap, Tensor]:
-    """The tensor's bytes in the file; the mapping ends with the last view of them."""
-    before = tensor.offset % mmap.ALLOCATIONGRANULARITY
-    memory = mmap.mmap(
-        stream.fileno(),
-        before + tensor.nbytes,
-        access=mmap.ACCESS_COPY,  # torch wants memory that could be written
-        offset=tensor.offset - before,
-    )
-    data = torch.frombuffer(memory, dtype=torch.uint8, offset=before, count=tensor.nbytes)
-    return memory, data
 
 
 def _as_in_a_checkpoint(tensor: IndexedTensor, data: Tensor) -> Tensor | QuantizedTensor:

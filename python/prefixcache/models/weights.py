@@ -15,6 +15,7 @@ from prefixcache.exceptions import ModelLoadError
 from prefixcache.model_config import read_json_object
 from prefixcache.models.blocks import has_index, read_index
 from prefixcache.models.names import TensorNames
+from prefixcache.models.safetensors_file import read_tensors, tensor_ranges
 from prefixcache.ops.blocks import QuantizedTensor
 
 _SINGLE_FILE = "model.safetensors"
@@ -59,7 +60,7 @@ def load_folder(slots: Slots, folder: Path, device: torch.device, names: TensorN
 
 
 def read_folder(folder: Path, device: torch.device, names: TensorNames) -> Iterator[NamedTensor]:
-    """The folder's tensors that `names` reads, one after the other, mapped where they can be.
+    """The folder's tensors that `names` reads, one after the other.
 
     Dense ones of safetensors are on the device. Raises `ModelLoadError` when a file cannot be read.
     """
@@ -165,7 +166,7 @@ def _read_indexed(folder: Path, names: TensorNames) -> Iterator[NamedTensor]:
     wanted = [one for one in index.tensors if names.own(one.name) is not None]
     tensors = (
         NamedTensor(one.name, tensor, str(index.file))
-        for one, tensor in zip(wanted, index.mapped(wanted), strict=True)
+        for one, tensor in zip(wanted, index.read(wanted), strict=True)
     )
     return _with_progress(tensors, sum(one.nbytes for one in wanted))
 
@@ -180,14 +181,9 @@ def _with_progress(tensors: Iterator[NamedTensor], total: int) -> Iterator[Named
 
 
 def _read_file(file: Path, device: torch.device, names: TensorNames) -> Iterator[NamedTensor]:
-    """Tensors are mapped, not read: a tensor's pages come in when its slot copies them."""
-    try:
-        with safe_open(file, framework="pt", device=str(device)) as opened:
-            for name in opened.keys():  # noqa: SIM118  (not a mapping)
-                if names.own(name) is not None:
-                    yield NamedTensor(name, opened.get_tensor(name), file.name)
-    except (SafetensorError, OSError) as error:
-        raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
+    wanted = [one for one in tensor_ranges(file) if names.own(one.name) is not None]
+    for one, tensor in zip(wanted, read_tensors(file, wanted), strict=True):
+        yield NamedTensor(one.name, tensor.to(device), file.name)
 
 
 def _read_shapes(folder: Path) -> Iterator[tuple[str, Sequence[int], str]]:

@@ -1,0 +1,99 @@
+"""Where the tensors of a safetensors file lie, and their bytes."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from prefixcache.exceptions import ModelLoadError
+
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_BROKEN = (ValueError, LookupError, TypeError, AttributeError)  # of a header that says nonsense
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRange:
+    """A tensor's bytes in its file, from `start` to `end`; `format` is safetensors' name."""
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def tensor_ranges(file: Path) -> list[TensorRange]:
+    """The tensors of a safetensors file, by its header.
+
+    Raises `ModelLoadError` when the header cannot be read.
+    """
+    try:
+        with file.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            if size > _MAX_HEADER_BYTES:
+                raise ValueError(f"its header has {size} bytes")
+            header = json.loads(stream.read(size))
+        header.pop("__metadata__", None)
+        return [_range(name, entry, 8 + size) for name, entry in header.items()]
+    except (*_BROKEN, OSError, RecursionError, struct.error) as error:
+        raise ModelLoadError(f"Cannot read the weight file {file}: {error!r}") from error
+
+
+def _range(name: str, entry: Mapping[str, Any], data: int) -> TensorRange:
+    start, end = entry["data_offsets"]
+    shape = tuple(map(int, entry["shape"]))
+    return TensorRange(name, str(entry["dtype"]), shape, data + start, data + end)
+
+
+def read_tensors(file: Path, wanted: list[TensorRange]) -> Iterator[Tensor]:
+    """Those tensors on the CPU, one after the other.
+
+    Raises `ModelLoadError` when the file cannot be read, or is cut meanwhile.
+    """
+    try:
+        with file.open("rb") as stream:
+            for one in wanted:
+                yield _tensor(stream, one)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
+
+
+def _tensor(stream: BinaryIO, one: TensorRange) -> Tensor:
+    dtype = _TYPES.get(one.format)
+    if dtype is None:
+        raise ValueError(f"{one.name} has the type {one.format}, which no weights here have")
+    if one.end - one.start != prod(one.shape) * dtype.itemsize:
+        raise ValueError(f"{one.name} has {one.end - one.start} bytes, not those of its shape")
+    return read_bytes(stream, one.start, one.end - one.start).view(dtype).view(one.shape)
+
+
+def read_bytes(stream: BinaryIO, start: int, length: int) -> Tensor:
+    """`length` bytes of a file from `start` on: [length] uint8, in pages of their own.
+
+    They are read and not mapped: the system kills a process that touches a mapped page of a file
+    that was cut. Raises `ValueError` when the file ends before.
+    """
+    if length == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, length)  # the heap would keep what it once had for tensors of this size
+    stream.seek(start)
+    if stream.readinto(memory) != length:  # type: ignore[attr-defined]
+        raise ValueError(f"it ends before byte {start + length}")
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -84,6 +84,13 @@ def test_a_config_of_other_sizes_than_the_weights(folder: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("field", ["head_dim", "vocab_size", "intermediate_size"])
+def test_a_size_that_no_machine_holds_takes_no_memory(folder: Path, field: str) -> None:
+    edit_config(folder, **{field: 10**9})
+    with pytest.raises(ModelLoadError, match=r"has shape .*configuration needs"):
+        load(folder)
+
+
 def test_copies_of_tied_and_rotary_tensors_are_ignored(folder: Path) -> None:
     def add(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()

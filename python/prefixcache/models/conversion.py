@@ -31,10 +31,9 @@ from prefixcache.models.blocks import (
     write_index,
 )
 from prefixcache.models.hub import resolve_model
-from prefixcache.models.loader import make_model
-from prefixcache.models.names import TensorNames
+from prefixcache.models.loader import check_weights
 from prefixcache.models.quantize import QUANTIZABLE, quantized
-from prefixcache.models.weights import NamedTensor, check_folder, read_folder, shapes_of
+from prefixcache.models.weights import NamedTensor, read_folder
 from prefixcache.ops.blocks import QuantizedTensor, block_size
 
 _CPU = torch.device("cpu")
@@ -51,7 +50,7 @@ def quantize_folder(source: Path, target: Path, block_format: str) -> None:
     in memory at a time. Raises `ModelLoadError` for weights that are not those of the folder's
     configuration, that are quantized already, or that no block can hold.
     """
-    names = _checked_names(source)
+    names = check_weights(ModelConfig.from_hf(source), source)
     formats = {one.name: _format_of(one, block_format) for one in read_folder(source, _CPU, names)}
     file = target / WEIGHTS_FILE
     model_type = str(read_json_object(source / "config.json")["model_type"])
@@ -73,7 +72,7 @@ def widen_folder(source: Path, target: Path, dtype: torch.dtype) -> None:
     Vectors keep their type. Raises `ModelLoadError` for weights that are not those of the folder's
     configuration.
     """
-    names = _checked_names(source)
+    names = check_weights(ModelConfig.from_hf(source), source)
     count = sum(1 for _ in read_folder(source, _CPU, names))
     tensors = _shown(read_folder(source, _CPU, names), count, f"To {dtype}")
     weight_map = dict[str, str]()
@@ -131,15 +130,6 @@ def _write_once(target: Path, write: Callable[[Path], None]) -> None:
         new.mkdir()
         write(new)
         new.rename(target)
-
-
-def _checked_names(folder: Path) -> TensorNames:
-    """What the folder's tensors are called, once all of them are known to be the model's."""
-    config = ModelConfig.from_hf(folder)
-    shapes = shapes_of(make_model(config, dtype=torch.float32, device=torch.device("meta")).slots)
-    names = TensorNames(config)
-    check_folder(shapes, folder, names)
-    return names
 
 
 def _shown(tensors: Iterable[NamedTensor], count: int, what: str) -> Iterator[NamedTensor]:

@@ -11,7 +11,8 @@ from prefixcache._core import Cpu
 from prefixcache.config import Activations, DType
 from prefixcache.model_config import ModelConfig
 from prefixcache.models.decoder import Builder, DecoderModel
-from prefixcache.models.weights import load_folder
+from prefixcache.models.names import TensorNames
+from prefixcache.models.weights import check_folder, load_folder, shapes_of
 from prefixcache.ops.sets import make_ops
 
 logger = logging.getLogger(__name__)
@@ -29,13 +30,14 @@ def load_model(
     cpu: Cpu | None = None,
     activations: Activations = "exact",
 ) -> DecoderModel:
-    """Builds the model on the device and fills it from the folder's safetensors.
+    """Builds the model on the device and fills it from the folder's weights.
 
     `max_positions` (the model's context length if None) bounds the rotary table. With `cpu` the
     model runs on ops whose rows do not depend on the batch, with those threads; `activations` is
     what they multiply weights in blocks with. Raises
     `ModelLoadError` naming the tensor and the file when weights do not fit the configuration.
     """
+    check_weights(config, folder)
     model = make_model(
         config,
         dtype=dtype,
@@ -46,6 +48,16 @@ def load_model(
     )
     load_folder(model.slots, folder, device, model.names)
     return model
+
+
+def check_weights(config: ModelConfig, folder: Path) -> TensorNames:
+    """The names of the folder's tensors, all of which have the shapes that the configuration needs.
+
+    Raises `ModelLoadError` otherwise, from the files' headers alone: before any memory is taken.
+    """
+    model = make_model(config, dtype=torch.float32, device=torch.device("meta"))
+    check_folder(shapes_of(model.slots), folder, model.names)
+    return model.names
 
 
 def make_model(

@@ -22,6 +22,9 @@ class RotaryEmbedding:
     def __init__(
         self, config: RopeConfig, head_dim: int, max_positions: int, device: torch.device
     ) -> None:
+        if device.type == "meta":  # a model of shapes alone takes no memory
+            self._cos_PR = self._sin_PR = torch.empty(max_positions, head_dim // 2, device=device)
+            return
         inverse_R, magnitude = inverse_frequencies(config, head_dim)
         angles_PR = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_R)
         self._cos_PR = (angles_PR.cos() * magnitude).to(device)

@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 # What one consumer of a replay may have waiting for it, in batches: it gets the next as it reads.
 _REPLAY_HWM = 256
+# The most bytes that a peer may send in one frame: a replay's sequence, or a topic that it wants.
+_MAX_REQUEST_BYTES = 64
+_MAX_TOPIC_BYTES = 1024
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.ENODEV)
 
 
@@ -29,6 +32,7 @@ class EventSockets:
     time calls `send`, one `replay_requests` and `replay`. `endpoint` and `replay_endpoint` are what
     consumers connect to. `num_overflows` counts the batches at which a consumer was found with as
     much waiting for it as may: libzmq then passes it over, and tells nobody, until it has read.
+    A peer that sends a frame longer than any that means something is disconnected.
     """
 
     def __init__(self, config: KVEventsConfig) -> None:
@@ -38,11 +42,13 @@ class EventSockets:
         try:
             self._publisher = self._context.socket(zmq.PUB)
             self._publisher.set_hwm(config.hwm)
+            self._publisher.setsockopt(zmq.MAXMSGSIZE, _MAX_TOPIC_BYTES)
             # So that a send tells where a consumer's queue is full.
             self._publisher.setsockopt(zmq.XPUB_NODROP, 1)
             self.endpoint = _open(self._publisher, "endpoint", config.endpoint)
             self._router = self._context.socket(zmq.ROUTER)
             self._router.set_hwm(_REPLAY_HWM)
+            self._router.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self.replay_endpoint: str | None = None
             if config.replay_endpoint is not None:

@@ -280,11 +280,14 @@ def test_a_peer_that_sends_a_long_frame_is_disconnected(
     context: zmq.Context[Any], which: str
 ) -> None:
     kind = zmq.XSUB if which == "endpoint" else zmq.DEALER
-    with closing(EventSockets(config())) as sockets, context.socket(kind) as rude:
-        with rude.get_monitor_socket(zmq.Event.DISCONNECTED) as monitor:
-            rude.connect(getattr(sockets, which))
-            rude.send(b"\1" + bytes(2000))
-            assert monitor.poll(60_000), "it is still connected"
+    with (
+        closing(EventSockets(config())) as sockets,
+        context.socket(kind) as rude,
+        rude.get_monitor_socket(zmq.Event.DISCONNECTED) as monitor,
+    ):
+        rude.connect(getattr(sockets, which))
+        rude.send(b"\1" + bytes(2000))
+        assert monitor.poll(60_000), "it is still connected"
 
 
 def sequence_of(reader: zmq.Socket[bytes]) -> int:

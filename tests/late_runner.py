@@ -30,7 +30,7 @@ class LateRunner(FakeRunner):
         self._sampled: list[int] = []
 
     def submit(self, plan: StepPlan) -> LateStep:
-        assert len(self._queue) < 2, "at most two steps are under way"
+        assert len(self._queue) < 2, "at most two steps are in flight"
         self.num_ahead += len(self._queue)
         step = LateStep(self, plan, copy.deepcopy(self.block_tables), is_known=not _stays(plan))
         self._queue.append(step)
@@ -40,6 +40,11 @@ class LateRunner(FakeRunner):
         if step.is_known:
             self.compute_until(step)
         return step
+
+    def finish(self) -> None:
+        """Computes what was submitted, whether or not anybody reads it."""
+        if self._queue:
+            self.compute_until(self._queue[-1])
 
     def compute_until(self, step: LateStep) -> None:
         while step.values is None and step.error is None:

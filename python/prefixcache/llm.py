@@ -315,8 +315,9 @@ class LLM:
                     for request in job.requests:
                         self._engine.add_request(request)
                 self._collect(places, show_progress)
-            finally:
-                self._engine.abort(places)
+            except BaseException:  # Ctrl-C may come at any line
+                self._engine.forget_all()
+                raise
 
     def _collect(
         self, places: Mapping[str, tuple[GenerationResult, CompletionOutput]], show_progress: bool

@@ -5,7 +5,7 @@ Letters of shapes here and in the runner: T tokens in the step, S sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -107,3 +107,17 @@ class SequenceOutput:
     error: str | None = None
     error_code: ErrorCode | None = None
     is_late: bool = False
+
+
+class SubmittedStep(Protocol):
+    """A step that the runner computes. `outputs` waits until it is done, unless `is_known`."""
+
+    @property
+    def outputs(self) -> Callable[[], list[SequenceOutput]]:
+        """One output for each sequence of the plan."""
+        ...
+
+    @property
+    def is_known(self) -> bool:
+        """Whether nothing need be waited for."""
+        ...

@@ -152,7 +152,7 @@ def test_requests_are_not_requeued_while_a_step_is_under_way() -> None:
     engine, _, _ = make_engine(ahead=True)
     engine.add_request(make_request())
     engine.step()
-    with pytest.raises(RuntimeError, match="under way"):
+    with pytest.raises(RuntimeError, match="in flight"):
         engine.requeue_all()
 
 

@@ -6,12 +6,11 @@ import itertools
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from prefixcache.diagnostics.losses import Losses
 from prefixcache.engine.control import Control
@@ -32,8 +31,8 @@ from prefixcache.request import ErrorCode, FinishReason, Request, RequestOutput
 from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.runner.pending import PendingStep
 from prefixcache.sampling_params import SamplingParams
-from prefixcache.scheduler.scheduler import Scheduler
-from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
+from prefixcache.scheduler.scheduler import Scheduler, StepInFlight
+from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan, SubmittedStep
 from prefixcache.structured_output import StructuredOutput
 from prefixcache.token_ids import TokenIds
 from prefixcache.tokenization.detokenizer import IncrementalDetokenizer
@@ -42,12 +41,6 @@ logger = logging.getLogger(__name__)
 
 # While nothing can be computed before a mask is known: commands wait no longer for it.
 _LONGEST_IDLE = 5e-3
-
-
-class _StepUnderWay(NamedTuple):
-    plan: StepPlan
-    step: PendingStep
-    since: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +91,7 @@ class Engine:
         self._eos_token_ids = frozenset(parts.eos_token_ids)
         self._seeds = random.Random(parts.seed)
         self._answers: dict[str, Answer] = {}
-        self._under_way: deque[_StepUnderWay] = deque()
+        self._steps = parts.scheduler.steps_in_flight
         self._clock = parts.clock
         self._last_read = self._clock()
         self._host_time = _HostTime()
@@ -263,8 +256,22 @@ class Engine:
         """Submits the next step and returns what the last one added to each request.
 
         They are the same step, unless the runner lets the host plan ahead. Raises `EngineDeadError`
-        when nothing can be served any more.
+        when nothing can be served any more. Whatever it raises, all requests are forgotten then.
         """
+        try:
+            return self._step()
+        except BaseException:
+            self.forget_all()
+            raise
+
+    def forget_all(self) -> None:
+        """Forgets every request and step and frees all blocks, whatever was left half done."""
+        self._scheduler.forget_all()
+        self._answers.clear()
+        self._outbox.clear()
+        self._note_usage()
+
+    def _step(self) -> list[RequestOutput]:
         self._host_time.begin()
         outputs = [] if self._pool is None else self._adjust_pool(self._pool)
         if self.control.is_halted:
@@ -278,9 +285,9 @@ class Engine:
         if plan.sequences:
             self._note_begun(plan)
             self._submit(plan)
-        elif not self._under_way:
+        elif not self._steps:
             self._scheduler.wait_for_guides(_LONGEST_IDLE)
-        while self._under_way and not (plan.sequences and self._is_ahead()):
+        while self._steps and not (plan.sequences and self._is_ahead()):
             outputs += self._read_oldest()
         self._note_usage()
         return outputs
@@ -290,20 +297,20 @@ class Engine:
         self._cache.close()
 
     def drain(self) -> None:
-        """Waits until no step is under way."""
+        """Waits until no step is in flight."""
         self._host_time.begin()
-        while self._under_way:
+        while self._steps:
             self._outbox += self._read_oldest()
         self._note_usage()
 
     def _adjust_pool(self, pool: ElasticPool) -> list[RequestOutput]:
-        """Does a slice of a resize, or takes memory for requests; what steps under way gave."""
+        """Does a slice of a resize, or takes memory for requests; what steps in flight gave."""
         if pool.can_grow and self._scheduler.has_unfinished():
             pool.grow()
         if not pool.has_slices:
             return []
         outputs: list[RequestOutput] = []
-        while self._under_way:
+        while self._steps:
             outputs += self._read_oldest()
         try:
             pool.advance()
@@ -318,10 +325,12 @@ class Engine:
             self._pool.note_release()
 
     def _is_ahead(self) -> bool:
-        """Whether the step under way may stay so until the next one is submitted."""
-        newest = self._under_way[-1]
-        alone = len(self._under_way) == 1
-        return alone and not newest.step.is_known and self._scheduler.has_unfinished()
+        """Whether the step in flight may stay so until the next one is submitted."""
+        return (
+            len(self._steps) == 1
+            and not _submitted(self._steps[0]).is_known
+            and self._scheduler.has_unfinished()
+        )
 
     def _note_begun(self, plan: StepPlan) -> None:
         now = time.monotonic()
@@ -329,25 +338,26 @@ class Engine:
             self._answers[sequence.request_id].begin(now)
 
     def _submit(self, plan: StepPlan) -> None:
-        since = self._clock()
+        step = self._steps[-1]
+        step.since = self._clock()
         try:
             self._cache.fill(plan, self._runner.block_tables)
             with self._host_time.paused():
-                step = self._runner.submit(plan)
+                step.submitted = self._runner.submit(plan)
         except Exception as error:  # noqa: BLE001 - raised again when the steps before are read
-            step = PendingStep(partial(_raise, error), is_known=True)
-        self._under_way.append(_StepUnderWay(plan, step, since))
+            step.submitted = PendingStep(partial(_raise, error), is_known=True)
 
     def _read_oldest(self) -> list[RequestOutput]:
         """What came of a step; when it fails, those submitted after it do too."""
-        plan, step, since = self._under_way.popleft()
+        step = self._steps[0]
+        plan = step.plan
         try:
             with self._host_time.paused():
-                results = step.outputs()
+                results = _submitted(step).outputs()
         except Exception as error:  # whatever the model raised, the others can be served
             logger.exception("A step failed; its requests end.", extra=SHOWS_ERROR)
             return self._fail_steps(error)
-        self._observe_time(plan, since)
+        self._observe_time(plan, step.since)
         outputs = self._take(plan, results)
         self.metrics.iteration_tokens.observe(plan.num_tokens)
         self.metrics.step_overhead.observe(self._host_time.lap())
@@ -393,12 +403,11 @@ class Engine:
             return answer.end("error", error=_named(error))
 
     def _fail_steps(self, error: Exception) -> list[RequestOutput]:
-        """Ends the requests of all steps under way; the device must then compute an empty step.
+        """Ends the requests of all steps in flight; the device must then compute an empty step.
 
         Which request the step failed on is not known, so a failure alone says nothing about the
         device: requests that no step survives may come one after another.
         """
-        self._under_way.clear()
         failed = self._scheduler.fail()
         self._prove_device_alive(error)
         if self._runner.runs_ahead:
@@ -506,6 +515,11 @@ class Engine:
             num_hints_expired=core["hints_expired"],
             num_below_threshold=dict(scheduler.num_below_threshold),
         )
+
+
+def _submitted(step: StepInFlight) -> SubmittedStep:
+    assert step.submitted is not None, "a planned step is submitted before anything is read"
+    return step.submitted
 
 
 def _raise(error: Exception) -> NoReturn:

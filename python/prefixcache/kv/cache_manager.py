@@ -444,17 +444,24 @@ class CacheManager:
         Those that `ended_well` came to the end of their answers; where pins are on, the blocks
         that their anchors need are pinned.
         """
-        ended = {request_id: self._sequences.pop(request_id) for request_id in request_ids}
-        for request_id in request_ids:
-            self._prompt_lengths.pop(request_id, None)
-            self._unhashed.discard(request_id)
-            logger.debug("Request %s ends and gives its blocks back.", request_id)
+        ended = dict(zip(request_ids, self._of(request_ids), strict=True))
         held = {name: ended[name] for name in ended if ended[name].is_committed}
         if self._pins:
             self._cache.pin_anchors([held[name] for name in ended_well if name in held])
         self._cache.release(list(held.values()))
         if self._pins:
             self._demote_beyond_share()
+        for request_id in ended:
+            del self._sequences[request_id]
+            self._prompt_lengths.pop(request_id, None)
+            self._unhashed.discard(request_id)
+            logger.debug("Request %s ends and gives its blocks back.", request_id)
+
+    def free_all(self) -> None:
+        """Gives all blocks back and forgets all requests, whatever was left half done."""
+        self.free(list(self._sequences))
+        self._prompt_lengths.clear()
+        self._unhashed.clear()
 
     def _demote_beyond_share(self) -> None:
         """Ends the oldest pins where there are more than the share that may be pinned."""

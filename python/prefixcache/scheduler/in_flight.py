@@ -39,6 +39,12 @@ class InFlight:
     def __len__(self) -> int:
         return sum(map(len, self._waiters.values()))
 
+    def clear(self) -> None:
+        """Forgets who computes what and who waits."""
+        self._next_hash.clear()
+        self._producers.clear()
+        self._waiters.clear()
+
     def must_wait(self, state: RequestState, matched_tokens: int) -> bool:
         """Lets the request wait if its first missing block is being computed; tells whether."""
         if not self._producers or self._is_overdue(state):

@@ -29,6 +29,10 @@ class Jobs:
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all jobs."""
         self._jobs: dict[str, _Job] = {}
         self._rounds: Counter[tuple[int, str | None]] = Counter()
         self.queue_length = 0

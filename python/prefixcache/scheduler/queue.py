@@ -75,6 +75,13 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._line_of)
 
+    def clear(self) -> None:
+        """Forgets who waits, and all rounds."""
+        self._lines.clear()
+        self._line_of.clear()
+        self.forget_hits()
+        self.forget_rounds()
+
     def push(self, state: RequestState) -> None:
         """Lets the request wait."""
         priority = state.request.priority

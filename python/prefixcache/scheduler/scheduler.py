@@ -5,7 +5,7 @@ running decode, then chunks of prompts in order, then starts waiting requests, a
 budget. When blocks run out, the newest request of the lowest priority is preempted: its blocks go
 back to the cache, and on resume it hits those that nobody overwrote.
 
-A step may be planned while the one before is under way: its tokens are pending then, and stand in
+A step may be planned while the one before is in flight: its tokens are pending then, and stand in
 the plan by their places. What depends on which tokens they are waits until they are known: blocks
 are published and requests preempted only then.
 
@@ -42,7 +42,7 @@ from prefixcache.scheduler.limits import Limits
 from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestProgress, RequestState
 from prefixcache.scheduler.step_time import StepTimeModel
-from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
+from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan, SubmittedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,19 @@ class Refusal:
     finish_reason: FinishReason
     error: str | None = None
     error_code: ErrorCode | None = None
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A planned step whose outputs are not completed yet, and the states of its sequences.
+
+    `submitted` is what the runner gave for it, at the time `since`.
+    """
+
+    plan: StepPlan
+    states: list[RequestState]
+    submitted: SubmittedStep | None = None
+    since: float = 0.0
 
 
 @dataclass(slots=True)
@@ -71,7 +84,8 @@ class Scheduler:
 
     Each step is one `schedule`, then `complete` with what the runner returned, or `fail`. One more
     step may be scheduled before its predecessor is completed, if the runner knows the tokens that
-    this one samples by their places (see `ScheduledSequence`). Not thread safe: one loop drives it.
+    this one samples by their places (see `ScheduledSequence`). `steps_in_flight` are those that are
+    scheduled and not completed, the oldest first. Not thread safe: one loop drives it.
 
     With `step_times`, which learns how long steps take, chunks of prompts are kept so short that a
     step ends within `max_step_ms` milliseconds while answers wait for their next token. `clock`, in
@@ -106,7 +120,7 @@ class Scheduler:
         self._max_running_per_client = config.max_running_per_key
         self._waiting = self._make_queue(config, clock)
         self._running: list[RequestState] = []
-        self._under_way: deque[list[RequestState]] = deque()
+        self.steps_in_flight: deque[StepInFlight] = deque()
         self._refused: list[Refusal] = []
         self._serials = itertools.count()
         self.num_preemptions = 0
@@ -223,7 +237,7 @@ class Scheduler:
         """The next step.
 
         It is empty only when nothing waits or runs, when all was refused, when nothing can be
-        planned until the step under way is completed, or until `wait_for_guides` has waited.
+        planned until the step in flight is completed, or until `wait_for_guides` has waited.
         """
         self._cache.demote_expired()
         if self._in_flight is not None:
@@ -250,7 +264,7 @@ class Scheduler:
         filled: list[tuple[RequestState, int]] = []
         size = self._cache.block_size
         sampled: dict[str, int] = {}
-        states = self._under_way.popleft()
+        states = self.steps_in_flight.popleft().states
         for state, scheduled, output in zip(states, plan.sequences, outputs, strict=True):
             if state.has_ended:
                 continue
@@ -271,11 +285,23 @@ class Scheduler:
         return rows
 
     def fail(self) -> list[str]:
-        """Forgets the steps under way and finishes their requests; returns the ids of these."""
-        states = itertools.chain.from_iterable(self._under_way)
+        """Forgets the steps in flight and finishes their requests; returns the ids of these."""
+        states = itertools.chain.from_iterable(step.states for step in self.steps_in_flight)
         ids = dict.fromkeys(state.request_id for state in states if not state.has_ended)
-        self._under_way.clear()
+        self.steps_in_flight.clear()
         return self.finish(ids)
+
+    def forget_all(self) -> None:
+        """Forgets every step and request and frees all blocks, whatever was left half done."""
+        self.steps_in_flight.clear()
+        self._cache.free_all()
+        if self._in_flight is not None:
+            self._in_flight.clear()
+        self._jobs.clear()
+        self._waiting.clear()
+        self._running.clear()
+        self._refused.clear()
+        self._states.clear()
 
     def finish(self, request_ids: Iterable[str], *, ended_well: Collection[str] = ()) -> list[str]:
         """Forgets requests and frees their blocks; returns the ids that were known.
@@ -300,10 +326,10 @@ class Scheduler:
     def requeue_running(self) -> None:
         """Takes all blocks back; the requests wait for their return with what they generated.
 
-        Raises `RuntimeError` while a step is under way.
+        Raises `RuntimeError` while a step is in flight.
         """
-        if self._under_way:
-            raise RuntimeError("Requests cannot be requeued while a step is under way.")
+        if self.steps_in_flight:
+            raise RuntimeError("Requests cannot be requeued while a step is in flight.")
         while self._running:
             self._requeue_last()
 
@@ -388,7 +414,7 @@ class Scheduler:
     def _with_slots(self, chunks: list[_Chunk]) -> list[_Chunk] | None:
         """The chunks that have slots for their tokens, after as many preemptions as it takes.
 
-        None when it would take one now: the step under way may end requests that hold blocks.
+        None when it would take one now: the step in flight may end requests that hold blocks.
         """
         short = [chunk for chunk in chunks if chunk.end > chunk.state.num_slots]
         while short:
@@ -397,7 +423,7 @@ class Scheduler:
             for chunk, (_, upto) in zip(short[:served], wanted, strict=False):
                 chunk.state.num_slots = upto
             short = short[served:]
-            if short and self._under_way:
+            if short and self.steps_in_flight:
                 return None
             if short:
                 self.num_preemptions += 1
@@ -415,10 +441,11 @@ class Scheduler:
         for chunk in chunks:
             sequences.append(chunk.state.plan(chunk.count, num_sampled))
             num_sampled += sequences[-1].sampling is not None
-        if chunks:
-            self._under_way.append([chunk.state for chunk in chunks])
         token_ids = np.concatenate([np.array(decoded, dtype=np.int32), *parts])
-        return StepPlan(tuple(sequences), token_ids, len(decoded))
+        plan = StepPlan(tuple(sequences), token_ids, len(decoded))
+        if chunks:
+            self.steps_in_flight.append(StepInFlight(plan, [chunk.state for chunk in chunks]))
+        return plan
 
     def _whole_blocks(self, num_tokens: int) -> int:
         """A block's slots cost nothing more once it is held, so they are taken together."""

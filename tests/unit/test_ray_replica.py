@@ -244,13 +244,12 @@ async def test_closing_the_stream_ends_the_work(replica: EngineReplica) -> None:
 
 
 async def test_a_probe_computes_nothing(replica: EngineReplica) -> None:
-    assert await replica.probe(request_of(PROMPT)) == 0
+    assert await replica.probe_all([request_of(PROMPT)]) == [0]
     await parts_of(replica, request_of(PROMPT))
     before = await replica.status()
-    assert await replica.probe(request_of(PROMPT)) == 64
-    assert await replica.probe(request_of(PROMPT[:40])) == 32
-    assert await replica.probe(request_of(PROMPT, salt="other")) == 0
-    refused = await replica.probe(request_of(range(3, 300), max_tokens=LONG))
+    asked = [request_of(PROMPT), request_of(PROMPT[:40]), request_of(PROMPT, salt="other")]
+    assert await replica.probe_all(asked) == [64, 32, 0]
+    refused = await replica.probe_all([*asked, request_of(range(3, 300), max_tokens=LONG)])
     assert isinstance(refused, Refused)
     assert isinstance(refused.error, InvalidRequestError)
     assert await replica.status() == before
@@ -588,11 +587,17 @@ async def test_a_probe_of_the_fleet_is_that_of_its_best(deployed: Deployed) -> N
     engine: Any = deployed.ingress._engine
     request = request_of(PROMPT)
     await parts_of(deployed.replicas.targets[1], request)
-    assert await asyncio.to_thread(engine.probe, request) == 64
+    other = request_of(PROMPT, salt="other")
+    assert await engine.probe_all([request, other, request]) == [64, 0, 64]
     with pytest.raises(InvalidRequestError):
-        await asyncio.to_thread(engine.probe, request_of(range(3, 300), max_tokens=LONG))
+        await engine.probe_all([request_of(range(3, 300), max_tokens=LONG)])
+    async with deployed.client as client:
+        client.headers["Authorization"] = "Bearer admin"
+        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "cache_salt": "other"}
+        answer = await client.post("/prefix_cache/probe", json=body)
+    assert answer.json() == {"prompt_tokens": len(PROMPT), "cached_tokens": 0}
     deployed.replicas.targets.clear()
-    assert await asyncio.to_thread(engine.probe, request) == 0
+    assert await engine.probe_all([request, request]) == [0, 0]
 
 
 async def test_a_fleet_without_an_answer_is_dead() -> None:

@@ -320,6 +320,10 @@ class AsyncEngine:
         self._raise_if_dead()
         return self._engine.probe(request)
 
+    async def probe_all(self, requests: Sequence[Request]) -> list[int]:
+        """`probe` of each, in a thread beside the event loop."""
+        return await asyncio.to_thread(lambda: list(map(self.probe, requests)))
+
     @property
     def control(self) -> Control:
         """The commands, which block until they are done, and what is known of the engine."""

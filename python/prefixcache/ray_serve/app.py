@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import PlainTextResponse
@@ -29,9 +29,6 @@ from prefixcache.server.openapi import describe
 from prefixcache.server.response_store import ResponseStore
 from prefixcache.server.served_model import ServedModel
 
-if TYPE_CHECKING:
-    from prefixcache.engine.async_engine import AsyncEngine
-
 
 def create_fleet_app(
     engine: FleetEngine,
@@ -46,8 +43,7 @@ def create_fleet_app(
 ) -> FastAPI:
     """The application over the replicas of `engine`: `fleet` asks them, `orders` command them."""
     release = package_version()
-    # Endpoints of clients call of an engine what `FleetEngine` has.
-    maker = JobMaker(engine=cast("AsyncEngine", engine), served=served)
+    maker = JobMaker(engine=engine, served=served)
     app = client_app(maker, ResponseStore(), release)
     app.include_router(_health_router(fleet))
     app.include_router(_info_router(fleet, served, release, flags))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ _PROBE_SECONDS = 30.0
 class FleetEngine:
     """Serves requests by the replicas behind a handle; each ingress has one.
 
-    It belongs to the event loop in which it was made. `max_model_len` and `block_size`, in
+    An `EngineClient`. `max_model_len` and `block_size`, in
     tokens, are those of the replicas.
     """
 
@@ -44,7 +43,6 @@ class FleetEngine:
         self._replicas = replicas
         self._grammars = grammars
         self._trial = Trial()
-        self._loop = asyncio.get_running_loop()
 
     async def generate_batches(
         self,
@@ -72,16 +70,13 @@ class FleetEngine:
     def check(self, request: Request) -> None:
         """Nothing: the replica checks a request before it takes it."""
 
-    def probe(self, request: Request) -> int:
-        """Most tokens of the prompt that one of the replicas has cached. Not for an event loop."""
-        return asyncio.run_coroutine_threadsafe(self._probe(request), self._loop).result()
-
-    async def _probe(self, request: Request) -> int:
-        found = await ask_all(self._replicas, "probe", request, seconds=_PROBE_SECONDS)
+    async def probe_all(self, requests: Sequence[Request]) -> list[int]:
+        """Most tokens of each prompt that one of the replicas has cached."""
+        found = await ask_all(self._replicas, "probe_all", requests, seconds=_PROBE_SECONDS)
         for one in found:
             if isinstance(one, Refused):
                 raise one.error
-        return max(found, default=0)
+        return [max(counts) for counts in zip(*found, strict=True)] or [0] * len(requests)
 
     def close(self) -> None:
         """Ends what compiles grammars."""

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -124,10 +124,10 @@ class EngineReplica:
             return None
         return Stale(self._id, hit_tokens)
 
-    async def probe(self, request: Request) -> int | Refused:
-        """Tokens of the prompt that are cached now."""
+    async def probe_all(self, requests: Sequence[Request]) -> list[int] | Refused:
+        """Tokens of each prompt that are cached now."""
         try:
-            return self._engine.probe(request)
+            return await self._engine.probe_all(requests)
         except PrefixCacheError as error:
             return Refused(error)
 

@@ -73,10 +73,10 @@ def create_app(
     app = client_app(maker, responses, release)
     app.include_router(explain_router(maker, responses))
     app.include_router(misses_router(maker))
-    app.include_router(info_router(maker, release))
-    app.include_router(health_router(maker, release, flags or {}, events))
+    app.include_router(info_router(engine, served, release))
+    app.include_router(health_router(engine, served, release, flags or {}, events))
     app.include_router(kv_events_router(events, maker.workers))
-    app.include_router(dashboard_router(maker, release, lifecycle))
+    app.include_router(dashboard_router(engine, maker, release, lifecycle))
     app.include_router(admin_router(engine, model_dirs or ModelDirs()))
     describe(app, command_options(engine.control.endpoints()))
     guard(

@@ -12,21 +12,23 @@ from pydantic_core import to_jsonable_python
 from starlette.responses import Response
 
 from prefixcache.server.errors import ApiError
-from prefixcache.server.job_maker import JobMaker
 
 if TYPE_CHECKING:
+    from prefixcache.engine.async_engine import AsyncEngine
     from prefixcache.engine.control import Control
     from prefixcache.events.publisher import EventPublisher
+    from prefixcache.server.served_model import ServedModel
 
 
 def health_router(
-    maker: JobMaker,
+    engine: AsyncEngine,
+    served: ServedModel,
     version: str,
     flags: Mapping[str, Any],
     events: EventPublisher | None = None,
 ) -> APIRouter:
     """The endpoints, for one engine that was started with `flags` and whose `events` are told."""
-    router, engine = APIRouter(), maker.engine
+    router = APIRouter()
 
     async def health() -> Response:
         if engine.dead is not None:
@@ -50,8 +52,8 @@ def health_router(
         control = engine.control
         return {
             "version": version,
-            "model": maker.served.root,
-            "served_model_names": maker.served.names,
+            "model": served.root,
+            "served_model_names": served.names,
             "max_model_len": engine.max_model_len,
             "prefix_hash": asdict(control.prefix_hash_info()),
             "groups": control.groups,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
@@ -16,6 +16,10 @@ from prefixcache.metrics import LabelledMetrics
 from prefixcache.server.errors import MODELS_PATH, has_anthropic_header
 from prefixcache.server.job_maker import JobMaker
 from prefixcache.server.paging import page
+
+if TYPE_CHECKING:
+    from prefixcache.engine.async_engine import AsyncEngine
+    from prefixcache.server.served_model import ServedModel
 
 # Anthropic's own limit of a page.
 _MOST_MODELS = 1000
@@ -39,10 +43,9 @@ def models_router(maker: JobMaker) -> APIRouter:
     return router
 
 
-def info_router(maker: JobMaker, version: str) -> APIRouter:
+def info_router(engine: AsyncEngine, served: ServedModel, version: str) -> APIRouter:
     """The endpoints of the version and of metrics, for one engine."""
     router = APIRouter()
-    engine, served = maker.engine, maker.served
     labelled = LabelledMetrics(
         engine.metrics, prefix=served.metrics_prefix, model_name=served.names[0]
     )

@@ -45,7 +45,7 @@ from prefixcache.tokenization.bad_words import with_bad_words
 from prefixcache.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from prefixcache.engine.async_engine import AsyncEngine
+    from prefixcache.engine.client import EngineClient
     from prefixcache.grammar.guide import Grammar
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class EncodedChat(NamedTuple):
 class JobMaker:
     """Makes jobs for one served model; `workers` do what takes long, `diagnostics` may be off."""
 
-    engine: AsyncEngine
+    engine: EngineClient
     served: ServedModel
     workers: Workers = dataclasses.field(default_factory=Workers)
     diagnostics: CacheDiagnostics | None = None

@@ -9,8 +9,6 @@ Where clients have keys, a probe needs a salt: it would tell one client what oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fastapi import APIRouter, Request
 
 from prefixcache.request import Request as EngineRequest
@@ -48,15 +46,8 @@ async def _counts(maker: JobMaker, job: Job) -> dict[str, int]:
     ]
     return {
         "prompt_tokens": sum(map(_length, requests)),
-        "cached_tokens": sum([await _cached(maker, part) for part in parts]),
+        "cached_tokens": sum([sum(await maker.engine.probe_all(part)) for part in parts]),
     }
-
-
-async def _cached(maker: JobMaker, requests: Sequence[EngineRequest]) -> int:
-    def count() -> int:
-        return sum(map(maker.engine.probe, requests))
-
-    return await maker.workers.run(sum(map(_length, requests)), count)
 
 
 def _length(request: EngineRequest) -> int:

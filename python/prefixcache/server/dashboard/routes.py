@@ -22,6 +22,7 @@ from prefixcache.server.errors import ApiError
 from prefixcache.server.sse import EventStream
 
 if TYPE_CHECKING:
+    from prefixcache.engine.async_engine import AsyncEngine
     from prefixcache.server.job_maker import JobMaker
 
 DASHBOARD_PATH = "/dashboard"
@@ -49,12 +50,14 @@ _HEADERS = {
 }
 
 
-def dashboard_router(maker: JobMaker, version: str, lifecycle: Lifecycle) -> APIRouter:
+def dashboard_router(
+    engine: AsyncEngine, maker: JobMaker, version: str, lifecycle: Lifecycle
+) -> APIRouter:
     """The endpoints, for one engine."""
     router = APIRouter()
     diagnostics = maker.diagnostics
     history = None if diagnostics is None else diagnostics.history
-    view = View(maker.engine, maker.served, version, history)
+    view = View(engine, maker.served, version, history)
     feed = Feed(view.take, view.greet, lambda: lifecycle.stopping)
     for file in sorted(_FILES.iterdir()):
         path = f"{DASHBOARD_PATH}/assets/{file.name}"
@@ -65,8 +68,8 @@ def dashboard_router(maker: JobMaker, version: str, lifecycle: Lifecycle) -> API
     @router.get(f"{DASHBOARD_PATH}/events", include_in_schema=False)
     async def dashboard_events() -> Response:
         """The cache now, about once a second, as server-sent events."""
-        if maker.engine.dead is not None:
-            raise maker.engine.dead
+        if engine.dead is not None:
+            raise engine.dead
         if feed.is_full:
             message = "Too many pages of the dashboard are open; close one."
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="too_many_pages")

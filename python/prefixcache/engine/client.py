@@ -1,0 +1,40 @@
+"""What the server's endpoints for clients ask of an engine, be it here or many behind a router."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from prefixcache.grammar.guide import Grammar
+from prefixcache.request import Request, RequestOutput
+from prefixcache.structured_output import StructuredOutput
+
+
+class EngineClient(Protocol):
+    """`AsyncEngine` says what each of these does and raises."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence, prompt and answer."""
+        ...
+
+    def check(self, request: Request) -> None:
+        """Raises `InvalidRequestError` when the request cannot be served."""
+
+    def compile(self, output: StructuredOutput) -> Grammar:
+        """The grammar of such answers. Not for an event loop."""
+        ...
+
+    async def generate_batches(
+        self,
+        requests: Sequence[Request],
+        *,
+        deadline: float | None = None,
+        max_unread: int | None = None,
+    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        """The outputs of requests that belong together."""
+        ...
+
+    async def probe_all(self, requests: Sequence[Request]) -> list[int]:
+        """Tokens of each prompt that are cached now, in leading full blocks."""
+        ...

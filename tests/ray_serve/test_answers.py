@@ -206,3 +206,55 @@ async def test_a_killed_ingress_comes_back(cluster: Cluster, deployment: str) ->
         assert told(one) == expected[index]
     reset = await asyncio.to_thread(cluster.post, "/reset_prefix_cache")
     assert reset.status_code == 200
+
+
+CHAT = {**GREEDY, "messages": [{"role": "user", "content": "Which one?"}], "max_tokens": 6}
+ASKED: list[tuple[str, str, dict[str, object]]] = [
+    ("post", "/v1/completions", {**GREEDY, "prompt": prompt(5), "max_tokens": 6}),
+    ("post", "/v1/chat/completions", CHAT),
+    ("post", "/v1/messages", CHAT),
+    ("post", "/v1/messages/count_tokens", {"model": "tiny", "messages": CHAT["messages"]}),
+    ("post", "/v1/responses", {**GREEDY, "input": "Which one?", "max_output_tokens": 6}),
+    ("post", "/v1/responses/input_tokens", {"model": "tiny", "input": "Which one?"}),
+    ("post", "/v1/embeddings", {"model": "tiny", "input": "Which one?"}),
+    ("post", "/tokenize", {"model": "tiny", "prompt": "Which one?"}),
+    ("post", "/detokenize", {"model": "tiny", "tokens": prompt(5, 20)}),
+    ("post", "/prefix_cache/warm", {**GREEDY, "prompt": prompt(6, 320)}),
+    ("post", "/prefix_cache/probe", {**GREEDY, "prompt": prompt(6, 320)}),
+    ("get", "/v1/models", {}),
+    ("get", "/v1/models/{name}", {}),
+    ("get", "/v1/responses/{response_id}", {}),
+    ("get", "/v1/responses/{response_id}/input_items", {}),
+    ("delete", "/v1/responses/{response_id}", {}),
+]
+# Of one server, or of all replicas as they are: other tests give them and ask for them.
+OF_THE_SERVER = {
+    *("/health", "/is_paused", "/is_sleeping", "/load", "/metrics", "/pause", "/ping", "/ready"),
+    *("/prefix_cache/resize", "/prefix_cache/stats", "/reset_prefix_cache", "/resume"),
+    *("/server_info", "/sleep", "/update_weights_from_disk", "/version", "/wake_up"),
+}
+
+
+def lasting(value: object) -> object:
+    """An answer without what is drawn, or read from a clock."""
+    if isinstance(value, list):
+        return [lasting(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    drawn = ("id", "created", "created_at", "completed_at")
+    return {key: lasting(one) for key, one in value.items() if key not in drawn}
+
+
+async def test_every_endpoint_answers_as_one_server_does(cluster: Cluster, one_server: str) -> None:
+    cluster.post("/reset_prefix_cache")
+    httpx.post(f"{one_server}/reset_prefix_cache")
+    async with httpx.AsyncClient(timeout=60) as client:
+        described = (await client.get(f"{cluster.address}/openapi.json")).json()["paths"]
+        assert {path for _, path, _ in ASKED} | OF_THE_SERVER == set(described)
+        for method, path, body in ASKED:
+            url = path.format(name="tiny", response_id="resp_none")
+            sent = {"json": body} if body else {}
+            ours = await client.request(method, f"{cluster.address}{url}", **sent)
+            theirs = await client.request(method, f"{one_server}{url}", **sent)
+            assert ours.status_code == theirs.status_code, (path, ours.text, theirs.text)
+            assert lasting(ours.json()) == lasting(theirs.json()), path

@@ -87,6 +87,15 @@ def test_without_reading_the_ratio_is_zero() -> None:
     assert refused(off, "a", prompt_of(16), 0.1)
 
 
+def test_a_prompt_that_is_computed_for_its_log_probabilities_has_no_hits() -> None:
+    bench = warmed(16)
+    cache = CacheOptions(hit_threshold=0.5)
+    bench.add("a", prompt_of(20), cache=cache, params={"prompt_logprobs": 1})
+    bench.run()
+    assert [one.finish_reason for one in bench.scheduler.take_refused()] == ["cache_threshold"]
+    assert not refused(bench, "b", prompt_of(20), 0.5)
+
+
 def test_a_waiter_is_judged_when_its_wait_ends() -> None:
     bench = Bench(share_in_flight=True)
     bench.add("a", prompt_of(32))

@@ -60,7 +60,9 @@ class Admission:
         # Blocks beyond the most it may take are computed in any case.
         if matched < most and self._must_wait(state, matched):
             return Verdict.WAITS_FOR_BLOCKS
-        if self._is_below_threshold(state, matched):
+        # A prompt whose log probabilities are asked for is computed, whatever matches.
+        usable = min(matched, most) if state.prompt_logprobs_due else matched
+        if self._is_below_threshold(state, usable):
             return Verdict.BELOW_THRESHOLD
         lost = self._lost_to_windows(state, matched, most)
         hits = min(matched, most)
@@ -108,13 +110,13 @@ class Admission:
             return False
         return self._in_flight.must_wait(state, matched)
 
-    def _is_below_threshold(self, state: RequestState, matched: int) -> bool:
+    def _is_below_threshold(self, state: RequestState, usable: int) -> bool:
         own = state.request.cache.hit_threshold
         threshold, source = (self._global_threshold, "global") if own is None else (own, "request")
         if not threshold:
             return False
         total = self._tokens_to_match(state)
-        ratio = matched / total if total else 0.0
+        ratio = usable / total if total else 0.0
         if ratio >= threshold:
             return False
         self.num_below_threshold[source] += 1

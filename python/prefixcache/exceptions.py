@@ -4,6 +4,7 @@ PrefixCacheError
 ├── InvalidRequestError      the caller's input is wrong; names the field
 │   └── RequestTooLargeError the request can never fit; says the numbers
 ├── GrammarError             an answer cannot follow its grammar
+│   └── SlowGrammarError     it takes longer to compile than was allowed this time
 ├── ConfigError              a flag or a model's configuration is wrong
 │   ├── FieldError           names the flag or field
 │   └── UnsupportedModelError
@@ -42,6 +43,10 @@ class RequestTooLargeError(InvalidRequestError):
 
 class GrammarError(PrefixCacheError):
     """A grammar is wrong, or an answer cannot follow it any further."""
+
+
+class SlowGrammarError(GrammarError):
+    """A grammar takes longer to compile than was allowed this time."""
 
 
 class ConfigError(PrefixCacheError, ValueError):
@@ -93,6 +98,11 @@ class RequestTimeoutError(PrefixCacheError, TimeoutError):
     """The time for a request was over before its last token; its work was cancelled."""
 
     code = "request_timeout"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The answer took longer than this server lets one take; its work was cancelled."
+        )
 
 
 class SlowReaderError(PrefixCacheError, RuntimeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from typing import Any
+from unittest import mock
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,7 +68,7 @@ class Script:
 def _job(reason: str) -> Job:
     request = Request(request_id="r", prompt_token_ids=[1, 2, 3], params=SamplingParams())
     return Job(
-        call=Call(id="id_1", caller=Caller()),
+        call=Call(id="id_1", caller=Caller(), receive=mock.AsyncMock()),
         model="m",
         created=7,
         prompts=(request.prompt_token_ids,),

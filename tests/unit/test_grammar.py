@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,12 +23,17 @@ from prefixcache import LLM, SamplingParams
 from prefixcache.config import DEFAULT_MODEL, EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
-from prefixcache.exceptions import GrammarError, InvalidRequestError
+from prefixcache.exceptions import (
+    GrammarError,
+    InvalidRequestError,
+    QueueFullError,
+    SlowGrammarError,
+)
 from prefixcache.grammar import compiler, grammars
 from prefixcache.grammar.grammars import Grammars
 from prefixcache.grammar.guide import Guide
 from prefixcache.grammar.lanes import Lanes
-from prefixcache.grammar.trial import Trial
+from prefixcache.grammar.trial import Trial, Trials
 from prefixcache.grammar.vocabulary import Vocabulary
 from prefixcache.models.hub import is_downloaded
 from prefixcache.request import Request
@@ -224,18 +230,52 @@ def test_a_process_tries_grammars_first_and_another_one_follows_when_it_is_lost(
             known.compile(StructuredOutput("regex", "a{1000000}"), trial)
         assert trial._process is not None
         trial._process.kill()
-        with pytest.raises(InvalidRequestError, match="seconds"):
+        with pytest.raises(QueueFullError, match="no time"):
             known.compile(StructuredOutput("regex", "b"), trial)
         assert known.compile(StructuredOutput("regex", "b"), trial).num_bytes > 0
     finally:
         trial.close()
 
 
+HARD = StructuredOutput("json", '{"type": "integer", "multipleOf": 10000019}')
+
+
+def test_a_quick_trial_is_soon_over_and_a_cancelled_one_too() -> None:
+    trials, known, cancelled = Trials(), all_grammars(), threading.Event()
+    try:
+        with pytest.raises(SlowGrammarError):
+            known.compile(HARD, trials.quick)
+        assert known.compile(StructuredOutput("regex", "a"), trials.quick).num_bytes > 0
+        cancelled.set()
+        with pytest.raises(CancelledError):
+            known.compile(HARD, trials.thorough, cancelled)
+        process = trials.thorough._process
+        assert known.compile(StructuredOutput("regex", "b"), trials.thorough).num_bytes > 0
+        assert trials.thorough._process is process, "the process outlives what is cancelled"
+    finally:
+        trials.close()
+
+
+def test_a_refused_grammar_is_not_tried_again() -> None:
+    trial, known = mock.Mock(is_quick=False), all_grammars()
+    trial.run.side_effect = GrammarError("x" * 10**6)
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError) as error:
+            known.compile(StructuredOutput("regex", "a"), trial)
+        assert len(str(error.value)) < 1000
+    trial.run.assert_called_once()
+    trial.run.side_effect = SlowGrammarError("later")
+    for _ in range(2):
+        with pytest.raises(SlowGrammarError):
+            known.compile(StructuredOutput("regex", "b"), trial)
+    assert trial.run.call_count == 3
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "output",
     [
-        StructuredOutput("json", '{"type": "integer", "multipleOf": 10000019}'),
+        HARD,
         StructuredOutput("grammar", "start: A\nA: /(.*a.{30})/ & /(.*b.{29})/ & ~/(.*c.{28})/"),
         StructuredOutput(
             "json",

@@ -34,7 +34,7 @@ from prefixcache.exceptions import (
     SlowReaderError,
 )
 from prefixcache.grammar.guide import Grammar
-from prefixcache.grammar.trial import Trial
+from prefixcache.grammar.trial import Trials
 from prefixcache.logs import SHOWS_ERROR
 from prefixcache.metrics import Metrics
 from prefixcache.request import Request, RequestOutput
@@ -53,7 +53,6 @@ _AT_ONCE = 2**16
 _REQUEST_COST = 256
 """Tokens of requests that are checked or added in one go, and what a request costs beside them."""
 
-_TOO_LONG = "The answer took longer than this server lets one take; its work was cancelled."
 _TOO_SLOW = "The answer was read so slowly that its work was cancelled."
 
 
@@ -209,7 +208,7 @@ class AsyncEngine:
     ) -> None:
         self._engine = engine
         self._queue = _QueueBound(engine, max_queue, max_waiting_per_client)
-        self._trial = Trial()
+        self._trials = Trials()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._places: dict[str, _Place] = {}
         self._error: EngineDeadError | None = None
@@ -302,14 +301,26 @@ class AsyncEngine:
             self._queue.raise_if_full(requests[0])
         return self._open(requests, deadline, max_unread)
 
-    def compile(self, output: StructuredOutput) -> Grammar:
+    def find_grammar(self, output: StructuredOutput) -> Grammar | None:
+        """The grammar of such answers, if it is compiled already."""
+        return self._engine.find_grammar(output)
+
+    def compile(
+        self,
+        output: StructuredOutput,
+        cancelled: threading.Event | None = None,
+        *,
+        quick: bool = False,
+    ) -> Grammar:
         """The grammar of such answers, within bounds of time and memory; not for an event loop.
 
         While the caller holds it, `generate` and `generate_all` find it. Raises
-        `InvalidRequestError`, `QueueFullError` and `EngineDeadError`.
+        `InvalidRequestError`, `QueueFullError` and `EngineDeadError`; `SlowGrammarError` where it
+        is to be `quick` and is not; and `CancelledError` soon after `cancelled` is set.
         """
         self._raise_if_dead()
-        return self._engine.compile(output, self._trial)
+        trial = self._trials.quick if quick else self._trials.thorough
+        return self._engine.compile(output, trial, cancelled)
 
     def probe(self, request: Request) -> int:
         """Tokens of the prompt that are cached now, in full blocks; see `Engine.probe`.
@@ -361,7 +372,7 @@ class AsyncEngine:
         self._inbox.put(partial(self._stop, drain))
         self._thread.join()
         self._engine.close()
-        self._trial.close()
+        self._trials.close()
 
     def _open(
         self,
@@ -401,7 +412,7 @@ class AsyncEngine:
         if deadline is None:
             return None
         seconds = max(deadline - time.monotonic(), 0.0)
-        return stream.loop.call_later(seconds, self._cut, stream, RequestTimeoutError(_TOO_LONG))
+        return stream.loop.call_later(seconds, self._cut, stream, RequestTimeoutError())
 
     def _cut(self, stream: _Stream, error: Exception) -> None:
         """Ends a stream with an error in the place of what nobody has read."""

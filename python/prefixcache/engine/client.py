@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from threading import Event
 from typing import Protocol
 
 from prefixcache.grammar.guide import Grammar
@@ -21,7 +22,13 @@ class EngineClient(Protocol):
     def check(self, request: Request) -> None:
         """Raises `InvalidRequestError` when the request cannot be served."""
 
-    def compile(self, output: StructuredOutput) -> Grammar:
+    def find_grammar(self, output: StructuredOutput) -> Grammar | None:
+        """The grammar of such answers, if it is compiled already."""
+        ...
+
+    def compile(
+        self, output: StructuredOutput, cancelled: Event, *, quick: bool = False
+    ) -> Grammar:
         """The grammar of such answers. Not for an event loop."""
         ...
 

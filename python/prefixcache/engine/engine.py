@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager
@@ -153,7 +154,16 @@ class Engine:
             self.compile(request.params.structured_output)
         self._scheduler.check(request)
 
-    def compile(self, output: StructuredOutput, trial: Trial | None = None) -> Grammar:
+    def find_grammar(self, output: StructuredOutput) -> Grammar | None:
+        """The grammar of such answers, if it is compiled already. From any thread."""
+        return None if self._grammars is None else self._grammars.find(output)
+
+    def compile(
+        self,
+        output: StructuredOutput,
+        trial: Trial | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> Grammar:
         """The grammar of such answers, which takes a while when it is new. From any thread.
 
         As long as it is held, `check` need not wait for it. Raises what `Grammars.compile` does.
@@ -162,7 +172,7 @@ class Engine:
             raise InvalidRequestError(
                 "This engine cannot keep answers to grammars.", param="structured_output"
             )
-        return self._grammars.compile(output, trial)
+        return self._grammars.compile(output, trial, cancelled)
 
     def probe(self, request: Request) -> int:
         """Tokens of the prompt in leading full blocks that are cached now. From any thread.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import astuple
 from weakref import WeakValueDictionary
 
-from prefixcache.exceptions import GrammarError, InvalidRequestError
+from prefixcache.exceptions import GrammarError, InvalidRequestError, SlowGrammarError
 from prefixcache.grammar.compiler import compile_grammar
 from prefixcache.grammar.guide import Grammar
 from prefixcache.grammar.lanes import Lanes
@@ -19,6 +22,9 @@ from prefixcache.structured_output import StructuredOutput
 _MOST_KEPT = 64
 _MOST_BYTES_KEPT = 2**28
 _MOST_MARKERS = 8
+_MOST_REFUSED = 1024
+_MOST_TOLD = 300
+"""Characters of an error, which may quote a grammar of any length."""
 
 
 class Grammars:
@@ -37,6 +43,7 @@ class Grammars:
         self._compiling: dict[StructuredOutput, threading.Lock] = {}
         self._known: WeakValueDictionary[StructuredOutput, Grammar] = WeakValueDictionary()
         self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # by digests
         self._markers: OrderedDict[str, Marker] = OrderedDict()
 
     @property
@@ -55,38 +62,65 @@ class Grammars:
                 self._keep(output, grammar)
             return grammar
 
-    def compile(self, output: StructuredOutput, trial: Trial | None = None) -> Grammar:
+    def compile(
+        self,
+        output: StructuredOutput,
+        trial: Trial | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> Grammar:
         """The grammar, which takes a while when it is new.
 
         What others have written should go through a `trial` first, which bounds time and memory.
-        Raises `InvalidRequestError` that says what is wrong.
+        Raises `InvalidRequestError` that says what is wrong, at once for what was refused before,
+        and what `Trial.run` does.
         """
         grammar = self.find(output)
         if grammar is not None:
             return grammar
         with self._lock:
             compiling = self._compiling.setdefault(output, threading.Lock())
+        # Others that want the same one wait for it, but not in the way of quick ones.
+        if not compiling.acquire(blocking=trial is None or not trial.is_quick):
+            raise SlowGrammarError("it is being compiled")
         try:
-            with compiling:  # others that want the same one wait for it
-                return self.find(output) or self._compile(output, trial)
+            return self.find(output) or self._compile(output, trial, cancelled)
         finally:
+            compiling.release()
             with self._lock:
                 self._compiling.pop(output, None)
 
-    def _compile(self, output: StructuredOutput, trial: Trial | None) -> Grammar:
+    def _compile(
+        self,
+        output: StructuredOutput,
+        trial: Trial | None,
+        cancelled: threading.Event | None,
+    ) -> Grammar:
         if not self.vocabulary.eos_token_ids:
             raise _invalid("this model names no token that ends an answer")
+        if (problem := self._refused.get(_digest(output))) is not None:
+            raise _invalid(problem)
         try:
-            num_bytes = 0 if trial is None else trial.run(output, self.vocabulary)
+            num_bytes = 0 if trial is None else trial.run(output, self.vocabulary, cancelled)
             matcher, words = compile_grammar(output, self.vocabulary)
+        except SlowGrammarError:
+            raise
         except GrammarError as error:
-            raise _invalid(str(error)) from None
+            raise _invalid(self._refuse(output, str(error))) from None
         marker = None if output.begin_after is None else self._marker(output.begin_after)
         grammar = Grammar(matcher, words, self.vocabulary, marker, self._lanes, num_bytes)
         with self._lock:
             self._known[output] = grammar
             self._keep(output, grammar)
         return grammar
+
+    def _refuse(self, output: StructuredOutput, problem: str) -> str:
+        """Remembers that it cannot be compiled, and why; what clients are told."""
+        told = problem if len(problem) <= _MOST_TOLD else f"{problem[:_MOST_TOLD]}..."
+        with self._lock:
+            self._refused[_digest(output)] = told
+            if len(self._refused) > _MOST_REFUSED:
+                self._refused.popitem(last=False)
+        return told
 
     @property
     def _num_bytes_kept(self) -> int:
@@ -109,6 +143,10 @@ class Grammars:
         self._kept.move_to_end(output)
         while len(self._kept) > _MOST_KEPT or self._num_bytes_kept > _MOST_BYTES_KEPT:
             self._kept.popitem(last=False)
+
+
+def _digest(output: StructuredOutput) -> bytes:
+    return hashlib.sha256(pickle.dumps(astuple(output))).digest()
 
 
 def _invalid(problem: str) -> InvalidRequestError:

@@ -12,58 +12,76 @@ import os
 import pickle
 import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import CancelledError
 from dataclasses import astuple
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, cast
 
 import numpy as np
 
-from prefixcache.exceptions import GrammarError, QueueFullError
+from prefixcache.exceptions import GrammarError, QueueFullError, SlowGrammarError
 from prefixcache.grammar.compiler import compile_grammar
 from prefixcache.grammar.vocabulary import Vocabulary
 from prefixcache.structured_output import StructuredOutput
 
-_MAX_SECONDS = 3
+MAX_SECONDS = 3.0
+QUICK_SECONDS = 0.25
+"""Processor time that compiling may take: at all, and for grammars that keep others waiting."""
 _MAX_BYTES = 2**28
 # A limit on processor time does not end what the machine has no processor for.
 _MAX_WAIT_SECONDS = 30
+_POLL_SECONDS = 0.05
 _NUM_STEPS = 24
 """Tokens that are followed: some grammars are simple to compile and impossible to follow."""
 
 
 class TrialResult(NamedTuple):
-    """What compiling took, in bytes, or why it failed."""
+    """What compiling took, in bytes, or why it failed; `is_slow` where its time was over."""
 
     num_bytes: int
     error: str | None
+    is_slow: bool = False
 
 
 class Trial:
     """Compiles grammars of one vocabulary, one after another, in another process.
 
-    It starts with the first grammar, and ends with this process, however that ends.
+    Each may take `seconds` of processor time. The process starts with the first grammar, and ends
+    with this one, however that ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = MAX_SECONDS) -> None:
+        self._seconds = seconds
+        self.is_quick = seconds < MAX_SECONDS
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def run(self, output: StructuredOutput, vocabulary: Vocabulary) -> int:
+    def run(
+        self,
+        output: StructuredOutput,
+        vocabulary: Vocabulary,
+        cancelled: threading.Event | None = None,
+    ) -> int:
         """How many bytes the compiled grammar takes.
 
-        Raises `GrammarError` when it cannot be compiled within the limits, `QueueFullError` when
-        too many others wait to be.
+        Raises `GrammarError` when it cannot be compiled within the limits, `SlowGrammarError` when
+        a longer trial may do, `QueueFullError` when the machine has no time for it, and
+        `CancelledError` soon after `cancelled` is set.
         """
-        if not self._lock.acquire(timeout=_MAX_WAIT_SECONDS):
-            raise QueueFullError("Too many grammars wait to be compiled.", retry_after=10)
-        try:
-            result = self._ask(output, vocabulary)
-        finally:
-            self._lock.release()
+        with self._lock:
+            result = self._ask(output, vocabulary, cancelled)
+        if cancelled is not None and cancelled.is_set():
+            raise CancelledError
+        if result is None:
+            raise QueueFullError("The machine has no time to compile a grammar.", retry_after=10)
         if result.error is not None:
-            raise GrammarError(result.error)
+            raise (SlowGrammarError if result.is_slow and self.is_quick else GrammarError)(
+                result.error
+            )
         return result.num_bytes
 
     def close(self) -> None:
@@ -73,31 +91,61 @@ class Trial:
         if process is not None:
             _end(process)
 
-    def _ask(self, output: StructuredOutput, vocabulary: Vocabulary) -> TrialResult:
+    def _ask(
+        self,
+        output: StructuredOutput,
+        vocabulary: Vocabulary,
+        cancelled: threading.Event | None,
+    ) -> TrialResult | None:
+        """None where no answer came in time, or the process was lost."""
         process = self._process or _start(vocabulary)
         self._process = None  # until it has answered
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            pickle.dump(astuple(output), process.stdin)
+            pickle.dump((self._seconds, astuple(output)), process.stdin)
             process.stdin.flush()
-            waiting = select.poll()  # `select` takes no descriptor above 1023
-            waiting.register(process.stdout, select.POLLIN)
-            ready = waiting.poll(_MAX_WAIT_SECONDS * 1000)
-            answer = process.stdout.readline() if ready else b""
+            is_ready = _wait_for_answer(process, cancelled)
+            answer = process.stdout.readline() if is_ready else b""
         except OSError:
             answer = b""
         if not answer:
             _end(process)
-            return TrialResult(0, _TOO_MUCH)
+            return None
         self._process = process
         return TrialResult(*json.loads(answer))
 
 
+class Trials:
+    """A process for grammars that compile at once, and one for the few that do not."""
+
+    def __init__(self) -> None:
+        self.quick = Trial(QUICK_SECONDS)
+        self.thorough = Trial()
+
+    def close(self) -> None:
+        """Ends the processes; they start again with the next grammar."""
+        self.quick.close()
+        self.thorough.close()
+
+
 _TOO_MUCH = (
-    f"it takes more than {_MAX_SECONDS} seconds or {_MAX_BYTES >> 20} MiB to compile; make it "
+    f"it takes more than {MAX_SECONDS:.0f} seconds or {_MAX_BYTES >> 20} MiB to compile; make it "
     "simpler or its numbers smaller"
 )
+
+
+def _wait_for_answer(process: subprocess.Popen[bytes], cancelled: threading.Event | None) -> bool:
+    """Whether an answer came in time. What is `cancelled` meanwhile is answered soon."""
+    waiting = select.poll()  # `select` takes no descriptor above 1023
+    waiting.register(cast("IO[bytes]", process.stdout), select.POLLIN)
+    end = time.monotonic() + _MAX_WAIT_SECONDS
+    while not waiting.poll(_POLL_SECONDS * 1000):
+        if time.monotonic() > end:
+            return False
+        if cancelled is not None and cancelled.is_set():
+            process.send_signal(signal.SIGUSR1)
+    return True
 
 
 def _start(vocabulary: Vocabulary) -> subprocess.Popen[bytes]:
@@ -110,6 +158,9 @@ def _start(vocabulary: Vocabulary) -> subprocess.Popen[bytes]:
     assert process.stdin is not None
     told = (vocabulary.tokens, vocabulary.special_token_ids, vocabulary.eos_token_ids)
     pickle.dump(told, process.stdin)
+    process.stdin.flush()
+    assert process.stdout is not None
+    process.stdout.readline()  # from here on it takes signals
     return process
 
 
@@ -124,22 +175,35 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def main() -> None:
     """Answers what comes on standard input, each in a child with limits, until that ends."""
     source, target = sys.stdin.buffer, sys.stdout.buffer
+    child = 0
+
+    def end_child(*_: object) -> None:
+        if child:
+            os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGUSR1, end_child)
+    target.write(b"ready\n")
+    target.flush()
     tokens, special, eos = pickle.load(source)
     vocabulary = Vocabulary(tokens, special, eos, encode=_Longest(tokens))
     _ = vocabulary.backend  # once for all children
     while True:
         try:
-            output = StructuredOutput(*pickle.load(source))
+            seconds, fields = pickle.load(source)
         except EOFError:
             return
         child = os.fork()
         if not child:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a failed allocation would be told there
-            _answer(target, _tried(output, vocabulary))
+            _answer(target, _tried(StructuredOutput(*fields), vocabulary, seconds))
             os._exit(0)
-        _, status = os.waitpid(child, 0)
+        # It stays a process that can be killed until its status is taken, which is when none waits.
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        ended, child = child, 0
+        _, status = os.waitpid(ended, 0)
         if status:
-            _answer(target, TrialResult(0, _TOO_MUCH))
+            is_slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+            _answer(target, TrialResult(0, _TOO_MUCH, is_slow))
 
 
 def _answer(target: IO[bytes], result: TrialResult) -> None:
@@ -147,9 +211,9 @@ def _answer(target: IO[bytes], result: TrialResult) -> None:
     target.flush()
 
 
-def _tried(output: StructuredOutput, vocabulary: Vocabulary) -> TrialResult:
+def _tried(output: StructuredOutput, vocabulary: Vocabulary, seconds: float) -> TrialResult:
     virtual, before = _memory()
-    resource.setrlimit(resource.RLIMIT_CPU, (_MAX_SECONDS, _MAX_SECONDS))
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
     resource.setrlimit(resource.RLIMIT_AS, (virtual + _MAX_BYTES, virtual + _MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
@@ -158,6 +222,8 @@ def _tried(output: StructuredOutput, vocabulary: Vocabulary) -> TrialResult:
         return TrialResult(0, str(error))
     except MemoryError:
         return TrialResult(0, _TOO_MUCH)
+    except Exception as error:  # noqa: BLE001 - whatever the compiler raised, the client is told
+        return TrialResult(0, f"the compiler failed with {type(error).__name__}")
     return TrialResult(max(_memory()[1] - before, 0), None)
 
 

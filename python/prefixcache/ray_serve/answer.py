@@ -23,7 +23,6 @@ Batch = list[tuple[int, RequestOutput]]
 # Replicas that a job is sent to, one after the other; the last one may have lost the prefix.
 _MOST_TRIES = 4
 
-_TOO_LONG = "The answer took longer than this server lets one take; its work was cancelled."
 _GONE = "The replicas that were to compute this answer ended. Send the request again."
 
 
@@ -120,7 +119,7 @@ class Answer:
         try:
             part = await asyncio.wait_for(self._parts.take(), self._seconds_left())
         except asyncio.TimeoutError:
-            raise RequestTimeoutError(_TOO_LONG) from None
+            raise RequestTimeoutError() from None
         if not isinstance(part, Failed):
             return part
         if not isinstance(part.error, EngineDeadError):

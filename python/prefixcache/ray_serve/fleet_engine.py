@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from threading import Event
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from prefixcache.grammar.grammars import Grammars
 from prefixcache.grammar.guide import Grammar
-from prefixcache.grammar.trial import Trial
+from prefixcache.grammar.trial import Trials
 from prefixcache.ray_serve.answer import Answer, Batch
 from prefixcache.ray_serve.broadcast import ask_all
 from prefixcache.ray_serve.fleet_state import Refused
@@ -42,7 +43,7 @@ class FleetEngine:
         self._generate = replicas.options(method_name="generate", stream=True)
         self._replicas = replicas
         self._grammars = grammars
-        self._trial = Trial()
+        self._trials = Trials()
 
     async def generate_batches(
         self,
@@ -63,9 +64,16 @@ class FleetEngine:
         await answer.begin()
         return answer.batches()
 
-    def compile(self, output: StructuredOutput) -> Grammar:
+    def find_grammar(self, output: StructuredOutput) -> Grammar | None:
+        """As `AsyncEngine.find_grammar`."""
+        return self._grammars.find(output)
+
+    def compile(
+        self, output: StructuredOutput, cancelled: Event, *, quick: bool = False
+    ) -> Grammar:
         """As `AsyncEngine.compile`. The replica that answers compiles it again."""
-        return self._grammars.compile(output, self._trial)
+        trial = self._trials.quick if quick else self._trials.thorough
+        return self._grammars.compile(output, trial, cancelled)
 
     def check(self, request: Request) -> None:
         """Nothing: the replica checks a request before it takes it."""
@@ -80,4 +88,4 @@ class FleetEngine:
 
     def close(self) -> None:
         """Ends what compiles grammars."""
-        self._trial.close()
+        self._trials.close()

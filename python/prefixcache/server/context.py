@@ -6,13 +6,15 @@ import asyncio
 import re
 import time
 import uuid
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import InvalidRequestError, RequestTimeoutError
 from prefixcache.server.access import Caller
 from prefixcache.server.body_budget import Body, BodyBudget
 from prefixcache.server.errors import (
@@ -24,7 +26,10 @@ from prefixcache.server.errors import (
 from prefixcache.server.limits import ServerLimits
 from prefixcache.server.protocol import RequestFields, shortened
 from prefixcache.server.request_log import CLIENT_LEFT, Outcome, log_request
+from prefixcache.server.sse import unless_disconnected
 from prefixcache.server.tracing import Tracing
+
+T = TypeVar("T")
 
 # Unknown fields that a warning names.
 _MOST_NAMED = 10
@@ -48,9 +53,22 @@ class Call:
 
     id: str
     caller: Caller
+    receive: Receive
     outcome: Outcome = field(default_factory=Outcome)
     deadline: float | None = None
     body: Body | None = None
+
+    async def within_bounds(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which is cancelled when the client leaves, or at the deadline.
+
+        Raises `ClientDisconnect`, and `RequestTimeoutError`. The body must have been read.
+        """
+        seconds = None if self.deadline is None else self.deadline - time.monotonic()
+        try:
+            bounded = asyncio.wait_for(work, seconds)
+            return await unless_disconnected(self.receive, bounded)
+        except asyncio.TimeoutError:
+            raise RequestTimeoutError() from None
 
     def release_body(self) -> None:
         """The body has been turned into requests."""
@@ -64,6 +82,7 @@ def new_call(request: Request, prefix: str) -> Call:
     return Call(
         id=f"{prefix}-{state.request_id}",
         caller=state.caller,
+        receive=request.receive,
         outcome=state.outcome,
         deadline=state.deadline,
         body=state.body,

@@ -33,6 +33,7 @@ from prefixcache.server.caching import (
     openai_controls,
     prompt_caching,
 )
+from prefixcache.server.compile_queue import CompileQueue
 from prefixcache.server.context import Call
 from prefixcache.server.diagnosis import Diagnosis, check_may_ask
 from prefixcache.server.errors import ApiError
@@ -107,6 +108,7 @@ class JobMaker:
     engine: EngineClient
     served: ServedModel
     workers: Workers = dataclasses.field(default_factory=Workers)
+    compiling: CompileQueue = dataclasses.field(default_factory=CompileQueue)
     diagnostics: CacheDiagnostics | None = None
 
     def check_model(self, name: str | None) -> str:
@@ -258,7 +260,7 @@ class JobMaker:
         if fields.cache_diagnostics:
             self._check_diagnostics(call.caller, cache_options.salt)
         make = partial(self._requests, fields, prompts, params, call, cache_options, roles)
-        grammar = await self._grammar(fields, params)
+        grammar = await self._grammar(fields, params, call)
         if self.served.num_logged_characters:
             self._log_prompts(prompts, call)
         requests = await self.workers.run(
@@ -317,14 +319,19 @@ class JobMaker:
         told = with_fields(event="prompts", message=f"Prompts of {call.id}", prompts=texts)
         logger.info("Prompts of %s: %s", call.id, texts, extra=told)
 
-    async def _grammar(self, fields: SamplingFields, params: SamplingParams) -> Grammar | None:
+    async def _grammar(
+        self, fields: SamplingFields, params: SamplingParams, call: Call
+    ) -> Grammar | None:
         """What answers must look like, compiled. Errors name the field that says so."""
         output = params.structured_output
         if output is None:
             return None
         field = "tools" if fields.structured_output is None else fields.structured_output[0]
         with fields_named({"structured_output": field}), schemas_named(output.text):
-            return await self.workers.compile(partial(self.engine.compile, output))
+            if (grammar := self.engine.find_grammar(output)) is not None:
+                return grammar
+            compiling = self.compiling.compile(self.engine, output, call.caller.namespace)
+            return await call.within_bounds(compiling)
 
     def _check_priority(self, priority: int) -> None:
         if priority and not self.served.priorities:

@@ -11,8 +11,6 @@ T = TypeVar("T")
 
 # A change of threads takes longer than what a size below this takes.
 _SMALL = 2**14
-# Grammars of clients may take seconds: they keep no others from a thread.
-_NUM_COMPILERS = 2
 # Python code of several threads takes turns, and the event loop waits for its own turn: more
 # threads would make nothing faster.
 _NUM_THREADS = 2
@@ -27,9 +25,6 @@ class Workers:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prefixcache-worker")
-        self._compilers = ThreadPoolExecutor(
-            _NUM_COMPILERS, thread_name_prefix="prefixcache-compiler"
-        )
 
     async def run(self, size: int, function: Callable[[], T]) -> T:
         """The result of `function`, which is called at once when its input is small.
@@ -43,7 +38,3 @@ class Workers:
     async def beside(self, function: Callable[[], T]) -> T:
         """The result of `function`, which is never called in the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
-
-    async def compile(self, function: Callable[[], T]) -> T:
-        """The result of `function`, which may take seconds."""
-        return await asyncio.get_running_loop().run_in_executor(self._compilers, function)

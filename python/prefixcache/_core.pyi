@@ -426,8 +426,8 @@ class PrefixCache:
         pinned_free_blocks, and held_above_blocks, those in use that a shrink waits for. Lifetime,
         of shrinks: moved_blocks, and lost_to_resize_blocks, which are evictions too. A pin from
         before the index was cleared counts until its block is handed out or loses its content, and
-        is no eviction. Of hints: hinted_blocks, raised or lowered now (blocks lost since may be
-        counted for a while); hints_demoted, those that lost their priority over a budget, and
+        is no eviction. Of hints: hinted_blocks, raised or lowered now (what a sequence that
+        grows evicts is counted until the next commit or release); hints_demoted, those that lost their priority over a budget, and
         hints_expired, those whose TTL ended.
         """
     def block_map(

@@ -16,11 +16,11 @@
 //! twins, and wherever something is lowered, the pool is told that the order has ended.
 //!
 //! **Cost.** O(1) a block, but for a tree of the times at which TTLs end, which are rounded up to an eighth of a
-//! second. Content that the pool has lost is noticed when it is touched, or in its turn: each new entry looks at
-//! [`SWEEPS`] others. So there are at most twice as many entries as [`MAX_OWNERS`] can have of what the pool holds,
-//! whatever is asked for and by however many.
+//! second. What the pool has lost since the last call is forgotten first, so there are at most [`MAX_OWNERS`]
+//! entries for each content that the pool holds, whatever is asked for and by however many.
 
 mod entries;
+mod key_hashing;
 
 use std::collections::HashMap;
 use std::collections::btree_map::{BTreeMap, Entry as Slot};
@@ -34,18 +34,15 @@ use crate::sequence::{Holding, Sequence};
 use crate::store::{BlockKey, BlockStore};
 
 use entries::{Ends, Entries, Entry, Line, NEVER, Time};
+use key_hashing::KeyHashing;
 
 /// Owners that may raise one content. What a further one asks for does not count, from there on.
 pub const MAX_OWNERS: usize = 4;
 
-/// Entries that each new one looks at, whether their content is still there.
-pub const SWEEPS: usize = 2;
-
 /// Lifetime counts, and what there is now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LedgerStats {
-    /// Content that is raised or lowered, as far as the ledger knows: what the pool has lost since may be
-    /// among it.
+    /// Content that was raised or lowered and is there, as of the ledger's last call.
     pub hinted: usize,
     /// Blocks that lost their priority to younger ones of the same owner.
     pub demoted: u64,
@@ -78,10 +75,9 @@ pub struct Ledger {
     epoch: Epoch,
     entries: Entries,
     /// The first entry of each content.
-    contents: HashMap<BlockKey, u32>,
+    contents: HashMap<BlockKey, u32, KeyHashing>,
     owners: HashMap<Owner, Ends>,
     times: BTreeMap<Time, Ends>,
-    all: Ends,
     demoted: u64,
     expired: u64,
 }
@@ -89,6 +85,8 @@ pub struct Ledger {
 /// A block that is to be raised.
 struct Raise {
     key: BlockKey,
+    /// The band that its content has.
+    band: Band,
     held: BlockId,
     /// Which block of the sequence.
     index: usize,
@@ -106,10 +104,9 @@ impl Ledger {
             clock: Clock::System(Instant::now()),
             epoch: Epoch::default(),
             entries: Entries::default(),
-            contents: HashMap::new(),
+            contents: HashMap::default(),
             owners: HashMap::new(),
             times: BTreeMap::new(),
-            all: Ends::default(),
             demoted: 0,
             expired: 0,
         })
@@ -150,10 +147,29 @@ impl Ledger {
         }
         self.epoch = store.epoch();
         self.entries = Entries::default();
-        self.contents = HashMap::new();
+        self.contents.clear();
         self.owners = HashMap::new();
         self.times = BTreeMap::new();
-        self.all = Ends::default();
+    }
+
+    /// Forgets what was asked for content that the pool has lost since the last call, be it back or not: it came
+    /// back without a band.
+    pub fn forget_lost(&mut self, store: &impl BlockStore) {
+        self.follow_epoch(store);
+        while let Some(key) = store.take_hinted_loss() {
+            if store.band(&key) != Some(self.band(&key)) {
+                self.forget(&key);
+            }
+        }
+    }
+
+    fn forget(&mut self, key: &BlockKey) {
+        let mut next = self.contents.get(key).copied();
+        while let Some(at) = next {
+            next = self.entries.next_of_content(at);
+            self.unschedule(at);
+            self.remove(at);
+        }
     }
 
     // Use.
@@ -163,10 +179,10 @@ impl Ledger {
         let Some(holding) = &sequence.holding else {
             return;
         };
+        self.forget_lost(store);
         if self.is_empty() || holding.num_hits == 0 {
             return;
         }
-        self.follow_epoch(store);
         let now = self.clock.now();
         for index in (0..holding.num_hits).rev() {
             for (group, _) in sequence.hash_config.groups.each() {
@@ -215,7 +231,7 @@ impl Ledger {
         let (Some(hints), Some(holding)) = (&sequence.hints, &sequence.holding) else {
             return;
         };
-        self.follow_epoch(store);
+        self.forget_lost(store);
         // What it holds may be of an epoch that has ended.
         if holding.epoch != self.epoch {
             return;
@@ -251,11 +267,17 @@ impl Ledger {
                     continue;
                 }
                 let key = BlockKey::new(sequence.hashes()[index], group);
-                if self.has_room(&key, hints.owner()) && store.band(&key).is_some() {
-                    let held = holding.tables[group.index()].blocks[index];
-                    raised.push(Raise { key, held, index });
-                } else {
-                    ended[group.index()] = spec.needs_whole_prefix();
+                match store.band(&key) {
+                    Some(band) if self.has_room(&key, hints.owner()) => {
+                        let held = holding.tables[group.index()].blocks[index];
+                        raised.push(Raise {
+                            key,
+                            band,
+                            held,
+                            index,
+                        });
+                    }
+                    _ => ended[group.index()] = spec.needs_whole_prefix(),
                 }
             }
         }
@@ -286,12 +308,15 @@ impl Ledger {
             .as_ref()
             .map_or(0, |holding| holding.num_published);
         let size = sequence.hash_config.block_size;
-        let at = self.entry(store, raise.key, Some(hints.owner()));
+        let at = self.entry(raise.key, Some(hints.owner()));
         for wish in hints.raising(raise.index, spec, full, size) {
             self.entries.get_mut(at).ask(wish.band, ttl(wish), now);
         }
         self.note_use(at);
-        self.settle(store, &raise.key, raise.held);
+        let band = self.band(&raise.key);
+        if band != raise.band {
+            store.set_band(&raise.key, raise.held, band);
+        }
     }
 
     /// Lowers what the sequence itself has computed, and nobody asked for.
@@ -330,23 +355,23 @@ impl Ledger {
         if store.lookup(&key) != Some(held) || self.contents.contains_key(&key) {
             return;
         }
-        let at = self.entry(store, key, None);
+        let at = self.entry(key, None);
         self.entries.get_mut(at).ask(wish.band, ttl(wish), now);
         self.note_use(at);
-        self.settle(store, &key, held);
+        let band = self.band(&key);
+        if store.band(&key).is_some_and(|now| now != band) {
+            store.set_band(&key, held, band);
+        }
     }
 
     /// An owner's entry for a content, which is made if there is none.
-    fn entry(&mut self, store: &impl BlockStore, key: BlockKey, owner: Option<Owner>) -> u32 {
+    fn entry(&mut self, key: BlockKey, owner: Option<Owner>) -> u32 {
         let first = self.contents.get(&key).copied();
         let mut own = self.entries.of_content(first);
         if let Some(at) = own.find(|&at| self.entries.get(at).owner == owner) {
             return at;
         }
         drop(own);
-        for _ in 0..SWEEPS {
-            self.sweep(store, &key);
-        }
         self.add(Entry::new(key, owner))
     }
 
@@ -358,16 +383,7 @@ impl Ledger {
             let ends = self.owners.entry(owner).or_default();
             self.entries.push_back(Line::Owner, ends, at);
         }
-        self.entries.push_back(Line::All, &mut self.all, at);
         at
-    }
-
-    /// Gives content the band that it should have, if that is another than it has.
-    fn settle(&self, store: &impl BlockStore, key: &BlockKey, held: BlockId) {
-        let band = self.band(key);
-        if store.band(key).is_some_and(|now| now != band) {
-            store.set_band(key, held, band);
-        }
     }
 
     /// The band that content should have: the highest that anybody asks for.
@@ -393,10 +409,7 @@ impl Ledger {
     /// that ended first. Returns how many blocks moved to another band. To be called now and then, such as
     /// before each step of a scheduler.
     pub fn demote_expired(&mut self, store: &impl BlockStore, most: usize) -> usize {
-        if self.is_empty() {
-            return 0;
-        }
-        self.follow_epoch(store);
+        self.forget_lost(store);
         let now = self.clock.now();
         let mut moved = 0;
         for _ in 0..most {
@@ -406,17 +419,20 @@ impl Ledger {
             let Some(at) = ends.front().filter(|_| due <= now) else {
                 break;
             };
-            moved += usize::from(self.expire(store, at, now));
+            moved += usize::from(self.expire(store, at, due));
         }
         moved
     }
 
-    /// Drops what has ended of an entry; whether its content moved to another band.
-    fn expire(&mut self, store: &impl BlockStore, at: u32, now: Time) -> bool {
+    /// Drops what has ended of an entry by the time `due`; whether its content moved to another band.
+    ///
+    /// What ended later is dropped in its own turn, even where that is over too: content goes from line to line
+    /// in the order in which its levels ended, so that a prompt's last blocks are always before its first ones.
+    fn expire(&mut self, store: &impl BlockStore, at: u32, due: Time) -> bool {
         let key = self.entries.get(at).key;
         let before = self.band(&key);
         self.unschedule(at);
-        self.entries.get_mut(at).drop_ended(now);
+        self.entries.get_mut(at).drop_ended(due);
         if self.entries.get(at).band().is_some() {
             self.schedule(at);
         } else {
@@ -444,31 +460,12 @@ impl Ledger {
             && store.set_band(key, BlockId::NULL, after)
     }
 
-    /// Looks at the entry that was not looked at for longest, unless it is of `but`: where its content is gone,
-    /// so are its entries.
-    fn sweep(&mut self, store: &impl BlockStore, but: &BlockKey) {
-        let Some(at) = self.all.front() else { return };
-        let key = self.entries.get(at).key;
-        if key == *but || store.band(&key) == Some(self.band(&key)) {
-            self.entries.unlink(Line::All, &mut self.all, at);
-            self.entries.push_back(Line::All, &mut self.all, at);
-            return;
-        }
-        let mut next = self.contents.get(&key).copied();
-        while let Some(at) = next {
-            next = self.entries.next_of_content(at);
-            self.unschedule(at);
-            self.remove(at);
-        }
-    }
-
     /// Takes an entry that stands in no line of a time out of the others.
     fn remove(&mut self, at: u32) {
         let (key, owner, next) = {
             let entry = self.entries.get(at);
             (entry.key, entry.owner, entry.same)
         };
-        self.entries.unlink(Line::All, &mut self.all, at);
         if let Some(owner) = owner
             && let Some(ends) = self.owners.get_mut(&owner)
         {

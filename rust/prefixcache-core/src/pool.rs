@@ -66,6 +66,8 @@ mod validate;
 
 use std::sync::OnceLock;
 
+use crossbeam_queue::SegQueue;
+
 use crate::band::Band;
 use crate::block::{Block, ByClass, Class, ClassSet, Content, Place};
 use crate::clock::Clock;
@@ -119,6 +121,8 @@ pub struct BlockPool<M: Mode> {
     losses: OnceLock<Losses>,
     /// Where what can be found is told of.
     journal: OnceLock<Journal>,
+    /// Content with another band than the default that was lost, until a ledger takes note of it.
+    hinted_losses: SegQueue<BlockKey>,
 }
 
 /// The slots that a call's blocks have vacated. Neighbours mostly are of one class.
@@ -285,6 +289,7 @@ impl<M: Mode> BlockPool<M> {
             clock: Clock::new(),
             losses: OnceLock::new(),
             journal: OnceLock::new(),
+            hinted_losses: SegQueue::new(),
         };
         pool.credits.give::<M>(config.num_blocks - 1);
         Some(pool)
@@ -388,6 +393,10 @@ impl<M: Mode> BlockStore for BlockPool<M> {
 
     fn journal(&self) -> Option<&Journal> {
         self.journal.get()
+    }
+
+    fn take_hinted_loss(&self) -> Option<BlockKey> {
+        self.hinted_losses.pop()
     }
 
     fn register(

@@ -212,6 +212,12 @@ pub trait BlockStore {
         None
     }
 
+    /// The next content that was lost while its band was not the default one, or a copy of it: what an owner of
+    /// bands has to forget. Each is told once.
+    fn take_hinted_loss(&self) -> Option<BlockKey> {
+        None
+    }
+
     /// Says that `key` will be registered soon, so that its place may be fetched. Changes nothing.
     fn expect(&self, _key: &BlockKey) {}
 

@@ -1,13 +1,12 @@
 //! The obvious ledger of retention hints: a list of who asked for what, searched from end to end.
 
-use std::collections::VecDeque;
 use std::time::Duration;
 
 use prefixcache_core::band::Band;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hints::{Hint, Owner};
 use prefixcache_core::id::{BlockId, Epoch, GroupId};
-use prefixcache_core::ledger::{Ledger, LedgerStats, MAX_OWNERS, SWEEPS};
+use prefixcache_core::ledger::{Ledger, LedgerStats, MAX_OWNERS};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockKey, BlockStore};
 
@@ -90,8 +89,6 @@ pub struct PlainLedger {
     epoch: Epoch,
     /// In the order in which they were made.
     asked: Vec<Asked>,
-    /// Whose content is looked at next.
-    to_look_at: VecDeque<(BlockKey, Option<Owner>)>,
     uses: u64,
     demoted: u64,
     expired: u64,
@@ -108,18 +105,23 @@ impl PlainLedger {
             now: 0,
             epoch: Epoch::default(),
             asked: Vec::new(),
-            to_look_at: VecDeque::new(),
             uses: 0,
             demoted: 0,
             expired: 0,
         }
     }
 
-    fn follow_epoch(&mut self, store: &impl BlockStore) {
+    /// Only what is there, with the band that was asked for, was asked for.
+    fn forget_lost(&mut self, store: &impl BlockStore) {
         if self.epoch != store.epoch() {
             self.epoch = store.epoch();
             self.asked.clear();
-            self.to_look_at.clear();
+        }
+        let keys: Vec<BlockKey> = self.asked.iter().map(|one| one.key).collect();
+        for key in keys {
+            if store.band(&key) != Some(self.band(&key)) {
+                self.asked.retain(|one| one.key != key);
+            }
         }
     }
 
@@ -144,16 +146,10 @@ impl PlainLedger {
             .position(|one| one.key == *key && one.owner == owner)
     }
 
-    fn remove(&mut self, at: usize) -> Asked {
-        let one = self.asked.remove(at);
-        self.to_look_at.retain(|who| *who != (one.key, one.owner));
-        one
-    }
-
     /// Removes an entry; whether its content moved to another band.
     fn end(&mut self, store: &impl BlockStore, at: usize) -> bool {
         let before = self.band(&self.asked[at].key);
-        let key = self.remove(at).key;
+        let key = self.asked.remove(at).key;
         self.move_from(store, &key, before)
     }
 
@@ -162,17 +158,6 @@ impl PlainLedger {
         after != before
             && store.band(key) == Some(before)
             && store.set_band(key, BlockId::NULL, after)
-    }
-
-    fn look_at_next(&mut self, store: &impl BlockStore, but: &BlockKey) {
-        let Some((key, owner)) = self.to_look_at.pop_front() else {
-            return;
-        };
-        self.to_look_at.push_back((key, owner));
-        if key != *but && store.band(&key) != Some(self.band(&key)) {
-            self.asked.retain(|one| one.key != key);
-            self.to_look_at.retain(|(other, _)| *other != key);
-        }
     }
 
     fn ask(
@@ -184,8 +169,6 @@ impl PlainLedger {
         held: BlockId,
     ) {
         let at = self.find(&key, owner).unwrap_or_else(|| {
-            (0..SWEEPS).for_each(|_| self.look_at_next(store, &key));
-            self.to_look_at.push_back((key, owner));
             self.asked.push(Asked {
                 key,
                 owner,
@@ -303,10 +286,10 @@ impl Hinting for PlainLedger {
 
     fn note_hits(&mut self, store: &impl BlockStore, sequence: &Sequence) {
         let hits = sequence.num_hits() / self.block_size;
-        if self.asked.is_empty() || hits == 0 {
+        self.forget_lost(store);
+        if hits == 0 {
             return;
         }
-        self.follow_epoch(store);
         for index in (0..hits).rev() {
             for (group, _) in self.groups.clone().each() {
                 let block = sequence.block_table(group.index())[index];
@@ -336,7 +319,7 @@ impl Hinting for PlainLedger {
         let Some(hints) = sequence.hints().filter(|_| sequence.is_committed()) else {
             return;
         };
-        self.follow_epoch(store);
+        self.forget_lost(store);
         if sequence.epoch() != Some(self.epoch) {
             return;
         }
@@ -375,24 +358,21 @@ impl Hinting for PlainLedger {
     }
 
     fn demote_expired(&mut self, store: &impl BlockStore, most: usize) -> usize {
-        if self.asked.is_empty() {
-            return 0;
-        }
-        self.follow_epoch(store);
+        self.forget_lost(store);
         let mut moved = 0;
         for _ in 0..most {
             let due = self.asked.iter().enumerate();
             let due = due.filter_map(|(at, one)| Some((one.due()?, one.set, at)));
-            let Some((_, _, at)) = due.min().filter(|&(due, ..)| due <= self.now) else {
+            let Some((due, _, at)) = due.min().filter(|&(due, ..)| due <= self.now) else {
                 break;
             };
             let key = self.asked[at].key;
             let before = self.band(&key);
             for level in &mut self.asked[at].levels {
-                *level = level.filter(|(_, end)| end.is_none_or(|end| end > self.now));
+                *level = level.filter(|(_, end)| end.is_none_or(|end| end > due));
             }
             if self.asked[at].band().is_none() {
-                self.remove(at);
+                self.asked.remove(at);
             } else {
                 self.uses += 1;
                 self.asked[at].set = self.uses;

@@ -506,9 +506,8 @@ retention_budget=0.2, max_cached_blocks=None)"
 
     /// Forget everything cached, in constant time. Sequences keep their blocks and publish no more.
     fn clear_cache_index(&self) -> PyResult<()> {
-        let (core, _writing) = self.0.core_to_write()?;
-        on!(core, |cache| cache.clear_cache_index());
-        Ok(())
+        self.0
+            .write_with_ledger(|core, _| on!(core, |cache| cache.clear_cache_index()))
     }
 
     /// Forget everything cached, and hash under other weights from now on, by their name if they have one.
@@ -517,9 +516,9 @@ retention_budget=0.2, max_cached_blocks=None)"
         &self,
         weights: Option<One<names::Weights, WeightsName>>,
     ) -> PyResult<u64> {
-        let (core, _writing) = self.0.core_to_write()?;
         let name = weights.map(|name| name.0);
-        Ok(on!(core, |cache| cache.new_weight_version(name)))
+        self.0
+            .write_with_ledger(|core, _| on!(core, |cache| cache.new_weight_version(name)))
     }
 
     /// Counts the changes of the weights; 0 at first.
@@ -572,9 +571,10 @@ retention_budget=0.2, max_cached_blocks=None)"
     /// Set the number of blocks, the null block counted. Returns how many above it are still held.
     fn resize(&self, py: Python<'_>, num_blocks: Number<names::NumBlocks>) -> PyResult<usize> {
         let num_blocks = num_blocks.0;
-        let (core, _writing) = self.0.core_to_write()?;
-        let work = core.num_blocks().max(num_blocks);
-        let busy = run(py, work, || on!(core, |cache| cache.resize(num_blocks)));
+        let busy = self.0.write_with_ledger(|core, _| {
+            let work = core.num_blocks().max(num_blocks);
+            run(py, work, || on!(core, |cache| cache.resize(num_blocks)))
+        })?;
         busy.map_err(IntoPyErr::into_py_err)
     }
 
@@ -628,11 +628,10 @@ retention_budget=0.2, max_cached_blocks=None)"
     /// Give up the content of the `count` free blocks that would lose it first. How many there were.
     fn release_cached(&self, py: Python<'_>, count: Number<names::Count>) -> PyResult<usize> {
         let count = count.0;
-        let (core, _writing) = self.0.core_to_write()?;
-        let work = count.min(core.num_blocks());
-        Ok(run(py, work, || {
-            on!(core, |cache| cache.release_cached(count))
-        }))
+        self.0.write_with_ledger(|core, _| {
+            let work = count.min(core.num_blocks());
+            run(py, work, || on!(core, |cache| cache.release_cached(count)))
+        })
     }
 
     /// Bound the free blocks that keep their content; what is above goes now and at each release.

@@ -169,7 +169,8 @@ impl Cache {
     ) -> PyResult<T> {
         let (core, mut writing) = self.core_to_write()?;
         let outcome = work(core, writing.as_mut().map(|seat| &mut seat.own));
-        if let Some(seat) = &writing {
+        if let Some(seat) = &mut writing {
+            on!(core, |cache| seat.own.forget_lost(cache.store()));
             self.hints.publish(seat.own.stats());
         }
         Ok(outcome)

@@ -37,7 +37,7 @@ pub(super) struct Entry {
     pub(super) due: Time,
     /// The next owner's entry for the content.
     pub(super) same: u32,
-    links: [Link; 3],
+    links: [Link; 2],
 }
 
 /// The neighbours in a line.
@@ -54,8 +54,6 @@ pub(super) enum Line {
     Owner,
     /// Those that end at one time.
     Time,
-    /// All of them, the one looked at longest ago first.
-    All,
 }
 
 /// The ends of a line.

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::BlockPool;
+use crate::band::Band;
 use crate::block::{Class, Content};
 use crate::error::{InvalidArgument, ListenError};
 use crate::events::{EventReader, Journal};
@@ -138,13 +139,17 @@ impl<M: Mode> BlockPool<M> {
         class_of: impl Fn(usize) -> Class,
     ) -> u64 {
         let (losses, journal) = (self.losses.get(), self.journal.get());
-        if losses.is_none() && journal.is_none() {
+        let is_hinted = |at| class_of(at).band() != Band::DEFAULT;
+        if losses.is_none() && journal.is_none() && !(0..ids.len()).any(is_hinted) {
             return self.forget_all(ids);
         }
         let mut names = Vec::with_capacity(journal.map_or(0, |_| ids.len()));
         let lost = self.forget_each(ids, |at, spot| {
             let id = ids[at];
             let content = self.block(id).content();
+            if is_hinted(at) {
+                self.hinted_losses.push(content.key());
+            }
             // A copy that was taken out of the index as one too many was none that others could find.
             let is_last = spot.is_some_and(|spot| self.is_gone(spot, &content));
             if let Some(losses) = losses {

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,3 +176,21 @@ def test_the_model_is_what_it_computes(
     first = digest()
     assert digest(eos_token_id=7, dtype="float32") == first
     assert digest(rms_norm_eps=0.5) != first
+
+
+FEW_THREADS = """
+import resource, sys
+from prefixcache._core import hash_file_ranges
+with open("/proc/self/statm") as file:
+    pages = int(file.read().split()[0])
+most = pages * resource.getpagesize() + 64 * 2**20  # room for some stacks of threads, not for 400
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+found = hash_file_ranges(sys.argv[1], [(i, i + 1) for i in range(400)], 400)
+assert found == [hash_file_ranges(sys.argv[1], [(i, i + 1)], 1)[0] for i in range(400)]
+"""
+
+
+def test_where_the_system_gives_no_threads_those_that_there_are_do_it_all(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(range(200)) * 2)
+    subprocess.run([sys.executable, "-c", FEW_THREADS, str(file)], check=True)

@@ -42,3 +42,26 @@ def test_a_cycle_would_be_found(tmp_path: Path) -> None:
     assert imports(tmp_path) == {"ring": {"pool"}, "pool": {"ring"}}
     with pytest.raises(CycleError, match="ring"):
         TopologicalSorter(imports(tmp_path)).prepare()
+
+
+def shared_by_threads(crate: Path) -> list[str]:
+    """Lines that name a lock, or outside of `sync.rs` what threads share."""
+    found = list[str]()
+    for path in sorted(crate.rglob("*.rs")):
+        code = re.sub(r"//.*", "", path.read_text()).split("\nmod tests {")[0]
+        for line in code.splitlines():
+            is_shared = path.name != "sync.rs" and re.search(r"\b(std|core)::sync\b", line)
+            if is_shared or re.search(r"\b(Mutex|RwLock|Condvar)\b", line):
+                found.append(f"{path.name}: {line.strip()}")
+    return found
+
+
+def test_the_core_has_no_lock_and_names_atomics_in_one_place(tmp_path: Path) -> None:
+    (core,) = [crate for crate in CRATES if crate.parent.name == "prefixcache-core"]
+    assert shared_by_threads(core) == []
+    (tmp_path / "pool.rs").write_text("use std::sync::Arc;\nlet a = 1; // no Mutex\n")
+    (tmp_path / "sync.rs").write_text("use std::sync::OnceLock;\nstruct A(RwLock<u8>);\n")
+    assert shared_by_threads(tmp_path) == [
+        "pool.rs: use std::sync::Arc;",
+        "sync.rs: struct A(RwLock<u8>);",
+    ]

@@ -57,6 +57,7 @@ def tensor_ranges(file: Path) -> list[TensorRange]:
 
 
 def _range(name: str, entry: Mapping[str, Any], data: int) -> TensorRange:
+    name.encode()  # raises for what is no text
     start, end = entry["data_offsets"]
     shape = tuple(map(int, entry["shape"]))
     return TensorRange(name, str(entry["dtype"]), shape, data + start, data + end)

@@ -240,7 +240,10 @@ pub(crate) struct Block {
     seq: AtomicU64,
     /// The block below on the free stack.
     pub(crate) next: AtomicU32,
+    /// The low 32 bits of the epoch.
     epoch: AtomicU32,
+    /// The other 16.
+    epoch_high: AtomicU16,
     group: AtomicU16,
 }
 
@@ -466,7 +469,8 @@ impl Block {
             word.store(value, Release);
         }
         self.group.store(content.group, Release);
-        self.epoch.store(epoch.get(), Release);
+        self.epoch.store(epoch.get() as u32, Release);
+        self.epoch_high.store((epoch.get() >> 32) as u16, Release);
         self.seq.store(seq, Release);
     }
 
@@ -489,10 +493,12 @@ impl Block {
         self.seq.load(Acquire)
     }
 
-    /// The content's epoch.
+    /// The content's epoch; whole as [`Self::content`] is. Halves of two epochs are never the epoch of now: they
+    /// would have to be 2^32 epochs apart.
     #[inline]
     pub(crate) fn epoch(&self) -> Epoch {
-        Epoch::new(self.epoch.load(Acquire))
+        let (low, high) = (self.epoch.load(Acquire), self.epoch_high.load(Acquire));
+        Epoch::new(u64::from(high) << 32 | u64::from(low))
     }
 
     /// The content's name. Whole only for who holds the block, or finds `seq` the same around it.

@@ -7,22 +7,21 @@
 //! Every method checks all its arguments before it changes anything.
 
 use std::iter;
-use std::sync::{Arc, OnceLock};
 
 use crate::error::{
     Argument, Broken, CacheError, InvalidArgument, Misuse, ResizeError, SequenceFault,
 };
 use crate::events::Journal;
 use crate::groups::GroupSpec;
-use crate::hash::{Extras, HashConfig, PrefixHashes, Scope};
+use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
 use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
 use crate::ledger::Ledger;
 use crate::naming::Namer;
 use crate::policy::{Queue, ReuseQueue, Turn};
 use crate::retention::Fate;
-use crate::sequence::{self, BlockHashes, Holding, Sequence, Table};
+use crate::sequence::{BlockHashes, Holding, Sequence, Table};
 use crate::store::{BlockKey, BlockStore, Moves, Registration};
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{Arc, AtomicU64, OnceLock, Ordering};
 use crate::weights::{CurrentWeights, WeightsName};
 
 /// How many registrations ahead the store is told of a key, so that it fetches the key's bucket.
@@ -79,6 +78,11 @@ pub struct CacheStats {
     pub hits: u64,
 }
 
+/// The root hash of a cache without a scope, under the weights of this name.
+fn whole_root(config: &HashConfig, weights: &str) -> BlockHash {
+    hash::root(config, &Scope::default(), weights)
+}
+
 /// A prefix cache over a pool `S`; as safe to share between threads as that pool is.
 #[derive(Debug)]
 pub struct PrefixCache<S> {
@@ -97,8 +101,8 @@ impl<S: BlockStore> PrefixCache<S> {
         hash_config.check()?;
         Ok(Self {
             store,
+            weights: CurrentWeights::new(None, |name| whole_root(&hash_config, name)),
             hash_config: Arc::new(hash_config),
-            weights: CurrentWeights::new(None),
             queries: AtomicU64::new(0),
             hits: AtomicU64::new(0),
             namer: OnceLock::new(),
@@ -109,7 +113,7 @@ impl<S: BlockStore> PrefixCache<S> {
     #[must_use]
     pub fn with_weights(self, name: WeightsName) -> Self {
         Self {
-            weights: CurrentWeights::new(Some(name)),
+            weights: CurrentWeights::new(Some(name), |name| whole_root(&self.hash_config, name)),
             ..self
         }
     }
@@ -129,7 +133,7 @@ impl<S: BlockStore> PrefixCache<S> {
     /// The hash before the first block under the current weights, from which others can compute the
     /// hashes that this cache has.
     pub fn root_hash(&self, scope: &Scope) -> BlockHash {
-        sequence::root(&self.hash_config, scope, &self.weights.get())
+        hash::in_scope(self.weights.get().root, scope)
     }
 
     /// The hashes of the full blocks of `tokens` under the current weights.
@@ -149,7 +153,7 @@ impl<S: BlockStore> PrefixCache<S> {
     pub fn new_sequence(&self, tokens: Vec<u32>, scope: Scope, extras: Extras) -> Sequence {
         let config = Arc::clone(&self.hash_config);
         let weights = self.weights.get();
-        Sequence::new(config, scope, &weights, tokens, extras, self.namer.get())
+        Sequence::new(config, scope, weights, tokens, extras, self.namer.get())
     }
 
     /// Lets the eviction policy go by names under a key instead of hashes, for sequences made from now on: a
@@ -171,7 +175,7 @@ impl<S: BlockStore> PrefixCache<S> {
     ) -> Sequence {
         let config = Arc::clone(&self.hash_config);
         let weights = self.weights.get();
-        Sequence::hashed(config, scope, &weights, tokens, hashes, self.namer.get())
+        Sequence::hashed(config, scope, weights, tokens, hashes, self.namer.get())
     }
 
     // Reading.
@@ -302,6 +306,16 @@ impl<S: BlockStore> PrefixCache<S> {
         self.store.evicts_in_order()
     }
 
+    /// Whether a count looks at as many blocks as a binary search does, and not at each.
+    pub fn counts_by_bisection(&self) -> bool {
+        self.keeps_prefixes()
+            && self
+                .hash_config
+                .groups
+                .each()
+                .all(|(_, spec)| spec.needs_whole_prefix())
+    }
+
     fn is_hit(&self, key: BlockKey) -> bool {
         self.store.lookup(&key).is_some()
     }
@@ -309,7 +323,7 @@ impl<S: BlockStore> PrefixCache<S> {
     /// A sequence that holds nothing follows the current weights.
     fn refresh(&self, sequence: &mut Sequence) {
         if !self.hashes_are_current(sequence) {
-            sequence.rehash(&self.weights.get());
+            sequence.rehash(self.weights.get());
         }
     }
 
@@ -935,7 +949,8 @@ impl<S: BlockStore> PrefixCache<S> {
     pub fn new_weight_version(&self, name: Option<WeightsName>) -> u64 {
         // Before the clear: a thread that sees the new epoch sees the new weights too, as the version's
         // store is released by the clear's.
-        let version = self.weights.change(name);
+        let root_of = |name: &str| whole_root(&self.hash_config, name);
+        let version = self.weights.change(name, root_of);
         self.store.clear_index();
         version
     }
@@ -947,7 +962,7 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// What every hash calls the weights of now: their name, or the version's digits.
     pub fn weights_name(&self) -> String {
-        self.weights.get().name().into_owned()
+        self.weights.get().name.clone()
     }
 
     // The pinned tier.

@@ -5,8 +5,9 @@ use std::io;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
+use std::thread::{self, Builder};
+
+use crate::sync::{AtomicUsize, Ordering};
 
 /// Bytes read at once: enough for the widest vectors, and they stay in a core's cache.
 const CHUNK: usize = 256 << 10;
@@ -39,7 +40,9 @@ pub fn hash_ranges(
     let mut digests = vec![[0; 32]; ranges.len()];
     thread::scope(|scope| {
         let helpers = threads.get().min(ranges.len()).saturating_sub(1);
-        let helpers: Vec<_> = (0..helpers).map(|_| scope.spawn(work)).collect();
+        // Where the system gives no more threads, those that there are do it all.
+        let spawn = |_| Builder::new().spawn_scoped(scope, work).ok();
+        let helpers: Vec<_> = (0..helpers).map_while(spawn).collect();
         let own = work();
         let theirs = helpers.into_iter().map(|one| match one.join() {
             Ok(found) => found,

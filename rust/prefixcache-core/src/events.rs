@@ -2,31 +2,32 @@
 //!
 //! Nothing of this exists until somebody asks for it
 //! ([`BlockPool::keep_journal`](crate::BlockPool::keep_journal)). Then the single writer sends what it registers
-//! and what loses its last copy through a channel, a message a batch, and waits for nobody. The reader applies
+//! and what loses its last copy through a queue, a message a batch, and waits for nobody. The reader applies
 //! them to a `Mirror` of the cache, which knows what can be found and with which tokens. What the mirror knows
 //! already, or never knew, is not told on: blocks of a scope are never sent, so their losses end there.
 //!
 //! What was sent and not received is bounded by whoever calls [`EventReader::receive`] when
-//! [`Journal::num_pending`] is high, the writer if need be. What was received and not taken is bounded by
-//! [`MAX_UNTAKEN`] blocks: beyond, the reader drops it and tells everything anew after a [`Change::Cleared`]. So
-//! whoever takes late still ends with what there is.
+//! [`Journal::num_pending`] is high, the writer if need be, some blocks at a time. What was received and not taken is
+//! bounded by [`MAX_UNTAKEN`] blocks: beyond, the reader drops it and tells everything again after a
+//! [`Change::Cleared`], from a copy of the mirror that is made when somebody takes it. So whoever takes late still
+//! ends with what there is.
 
 mod mirror;
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+
+use crossbeam_queue::SegQueue;
 
 use crate::id::{BlockHash, GroupId};
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{Arc, AtomicU64, Ordering};
 
 pub use mirror::Snapshot;
 
 use Ordering::Relaxed;
 use mirror::Mirror;
 
-/// Blocks of changes that wait to be taken; with more than these, all is told anew.
+/// Blocks of changes that wait to be taken; with more than these, all is told again.
 pub const MAX_UNTAKEN: usize = 1 << 16;
 
 /// The last 8 bytes of a block's hash, big endian: what other programs know a block by.
@@ -99,7 +100,7 @@ impl Sent {
 /// The writer's end.
 #[derive(Debug)]
 pub struct Journal {
-    sender: Sender<Sent>,
+    sent: Arc<SegQueue<Sent>>,
     /// Blocks that were sent and not received.
     pending: Arc<AtomicU64>,
 }
@@ -107,23 +108,23 @@ pub struct Journal {
 impl Journal {
     /// Both ends, for a cache of blocks of so many tokens.
     pub(crate) fn new(block_size: usize) -> (Self, EventReader) {
-        let (sender, receiver) = channel();
+        let sent = Arc::new(SegQueue::new());
         let pending = Arc::new(AtomicU64::new(0));
         let reader = EventReader {
-            receiver,
+            sent: Arc::clone(&sent),
             pending: Arc::clone(&pending),
             mirror: Mirror::new(block_size),
             untaken: VecDeque::new(),
             num_untaken: 0,
-            anew: None,
+            resync: Resync::None,
         };
-        (Self { sender, pending }, reader)
+        (Self { sent, pending }, reader)
     }
 
     /// Blocks that were sent and not received.
     #[must_use]
     pub fn num_pending(&self) -> usize {
-        // Relaxed: the channel orders what is sent; this says when to receive.
+        // Relaxed: the queue orders what is sent; this says when to receive.
         self.pending.load(Relaxed) as usize
     }
 
@@ -160,59 +161,64 @@ impl Journal {
     fn send(&self, sent: Sent) {
         // Relaxed: as in `num_pending`. Before the message, so that the count is never below 0.
         self.pending.fetch_add(sent.weight(), Relaxed);
-        // It fails where the reader is gone, and then nobody wants to know.
-        let _ = self.sender.send(sent);
+        self.sent.push(sent);
     }
 }
 
 /// The reader's end, for one thread at a time.
 #[derive(Debug)]
 pub struct EventReader {
-    receiver: Receiver<Sent>,
+    sent: Arc<SegQueue<Sent>>,
     pending: Arc<AtomicU64>,
     mirror: Mirror,
     untaken: VecDeque<Change>,
     /// Their blocks.
     num_untaken: usize,
-    /// What is told before `untaken`, where too much was untaken.
-    anew: Option<Anew>,
+    resync: Resync,
 }
 
-/// Everything, told again.
+/// What is told before what is untaken, where too much was.
 #[derive(Debug)]
-struct Anew {
-    is_begun: bool,
-    rest: Snapshot,
+enum Resync {
+    None,
+    /// Everything; whoever takes next makes the copy.
+    Due,
+    /// The rest of it.
+    Begun(Snapshot),
 }
 
 impl EventReader {
-    /// Receives what was sent so far, which takes as long as it is much.
-    pub fn receive(&mut self) {
-        while let Ok(sent) = self.receiver.try_recv() {
-            // Relaxed: as in `Journal::num_pending`.
-            self.pending.fetch_sub(sent.weight(), Relaxed);
-            self.mirror.apply(sent, |change| {
-                self.num_untaken += change.weight();
-                self.untaken.push_back(change);
-            });
-            if self.num_untaken > MAX_UNTAKEN {
-                self.tell_anew();
-            }
+    /// Receives what was sent, until that is about `most` blocks.
+    pub fn receive(&mut self, most: usize) {
+        let mut weight = 0;
+        while weight < most as u64
+            && let Some(sent) = self.sent.pop()
+        {
+            weight += sent.weight();
+            self.apply(sent);
         }
     }
 
-    fn tell_anew(&mut self) {
-        self.untaken = VecDeque::new();
-        self.num_untaken = 0;
-        self.anew = Some(Anew {
-            is_begun: false,
-            rest: self.mirror.clone().into_snapshot(),
+    fn apply(&mut self, sent: Sent) {
+        // Relaxed: as in `Journal::num_pending`.
+        self.pending.fetch_sub(sent.weight(), Relaxed);
+        let is_told_later = matches!(self.resync, Resync::Due);
+        self.mirror.apply(sent, |change| {
+            if !is_told_later {
+                self.num_untaken += change.weight();
+                self.untaken.push_back(change);
+            }
         });
+        if self.num_untaken > MAX_UNTAKEN {
+            self.untaken = VecDeque::new();
+            self.num_untaken = 0;
+            self.resync = Resync::Due;
+        }
     }
 
     /// Receives, and takes the oldest changes, until they are about `most` blocks or there are no more.
     pub fn take(&mut self, most: usize) -> Vec<Change> {
-        self.receive();
+        self.receive(usize::MAX);
         let mut taken = Vec::new();
         let mut weight = 0;
         while weight < most
@@ -225,14 +231,16 @@ impl EventReader {
     }
 
     fn next(&mut self) -> Option<Change> {
-        if let Some(anew) = &mut self.anew {
-            if !std::mem::replace(&mut anew.is_begun, true) {
+        match &mut self.resync {
+            Resync::None => {}
+            Resync::Due => {
+                self.resync = Resync::Begun(self.mirror.clone().into_snapshot());
                 return Some(Change::Cleared);
             }
-            if let Some(run) = anew.rest.next() {
-                return Some(Change::Stored(run));
-            }
-            self.anew = None;
+            Resync::Begun(rest) => match rest.next() {
+                Some(run) => return Some(Change::Stored(run)),
+                None => self.resync = Resync::None,
+            },
         }
         let change = self.untaken.pop_front()?;
         self.num_untaken -= change.weight();
@@ -242,7 +250,37 @@ impl EventReader {
     /// What all changes taken so far have led to; None while there are more that were received and not taken.
     #[must_use]
     pub fn snapshot(&self) -> Option<Snapshot> {
-        let is_level = self.anew.is_none() && self.untaken.is_empty();
+        let is_level = matches!(self.resync, Resync::None) && self.untaken.is_empty();
         is_level.then(|| self.mirror.clone().into_snapshot())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hashes(first: u64, count: u64) -> Vec<BlockHash> {
+        let hash = |number: u64| {
+            let mut bytes = [0; 32];
+            bytes[24..].copy_from_slice(&number.to_be_bytes());
+            BlockHash::from_bytes(bytes)
+        };
+        (first..first + count).map(hash).collect()
+    }
+
+    #[test]
+    fn a_late_readers_writer_receives_some_and_copies_nothing() {
+        let (journal, mut reader) = Journal::new(1);
+        let total = 2 * MAX_UNTAKEN as u64;
+        for first in (0..total).step_by(64) {
+            let tokens = vec![first as u32; 64];
+            journal.stored(GroupId::new(0), 0..64, &hashes(first, 64), &tokens, 1);
+        }
+        reader.receive(1000);
+        assert_eq!(journal.num_pending() as u64, total - 1024);
+        reader.receive(usize::MAX);
+        assert!(matches!(reader.resync, Resync::Due) && reader.untaken.is_empty());
+        assert_eq!(reader.take(1), [Change::Cleared]);
+        assert!(matches!(reader.resync, Resync::Begun(_)));
     }
 }

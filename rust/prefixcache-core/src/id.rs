@@ -72,25 +72,28 @@ impl GroupId {
 
 /// The life of an index between two clears. KV computed in one epoch is never registered in another.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Epoch(u32);
+pub struct Epoch(u64);
 
 impl Epoch {
-    /// The epoch with this number.
+    /// Bits of a number: what a block's record has room for. At a million clears a second they last nine years.
+    pub const BITS: u32 = 48;
+
+    /// The epoch with this number, of which [`Self::BITS`] count.
     #[must_use]
-    pub const fn new(number: u32) -> Self {
-        Self(number)
+    pub const fn new(number: u64) -> Self {
+        Self(number & ((1 << Self::BITS) - 1))
     }
 
     /// The number of the epoch.
     #[must_use]
-    pub const fn get(self) -> u32 {
+    pub const fn get(self) -> u64 {
         self.0
     }
 
     /// The epoch after this one; numbers wrap around.
     #[must_use]
     pub const fn next(self) -> Self {
-        Self(self.0.wrapping_add(1))
+        Self::new(self.0 + 1)
     }
 }
 

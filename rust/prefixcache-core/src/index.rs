@@ -170,7 +170,7 @@ impl Index {
         let fingerprint = mixed as u32 & ((1 << FINGERPRINT_BITS) - 1);
         Spot {
             home: (mixed >> 32) as usize & (self.buckets.len() - 1),
-            tag: epoch.get() << FINGERPRINT_BITS | fingerprint,
+            tag: (epoch.get() as u32) << FINGERPRINT_BITS | fingerprint,
         }
     }
 
@@ -397,7 +397,7 @@ impl Index {
     ) -> Result<(), String> {
         let now = Spot {
             home: 0,
-            tag: epoch.get() << FINGERPRINT_BITS,
+            tag: (epoch.get() as u32) << FINGERPRINT_BITS,
         };
         let mut counts = vec![0_u64; self.buckets.len()];
         for block in self.walk() {
@@ -525,7 +525,7 @@ mod models {
         fn insert(&self, number: usize) {
             let ended = |block: BlockId| {
                 let spot = self.spot_of(block);
-                (spot.tag >> FINGERPRINT_BITS == OLD.get()).then_some(spot)
+                (u64::from(spot.tag >> FINGERPRINT_BITS) == OLD.get()).then_some(spot)
             };
             let (spot, block) = (self.spots[number], Self::block(number));
             assert!(self.index.insert::<Shared>(spot, block, ended));

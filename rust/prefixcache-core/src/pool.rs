@@ -11,14 +11,16 @@
 //! * Lookups only load, in a bounded number of steps: wait-free, beside any number of writers. The bound
 //!   is argued in `index.rs`. The model checker looks for wrong results, not for steps.
 //! * `commit`, `register`, `release`, `pin`, `unpin` and `clear_index` are lock-free: a thread that is
-//!   stalled anywhere keeps no other from finishing. `commit` is all or nothing, as its credits are
+//!   stalled anywhere but in a resize keeps no other from finishing. `commit` is all or nothing, as its credits are
 //!   taken first. It is not one atomic point: two threads that allocate at once may interleave their
 //!   blocks.
 //! * A call is served when what it needs is free, counting as needed by others what their calls ask for
 //!   while they run, and one block for each `demote`.
 //! * `resize`, `begin_moves` and `finish_moves` are refused while another thread is inside a call that takes
 //!   blocks, gives them back or moves them. Such calls that begin beside them wait for their end; lookups and
-//!   registrations do not, and find content that moves all the time.
+//!   registrations do not, and find content that moves all the time. Where several threads write, a resize in
+//!   turn waits for registrations that have begun.
+//! * Evicting a block takes amortised constant time; a single one may look at up to 256 slots of its line.
 //! * From one thread the line is exactly that of the oracle, `prefixcache-oracle`. From several, each
 //!   block's history follows the same rules; the line as a whole is only nearly in LRU order.
 //! * A thread killed in the middle of a call can take the blocks of that call with it.
@@ -64,8 +66,6 @@ mod size;
 mod take;
 mod validate;
 
-use std::sync::OnceLock;
-
 use crossbeam_queue::SegQueue;
 
 use crate::band::Band;
@@ -82,7 +82,7 @@ use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
 use crate::ring::{Ring, VacatedSlots};
 use crate::stats::StoreStats;
 use crate::store::{BlockKey, BlockStore, Moves, PoolConfig, Registration};
-use crate::sync::{AtomicU64, Ordering, OwnLine};
+use crate::sync::{AtomicU64, OnceLock, Ordering, OwnLine};
 use crate::zeroed::Zeroed;
 
 pub use crate::sync::{Mode, Shared, SingleWriter};

@@ -1,13 +1,12 @@
 //! A request's tokens, block hashes and block tables.
 
-use std::sync::Arc;
-
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
 use crate::hints::Hints;
 use crate::id::{BlockHash, BlockId, Epoch, GroupId};
 use crate::naming::{Namer, Names};
 use crate::policy::Turn;
 use crate::retention::{Anchors, Retention};
+use crate::sync::Arc;
 use crate::weights::Weights;
 
 /// The hashes of a token sequence's full blocks, to probe a cache with.
@@ -41,11 +40,6 @@ impl BlockHashes {
     pub fn as_slice(&self) -> &[BlockHash] {
         self.0.as_slice()
     }
-}
-
-/// `h_0` under these weights.
-pub(crate) fn root(config: &HashConfig, scope: &Scope, weights: &Weights) -> BlockHash {
-    hash::root(config, scope, &weights.name())
 }
 
 /// A request as the cache sees it; made by [`PrefixCache::new_sequence`](crate::cache::PrefixCache::new_sequence).
@@ -117,7 +111,7 @@ impl Sequence {
         extras: Extras,
         namer: Option<&Namer>,
     ) -> Self {
-        let root = root(&hash_config, &scope, weights);
+        let root = hash::in_scope(weights.root, &scope);
         let mut hashes = PrefixHashes::new(hash_config.block_size, root, Arc::new(extras));
         hashes.extend_to(&tokens);
         Self::with_hashes(hash_config, scope, weights, tokens, hashes, namer)
@@ -133,7 +127,7 @@ impl Sequence {
         known: BlockHashes,
         namer: Option<&Namer>,
     ) -> Self {
-        let root = root(&hash_config, &scope, weights);
+        let root = hash::in_scope(weights.root, &scope);
         if known.0.are_of(root, hash_config.block_size, tokens.len()) {
             return Self::with_hashes(hash_config, scope, weights, tokens, known.0, namer);
         }
@@ -184,7 +178,7 @@ impl Sequence {
     pub(crate) fn rehash(&mut self, weights: &Weights) {
         self.weight_version = weights.version;
         self.hashes
-            .restart(root(&self.hash_config, &self.scope, weights));
+            .restart(hash::in_scope(weights.root, &self.scope));
         self.hashes.extend_to(&self.tokens);
     }
 

@@ -1,5 +1,5 @@
-//! The one place that names atomics and locks: the standard library's, or loom's or shuttle's when they
-//! drive the schedule.
+//! The one place that names what threads share: atomics, [`Arc`], and a cell that is written once. They are the
+//! standard library's, or loom's or shuttle's when these drive the schedule. There is no lock.
 //!
 //! It also holds the two ways of changing an atomic word, [`Shared`] and [`SingleWriter`]. All words
 //! of the pool are atomics in both, so a reader may run beside the writer; a second writer in
@@ -10,21 +10,68 @@ pub(crate) use core::sync::atomic::{
     AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
 };
 #[cfg(loom)]
-pub(crate) use loom::sync::RwLock;
-#[cfg(loom)]
 pub(crate) use loom::sync::atomic::{
     AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
 };
 #[cfg(all(shuttle, not(loom)))]
-pub(crate) use shuttle::sync::RwLock;
-#[cfg(all(shuttle, not(loom)))]
 pub(crate) use shuttle::sync::atomic::{
     AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
 };
+
+pub(crate) use std::sync::Arc;
+
 #[cfg(not(any(loom, shuttle)))]
-pub(crate) use std::sync::RwLock;
+pub(crate) use std::sync::OnceLock;
+
+#[cfg(any(loom, shuttle))]
+pub(crate) use once_lock::OnceLock;
 
 use Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
+
+/// The cell for model checkers, which do not see into the standard library's. What it holds is leaked.
+#[cfg(any(loom, shuttle))]
+mod once_lock {
+    use core::ptr::null_mut;
+
+    #[cfg(loom)]
+    use loom::sync::atomic::AtomicPtr;
+    #[cfg(all(shuttle, not(loom)))]
+    use shuttle::sync::atomic::AtomicPtr;
+
+    use super::Ordering::{AcqRel, Acquire};
+
+    #[derive(Debug)]
+    pub(crate) struct OnceLock<T>(AtomicPtr<T>);
+
+    impl<T> OnceLock<T> {
+        pub(crate) fn new() -> Self {
+            Self(AtomicPtr::new(null_mut()))
+        }
+
+        pub(crate) fn get(&self) -> Option<&T> {
+            // Acquire: pairs with `set`, for the value.
+            let value = self.0.load(Acquire);
+            // SAFETY: what is not null was leaked by `set`, so it lives for ever and nobody changes it.
+            unsafe { value.as_ref() }
+        }
+
+        pub(crate) fn set(&self, value: T) -> Result<(), T> {
+            let new = Box::into_raw(Box::new(value));
+            match self.0.compare_exchange(null_mut(), new, AcqRel, Acquire) {
+                Ok(_) => Ok(()),
+                // SAFETY: it is the box of above, which nobody else has seen.
+                Err(_) => Err(*unsafe { Box::from_raw(new) }),
+            }
+        }
+
+        pub(crate) fn get_or_init(&self, make: impl FnOnce() -> T) -> &T {
+            if self.get().is_none() {
+                let _ = self.set(make());
+            }
+            self.get().expect("it was set, here or elsewhere")
+        }
+    }
+}
 
 /// How the words of a pool change: [`Shared`] or [`SingleWriter`].
 pub trait Mode: sealed::Words {}

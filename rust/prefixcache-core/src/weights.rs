@@ -1,10 +1,10 @@
 //! The weights that hashes stand for: how often they were changed, and what they are called.
 
-use std::borrow::Cow;
-use std::sync::{Arc, PoisonError};
-
 use crate::error::InvalidArgument;
-use crate::sync::{AtomicU64, Ordering, RwLock};
+use crate::id::BlockHash;
+use crate::sync::{Arc, AtomicU64, OnceLock, Ordering};
+
+use Ordering::{AcqRel, Acquire};
 
 /// What the weights are called, whatever happened before: equal names are equal weights.
 ///
@@ -34,61 +34,87 @@ impl WeightsName {
 }
 
 /// The weights at one moment.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Weights {
     /// Counts the changes.
     pub(crate) version: u64,
-    name: Option<WeightsName>,
-}
-
-impl Weights {
     /// What the root of all hashes calls them.
-    pub(crate) fn name(&self) -> Cow<'_, str> {
-        match &self.name {
-            Some(WeightsName(name)) => Cow::Borrowed(name),
-            None => Cow::Owned(self.version.to_string()),
-        }
-    }
+    pub(crate) name: String,
+    /// The hash before the first block of a prompt without a scope.
+    pub(crate) root: BlockHash,
 }
 
-/// The weights of now; any thread may read and change them.
+/// Segments of versions: the k-th has 2^k, so that no array grows and a million changes take twenty allocations.
+const SEGMENTS: usize = 48;
+
+/// The weights of now; any thread may read and change them, and readers wait for nobody.
+///
+/// Each version has a slot, which is written once and stays: 64 bytes and a name for each change of the weights.
 #[derive(Debug)]
 pub(crate) struct CurrentWeights {
-    /// That of `weights`, for those who ask for no more.
     version: AtomicU64,
-    weights: RwLock<Weights>,
+    segments: [OnceLock<Box<[OnceLock<Weights>]>>; SEGMENTS],
 }
 
 impl CurrentWeights {
-    pub(crate) fn new(name: Option<WeightsName>) -> Self {
-        Self {
+    /// Version 0, by this name; `root_of` gives the root hash under weights of a name.
+    pub(crate) fn new(name: Option<WeightsName>, root_of: impl Fn(&str) -> BlockHash) -> Self {
+        let new = Self {
             version: AtomicU64::new(0),
-            weights: RwLock::new(Weights { version: 0, name }),
-        }
+            segments: std::array::from_fn(|_| OnceLock::new()),
+        };
+        let _ = new.slot(0).set(named(0, name, root_of));
+        new
     }
 
-    /// Version and name that belong together.
-    pub(crate) fn get(&self) -> Weights {
-        // A poisoned lock would do no harm: nothing panics between the two changes below.
-        let weights = self.weights.read().unwrap_or_else(PoisonError::into_inner);
-        weights.clone()
+    fn slot(&self, version: u64) -> &OnceLock<Weights> {
+        let place = version + 1;
+        let segment = place.ilog2();
+        let slots = self.segments[segment as usize]
+            .get_or_init(|| (0..1u64 << segment).map(|_| OnceLock::new()).collect());
+        &slots[(place - (1 << segment)) as usize]
     }
 
-    /// The version alone, which takes no lock.
+    /// Version, name and root that belong together.
+    pub(crate) fn get(&self) -> &Weights {
+        let weights = self.slot(self.version()).get();
+        weights.expect("a version is told after its slot was written")
+    }
+
+    /// The version alone.
     pub(crate) fn version(&self) -> u64 {
-        // Acquire: whoever sees a version finds its name, or that of a later one, in `weights`.
-        self.version.load(Ordering::Acquire)
+        // Acquire: whoever sees a version finds its slot written.
+        self.version.load(Acquire)
     }
 
     /// The next version, by this name.
-    pub(crate) fn change(&self, name: Option<WeightsName>) -> u64 {
-        let mut weights = self.weights.write().unwrap_or_else(PoisonError::into_inner);
-        let version = weights.version + 1;
-        *weights = Weights { version, name };
-        // Release: pairs with the load above. The lock is still held, so that versions are told in
-        // their order, and who sees this one waits for the name.
-        self.version.store(version, Ordering::Release);
-        version
+    pub(crate) fn change(
+        &self,
+        name: Option<WeightsName>,
+        root_of: impl Fn(&str) -> BlockHash,
+    ) -> u64 {
+        loop {
+            let before = self.version();
+            let new = named(before + 1, name.clone(), &root_of);
+            let is_own = self.slot(before + 1).set(new).is_ok();
+            // AcqRel: pairs with the load above, for the slot that is written. Whoever finds another thread's slot
+            // tells its version too, so that nobody waits for that thread.
+            let _ = self
+                .version
+                .compare_exchange(before, before + 1, AcqRel, Acquire);
+            if is_own {
+                return before + 1;
+            }
+        }
+    }
+}
+
+fn named(version: u64, name: Option<WeightsName>, root_of: impl Fn(&str) -> BlockHash) -> Weights {
+    let name = name.map_or_else(|| version.to_string(), |WeightsName(name)| name.to_string());
+    Weights {
+        version,
+        root: root_of(&name),
+        name,
     }
 }
 
@@ -125,7 +151,13 @@ mod models {
     use super::*;
     use crate::sync::check;
 
-    fn named(version: u64) -> Option<WeightsName> {
+    fn root_of(name: &str) -> BlockHash {
+        let mut bytes = [0; 32];
+        bytes[..name.len()].copy_from_slice(name.as_bytes());
+        BlockHash::from_bytes(bytes)
+    }
+
+    fn tagged(version: u64) -> Option<WeightsName> {
         (version == 1).then(|| WeightsName::new("tag:one").unwrap())
     }
 
@@ -133,11 +165,11 @@ mod models {
     #[test]
     fn version_and_name_belong_together() {
         check(|| {
-            let current = Arc::new(CurrentWeights::new(None));
+            let current = Arc::new(CurrentWeights::new(None, root_of));
             let changing = Arc::clone(&current);
             let writer = thread::spawn(move || {
                 for version in 1..3 {
-                    assert_eq!(changing.change(named(version)), version);
+                    assert_eq!(changing.change(tagged(version), root_of), version);
                 }
             });
             let seen = current.version();
@@ -148,9 +180,24 @@ mod models {
             } else {
                 weights.version.to_string()
             };
-            assert_eq!(weights.name(), name);
+            assert_eq!((&weights.name, weights.root), (&name, root_of(&name)));
             writer.join().unwrap();
-            assert_eq!(current.get().name(), "2");
+            assert_eq!(current.get().name, "2");
+        });
+    }
+
+    /// Of two changes at once each has a version of its own, and the last one told is of the later.
+    #[test]
+    fn changes_at_once_have_versions_of_their_own() {
+        check(|| {
+            let current = Arc::new(CurrentWeights::new(None, root_of));
+            let other = Arc::clone(&current);
+            let thread = thread::spawn(move || other.change(tagged(1), root_of));
+            let one = current.change(None, root_of);
+            let two = thread.join().unwrap();
+            assert_eq!(one + two, 3);
+            assert_eq!(current.version(), 2);
+            assert_eq!(current.get().version, 2);
         });
     }
 }

@@ -149,9 +149,16 @@ max_blocks=None)"
         py: Python<'_>,
         blocks: Blocks,
         hashes: List<names::Hashes, BlockHash>,
-        epoch: Number<names::EpochBefore, u32>,
+        epoch: Number<names::EpochBefore, u64>,
         group: Option<Group>,
     ) -> PyResult<Vec<Option<u32>>> {
+        let most = Epoch::new(u64::MAX).get();
+        if epoch.0 > most {
+            return Err(out_of_range(
+                "epoch",
+                format!("must be at most {most}, not {}", epoch.0),
+            ));
+        }
         let (blocks, epoch) = (blocks.0, Epoch::new(epoch.0));
         let keys = keys(&hashes.0, or_first(group));
         if blocks.len() != keys.len() {
@@ -188,7 +195,7 @@ max_blocks=None)"
 
     /// Counts the clears of the index.
     #[getter]
-    fn epoch(&self) -> u32 {
+    fn epoch(&self) -> u64 {
         on!(&self.pool, |pool| pool.epoch()).get()
     }
 

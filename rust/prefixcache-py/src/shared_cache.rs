@@ -18,6 +18,9 @@ use crate::errors::IntoPyErr;
 use crate::exclusive::Exclusive;
 use crate::writer::{Threads, Writer, Writing};
 
+/// Blocks of events that the writer receives in one call for a reader that is late: below a millisecond.
+const RECEIVED_AT_ONCE: usize = 1 << 11;
+
 /// A sequence that outlives its Python object where its blocks cannot be given back at once.
 pub type SharedSequence = Arc<Exclusive<Sequence>>;
 
@@ -153,7 +156,7 @@ impl Cache {
         if pending > MAX_UNTAKEN
             && let Some(mut reader) = events.try_use()
         {
-            reader.receive();
+            reader.receive(RECEIVED_AT_ONCE);
         }
     }
 
@@ -243,9 +246,10 @@ impl Core {
     /// How many of the blocks of a prompt a count of its hits looks at.
     pub fn blocks_looked_at(&self, num_blocks: usize) -> usize {
         match self {
-            // A binary search.
-            Self::SingleWriter(_) => num_blocks.checked_ilog2().unwrap_or(0) as usize,
-            Self::Shared(_) => num_blocks,
+            Self::SingleWriter(cache) if cache.counts_by_bisection() => {
+                num_blocks.checked_ilog2().unwrap_or(0) as usize
+            }
+            _ => num_blocks,
         }
     }
 }

@@ -1,5 +1,7 @@
 //! A trace through any number of caches beside each other, each on its own.
 
+use std::sync::{Mutex, PoisonError};
+use std::thread::Builder;
 use std::time::Duration;
 
 use prefixcache_core::error::CacheError;
@@ -137,9 +139,14 @@ impl Replay {
 
     fn run_batch(&mut self, count: usize, is_last: bool) -> Result<(), CacheError> {
         let batch = &self.batch[..count];
-        let share = self.simulations.len().div_ceil(self.threads).max(1);
-        let run = |simulations: &mut [Simulation]| -> Result<(), CacheError> {
-            for simulation in simulations {
+        let helpers = self.threads.min(self.simulations.len()).saturating_sub(1);
+        let waiting = Mutex::new(self.simulations.iter_mut());
+        let next = || {
+            let mut waiting = waiting.lock().unwrap_or_else(PoisonError::into_inner);
+            waiting.next()
+        };
+        let run = || -> Result<(), CacheError> {
+            while let Some(simulation) = next() {
                 batch.iter().try_for_each(|one| simulation.push(one))?;
                 if is_last {
                     simulation.finish()?;
@@ -153,12 +160,12 @@ impl Replay {
                 batch.iter().for_each(|request| history.push(request));
             }
         };
-        let mut parts = self.simulations.chunks_mut(share);
-        let own = parts.next();
         std::thread::scope(|scope| {
-            let others: Vec<_> = parts.map(|part| scope.spawn(|| run(part))).collect();
+            // Where the system gives no more threads, those that there are do it all.
+            let spawn = |_| Builder::new().spawn_scoped(scope, run).ok();
+            let others: Vec<_> = (0..helpers).map_while(spawn).collect();
             note();
-            let mut outcome = own.map_or(Ok(()), run);
+            let mut outcome = run();
             for other in others {
                 let result = other.join().unwrap_or_else(|panic| {
                     std::panic::resume_unwind(panic);

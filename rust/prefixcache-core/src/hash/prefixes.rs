@@ -5,13 +5,12 @@
 //! `w` is the largest power of eight that divides `i`. So the digests of a level of the tree, and a
 //! seventh of the hashes that end there, need nothing of each other and are computed side by side.
 
-use std::sync::Arc;
-
 use zerocopy::IntoBytes;
 
 use super::lanes::{Digest, KeyedHash, LANES};
 use super::{Extras, MAX_BLOCK_SIZE};
 use crate::id::BlockHash;
+use crate::sync::Arc;
 
 /// Neighbours in the tree that have one parent.
 const ARITY: usize = 8;

@@ -10,7 +10,7 @@ use crate::error::Misuse;
 use crate::id::{BlockId, Epoch};
 use crate::index::{Index, Only, Spot};
 use crate::store::{BlockKey, MAX_COPIES, Registration};
-use crate::sync::{AtomicU32, AtomicU64, Fault, Mode, Ordering, OwnLine, planted, prefetch};
+use crate::sync::{AtomicU64, Fault, Mode, Ordering, OwnLine, planted, prefetch};
 
 use Ordering::{Acquire, Release};
 
@@ -24,7 +24,7 @@ const FORGET_BATCH: usize = 32;
 #[derive(Debug, Default)]
 pub(super) struct Contents {
     /// On a line of its own: every lookup reads it and almost nobody writes it.
-    epoch: OwnLine<AtomicU32>,
+    epoch: OwnLine<AtomicU64>,
     /// One more than the epoch in which content was last lost, or may be lost yet, out of order; 0: none.
     disordered: AtomicU64,
     census: OwnLine<Census>,
@@ -32,7 +32,7 @@ pub(super) struct Contents {
 
 #[derive(Debug, Default)]
 struct Census {
-    /// `epoch:32 | blocks with content of that epoch:32`.
+    /// `low bits of the epoch:32 | blocks with content of that epoch:32`.
     cached: AtomicU64,
     /// Registrations so far.
     registrations: AtomicU64,
@@ -47,21 +47,20 @@ impl Contents {
 
     /// Ends the epoch, and with it all content.
     pub(super) fn clear<M: Mode>(&self) {
-        M::add_short(&self.epoch.0, 1);
+        M::add(&self.epoch.0, 1);
         self.count::<M>(self.epoch(), 0);
     }
 
     /// Says that content of this epoch may be lost out of order.
     pub(super) fn disorder(&self) {
         // Release: whoever reads it sees the change that it stands for.
-        self.disordered
-            .store(u64::from(self.epoch().get()) + 1, Release);
+        self.disordered.store(self.epoch().get() + 1, Release);
     }
 
     /// Whether all content of this epoch is lost in order.
     pub(super) fn is_in_order(&self) -> bool {
         // Acquire: pairs with the store.
-        self.disordered.load(Acquire) != u64::from(self.epoch().get()) + 1
+        self.disordered.load(Acquire) != self.epoch().get() + 1
     }
 
     /// The number of the next registration; they start at 1.
@@ -75,13 +74,13 @@ impl Contents {
             let census = self.census.0.cached.load(Acquire);
             let (then, cached) = ((census >> 32) as u32, census as u32);
             // Epochs wrap around: an earlier one is less than half the circle behind.
-            let behind = epoch.get().wrapping_sub(then);
+            let behind = (epoch.get() as u32).wrapping_sub(then);
             let cached = match behind {
                 0 => cached,
                 _ if behind < 1 << 31 => 0,
                 _ => return,
             };
-            let new = u64::from(epoch.get()) << 32 | u64::from(cached.wrapping_add_signed(change));
+            let new = epoch.get() << 32 | u64::from(cached.wrapping_add_signed(change));
             if M::exchange(&self.census.0.cached, census, new).is_ok() {
                 return;
             }
@@ -691,5 +690,32 @@ impl<M: Mode> BlockPool<M> {
             blocks: &self.blocks,
         };
         self.find_at(now, spot, content, None).is_some()
+    }
+}
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use super::super::SingleWriter;
+    use super::*;
+    use crate::id::{BlockHash, GroupId};
+    use crate::store::{BlockStore, PoolConfig};
+
+    /// After 2^32 clears content would be found again if the record kept 32 bits of its epoch alone.
+    #[test]
+    fn content_is_not_found_after_as_many_clears_as_32_bits_count() {
+        let pool = BlockPool::<SingleWriter>::new(PoolConfig::new(8)).unwrap();
+        let key = BlockKey::new(BlockHash::from_bytes([7; 32]), GroupId::new(0));
+        let mut blocks = Vec::new();
+        pool.allocate(1, &mut blocks).unwrap();
+        pool.register(blocks[0], key, pool.epoch()).unwrap();
+        pool.contents
+            .epoch
+            .0
+            .store((1 << 32) - 1, Ordering::Release);
+        pool.clear_index();
+        assert_eq!(pool.epoch().get(), 1 << 32);
+        assert_eq!(pool.lookup(&key), None);
+        assert_ne!(Epoch::new(0), Epoch::new(1 << 32));
+        assert_eq!(Epoch::new((1 << 48) - 1).next(), Epoch::new(0));
     }
 }

@@ -4,8 +4,6 @@
 //! A thread reserves what its request may need before it asks the pool, and waits for its turn with
 //! another request when all is reserved. So each request fits, and must be served.
 
-use std::sync::Arc;
-
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::thread;
 
@@ -13,6 +11,7 @@ use super::{BlockPool, Shared};
 use crate::id::{BlockHash, BlockId, GroupId};
 use crate::policy::EvictionPolicy;
 use crate::store::{BlockKey, BlockStore, FreeOrder, Moves, PoolConfig};
+use crate::sync::Arc;
 use crate::sync::{AtomicU64, Fault, Ordering, faults};
 
 const BLOCKS: usize = 12;

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
 
-# A change of threads takes longer than what a size below this takes.
+# What may run in the event loop. All else waits for the interpreter twice, there and back.
 _SMALL = 2**14
+# Many that are small hold it up as one that is not: they together take this share of its time, and
+# so many seconds at once.
+_SHARE = 0.25
+_SECONDS_AT_ONCE = 0.005
 # Grammars of clients may take seconds: they keep no others from a thread.
 _NUM_COMPILERS = 2
 # Python code of several threads takes turns, and the event loop waits for its own turn: more
@@ -19,7 +24,7 @@ _NUM_THREADS = 2
 
 
 class Workers:
-    """Runs functions in a few threads, first come, first served.
+    """Runs functions in a few threads, first come, first served. One event loop uses it.
 
     The event loop goes on meanwhile as far as a function lets go of the interpreter: Python code
     does every few milliseconds, and so must whatever it calls.
@@ -30,15 +35,21 @@ class Workers:
         self._compilers = ThreadPoolExecutor(
             _NUM_COMPILERS, thread_name_prefix="prefixcache-compiler"
         )
+        self._owed_seconds = 0.0
+        self._paid_at = time.monotonic()
 
     async def run(self, size: int, function: Callable[[], T]) -> T:
-        """The result of `function`, which is called at once when its input is small.
+        """The result of `function`, called at once when its input is small and the loop has time.
 
         `size` is of that input: bytes, characters or numbers.
         """
-        if size < _SMALL:
+        if size >= _SMALL or not self._has_time():
+            return await self.beside(function)
+        begun = time.monotonic()
+        try:
             return function()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+        finally:
+            self._owed_seconds += time.monotonic() - begun
 
     async def beside(self, function: Callable[[], T]) -> T:
         """The result of `function`, which is never called in the event loop."""
@@ -47,3 +58,10 @@ class Workers:
     async def compile(self, function: Callable[[], T]) -> T:
         """The result of `function`, which may take seconds."""
         return await asyncio.get_running_loop().run_in_executor(self._compilers, function)
+
+    def _has_time(self) -> bool:
+        """Whether little was run in the event loop lately: a share of the time since pays it."""
+        now = time.monotonic()
+        self._owed_seconds = max(0.0, self._owed_seconds - (now - self._paid_at) * _SHARE)
+        self._paid_at = now
+        return self._owed_seconds < _SECONDS_AT_ONCE

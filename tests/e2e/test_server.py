@@ -10,6 +10,8 @@ import httpx
 import pytest
 
 from prefixcache.model_config import GenerationDefaults
+from prefixcache.server.answers import Choice
+from prefixcache.server.workers import Workers
 from serving import MODEL, events, metric, served_folder
 from tiny_models import EOS
 
@@ -100,6 +102,28 @@ async def test_usage_in_streams_comes_when_asked(client):
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[0] < counts[-1] == 12
+
+
+async def test_each_output_of_a_stream_costs_the_same_however_many_choices_there_are(
+    client, monkeypatch
+):
+    """Their tokens are not counted anew for it, and no thread is asked."""
+    looks, pieces = [], []
+    num_tokens, run = Choice.num_tokens, Workers.run
+    monkeypatch.setattr(
+        Choice, "num_tokens", property(lambda one: looks.append(1) or num_tokens.fget(one))
+    )
+    monkeypatch.setattr(Workers, "run", lambda *given: pieces.append(1) or run(*given))
+    options = {"continuous_usage_stats": True}
+    *chunks, last = await _stream(
+        client, "/v1/completions", prompt=["a", "b b"] * 16, n=4, stream_options=options
+    )
+    assert len(chunks) > 1000
+    assert len(looks) < 8 * len(chunks)
+    assert len(pieces) < 8
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == last["usage"]["completion_tokens"] == 12 * 128
 
 
 async def test_lists_of_prompts_and_n_are_answered_in_order(client):

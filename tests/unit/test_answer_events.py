@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from typing import Any
 from unittest import mock
@@ -10,11 +11,11 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixcache.chat.message import MessageDelta, ToolCallDelta
+from prefixcache.chat.message import MessageDelta, MessageParser, ToolCallDelta
 from prefixcache.request import Request, RequestOutput
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.access import Caller
-from prefixcache.server.answers import Choice
+from prefixcache.server.answers import Choice, Choices, TokenCounts
 from prefixcache.server.context import Call
 from prefixcache.server.job_maker import Job
 from prefixcache.server.message_events import MessageForm
@@ -87,6 +88,47 @@ def _run(form: Any, deltas: list[MessageDelta], reason: str) -> tuple[list[Any],
         choice.add(output)
         events += [copy.deepcopy(event) for event in form.events(job, choice, output)]
     return events, choice, job
+
+
+class Reasoning(MessageParser):
+    """A parser to which all is reasoning."""
+
+    in_reasoning = True
+
+    def push(self, text: str, *, finished: bool) -> MessageDelta:
+        return MessageDelta(reasoning=text)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.lists(st.tuples(*[st.integers(0, 9)] * 5)))
+def test_tokens_of_all_choices_are_those_of_each(
+    n: int, num_prompts: int, outputs: list[tuple[int, int, int, int, int]]
+) -> None:
+    job = _job("stop")
+    requests = tuple(
+        dataclasses.replace(job.requests[0], prompt_token_ids=[1] * (index // n + 1))
+        for index in range(n * num_prompts)
+    )
+    params = dataclasses.replace(job.params, n=n)
+    choices = Choices(
+        dataclasses.replace(job, params=params, requests=requests, new_parser=Reasoning)
+    )
+    for place, num_tokens, cached, written, restarts in outputs:
+        output = RequestOutput(
+            request_id="r",
+            token_ids=(5,) * num_tokens,
+            num_cached_tokens=cached,
+            num_written_tokens=written,
+            restarted=not restarts,
+        )
+        choices.add(place % len(choices), output)
+    firsts = choices[::n]
+    assert choices.counts == TokenCounts(
+        prompt=sum(choice.num_prompt_tokens for choice in firsts),
+        completion=sum(choice.num_tokens for choice in choices),
+        cached=sum(choice.num_cached_tokens for choice in firsts),
+        written=sum(choice.num_written_tokens for choice in firsts),
+        reasoning=sum(choice.num_reasoning_tokens for choice in choices),
+    )
 
 
 reasons = st.sampled_from(["stop", "length"])

@@ -9,7 +9,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,6 +35,16 @@ Outputs = AsyncGenerator[list[tuple[int, RequestOutput]], None]
 _LONG_ANSWER = 2**16
 
 
+class TokenCounts(NamedTuple):
+    """Tokens of one or more choices. A prompt counts once, with its first choice."""
+
+    prompt: int
+    completion: int
+    cached: int
+    written: int
+    reasoning: int
+
+
 @dataclass(slots=True)
 class Choice:
     """One answer as far as it has come.
@@ -45,6 +55,8 @@ class Choice:
     index: int
     num_prompt_tokens: int
     new_parser: Callable[[], MessageParser] | None = None
+    is_first: bool = True
+    """Whether it is the first of its prompt, which was what used the cache."""
     started: bool = False
     message: Message = field(default_factory=Message)
     delta: MessageDelta = field(default_factory=MessageDelta)
@@ -67,6 +79,17 @@ class Choice:
     def num_tokens(self) -> int:
         """Tokens of the answer."""
         return len(self.token_ids)
+
+    @property
+    def counts(self) -> TokenCounts:
+        """Its part of the usage."""
+        return TokenCounts(
+            self.num_prompt_tokens if self.is_first else 0,
+            self.num_tokens,
+            self.num_cached_tokens if self.is_first else 0,
+            self.num_written_tokens if self.is_first else 0,
+            self.num_reasoning_tokens,
+        )
 
     def add(self, output: RequestOutput) -> None:
         """Takes what a step added. Raises `ApiError` when the engine failed on it."""
@@ -108,6 +131,25 @@ class Choice:
         self.num_reasoning_tokens = 0
 
 
+class Choices(list[Choice]):
+    """The answers of a job, and their tokens together, which outputs that are added keep up."""
+
+    def __init__(self, job: Job) -> None:
+        n, new_parser = job.params.n, job.new_parser
+        super().__init__(
+            Choice(index, len(request.prompt_token_ids), new_parser, is_first=index % n == 0)
+            for index, request in enumerate(job.requests)
+        )
+        self.counts = TokenCounts(*map(sum, zip(*(choice.counts for choice in self), strict=True)))
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        """Adds an output to a choice. Raises `ApiError` when the engine failed on it."""
+        before = self[index].counts
+        self[index].add(output)
+        parts = zip(self.counts, self[index].counts, before, strict=True)
+        self.counts = TokenCounts(*(total + now - was for total, now, was in parts))
+
+
 class AnswerForm(Protocol):
     """How an endpoint words its answers."""
 
@@ -143,8 +185,8 @@ async def answer(
     """
     if options is None:
 
-        def whole(choices: Sequence[Choice]) -> dict[str, Any]:
-            told = {"usage": usage(job, choices), **told_diagnosis(job)}
+        def whole(choices: Choices) -> dict[str, Any]:
+            told = {"usage": usage(choices.counts), **told_diagnosis(job)}
             return {**form.response(job, choices), **told}
 
         work = _whole_body(maker, job, whole)
@@ -199,7 +241,7 @@ async def answer_in_events(
 async def _named_events(
     outputs: Outputs, job: Job, form: EventForm, workers: Workers
 ) -> AsyncGenerator[bytes, None]:
-    choices = _new_choices(job)
+    choices = Choices(job)
 
     async def events_of(choice: Choice, output: RequestOutput) -> Iterable[bytes]:
         await _explain(workers, job, choices)
@@ -215,7 +257,7 @@ async def _named_events(
 
 async def _batches(
     outputs: Outputs,
-    choices: Sequence[Choice],
+    choices: Choices,
     events_of: Callable[[Choice, RequestOutput], Awaitable[Iterable[bytes]]],
 ) -> AsyncGenerator[bytes, None]:
     """The events of each batch of outputs as one piece; those before an error come before it."""
@@ -225,7 +267,7 @@ async def _batches(
             try:
                 for index, output in batch:
                     _raise_if_void(output)
-                    choices[index].add(output)
+                    choices.add(index, output)
                     written += await events_of(choices[index], output)
             except Exception:
                 if written:
@@ -254,14 +296,14 @@ def _note_failure(error: Exception, job: Job) -> None:
     job.call.outcome.failed_status = error_body(error)[0]
 
 
-async def gathered(maker: JobMaker, job: Job) -> list[Choice]:
+async def gathered(maker: JobMaker, job: Job) -> Choices:
     """All answers, when they have ended. Raises `ApiError` when the engine failed on one."""
-    choices = _new_choices(job)
+    choices = Choices(job)
     with _told_to_the_log(job, choices):
         async with aclosing(await _outputs(maker, job)) as outputs:
             async for batch in outputs:
                 for index, output in batch:
-                    choices[index].add(output)
+                    choices.add(index, output)
     return choices
 
 
@@ -280,7 +322,7 @@ async def _outputs(maker: JobMaker, job: Job) -> Outputs:
 async def _whole_body(
     maker: JobMaker,
     job: Job,
-    response: Callable[[Sequence[Choice]], dict[str, Any]],
+    response: Callable[[Choices], dict[str, Any]],
     repeated: int = 0,
 ) -> bytes:
     choices = await gathered(maker, job)
@@ -294,22 +336,19 @@ async def _whole_body(
     return await maker.workers.run(size + repeated, body)
 
 
-def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Token counts. The prompt of several choices counts once, as the first used the cache."""
-    first_choices = choices[:: job.params.n]
-    prompt = sum(choice.num_prompt_tokens for choice in first_choices)
-    completion = sum(choice.num_tokens for choice in choices)
-    cached = sum(choice.num_cached_tokens for choice in first_choices)
-    written = sum(choice.num_written_tokens for choice in first_choices)
+def usage(counts: TokenCounts) -> dict[str, Any]:
+    """OpenAI's token counts."""
     shown: dict[str, Any] = {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
+        "prompt_tokens": counts.prompt,
+        "completion_tokens": counts.completion,
+        "total_tokens": counts.prompt + counts.completion,
+        "prompt_tokens_details": {
+            "cached_tokens": counts.cached,
+            "cache_write_tokens": counts.written,
+        },
     }
-    reasoning = sum(choice.num_reasoning_tokens for choice in choices)
-    if reasoning:
-        shown["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    if counts.reasoning:
+        shown["completion_tokens_details"] = {"reasoning_tokens": counts.reasoning}
     return shown
 
 
@@ -332,22 +371,23 @@ async def _chunk_events(
     options: StreamOptions,
     workers: Workers,
 ) -> AsyncGenerator[bytes, None]:
-    choices = _new_choices(job)
+    choices = Choices(job)
     always = bool(options.continuous_usage_stats)
     told = bool(options.include_usage) or always
 
     async def events_of(choice: Choice, output: RequestOutput) -> Iterable[bytes]:
-        shown = {"usage": usage(job, choices) if always else None} if told else {}
+        shown = {"usage": usage(choices.counts) if always else None} if told else {}
         texts = partial(_texts, form.chunks(job, choice, output), shown)
         # Log probabilities of a prompt come all in one chunk.
-        return await workers.run(_prompt_size(job, output.prompt_logprobs), texts)
+        size = _prompt_size(job, output.prompt_logprobs)
+        return await workers.run(size, texts) if size else texts()
 
     with _told_to_the_log(job, choices):
         async with aclosing(_batches(outputs, choices, events_of)) as batches:
             async for batch in batches:
                 yield batch
     await _explain(workers, job, choices)
-    shown = {"usage": usage(job, choices)} if told else {}
+    shown = {"usage": usage(choices.counts)} if told else {}
     if told or told_diagnosis(job):
         yield event({**form.last_chunk(job), **shown, **told_diagnosis(job)})
 
@@ -393,17 +433,17 @@ def _prompt_size(job: Job, logprobs: Sequence[TokenLogprobs | None] | None) -> i
 
 
 @contextmanager
-def _told_to_the_log(job: Job, choices: Sequence[Choice]) -> Generator[None, None, None]:
+def _told_to_the_log(job: Job, choices: Choices) -> Generator[None, None, None]:
     """However the answer ends, the log has what came of it."""
     try:
         yield
     finally:
         if job.diagnosis is not None:
             job.diagnosis.end(_admitted(job, choices))
-        counts, outcome = usage(job, choices), job.call.outcome
-        outcome.num_prompt_tokens = counts["prompt_tokens"]
-        outcome.num_cached_tokens = counts["prompt_tokens_details"]["cached_tokens"]
-        outcome.num_completion_tokens = counts["completion_tokens"]
+        counts, outcome = choices.counts, job.call.outcome
+        outcome.num_prompt_tokens = counts.prompt
+        outcome.num_cached_tokens = counts.cached
+        outcome.num_completion_tokens = counts.completion
         outcome.finish_reasons = {choice.finish_reason or "unfinished" for choice in choices}
         outcome.model, outcome.arrived_at = job.model, job.requests[0].arrival_time
         outcome.started_at = _first(choice.started_at for choice in choices)
@@ -424,11 +464,6 @@ def _raise_if_void(output: RequestOutput) -> None:
             "came of it is void. Send the request again.",
             code="weights_replaced",
         )
-
-
-def _new_choices(job: Job) -> list[Choice]:
-    lengths = [len(request.prompt_token_ids) for request in job.requests]
-    return [Choice(index, length, job.new_parser) for index, length in enumerate(lengths)]
 
 
 def _size(job: Job, choices: Sequence[Choice]) -> int:

@@ -3,7 +3,8 @@
 uvicorn waits without end for a request's head and body, and for clients who read nothing, and takes
 any number of connections and any length of a head. Here a request must come in time, and an answer
 be read in time; where there are too many connections, the one whose request has been awaited
-longest makes room.
+longest makes room. A connection has one request at a time, which ends with it: where another is
+sent before the answer is out, the answer is the last.
 """
 
 from __future__ import annotations
@@ -97,7 +98,14 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parses what has come."""
+        """Parses what has come.
+
+        What comes before an answer is out is thrown away, but read: a transport that does not read
+        does not tell that the client has left.
+        """
+        if self._is_answering():
+            self.cycle.keep_alive = False
+            return
         self._num_framing_bytes += len(data)
         super().data_received(data)
         most = _MAX_HEAD_BYTES if self._in_head else _MAX_FRAMING_BYTES
@@ -115,8 +123,16 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
         self._stop_write_timer()
 
+    def send_400_response(self, msg: str) -> None:
+        """The parser refused what has come, or was stopped at a pipelined request."""
+        if not self._is_answering():
+            self._end(ApiError(HTTPStatus.BAD_REQUEST, msg))
+
     def on_message_begin(self) -> None:
         """The first byte of a request has come."""
+        if self._is_answering():
+            self.cycle.keep_alive = False
+            raise _PipelinedRequestError
         super().on_message_begin()
         self._in_head = True
         self._start_timer()
@@ -196,8 +212,8 @@ class Connection(HttpToolsProtocol):
 
     def _may_go_on(self) -> bool:
         """Whether it is not the client who is late."""
-        if self._is_answered() or self._in_head:
-            return not self._is_answered()  # a pipelined request waits for the answer before it
+        if self._is_answered():
+            return False
         keeps_coming = self._num_body_bytes >= self._limits.read_seconds * _LEAST_BYTES_A_SECOND
         return keeps_coming or self.flow.read_paused
 
@@ -206,15 +222,23 @@ class Connection(HttpToolsProtocol):
         cycle = cast("RequestResponseCycle | None", self.cycle)
         return cycle is None or cycle.response_complete
 
+    def _is_answering(self) -> bool:
+        """Whether a request has come in full and its answer has not gone out."""
+        return not (self._is_answered() or self.cycle.more_body)
+
     def _end(self, error: ApiError, headers: Mapping[str, str] | None = None) -> None:
         """Closes the connection, with an answer where that cannot be taken for another's."""
         self._forget_request()
-        if self._is_answered() if self._in_head else not self.cycle.response_started:
+        if self._in_head or not self.cycle.response_started:
             response = error_response(error, {"Connection": "close", **(headers or {})})
             lines = [b"%s: %s\r\n" % header for header in response.raw_headers]
             head = b"".join([STATUS_LINE[response.status_code], *lines, b"\r\n"])
             self.transport.write(head + bytes(response.body))
         self.transport.close()
+
+
+class _PipelinedRequestError(Exception):
+    """Stops the parser at a request that came before the answer to the one before it."""
 
 
 def _notice_lost_clients(connection: socket.socket | None, seconds: float) -> None:

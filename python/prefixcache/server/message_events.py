@@ -147,7 +147,7 @@ def _end(choice: Choice) -> dict[str, Any]:
 
 def message_usage(job: Job, choice: Choice) -> dict[str, Any]:
     """Anthropic's counts: `input_tokens` is what was neither read from the cache nor kept."""
-    counts = usage(job, [choice])
+    counts = usage(choice.counts)
     details = counts["prompt_tokens_details"]
     read, written = details["cached_tokens"], details["cache_write_tokens"]
     retention = job.requests[0].cache.retention

@@ -188,7 +188,7 @@ class ResponseForm:
         if status == "incomplete":
             reason = choice.finish_reason or ""
             body["incomplete_details"] = {"reason": _INCOMPLETE.get(reason, reason)}
-        body["usage"] = _usage(usage(job, [choice]))
+        body["usage"] = _usage(usage(choice.counts))
         body |= _told(job)
         body["completed_at"] = int(time.time()) if status == "completed" else None
         self._keep(body)

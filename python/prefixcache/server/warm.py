@@ -29,7 +29,8 @@ def warm_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
     @router.post("/prefix_cache/warm")
     async def warm_prefix_cache(request: Request) -> dict[str, int]:
         job = _prompts_alone(await prompt_job(request, maker, store, "warm"))
-        counts = usage(job, await unless_disconnected(request.receive, gathered(maker, job)))
+        choices = await unless_disconnected(request.receive, gathered(maker, job))
+        counts = usage(choices.counts)
         return {"prompt_tokens": counts["prompt_tokens"], **counts["prompt_tokens_details"]}
 
     return router

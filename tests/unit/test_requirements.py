@@ -1,0 +1,36 @@
+"""Packages whose private parts are used stay within versions that the tests have run with."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+
+
+def requirements() -> dict[str, Requirement]:
+    """What the package depends on."""
+    listed = re.search(r"\ndependencies = \[([^\]]+)\]", (ROOT / "pyproject.toml").read_text())
+    assert listed
+    found = map(Requirement, re.findall(r'"(.+)",', listed[1]))
+    return {requirement.name.lower().replace("_", "-"): requirement for requirement in found}
+
+
+@pytest.mark.parametrize("name", ["runtime", "dev"])
+def test_pinned_versions_are_allowed(name: str) -> None:
+    lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if re.match(r"[\w-]+==", line)]
+    allowed = requirements()
+    checked = [pin for pin in pins if pin.name in allowed]
+    assert {pin.name for pin in checked} == set(allowed)
+    for pin in checked:
+        (version,) = pin.specifier
+        assert allowed[pin.name].specifier.contains(version.version), pin
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers", "uvicorn"])
+def test_packages_whose_private_parts_are_used_have_a_last_version(name: str) -> None:
+    assert not requirements()[name].specifier.contains("1000")

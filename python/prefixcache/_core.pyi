@@ -427,8 +427,8 @@ class PrefixCache:
         of shrinks: moved_blocks, and lost_to_resize_blocks, which are evictions too. A pin from
         before the index was cleared counts until its block is handed out or loses its content, and
         is no eviction. Of hints: hinted_blocks, raised or lowered now (what a sequence that
-        grows evicts is counted until the next commit or release); hints_demoted, those that lost their priority over a budget, and
-        hints_expired, those whose TTL ended.
+        grows evicts is counted until the next commit or release); hints_demoted, those that lost
+        their priority over a budget, and hints_expired, those whose TTL ended.
         """
     def block_map(
         self, cells: int, age_bounds: _Sequence[float] = ()

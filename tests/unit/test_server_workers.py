@@ -62,7 +62,6 @@ async def test_what_is_long_or_sent_beside_never_runs_in_the_event_loop(clock: C
     threads = Workers()
     assert await threads.run(1 << 14, clock.piece(1)) == 1
     assert await threads.beside(clock.piece(2)) == 2
-    assert await threads.compile(clock.piece(3)) == 3
     assert not clock.num_inline
 
 

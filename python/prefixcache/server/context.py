@@ -45,7 +45,7 @@ class Lifecycle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One HTTP request: the id of its answer, who asks, and what the log is to tell.
+    """One HTTP request: the id of its answer, who asks from where, and what the log is to tell.
 
     The answer must be complete at `deadline`, in seconds of `time.monotonic`. `body` is kept until
     it has been turned into requests of the engine.
@@ -54,6 +54,7 @@ class Call:
     id: str
     caller: Caller
     receive: Receive
+    address: str | None = None
     outcome: Outcome = field(default_factory=Outcome)
     deadline: float | None = None
     body: Body | None = None
@@ -83,6 +84,7 @@ def new_call(request: Request, prefix: str) -> Call:
         id=f"{prefix}-{state.request_id}",
         caller=state.caller,
         receive=request.receive,
+        address=request.client and request.client.host,
         outcome=state.outcome,
         deadline=state.deadline,
         body=state.body,

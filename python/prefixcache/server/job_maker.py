@@ -330,7 +330,8 @@ class JobMaker:
         with fields_named({"structured_output": field}), schemas_named(output.text):
             if (grammar := self.engine.find_grammar(output)) is not None:
                 return grammar
-            compiling = self.compiling.compile(self.engine, output, call.caller.namespace)
+            client = call.caller.namespace or call.address
+            compiling = self.compiling.compile(self.engine, output, client)
             return await call.within_bounds(compiling)
 
     def _check_priority(self, priority: int) -> None:

@@ -107,7 +107,9 @@ class LLM:
         reasoning_parser: ReasoningParserName = "auto",
         **flags: Any,
     ) -> None:
-        built = build(EngineConfig.from_flags(model=model, **flags))
+        config = EngineConfig.from_flags(model=model, **flags)
+        built = build(config)
+        self._has_priorities = config.scheduler.scheduling_policy == "priority"
         self._engine = built.engine
         self._engine.control.run_between_steps = self._run_here
         self._tokenizer = built.tokenizer
@@ -163,6 +165,10 @@ class LLM:
         self._engine.control.raise_if_halted()
         many = _as_list(prompts)
         params = _for_each(sampling_params, len(many), "sampling_params")
+        if priority is not None and not self._has_priorities:
+            raise InvalidRequestError(
+                "priority needs scheduling_policy='priority'.", param="priority"
+            )
         priorities = _for_each(0 if priority is None else priority, len(many), "priority")
         options = _for_each(cache_options or CacheOptions(), len(many), "cache_options")
         call = f"call-{next(self._calls)}"  # one job: its prompts start in their order

@@ -11,13 +11,14 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixcache.chat.message import MessageDelta, MessageParser, ToolCallDelta
-from prefixcache.request import Request, RequestOutput
+from prefixcache.chat.message import Message, MessageDelta, MessageParser, ToolCallDelta
+from prefixcache.request import Request, RequestOutput, TokenLogprobs
 from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.access import Caller
 from prefixcache.server.answers import Choice, Choices, TokenCounts
 from prefixcache.server.context import Call
 from prefixcache.server.job_maker import Job
+from prefixcache.server.logprobs import TextOffsets
 from prefixcache.server.message_events import MessageForm
 from prefixcache.server.response_events import ResponseForm
 
@@ -27,7 +28,7 @@ texts = st.text("ab", max_size=3)
 
 @st.composite
 def answers(draw: st.DrawFn) -> list[MessageDelta]:
-    """Deltas of a message: reasoning, content, then calls, in pieces of any size."""
+    """Deltas of a message: reasoning, content, calls, content again, in pieces of any size."""
     reasoning = [MessageDelta(reasoning=text) for text in draw(st.lists(texts, max_size=3))]
     content = [MessageDelta(content=text) for text in draw(st.lists(texts, max_size=3))]
     calls = [
@@ -40,8 +41,9 @@ def answers(draw: st.DrawFn) -> list[MessageDelta]:
             ToolCallDelta(index, arguments='"}'),
         )
     ]
-    deltas = [*reasoning, *content, *calls]
-    if draw(st.booleans()) and deltas:
+    after = [MessageDelta(content=text) for text in draw(st.lists(texts, max_size=2))]
+    deltas = [*reasoning, *content, *calls, *after]
+    if draw(st.booleans()) and deltas and not after:
         deltas = [_joined(deltas)]
     return deltas or [MessageDelta()]
 
@@ -52,6 +54,48 @@ def _joined(deltas: list[MessageDelta]) -> MessageDelta:
         "".join(delta.reasoning for delta in deltas),
         tuple(call for delta in deltas for call in delta.tool_calls),
     )
+
+
+def test_log_probabilities_are_told_of_content_alone() -> None:
+    def known(token_id: int) -> list[TokenLogprobs]:
+        return [TokenLogprobs(token_id, -0.5, 1, (), ())]
+
+    call = MessageDelta(tool_calls=(ToolCallDelta(0, "c", "look", "{}"),))
+    message, nothing = Message(), MessageDelta()
+    steps = [
+        (MessageDelta(reasoning="so"), []),
+        (nothing, []),  # a marker's beginning
+        (MessageDelta(reasoning="."), []),
+        (MessageDelta("a"), [4]),
+        (nothing, []),  # half a character
+        (MessageDelta("é"), [5, 6]),
+        (nothing, []),
+        (call, []),
+        (MessageDelta("b"), [9]),
+    ]
+    for number, (delta, told) in enumerate(steps, 1):
+        assert [one.token_id for one in message.add(delta, known(number))] == told
+    assert [one.token_id for one in message.add(nothing, known(10), finished=True)] == [10]
+    parts = [(delta.content, [one.token_id for one in kept]) for delta, kept in message.parts()]
+    assert parts == [("", []), ("aé", [4, 5, 6]), ("", []), ("b", [9, 10])]
+
+
+def test_parts_of_a_character_begin_where_it_does() -> None:
+    offsets = TextOffsets()
+    sky, llama = "天".encode(), "🦙".encode()
+    pieces = [
+        sky[:1],
+        sky[1:],
+        b"a",
+        llama[:2],
+        llama[2:],
+        b"b",
+        b"",
+        sky[:2],
+        b"c",
+        b"d" + sky[:1],
+    ]
+    assert [offsets.next(piece) for piece in pieces] == [0, 0, 1, 2, 2, 3, 4, 4, 5, 6]
 
 
 class Script:

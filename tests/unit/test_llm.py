@@ -95,7 +95,11 @@ def test_a_default_length_is_shortened_to_what_fits(
         generate(llm, [5] * 40)
 
 
-def test_chats_take_cache_options_and_priorities(llm: LLM) -> None:
+def test_priorities_count_where_the_policy_says_so(tiny_checkpoint: Checkpoint, llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="scheduling_policy='priority'"):
+        llm.generate([[1, 2], [3, 4]], GREEDY, use_tqdm=False, priority=[1, 0])
+    folder = str(tiny_checkpoint("smollm2"))
+    llm = LLM(folder, dtype="float32", num_blocks=65, scheduling_policy="priority")
     messages = [{"role": "user", "content": "one two three four five six seven eight " * 4}]
 
     def hits(**options: Any) -> list[int]:

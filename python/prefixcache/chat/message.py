@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from prefixcache.request import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,29 +74,85 @@ class ToolCall:
         self._arguments.append(arguments)
 
 
+class Text:
+    """A part of a message that is text: "content" or "reasoning"."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.pieces: list[str] = []
+        self.logprobs: list[TokenLogprobs] = []
+
+
 class Message:
-    """A message as far as it has come. Parts are joined when they are asked for."""
+    """A message as far as it has come: its parts in their order, joined when they are asked for."""
 
     def __init__(self) -> None:
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
+        self._parts: list[Text | ToolCall] = []
+        self._untold: list[TokenLogprobs] = []
         self.tool_calls: list[ToolCall] = []
 
     @property
     def content(self) -> str:
         """What is said beside reasoning and calls."""
-        return "".join(self._content)
+        return self._joined("content")
 
     @property
     def reasoning(self) -> str:
         """What was thought before the content."""
-        return "".join(self._reasoning)
+        return self._joined("reasoning")
 
-    def add(self, delta: MessageDelta) -> None:
-        """Takes what was added."""
-        self._content.append(delta.content)
-        self._reasoning.append(delta.reasoning)
+    def add(
+        self, delta: MessageDelta, logprobs: Sequence[TokenLogprobs] = (), *, finished: bool = False
+    ) -> list[TokenLogprobs]:
+        """Takes what was added by tokens with these log probabilities.
+
+        Returns those of tokens that are content, which are told with it or at the end: a token may
+        have no text yet, or be a part of reasoning or of a call.
+        """
+        self._untold += logprobs
+        if delta.reasoning:
+            self._text("reasoning").pieces.append(delta.reasoning)
+        told = list[TokenLogprobs]()
+        if delta.content or (finished and self._untold and self._ends_in_content()):
+            part = self._text("content")
+            part.pieces.append(delta.content)
+            told, self._untold = self._untold, []
+            part.logprobs += told
+        elif delta:
+            self._untold = []
         for one in delta.tool_calls:
             if one.name is not None:
                 self.tool_calls.append(ToolCall(one.id or "", one.name))
+                self._parts.append(self.tool_calls[-1])
             self.tool_calls[one.index].add(one.arguments)
+        return told
+
+    def parts(self) -> Iterator[tuple[MessageDelta, Sequence[TokenLogprobs]]]:
+        """Each part as if it had come at once, with the log probabilities of its tokens."""
+        calls = itertools.count()
+        for part in self._parts:
+            if isinstance(part, ToolCall):
+                call = ToolCallDelta(next(calls), part.id, part.name, part.arguments)
+                yield MessageDelta(tool_calls=(call,)), ()
+            elif part.kind == "reasoning":
+                yield MessageDelta(reasoning="".join(part.pieces)), ()
+            else:
+                yield MessageDelta("".join(part.pieces)), part.logprobs
+
+    def _ends_in_content(self) -> bool:
+        """Whether tokens without a text belong to the content: an answer may have nothing else."""
+        last = self._parts[-1] if self._parts else None
+        return last is None or (isinstance(last, Text) and last.kind == "content")
+
+    def _text(self, kind: str) -> Text:
+        """The last part if it is of the kind, else a new one."""
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, Text) and last.kind == kind:
+            return last
+        text = Text(kind)
+        self._parts.append(text)
+        return text
+
+    def _joined(self, kind: str) -> str:
+        texts = (part for part in self._parts if isinstance(part, Text) and part.kind == kind)
+        return "".join(itertools.chain.from_iterable(text.pieces for text in texts))

@@ -22,6 +22,7 @@ from prefixcache.server.errors import ApiError, error_body, failed_answer, is_un
 from prefixcache.server.job_maker import Job, JobMaker
 from prefixcache.server.json_text import json_response, json_text, object_json
 from prefixcache.server.limits import MAX_UNREAD_OUTPUTS
+from prefixcache.server.logprobs import TextOffsets
 from prefixcache.server.protocol import SamplingFields, StreamOptions
 from prefixcache.server.sse import DONE, EventStream, event, named_event, unless_disconnected
 from prefixcache.server.workers import Workers
@@ -60,6 +61,7 @@ class Choice:
     started: bool = False
     message: Message = field(default_factory=Message)
     delta: MessageDelta = field(default_factory=MessageDelta)
+    content_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     parser: MessageParser | None = None
     num_reasoning_tokens: int = 0
     text: list[str] = field(default_factory=list[str])
@@ -69,7 +71,7 @@ class Choice:
     num_cached_tokens: int = 0
     num_written_tokens: int = 0
     num_window_missed_tokens: int = 0
-    text_offset: int = 0
+    text_offsets: TextOffsets = field(default_factory=TextOffsets)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     started_at: float | None = None
@@ -117,7 +119,9 @@ class Choice:
         parser = self.parser = self.parser or new_parser()
         reasoned = parser.in_reasoning
         self.delta = parser.push(output.text, finished=output.finished)
-        self.message.add(self.delta)
+        self.content_logprobs = self.message.add(
+            self.delta, output.logprobs, finished=output.finished
+        )
         if reasoned or parser.in_reasoning:
             self.num_reasoning_tokens += len(output.token_ids)
         if self.message.tool_calls and self.finish_reason == "stop":

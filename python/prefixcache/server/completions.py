@@ -219,11 +219,9 @@ class CompletionForm:
     def _logprobs(self, choice: Choice, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if self._num_logprobs is None or not tokens:
             return None
-        shown = completion_logprobs(
-            tokens, self._num_logprobs, self._tokenizer, offset=choice.text_offset
+        return completion_logprobs(
+            tokens, self._num_logprobs, self._tokenizer, offsets=choice.text_offsets
         )
-        choice.text_offset += sum(map(len, shown["tokens"]))
-        return shown
 
 
 def _head(job: Job) -> dict[str, Any]:

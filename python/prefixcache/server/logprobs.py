@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,9 +21,9 @@ def completion_logprobs(
     num_top: int,
     tokenizer: Tokenizer,
     *,
-    offset: int,
+    offsets: TextOffsets,
 ) -> dict[str, Any]:
-    """The form of `/v1/completions`; `offset` is where the first token's text starts.
+    """The form of `/v1/completions`; `offsets` are those of the answer's tokens so far.
 
     A token without log probabilities is the first one of an echoed prompt.
     """
@@ -31,7 +32,7 @@ def completion_logprobs(
         "tokens": texts,
         "token_logprobs": [known and _finite(known.logprob) for _, known in tokens],
         "top_logprobs": [known and _top_dict(known, num_top, tokenizer) for _, known in tokens],
-        "text_offset": _offsets(texts, offset),
+        "text_offset": [offsets.next(tokenizer.token_bytes(token_id)) for token_id, _ in tokens],
     }
 
 
@@ -103,9 +104,16 @@ def _prompt_token(known: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> d
     }
 
 
-def _offsets(texts: Sequence[str], offset: int) -> list[int]:
-    offsets: list[int] = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
-    return offsets
+class TextOffsets:
+    """Where tokens begin in an answer's text, in characters; parts of one begin where it does."""
+
+    def __init__(self) -> None:
+        self._length = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next(self, raw: bytes) -> int:
+        """The offset of the next token, of these bytes."""
+        before = self._length
+        self._length += len(self._decoder.decode(raw))
+        goes_on = raw[:1] and raw[0] & 0xC0 == 0x80  # within the character that was begun
+        return before if goes_on else self._length - len(raw.decode("utf-8", "ignore"))

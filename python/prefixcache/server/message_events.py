@@ -113,15 +113,15 @@ def _told(job: Job) -> dict[str, Any]:
 
 
 def _content(choice: Choice) -> Sequence[dict[str, Any]]:
-    message = choice.message
     blocks: list[dict[str, Any]] = []
-    if message.reasoning:
-        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
-    if message.content:
-        blocks.append({"type": "text", "text": message.content})
-    for call in message.tool_calls:
-        values = _object(call.arguments)
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": values})
+    for delta, _ in choice.message.parts():
+        if delta.reasoning:
+            blocks.append({"type": "thinking", "thinking": delta.reasoning, "signature": ""})
+        if delta.content:
+            blocks.append({"type": "text", "text": delta.content})
+        for call in delta.tool_calls:
+            values = _object(call.arguments)
+            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": values})
     return blocks
 
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from prefixcache.chat.message import Message, MessageDelta, ToolCallDelta
+from prefixcache.chat.message import MessageDelta, ToolCallDelta
 from prefixcache.request import RequestOutput, TokenLogprobs
 from prefixcache.server.answers import Choice, told_diagnosis, usage
 from prefixcache.server.diagnosis import openai_comparison
@@ -144,7 +144,8 @@ class ResponseForm:
 
     def body(self, job: Job, choice: Choice) -> dict[str, Any]:
         """The whole answer."""
-        self._take(_whole(choice.message), choice.logprobs)
+        for delta, logprobs in choice.message.parts():
+            self._take(delta, logprobs)
         status = _status(job, choice)
         for _ in self._output.end(status):
             pass
@@ -160,7 +161,7 @@ class ResponseForm:
 
     def events(self, job: Job, choice: Choice, output: RequestOutput) -> Iterator[Event]:
         """Events of what an output added, and of the end."""
-        for event in self._take(choice.delta, output.logprobs):
+        for event in self._take(choice.delta, choice.content_logprobs):
             yield self._numbered(job, event)
         if output.finished:
             status = _status(job, choice)
@@ -213,16 +214,6 @@ class ResponseForm:
         number = self._num_events
         self._num_events = job.call.outcome.num_events = number + 1
         return {"type": event["type"], "sequence_number": number, **event}
-
-
-def _whole(message: Message) -> MessageDelta:
-    """A message as if it had come at once."""
-    calls = enumerate(message.tool_calls)
-    return MessageDelta(
-        message.content,
-        message.reasoning,
-        tuple(ToolCallDelta(i, call.id, call.name, call.arguments) for i, call in calls),
-    )
 
 
 def _status(job: Job, choice: Choice) -> str:

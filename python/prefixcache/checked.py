@@ -110,6 +110,11 @@ def problem(error: ValidationError, *, secret: bool = False) -> str:
     return f"{text}." if secret else f"{text}, got {shown(first['input'])}."
 
 
+def shortened(text: str, most: int = 60) -> str:
+    """At most so many characters of `text`."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def shown(value: object) -> str:
     """A value in an error: a short line, whatever it is."""
     try:

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any, Literal
@@ -64,13 +65,35 @@ def _opened(file: Path) -> logging.Handler:
 
 
 class _LogFile(WatchedFileHandler):
-    """A file that may be rotated. Where it cannot be opened again nobody's request fails."""
+    """A file that may be rotated. Where it cannot be written nobody's request fails."""
+
+    _num_lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
+        before = self._num_lost
         try:
             super().emit(record)
         except Exception:  # noqa: BLE001 - told on stderr
             self.handleError(record)
+        if before and self._num_lost == before:
+            _tell(f"The log {self.baseFilename} is written again; {before} lines were lost.")
+            self._num_lost = 0
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Tells stderr once when the file can no longer be written."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        if not self._num_lost:
+            _tell(f"The log {self.baseFilename} cannot be written: {error.strerror}.")
+        self._num_lost += 1
+
+
+def _tell(line: str) -> None:
+    with suppress(OSError, AttributeError):  # a full disk too, or none at all
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 class _Text(logging.Formatter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from http import HTTPStatus
@@ -52,6 +53,61 @@ async def test_an_answer_that_takes_too_long_is_a_504_and_gives_its_blocks_back(
     assert whole.headers["X-Should-Retry"] == "false"
     assert whole.json()["error"]["type"] == "timeout_error"
     assert (streamed.status_code, "timeout_error" in streamed.text) == (200, True)
+
+
+def _grammar(kind: str, text: Any) -> tuple[str, dict[str, Any]]:
+    return PATH, {"prompt": "a", "structured_outputs": {kind: text}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (*_grammar("regex", "(" * 250_000), "structured_outputs.regex"),
+        (*_grammar("grammar", "start: " + "a" * 250_000), "structured_outputs.grammar"),
+        (*_grammar("json", {"type": "a" * 250_000}), "structured_outputs.json"),
+        (
+            *_grammar("json", {"properties": {"a" * 9999: {"type": "strin"}}}),
+            "structured_outputs.json",
+        ),
+        (PATH, {"prompt": "a", "b" * 10**6: 1}, "b" * 253 + "..."),
+        ("/prefix_cache/resize", {"num_blocks": 10**4000}, "num_blocks"),
+        ("/sleep", {"level": 10**4000}, "level"),
+        ("/update_weights_from_disk", {"model_path": "a" * 4096}, "model_path"),
+        ("/" + "a" * 50_000, {}, None),
+    ],
+    ids=range(9),
+)
+async def test_neither_an_error_nor_the_log_quotes_more_than_a_little(
+    tiny_checkpoint: Callable[..., Path],
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    body: dict[str, Any],
+    param: str | None,
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="prefixcache")
+    async with served_folder(tiny_checkpoint(), served={"strict": True}) as (client, _):
+        caplog.clear()
+        answer = await client.post(path, json=body)
+    assert answer.status_code in (400, 404)
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert len(error["message"]) <= 2000
+    lines = [record.getMessage() for record in caplog.records if record.name != "httpx"]
+    assert lines
+    assert all(len(line) < 1200 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("json", {"$ref": "#"}), ("regex", "[^\\s\\S]")], ids=["endless", "nothing"]
+)
+async def test_a_grammar_that_no_answer_can_follow_is_refused_in_plain_words(
+    tiny_checkpoint: Callable[..., Path], kind: str, text: object
+) -> None:
+    async with served_folder(tiny_checkpoint()) as (client, _):
+        path, body = _grammar(kind, text)
+        message = (await client.post(path, json=body)).json()["error"]["message"]
+    assert "none of the model's tokens may come next" in message
+    assert "NoExtension" not in message
 
 
 async def test_an_answer_that_nobody_reads_is_cut_and_gives_its_blocks_back(

@@ -9,7 +9,7 @@ import logging
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -232,9 +232,30 @@ def test_a_log_file_may_be_rotated_and_lost(
     for file in folder.iterdir():
         file.unlink()
     folder.rmdir()
-    logger.info("nobody's request fails")
+    for _ in range(3):
+        logger.info("nobody's request fails")
+    told = capfd.readouterr().err
+    assert told == f"The log {folder / 'log'} cannot be written: No such file or directory.\n"
+    folder.mkdir()
+    logger.info("four")
+    told = capfd.readouterr().err
+    assert told == f"The log {folder / 'log'} is written again; 3 lines were lost.\n"
+    assert json.loads((folder / "log").read_text())["message"] == "four"
+    logger.info("%d", "a fault of ours")
     assert "Logging error" in capfd.readouterr().err
     handler.close()
+
+
+def test_a_full_disk_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    handler = log_handler("text", file=Path("/dev/full"))
+    logger = logging.Logger("logger")
+    logger.addHandler(handler)
+    for _ in range(3):
+        logger.info("a line")
+    told = capfd.readouterr().err
+    assert told == "The log /dev/full cannot be written: No space left on device.\n"
+    with suppress(OSError):  # the lines that it still holds
+        handler.close()
 
 
 @pytest.mark.parametrize("place", ["", "none/log", "a\0b"])

@@ -233,6 +233,7 @@ async def test_paused_requests_wait(server: Server) -> None:
             {"model_path": "x", "mode": "keep", "abort_all_requests": True},
             "mode",
         ),
+        ("/update_weights_from_disk", {"model_path": "x" * 4097}, "model_path"),
         ("/update_weights_from_disk", {"model_path": "x", "load_format": "pt"}, "load_format"),
         ("/update_weights_from_disk", {"model_path": "x", "weight_version": ""}, "weight_version"),
         ("/update_weights_from_disk", {"model_path": "x", "weight_version": 7}, "weight_version"),

@@ -680,5 +680,5 @@ def _check_choice(name: str, value: object, literal: object) -> None:
     """Raises `InvalidRequestError` unless the `Literal` has `value`; true is not 1."""
     choices = get_args(literal)
     if isinstance(value, bool) or value not in choices:
-        shown = ", ".join(map(repr, choices))
-        raise InvalidRequestError(f"{name} must be one of {shown}, got {value!r}.", param=name)
+        known = ", ".join(map(repr, choices))
+        raise InvalidRequestError(f"{name} must be one of {known}, got {shown(value)}.", param=name)

@@ -45,7 +45,7 @@ class Matcher:
     def follow(self, token_id: int) -> None:
         """Goes on behind one more token. Raises `GrammarError` unless the grammar allows it."""
         if not self._matcher.consume_token(token_id):
-            raise GrammarError(_first_line(self._matcher.get_error()))
+            raise GrammarError(_reason(self._matcher))
 
     def write(self, words: Words) -> None:
         """Writes which tokens may follow; those that end the answer only where it may end.
@@ -54,7 +54,7 @@ class Matcher:
         """
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
-            raise GrammarError(_first_line(self._matcher.get_error()))
+            raise GrammarError(_reason(self._matcher))
 
 
 def compile_grammar(output: StructuredOutput, vocabulary: Vocabulary) -> tuple[Matcher, Words]:
@@ -184,6 +184,12 @@ def _error_of(schema: dict[str, Any]) -> str:
     except GrammarError as error:
         return str(error)
     return LLMatcher.validate_grammar(source, limits=_LIMITS)
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Why it stopped. Of llguidance's own names one is met where no limit is reached."""
+    error = _first_line(matcher.get_error())
+    return "none of the model's tokens may come next" if error == "NoExtensionBias" else error
 
 
 def _first_line(error: str) -> str:

@@ -23,8 +23,8 @@ _MOST_KEPT = 64
 _MOST_BYTES_KEPT = 2**28
 _MOST_MARKERS = 8
 _MOST_REFUSED = 1024
-_MOST_TOLD = 300
-"""Characters of an error, which may quote a grammar of any length."""
+_MOST_LINES_TOLD = 8
+_MOST_CHARACTERS_TOLD = 160  # of a line
 
 
 class Grammars:
@@ -105,7 +105,7 @@ class Grammars:
         except SlowGrammarError:
             raise
         except GrammarError as error:
-            raise _invalid(self._refuse(output, str(error))) from None
+            raise _invalid(self._refuse(output, _without_long_quotes(str(error)))) from None
         marker = None if output.begin_after is None else self._marker(output.begin_after)
         grammar = Grammar(matcher, words, self.vocabulary, marker, self._lanes, num_bytes)
         with self._lock:
@@ -114,13 +114,12 @@ class Grammars:
         return grammar
 
     def _refuse(self, output: StructuredOutput, problem: str) -> str:
-        """Remembers that it cannot be compiled, and why; what clients are told."""
-        told = problem if len(problem) <= _MOST_TOLD else f"{problem[:_MOST_TOLD]}..."
+        """Remembers that it cannot be compiled, and why; returns what clients are told."""
         with self._lock:
-            self._refused[_digest(output)] = told
+            self._refused[_digest(output)] = problem
             if len(self._refused) > _MOST_REFUSED:
                 self._refused.popitem(last=False)
-        return told
+        return problem
 
     @property
     def _num_bytes_kept(self) -> int:
@@ -147,6 +146,17 @@ class Grammars:
 
 def _digest(output: StructuredOutput) -> bytes:
     return hashlib.sha256(pickle.dumps(astuple(output))).digest()
+
+
+def _without_long_quotes(problem: str) -> str:
+    """Llguidance quotes lines of a grammar, and names in it, however long they are."""
+    return "\n".join(map(_cut, problem.splitlines()[:_MOST_LINES_TOLD]))
+
+
+def _cut(line: str) -> str:
+    """The line without its middle, where it is long: what is wrong stands before or behind."""
+    most = _MOST_CHARACTERS_TOLD // 2
+    return line if len(line) <= 2 * most else f"{line[:most]}...{line[-most:]}"
 
 
 def _invalid(problem: str) -> InvalidRequestError:

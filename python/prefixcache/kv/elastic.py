@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from prefixcache.checked import shown
 from prefixcache.exceptions import InvalidRequestError, OutOfMemoryError
 from prefixcache.kv.cache_manager import Blocks, CacheManager
 from prefixcache.kv.sizing import PoolSizes
@@ -196,8 +197,8 @@ class ElasticPool:
             )
         if not self.sizes.floor <= num_blocks <= self.sizes.ceiling:
             raise InvalidRequestError(
-                f"{param} asks for {num_blocks} blocks of {self.sizes.block_bytes} bytes; allowed "
-                f"are {self.sizes.describe()}: from --kv-cache-min-memory to "
+                f"{param} asks for {shown(num_blocks)} blocks of {self.sizes.block_bytes} bytes; "
+                f"allowed are {self.sizes.describe()}: from --kv-cache-min-memory to "
                 "--kv-cache-max-memory.",
                 param=param,
             )

@@ -24,6 +24,7 @@ from prefixcache.engine.weights_names import check_tag
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.server.body import Fields, parse_fields, parse_object, read_body
 from prefixcache.server.context import tell_unknown
+from prefixcache.server.limits import MAX_PATH_CHARACTERS
 from prefixcache.server.model_dirs import ModelDirs
 from prefixcache.server.protocol import RequestFields, invalid_field
 
@@ -49,6 +50,11 @@ class UpdateWeightsRequest(RequestFields):
         "is_async": (False,),
         "keep_pause": (False,),
         "load_format": ("auto", "safetensors"),
+    }
+
+    max_lengths: ClassVar[dict[str, int]] = {
+        "model_path": MAX_PATH_CHARACTERS,
+        "revision": MAX_PATH_CHARACTERS,
     }
 
     model_path: str | None = None

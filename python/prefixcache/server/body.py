@@ -9,11 +9,12 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from prefixcache._core import parse_json
+from prefixcache.checked import shortened
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.server.body_budget import Body
 from prefixcache.server.errors import ApiError
 from prefixcache.server.limits import MAX_BODY_BYTES, MAX_NUMBERS, MAX_OTHER_VALUES
-from prefixcache.server.protocol import RequestFields, invalid_field, shortened
+from prefixcache.server.protocol import RequestFields, invalid_field
 
 # What is read and thrown away so that a client that only listens after sending sees the answer.
 _MAX_DRAINED_BYTES = 256 * 2**20

@@ -14,6 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from prefixcache.checked import shortened
 from prefixcache.exceptions import InvalidRequestError, RequestTimeoutError
 from prefixcache.server.access import Caller
 from prefixcache.server.body_budget import Body, BodyBudget
@@ -24,7 +25,7 @@ from prefixcache.server.errors import (
     stream_error,
 )
 from prefixcache.server.limits import ServerLimits
-from prefixcache.server.protocol import RequestFields, shortened
+from prefixcache.server.protocol import RequestFields
 from prefixcache.server.request_log import CLIENT_LEFT, Outcome, log_request
 from prefixcache.server.sse import unless_disconnected
 from prefixcache.server.tracing import Tracing

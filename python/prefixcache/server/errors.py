@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
+from prefixcache.checked import shortened
 from prefixcache.exceptions import (
     EngineDeadError,
     EngineHaltedError,
@@ -70,6 +71,8 @@ _ANTHROPIC_TYPES: dict[int, str] = {
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
 
+_MOST_CHARACTERS = 2000
+_MOST_PARAM_CHARACTERS = 256
 _GROWING_SECONDS = 5
 # Until an engine that sleeps or died may have been called back or restarted.
 _UNAVAILABLE_SECONDS = 5
@@ -117,10 +120,11 @@ def failed_answer(error: str | None, code: ErrorCode | None) -> ApiError:
 def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
     """HTTP status and body of an error. What was not raised on purpose shows nothing of itself."""
     status, message = _status_and_message(error)
+    param = getattr(error, "param", None)
     body = {
         "message": message,
         "type": _type_of(status),
-        "param": getattr(error, "param", None),
+        "param": param and shortened(param, _MOST_PARAM_CHARACTERS),
         "code": getattr(error, "code", None),
     }
     return status, {"error": body}
@@ -208,6 +212,12 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _status_and_message(error: Exception) -> tuple[int, str]:
+    """An error may quote of a request whatever it likes: no more than so much is told."""
+    status, message = _known_error(error)
+    return status, shortened(message, _MOST_CHARACTERS)
+
+
+def _known_error(error: Exception) -> tuple[int, str]:
     if isinstance(error, ApiError):
         return error.status, str(error)
     for kind, status in _STATUSES.items():

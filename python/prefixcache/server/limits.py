@@ -22,6 +22,7 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 2**14
 MAX_MODEL_NAME_CHARACTERS = 1024
 MAX_SALT_CHARACTERS = 1024
+MAX_PATH_CHARACTERS = 4096
 MAX_UNREAD_OUTPUTS = 1024
 """Tokens of a stream that wait for a client who reads slowly, after what the system buffers."""
 

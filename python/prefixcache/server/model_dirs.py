@@ -8,11 +8,14 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from prefixcache.checked import shortened
 from prefixcache.exceptions import FieldError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
 _PARAM = "model_path"
+_MOST_LOGGED = 1000
+"""Characters of an error."""
 
 
 class ModelDirs:
@@ -42,7 +45,7 @@ class ModelDirs:
         except InvalidRequestError as error:
             if error.param != _PARAM:
                 raise
-            logger.warning("New weights were refused: %s", error)
+            logger.warning("New weights were refused: %s", shortened(str(error), _MOST_LOGGED))
             raise InvalidRequestError(
                 "model_path names no model whose weights fit; the server's log says why.",
                 param=_PARAM,

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from prefixcache.chat.tools import ToolUse, read_tool_use
+from prefixcache.checked import shortened
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.retention_range import MAX_RANGES
 from prefixcache.server.limits import (
@@ -370,11 +371,6 @@ def _path(location: tuple[int | str, ...]) -> str:
         else:
             path += f".{part}" if path else part
     return path
-
-
-def shortened(text: str) -> str:
-    """At most 60 characters of `text`."""
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _shown(value: object) -> str:

@@ -10,12 +10,14 @@ from typing import Any
 
 from starlette.types import Scope
 
+from prefixcache.checked import shortened
 from prefixcache.logs import with_fields
 
 # Whose name operators know from the lines that they filter.
 logger = logging.getLogger("prefixcache.server.context")
 
 CLIENT_LEFT = 499
+_MOST_PATH_CHARACTERS = 256
 _QUIET_PATHS = frozenset({"/health", "/load", "/metrics", "/ping", "/ready"})
 
 
@@ -65,7 +67,7 @@ def log_request(
     if not logger.isEnabledFor(level):
         return
     phrase = "Client Closed Request" if status == CLIENT_LEFT else HTTPStatus(status).phrase
-    path = scope["path"].encode("unicode_escape").decode()
+    path = logged_path(scope)
     client = (scope.get("client") or ("-",))[0]
     fields: dict[str, Any] = {
         "event": "request",
@@ -89,6 +91,11 @@ def log_request(
         request_id,
         extra=with_fields(**fields),
     )
+
+
+def logged_path(scope: Scope) -> str:
+    """The path as lines and traces hold it: clients may send 64 KB of one."""
+    return shortened(scope["path"].encode("unicode_escape").decode(), _MOST_PATH_CHARACTERS)
 
 
 def _of_answer(outcome: Outcome) -> dict[str, Any]:

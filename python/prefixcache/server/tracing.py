@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from prefixcache.exceptions import FieldError
-from prefixcache.server.request_log import Outcome
+from prefixcache.server.request_log import Outcome, logged_path
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -189,7 +189,7 @@ def _name(scope: Scope, outcome: Outcome) -> str:
 def _of_request(scope: Scope, status: int, request_id: str) -> dict[str, Any]:
     attributes: dict[str, Any] = {
         "http.request.method": scope["method"],
-        "url.path": scope["path"],
+        "url.path": logged_path(scope),
         "url.scheme": scope["scheme"],
         "http.response.status_code": status,
         "gen_ai.request.id": request_id,

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from prefixcache.engine.async_engine import AsyncEngine
-from prefixcache.request import Request, RequestOutput
+from prefixcache.request import Request, RequestOutput, TokenLogprobs
 from prefixcache.server import answers
 from prefixcache.server.access import AccessRules
 from prefixcache.server.limits import ServerLimits
@@ -241,6 +241,80 @@ async def test_a_body_counts_no_more_once_it_is_a_request(tmp_path: Path) -> Non
             await until(lambda number=number: len(engine.requests) > number)
         waiting.set()
         assert [(await task).status_code for task in asked] == [200] * 5
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+async def test_log_probabilities_of_a_whole_answer_are_bounded_and_a_stream_keeps_none(
+    tiny_checkpoint: Callable[..., Path], path: str
+) -> None:
+    access = {"limits": ServerLimits(body_bytes=20_000)}
+    many: dict[str, dict[str, Any]] = {
+        PATH: {"prompt": "a", "logprobs": 5, "max_tokens": 60},
+        "/v1/chat/completions": {
+            "messages": [{"role": "user", "content": "a"}],
+            "logprobs": True,
+            "top_logprobs": 5,
+            "max_tokens": 60,
+        },
+        "/v1/responses": {
+            "input": "a",
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 5,
+            "max_output_tokens": 60,
+        },
+    }
+    body = many[path] | {"ignore_eos": True}
+    async with served_folder(tiny_checkpoint("qwen3"), access=access) as (client, engine):
+        whole = await client.post(path, json=body)
+        streamed = await client.post(path, json={**body, "stream": True})
+        await until(lambda: not in_use(engine))
+        short = await client.post(path, json={**body, "max_tokens": 20, "max_output_tokens": 20})
+    error = whole.json()["error"]
+    assert (whole.status_code, error["code"]) == (400, "logprobs_too_large")
+    assert "20000 bytes" in error["message"]
+    assert short.status_code == 200
+    assert ("logprobs_too_large" in streamed.text) == (path == "/v1/responses")
+    assert streamed.text.count('"top_logprobs"') >= (25 if path == "/v1/responses" else 60)
+
+
+async def test_log_probabilities_of_all_answers_are_bounded_and_the_largest_gives_way(
+    tmp_path: Path,
+) -> None:
+    save_tokenizer(tmp_path)
+    goes_on, has_come = asyncio.Event(), asyncio.Event()
+    scored = TokenLogprobs(token_id=5, logprob=-1.0, rank=1)
+
+    async def script(request: Request) -> AsyncIterator[RequestOutput]:
+        length = len(request.prompt_token_ids)
+
+        def output(number: int, **fields: Any) -> RequestOutput:
+            kept = {"token_ids": (5,) * number, "logprobs": (scored,) * number}
+            return RequestOutput(request_id=request.request_id, **kept, **fields)
+
+        yield output(length)
+        if length == 50:
+            has_come.set()
+            await goes_on.wait()
+        yield output(length, restarted=True)
+        yield output(1, finish_reason="length")
+
+    engine = FakeEngine(script)
+    limits = ServerLimits(body_bytes=80 * 256)
+    app = fake_app(engine, Tokenizer.from_folder(tmp_path), limits=limits)
+    async with client_of(app) as client:
+
+        def ask(length: int) -> asyncio.Task[httpx.Response]:
+            body = {"prompt": [5] * length, "logprobs": 0}
+            return asyncio.create_task(client.post(PATH, json=body))
+
+        large = ask(50)
+        await has_come.wait()
+        assert (await ask(40)).status_code == 200
+        goes_on.set()
+        refused = await large
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "logprobs_full")
+        assert refused.headers["Retry-After"] == "1"
+        assert (await ask(79)).status_code == 200  # nothing counts any more, nor what was void
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/ready"])

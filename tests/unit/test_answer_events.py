@@ -113,7 +113,7 @@ class Script:
 def _job(reason: str) -> Job:
     request = Request(request_id="r", prompt_token_ids=[1, 2, 3], params=SamplingParams())
     return Job(
-        call=Call(id="id_1", caller=Caller(), receive=mock.AsyncMock()),
+        call=Call(id="id_1", caller=Caller(), receive=mock.AsyncMock(), logprobs=mock.Mock()),
         model="m",
         created=7,
         prompts=(request.prompt_token_ids,),

@@ -125,7 +125,7 @@ async def test_a_deadline_ends_the_wait_for_a_grammar() -> None:
     queue, gate = TurnQueue("test"), Gate()
     begun = begin(queue, gate, "a1")
     never = mock.AsyncMock(side_effect=asyncio.Event().wait)
-    call = Call(id="x", caller=Caller(), receive=never, deadline=0.0)
+    call = Call(id="x", caller=Caller(), receive=never, logprobs=mock.Mock(), deadline=0.0)
     with pytest.raises(RequestTimeoutError):
         await call.within_bounds(queue.run("b", gate.work("b1")))
     gate.open.set()

@@ -34,6 +34,9 @@ Outputs = AsyncGenerator[list[tuple[int, RequestOutput]], None]
 
 # Log probabilities that are written in one go.
 _LONG_ANSWER = 2**16
+# What Python takes for those of a token, and for each of the likeliest beside it.
+_TOKEN_BYTES = 256
+_TOP_BYTES = 72
 
 
 class TokenCounts(NamedTuple):
@@ -48,7 +51,7 @@ class TokenCounts(NamedTuple):
 
 @dataclass(slots=True)
 class Choice:
-    """One answer as far as it has come.
+    """One answer as far as it has come, without log probabilities unless it `keeps_logprobs`.
 
     Where answers are messages, `message` is the whole of it and `delta` what the last output added.
     """
@@ -58,6 +61,7 @@ class Choice:
     new_parser: Callable[[], MessageParser] | None = None
     is_first: bool = True
     """Whether it is the first of its prompt, which was what used the cache."""
+    keeps_logprobs: bool = True
     started: bool = False
     message: Message = field(default_factory=Message)
     delta: MessageDelta = field(default_factory=MessageDelta)
@@ -106,7 +110,8 @@ class Choice:
             self.num_window_missed_tokens = output.num_window_missed_tokens
             self.prompt_logprobs = output.prompt_logprobs
         self.token_ids.extend(output.token_ids)
-        self.logprobs.extend(output.logprobs)
+        if self.keeps_logprobs:
+            self.logprobs.extend(output.logprobs)
         self.finish_reason = output.finish_reason
         if self.new_parser is None:
             self.text.append(output.text)
@@ -119,9 +124,8 @@ class Choice:
         parser = self.parser = self.parser or new_parser()
         reasoned = parser.in_reasoning
         self.delta = parser.push(output.text, finished=output.finished)
-        self.content_logprobs = self.message.add(
-            self.delta, output.logprobs, finished=output.finished
-        )
+        logprobs = output.logprobs if self.keeps_logprobs else ()
+        self.content_logprobs = self.message.add(self.delta, logprobs, finished=output.finished)
         if reasoned or parser.in_reasoning:
             self.num_reasoning_tokens += len(output.token_ids)
         if self.message.tool_calls and self.finish_reason == "stop":
@@ -130,6 +134,7 @@ class Choice:
     def _begin_anew(self) -> None:
         self.text.clear()
         self.logprobs.clear()
+        self.prompt_logprobs = None
         self.message, self.parser = Message(), None
         self.token_ids.clear()
         self.num_reasoning_tokens = 0
@@ -138,10 +143,16 @@ class Choice:
 class Choices(list[Choice]):
     """The answers of a job, and their tokens together, which outputs that are added keep up."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, *, keeps_logprobs: bool = True) -> None:
         n, new_parser = job.params.n, job.new_parser
         super().__init__(
-            Choice(index, len(request.prompt_token_ids), new_parser, is_first=index % n == 0)
+            Choice(
+                index,
+                len(request.prompt_token_ids),
+                new_parser,
+                is_first=index % n == 0,
+                keeps_logprobs=keeps_logprobs,
+            )
             for index, request in enumerate(job.requests)
         )
         self.counts = TokenCounts(*map(sum, zip(*(choice.counts for choice in self), strict=True)))
@@ -254,12 +265,13 @@ async def _named_events(
     with _told_to_the_log(job, choices):
         for payload in form.begin(job):
             yield named_event(payload)
-        async with aclosing(_batches(outputs, choices, events_of)) as batches:
+        async with aclosing(_batches(job, outputs, choices, events_of)) as batches:
             async for batch in batches:
                 yield batch
 
 
 async def _batches(
+    job: Job,
     outputs: Outputs,
     choices: Choices,
     events_of: Callable[[Choice, RequestOutput], Awaitable[Iterable[bytes]]],
@@ -271,7 +283,7 @@ async def _batches(
             try:
                 for index, output in batch:
                     _raise_if_void(output)
-                    choices.add(index, output)
+                    _add(job, choices, index, output)
                     written += await events_of(choices[index], output)
             except Exception:
                 if written:
@@ -307,8 +319,27 @@ async def gathered(maker: JobMaker, job: Job) -> Choices:
         async with aclosing(await _outputs(maker, job)) as outputs:
             async for batch in outputs:
                 for index, output in batch:
-                    choices.add(index, output)
+                    _add(job, choices, index, output)
+    job.call.logprobs.complete()
     return choices
+
+
+def _add(job: Job, choices: Choices, index: int, output: RequestOutput) -> None:
+    """Adds an output, and counts what is kept of it. Raises `ApiError`."""
+    choice = choices[index]
+    before = _logprob_bytes(choice)
+    choices.add(index, output)
+    job.call.logprobs.add(_logprob_bytes(choice) - before)
+
+
+def _logprob_bytes(choice: Choice) -> int:
+    """About what its log probabilities take; of each kind all have the same number beside them."""
+    size = 0
+    for kept in (choice.logprobs, choice.prompt_logprobs):
+        if kept:
+            num_top = 0 if kept[-1] is None else len(kept[-1].top_token_ids)
+            size += len(kept) * (_TOKEN_BYTES + _TOP_BYTES * num_top)
+    return size
 
 
 async def _outputs(maker: JobMaker, job: Job) -> Outputs:
@@ -375,7 +406,7 @@ async def _chunk_events(
     options: StreamOptions,
     workers: Workers,
 ) -> AsyncGenerator[bytes, None]:
-    choices = Choices(job)
+    choices = Choices(job, keeps_logprobs=False)
     always = bool(options.continuous_usage_stats)
     told = bool(options.include_usage) or always
 
@@ -387,7 +418,7 @@ async def _chunk_events(
         return await workers.run(size, texts) if size else texts()
 
     with _told_to_the_log(job, choices):
-        async with aclosing(_batches(outputs, choices, events_of)) as batches:
+        async with aclosing(_batches(job, outputs, choices, events_of)) as batches:
             async for batch in batches:
                 yield batch
     await _explain(workers, job, choices)

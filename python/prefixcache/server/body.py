@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from prefixcache._core import parse_json
 from prefixcache.checked import shortened
 from prefixcache.exceptions import InvalidRequestError
-from prefixcache.server.body_budget import Body
+from prefixcache.server.byte_budget import Body
 from prefixcache.server.errors import ApiError
 from prefixcache.server.limits import MAX_BODY_BYTES, MAX_NUMBERS, MAX_OTHER_VALUES
 from prefixcache.server.protocol import RequestFields, invalid_field

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from prefixcache.checked import shortened
 from prefixcache.exceptions import InvalidRequestError, RequestTimeoutError
 from prefixcache.server.access import Caller
-from prefixcache.server.body_budget import Body, BodyBudget
+from prefixcache.server.byte_budget import Body, ByteBudget, KeptLogprobs
 from prefixcache.server.errors import (
     error_response,
     server_stopping,
@@ -49,13 +49,14 @@ class Call:
     """One HTTP request: the id of its answer, who asks from where, and what the log is to tell.
 
     The answer must be complete at `deadline`, in seconds of `time.monotonic`. `body` is kept until
-    it has been turned into requests of the engine.
+    it has been turned into requests of the engine. `logprobs` counts those that are kept.
     """
 
     id: str
     caller: Caller
     receive: Receive
     address: str | None = None
+    logprobs: KeptLogprobs
     outcome: Outcome = field(default_factory=Outcome)
     deadline: float | None = None
     body: Body | None = None
@@ -89,6 +90,7 @@ def new_call(request: Request, prefix: str) -> Call:
         outcome=state.outcome,
         deadline=state.deadline,
         body=state.body,
+        logprobs=state.logprobs,
     )
 
 
@@ -129,7 +131,7 @@ class RequestContext:
         self._app = app
         self._lifecycle = lifecycle
         self._request_seconds = limits.request_seconds
-        self._bodies = BodyBudget(limits.body_bytes)
+        self._budget = ByteBudget(limits.body_bytes)
         self._strict = strict
         self._tracing = tracing
 
@@ -139,13 +141,14 @@ class RequestContext:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(Headers(scope=scope))
-        outcome, body = Outcome(), self._bodies.open()
+        outcome, body, logprobs = Outcome(), self._budget.open(), self._budget.open_logprobs()
         state = {
             "request_id": request_id,
             "outcome": outcome,
             "strict": self._strict,
             "deadline": self._deadline(),
             "body": body,
+            "logprobs": logprobs,
         }
         scope.setdefault("state", {}).update(state)
         answer = _Answer(scope, receive, send, request_id, outcome)
@@ -154,6 +157,7 @@ class RequestContext:
             await self._answer(scope, receive, answer)
         finally:
             body.release()
+            logprobs.release()
             status = outcome.failed_status or answer.final_status
             seconds = time.perf_counter() - begun
             log_request(scope, status, seconds, request_id, outcome)

@@ -32,7 +32,8 @@ class ServerLimits:
     """What all requests share, as the operator decided.
 
     `request_seconds` is the time from a request's head to the last token of its answer (None: any),
-    `body_bytes` bounds the bodies that are being read or not yet turned into requests.
+    `body_bytes` bounds the bodies that are being read or not yet turned into requests, together
+    with the log probabilities that answers keep until they are written.
     """
 
     request_seconds: float | None = None

@@ -31,7 +31,7 @@ def completion_logprobs(
     return {
         "tokens": texts,
         "token_logprobs": [known and _finite(known.logprob) for _, known in tokens],
-        "top_logprobs": [known and _top_dict(known, num_top, tokenizer) for _, known in tokens],
+        "top_logprobs": (known and _top_dict(known, num_top, tokenizer) for _, known in tokens),
         "text_offset": [offsets.next(tokenizer.token_bytes(token_id)) for token_id, _ in tokens],
     }
 
@@ -39,8 +39,8 @@ def completion_logprobs(
 def chat_logprobs(
     logprobs: Sequence[TokenLogprobs], num_top: int, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """The form of `/v1/chat/completions`."""
-    return {"content": [_chat_token(one, num_top, tokenizer) for one in logprobs]}
+    """The form of `/v1/chat/completions`, whose tokens are made as they are written."""
+    return {"content": (_chat_token(one, num_top, tokenizer) for one in logprobs)}
 
 
 def prompt_logprobs(

@@ -107,7 +107,8 @@ class ServeOptions(Checked):
     )
     max_total_body_bytes: Annotated[ByteSize, Ge(MAX_BODY_BYTES)] = flag(
         8 * MAX_BODY_BYTES,
-        "Most memory of all bodies that are being read and checked; more get a 503.",
+        "Most memory of all bodies that are being read and checked, and of log probabilities that "
+        "whole answers keep; more get a 503.",
         "Server",
         shown="256MiB",
         metavar="<bytes or size>",

@@ -181,7 +181,7 @@ class ResponseForm:
     def _take(self, delta: MessageDelta, logprobs: Sequence[TokenLogprobs]) -> list[Event]:
         shown = None
         if self._num_logprobs is not None and logprobs:
-            shown = chat_logprobs(logprobs, self._num_logprobs, self._tokenizer)["content"]
+            shown = [*chat_logprobs(logprobs, self._num_logprobs, self._tokenizer)["content"]]
         return [*self._output.add(delta, shown)]
 
     def _complete(self, job: Job, choice: Choice, status: str) -> dict[str, Any]:

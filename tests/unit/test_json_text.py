@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 from hypothesis import example, given, settings
@@ -25,3 +26,13 @@ def test_pieces_make_the_same_text(first: Any, second: Any) -> None:
     expected = {"a": first, "b": [second, second], "c": second}
     assert json.loads(json_text(told)) == json.loads(object_json(told)) == expected
     assert json.loads(object_json({"a": iter([first, second])})) == {"a": [first, second]}
+
+
+def test_neither_items_nor_pieces_of_a_long_text_are_there_at_once() -> None:
+    tracemalloc.start()
+    try:
+        text = object_json({"a": ({"number": number} for number in range(20_000))})
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * len(text)

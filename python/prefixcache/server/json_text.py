@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BytesIO
 from typing import Any, cast
 
 from pydantic_core import to_json
@@ -55,9 +56,12 @@ def json_pieces(value: object) -> list[bytes]:
 def object_json(value: object) -> bytes:
     """A JSON text, written item by item: other threads get their turn, and it takes longer.
 
-    Iterators are written as arrays, without that all of their items are there at once.
+    Iterators are written as arrays, without that all of their items, or the pieces of their text,
+    are there at once.
     """
-    return b"".join(_pieces(value))
+    text = BytesIO()
+    text.writelines(_pieces(value))
+    return text.getvalue()
 
 
 def list_json(items: Sequence[Any]) -> bytes:

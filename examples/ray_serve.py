@@ -10,10 +10,10 @@ Any OpenAI client works: `openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api
 Ray Serve places, scales and heals the replicas; prompts go where their prefix is cached.
 """
 
-from prefixcache.config import EngineConfig
+from prefixcache.config.engine_config import EngineConfig
 from prefixcache.ray_serve.application import build_application
-from prefixcache.ray_serve.options import RayOptions
-from prefixcache.server.options import ServeOptions
+from prefixcache.ray_serve.ray_options import RayOptions
+from prefixcache.server.options.serve_options import ServeOptions
 
 application = build_application(
     EngineConfig.from_flags(model="smollm2-135m-instruct", kv_cache_memory="256MiB"),

@@ -12,9 +12,9 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from prefixcache.chat.plan import ChatFormat
-from prefixcache.tokenization.chat_template import ChatTemplate
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.text.chat.plan import ChatFormat
+from prefixcache.text.tokenization.chat_template import ChatTemplate
+from prefixcache.text.tokenization.tokenizer import Tokenizer
 
 _PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -26,26 +26,26 @@ import torch
 
 from fake_engine import RandomChunks
 from fake_runner import tokens_of_plan
-from prefixcache.config import Activations, CacheConfig, EngineConfig, SchedulerConfig
+from prefixcache.config.engine_config import Activations, CacheConfig, EngineConfig, SchedulerConfig
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
-from prefixcache.grammar.guide import Guide
-from prefixcache.grammar.vocabulary import Words
 from prefixcache.kv.specs import kv_layout
-from prefixcache.model_config import ModelConfig
 from prefixcache.models.conversion import quantize_folder, widen_folder
-from prefixcache.request import (
+from prefixcache.runner.pending import PendingStep
+from prefixcache.text.grammar.guide import Guide
+from prefixcache.text.grammar.vocabulary import Words
+from prefixcache.types.request import (
     CacheOptions,
     FinishReason,
     Request,
     RequestOutput,
     TokenLogprobs,
 )
-from prefixcache.retention_range import RetentionRange
-from prefixcache.runner.pending import PendingStep
-from prefixcache.sampling_params import SamplingParams
-from prefixcache.step_plan import ScheduledSequence, StepPlan
-from prefixcache.structured_output import StructuredOutput
+from prefixcache.types.retention_range import RetentionRange
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import ScheduledSequence, StepPlan
+from prefixcache.types.structured_output import StructuredOutput
 from tiny_models import VOCAB_SIZE, make_checkpoint
 
 # Widths for which torch's own linears round differently with the number of rows.

@@ -27,11 +27,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dialogues import read_dialogues, requests_of
 from prefixcache import LLM, SamplingParams
-from prefixcache.bench.servers import run_server
-from prefixcache.config import DEFAULT_MODEL, Activations
+from prefixcache.config.engine_config import DEFAULT_MODEL, Activations
 from prefixcache.llm import CompletionOutput
 from prefixcache.models.conversion import widen_folder
 from prefixcache.models.hub import resolve_model
+from prefixcache.tools.bench.servers import run_server
 from serving import metric
 
 Body = dict[str, Any]

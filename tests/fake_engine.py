@@ -10,15 +10,15 @@ from typing import Any
 from fake_blocks import make_pool
 from fake_runner import VOCAB_SIZE, FakeRunner
 from late_runner import LateRunner
-from prefixcache.config import SchedulerConfig
+from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.kv.cache_manager import CacheManager, GroupKind
 from prefixcache.kv.retention import Retention
-from prefixcache.request import Request
-from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.step_time import Load
-from prefixcache.step_plan import StepPlan
+from prefixcache.types.request import Request
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import StepPlan
 
 
 class IdText:

@@ -19,8 +19,8 @@ from prefixcache.engine.weights_names import content_name
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.kv.cache_manager import CacheManager, GroupKind
 from prefixcache.models.checkpoint import Checkpoint
-from prefixcache.request import TokenLogprobs
-from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
+from prefixcache.types.request import TokenLogprobs
+from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 
 NAMES = ("a", "b")
 

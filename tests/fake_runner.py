@@ -21,8 +21,8 @@ import numpy.typing as npt
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.cache_manager import GroupKind
-from prefixcache.request import TokenLogprobs
-from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
+from prefixcache.types.request import TokenLogprobs
+from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 
 T = TypeVar("T")
 VOCAB_SIZE = 97

@@ -12,7 +12,7 @@ import numpy as np
 
 from fake_runner import FakeRunner
 from prefixcache.kv.buffers import BlockTableBuffers
-from prefixcache.step_plan import SamplingInput, SequenceOutput, StepPlan
+from prefixcache.types.step_plan import SamplingInput, SequenceOutput, StepPlan
 
 
 class LateRunner(FakeRunner):

@@ -10,17 +10,17 @@ import torch
 from prefixcache.attention.base import AttentionBackend, AttentionSpec
 from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.attention.torch_attention import TorchAttention
-from prefixcache.config import SchedulerConfig
+from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_layout
 from prefixcache.kv.tensors import attention_groups
 from prefixcache.models.decoder import DecoderModel
-from prefixcache.request import Request
 from prefixcache.runner.cuda_graph import DecodeGraphs, graph_sizes
 from prefixcache.runner.model_runner import ModelRunner
-from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.scheduler import Scheduler
-from prefixcache.step_plan import SequenceOutput, StepPlan
+from prefixcache.types.request import Request
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import SequenceOutput, StepPlan
 
 CPU = torch.device("cpu")
 MakeAttention = Callable[[AttentionSpec], AttentionBackend]

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from prefixcache.step_plan import ScheduledSequence, StepPlan
-from prefixcache.token_ids import TokenBuffer, as_token_ids
+from prefixcache.types.step_plan import ScheduledSequence, StepPlan
+from prefixcache.types.token_ids import TokenBuffer, as_token_ids
 
 
 def context(prompt: Sequence[int] = (), answer: Iterable[int] = ()) -> TokenBuffer:

@@ -13,15 +13,15 @@ from unittest import mock
 import pytest
 from ray import serve
 
-from prefixcache.config import EngineConfig
+from prefixcache.config.engine_config import EngineConfig
 from prefixcache.core import BlockHashes
 from prefixcache.engine.stats import PrefixHashInfo
-from prefixcache.ray_serve.fleet_state import FleetState
+from prefixcache.ray_serve.fleet.fleet_state import FleetState
 from prefixcache.ray_serve.job import Part, RoutedJob
 from prefixcache.ray_serve.replica import EngineReplica
-from prefixcache.request import CacheOptions, Request
-from prefixcache.sampling_params import SamplingParams
-from prefixcache.server.options import ServeOptions
+from prefixcache.server.options.serve_options import ServeOptions
+from prefixcache.types.request import CacheOptions, Request
+from prefixcache.types.sampling_params import SamplingParams
 
 BLOCK = 16
 FLAGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_blocks": 140}

@@ -17,24 +17,24 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefixcache.config import EngineConfig
+from prefixcache.config.engine_config import EngineConfig
+from prefixcache.config.model_config import GenerationDefaults
 from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
 from prefixcache.metrics import Gauges, Metrics
-from prefixcache.model_config import GenerationDefaults
-from prefixcache.request import Request, RequestOutput
-from prefixcache.server.access import AccessRules
 from prefixcache.server.app import create_app
-from prefixcache.server.context import Lifecycle
-from prefixcache.server.limits import ServerLimits
+from prefixcache.server.http.access import AccessRules
+from prefixcache.server.http.tls import Certificates
+from prefixcache.server.http.tracing import Tracing
+from prefixcache.server.jobs.context import Lifecycle
+from prefixcache.server.jobs.served_model import ServedModel
+from prefixcache.server.options.limits import ServerLimits
 from prefixcache.server.serve import ServeOptions, Server
-from prefixcache.server.served_model import ServedModel
-from prefixcache.server.tls import Certificates
-from prefixcache.server.tracing import Tracing
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.types.request import Request, RequestOutput
 
 MODEL = "tiny"
 

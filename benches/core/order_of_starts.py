@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from prefixcache.config import SchedulerConfig
+from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
-from prefixcache.request import Request
-from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.scheduler import Scheduler
-from prefixcache.step_plan import SequenceOutput
+from prefixcache.types.request import Request
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import SequenceOutput
 
 BLOCK_SIZE, PREFIXES, SHARED, OWN = 16, 8, 496, 16
 PARAMS = SamplingParams(max_tokens=8)

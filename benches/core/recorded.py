@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from prefixcache.bench.machine import machine_facts
+from prefixcache.tools.bench.machine import machine_facts
 
 INK, QUIET, RULE = "#1f2933", "#7b8794", "#e4e7eb"
 

@@ -16,12 +16,12 @@ from collections import defaultdict
 
 import numpy as np
 
-from prefixcache.config import SchedulerConfig
+from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
-from prefixcache.request import CacheOptions, Request
-from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.scheduler import Scheduler
-from prefixcache.step_plan import SequenceOutput
+from prefixcache.types.request import CacheOptions, Request
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import SequenceOutput
 
 BLOCK_SIZE = 16
 PARAMS = SamplingParams(max_tokens=1)

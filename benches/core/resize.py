@@ -30,8 +30,8 @@ from prefixcache.kv.memory import HostMemory, host_page_bytes
 from prefixcache.kv.sizing import PoolSizes
 from prefixcache.kv.specs import KVGroup, KVLayout
 from prefixcache.kv.tensors import KVTensors, attention_groups
-from prefixcache.request import Request
-from prefixcache.sampling_params import SamplingParams
+from prefixcache.types.request import Request
+from prefixcache.types.sampling_params import SamplingParams
 
 BLOCK = 16
 LAYOUT = KVLayout((KVGroup((0, 1)),), num_kv_heads=2, head_dim=16)

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from prefixcache._core import Cpu, hash_file_ranges
-from prefixcache.config import DEFAULT_MODEL
-from prefixcache.model_config import ModelConfig
+from prefixcache.config.engine_config import DEFAULT_MODEL
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.models.checkpoint import read_checkpoint
 from prefixcache.models.digests import compute_sha256
 from prefixcache.models.hub import resolve_model

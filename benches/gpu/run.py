@@ -28,7 +28,7 @@ from typing import Any
 from peers import PEERS
 from record import append_row, read_rows
 
-from prefixcache.bench.machine import machine_facts
+from prefixcache.tools.bench.machine import machine_facts
 
 HERE = Path(__file__).parent
 TESTS = HERE.parents[1] / "tests"

@@ -27,7 +27,7 @@ from system import Setup, System, mixed_batch, random_model, random_prompts, ref
 
 from prefixcache.attention.base import AttentionGroup, AttentionSpec, kv_shape_nhd
 from prefixcache.attention.registry import AttentionOptions, make_attention
-from prefixcache.model_config import RopeConfig
+from prefixcache.config.model_config import RopeConfig
 from prefixcache.ops import activation, norm, rope
 from prefixcache.ops.cuda import pin_matmul
 from prefixcache.ops.linear import TorchLinear

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prefixcache._core import Cpu
-from prefixcache.config import Activations
+from prefixcache.config.engine_config import Activations
 from prefixcache.ops.blocks import BLOCK_FORMATS, QuantizedTensor
 from prefixcache.ops.invariant import InvariantLinear, InvariantOps
 

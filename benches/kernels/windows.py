@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from prefixcache._core import Cpu
-from prefixcache.model_config import ModelConfig
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.models.decoder import Builder, DecoderModel
 from prefixcache.ops.sets import make_ops
 

@@ -33,12 +33,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from prefixcache.bench.machine import machine_facts
-from prefixcache.config import EngineConfig, SchedulingPolicy
+from prefixcache.config.engine_config import EngineConfig, SchedulingPolicy
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
-from prefixcache.request import Request
-from prefixcache.sampling_params import SamplingParams
+from prefixcache.tools.bench.machine import machine_facts
+from prefixcache.types.request import Request
+from prefixcache.types.sampling_params import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 

@@ -25,7 +25,7 @@ import httpx
 import numpy as np
 from admission import POLICIES, Arrival, conversations, facts, options, shared_prefixes
 
-from prefixcache.answer_stream import stream_events
+from prefixcache.tools.answer_stream import stream_events
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 

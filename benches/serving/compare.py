@@ -39,13 +39,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from prefixcache.bench.machine import machine_facts, usable_cores
-from prefixcache.bench.prompts import SOURCE_TEXT
-from prefixcache.config import DEFAULT_MODEL
+from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.models.blocks import read_index
 from prefixcache.models.conversion import widen_folder
 from prefixcache.models.hub import resolve_model
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.tools.bench.machine import machine_facts, usable_cores
+from prefixcache.tools.bench.prompts import SOURCE_TEXT
 
 HERE = Path(__file__).parent
 NEW_TOKENS = 32

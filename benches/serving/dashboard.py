@@ -16,15 +16,15 @@ from contextlib import nullcontext
 
 import httpx
 
-from prefixcache.config import EngineConfig
+from prefixcache.config.engine_config import EngineConfig
 from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.build import build
 from prefixcache.server.app import create_app
-from prefixcache.server.context import Lifecycle
 from prefixcache.server.dashboard.view import View
+from prefixcache.server.jobs.context import Lifecycle
+from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.server.serve import ServeOptions, Server
-from prefixcache.server.served_model import ServedModel
 
 
 class Traffic:

@@ -25,8 +25,8 @@ from prefixcache.diagnostics.history import RememberedPrompt
 from prefixcache.diagnostics.reasons import Asked
 from prefixcache.diagnostics.room import Admitted, CacheDiagnostics
 from prefixcache.diagnostics.spans import PromptSource
-from prefixcache.request import Request
-from prefixcache.sampling_params import SamplingParams
+from prefixcache.types.request import Request
+from prefixcache.types.sampling_params import SamplingParams
 
 BLOCK = 16
 MEMORY = 16 << 20

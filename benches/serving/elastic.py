@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 from matplotlib.figure import Figure
 
-from prefixcache.bench.machine import machine_facts
+from prefixcache.tools.bench.machine import machine_facts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 

@@ -13,12 +13,12 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from prefixcache.config import DEFAULT_MODEL, EngineConfig
+from prefixcache.config.engine_config import DEFAULT_MODEL, EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
-from prefixcache.request import Request
-from prefixcache.sampling_params import SamplingParams
-from prefixcache.structured_output import StructuredOutput
+from prefixcache.types.request import Request
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.structured_output import StructuredOutput
 
 PERSON = {
     "type": "object",

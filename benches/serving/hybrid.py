@@ -37,19 +37,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from prefixcache.bench.machine import machine_facts
-from prefixcache.config import EngineConfig
+from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import GroupKind
-from prefixcache.request import Request
 from prefixcache.runner.pending import PendingStep
-from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.scheduler import Scheduler
-from prefixcache.step_plan import SequenceOutput, StepPlan
+from prefixcache.tools.bench.machine import machine_facts
+from prefixcache.types.request import Request
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import SequenceOutput, StepPlan
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 

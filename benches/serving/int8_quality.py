@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from prefixcache._core import Cpu
-from prefixcache.config import DEFAULT_MODEL, Activations
-from prefixcache.model_config import ModelConfig
+from prefixcache.config.engine_config import DEFAULT_MODEL, Activations
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.loader import load_model
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.text.tokenization.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 

@@ -24,12 +24,12 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-from prefixcache.bench.machine import machine_facts
-from prefixcache.config import DEFAULT_MODEL, EngineConfig
+from prefixcache.config.engine_config import DEFAULT_MODEL, EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
-from prefixcache.request import Request
-from prefixcache.sampling_params import SamplingParams
+from prefixcache.tools.bench.machine import machine_facts
+from prefixcache.types.request import Request
+from prefixcache.types.sampling_params import SamplingParams
 
 ROWS: dict[str, dict[str, Any]] = {
     "chunks of 2,048, no limit": {"max_step_ms": 0.0, "max_num_batched_tokens": 2048},

@@ -30,9 +30,9 @@ from prefixcache._core import replay_recording
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.recording import RecordedCacheManager
 from prefixcache.kv.trace_writer import TraceWriter
-from prefixcache.request import Request
-from prefixcache.sampling_params import SamplingParams
-from prefixcache.step_plan import SequenceOutput, StepPlan
+from prefixcache.types.request import Request
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import SequenceOutput, StepPlan
 
 BLOCK_SIZE = 16
 

@@ -27,12 +27,12 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-from prefixcache.bench.machine import machine_facts
-from prefixcache.bench.prompts import Prompt, TokenForm
-from prefixcache.bench.records import RequestRecord
-from prefixcache.bench.servers import server_target
-from prefixcache.bench.targets import HttpTarget
-from prefixcache.config import DEFAULT_MODEL
+from prefixcache.config.engine_config import DEFAULT_MODEL
+from prefixcache.tools.bench.machine import machine_facts
+from prefixcache.tools.bench.prompts import Prompt, TokenForm
+from prefixcache.tools.bench.records import RequestRecord
+from prefixcache.tools.bench.servers import server_target
+from prefixcache.tools.bench.targets import HttpTarget
 
 _COLUMNS = (
     "cold (ms)",

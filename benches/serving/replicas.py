@@ -29,7 +29,7 @@ import httpx
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tests")]
 
-from prefixcache.config import EngineConfig  # noqa: E402
+from prefixcache.config.engine_config import EngineConfig  # noqa: E402
 from prefixcache.ray_serve.environment import prepare_environment  # noqa: E402
 from tiny_models import make_checkpoint  # noqa: E402
 
@@ -163,8 +163,8 @@ def run(folder: str, name: str, address: str, args: argparse.Namespace) -> Row:
     from ray import serve
 
     from prefixcache.ray_serve.application import build_application
-    from prefixcache.ray_serve.options import RayOptions
-    from prefixcache.server.options import ServeOptions
+    from prefixcache.ray_serve.ray_options import RayOptions
+    from prefixcache.server.options.serve_options import ServeOptions
 
     replicas = 1 if name == ONE_SERVER else args.replicas
     config = EngineConfig.from_flags(

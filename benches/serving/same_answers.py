@@ -22,11 +22,11 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from prefixcache import LLM, SamplingParams
-from prefixcache.config import DEFAULT_MODEL
+from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.models.conversion import widen_folder
 from prefixcache.models.hub import resolve_model
-from prefixcache.request import CacheOptions
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.types.request import CacheOptions
 
 CHATS = Path(__file__).parents[2] / "tests" / "data" / "taubench_airline.jsonl.gz"
 Scored = list[tuple[int, float]]

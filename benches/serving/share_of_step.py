@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from contenders.ours import Contender
 
-from prefixcache.config import DEFAULT_MODEL
+from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.models.conversion import widen_folder
 from prefixcache.models.hub import resolve_model
 

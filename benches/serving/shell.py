@@ -37,15 +37,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from fake_engine import make_engine
 from fake_runner import FakeRunner, KnownOutputs
-from prefixcache.bench.machine import machine_facts
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.engine import Engine
-from prefixcache.request import Request
-from prefixcache.sampling_params import SamplingParams
 from prefixcache.server.app import create_app
-from prefixcache.server.served_model import ServedModel
-from prefixcache.step_plan import SequenceOutput, StepPlan
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.server.jobs.served_model import ServedModel
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.tools.bench.machine import machine_facts
+from prefixcache.types.request import Request
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import SequenceOutput, StepPlan
 from serving import running
 from tiny_models import save_tokenizer
 

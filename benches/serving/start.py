@@ -30,7 +30,7 @@ import psutil
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefixcache.bench.servers import run_server
+from prefixcache.tools.bench.servers import run_server
 
 _LARGE_PAGE = 2 << 20
 _SAMPLE_SECONDS = 0.01

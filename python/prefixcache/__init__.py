@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prefixcache.engine.async_engine import AsyncEngine
     from prefixcache.llm import LLM
-    from prefixcache.request import CacheOptions
-    from prefixcache.retention_range import RetentionRange
-    from prefixcache.sampling_params import SamplingParams
+    from prefixcache.types.request import CacheOptions
+    from prefixcache.types.retention_range import RetentionRange
+    from prefixcache.types.sampling_params import SamplingParams
 
     __version__: str
 
@@ -22,10 +22,10 @@ __all__ = ["LLM", "AsyncEngine", "CacheOptions", "RetentionRange", "SamplingPara
 
 _HOMES = {
     "AsyncEngine": "prefixcache.engine.async_engine",
-    "CacheOptions": "prefixcache.request",
+    "CacheOptions": "prefixcache.types.request",
     "LLM": "prefixcache.llm",
-    "RetentionRange": "prefixcache.retention_range",
-    "SamplingParams": "prefixcache.sampling_params",
+    "RetentionRange": "prefixcache.types.retention_range",
+    "SamplingParams": "prefixcache.types.sampling_params",
 }
 
 

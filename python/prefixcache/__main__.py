@@ -1,6 +1,6 @@
 """`python -m prefixcache`: the command of the same name."""
 
-from prefixcache.cli import main
+from prefixcache.cli.main import main
 
 if __name__ == "__main__":
     main()

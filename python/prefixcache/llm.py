@@ -23,19 +23,25 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from prefixcache.chat.message import Message
-from prefixcache.chat.parser_names import ReasoningParserName, ToolCallParserName
-from prefixcache.chat.plan import ChatFormat, ChatPlan
-from prefixcache.chat.tools import read_tool_use
-from prefixcache.config import DEFAULT_MODEL, EngineConfig
+from prefixcache.config.engine_config import DEFAULT_MODEL, EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
 from prefixcache.engine.pool_watch import WATCH_SECONDS, PoolWatch, adjust_pool
 from prefixcache.exceptions import InvalidRequestError
-from prefixcache.request import CacheOptions, FinishReason, Request, RequestOutput, TokenLogprobs
-from prefixcache.sampling_params import SamplingParams
-from prefixcache.token_ids import TokenIds, as_token_ids
-from prefixcache.tokenization.bad_words import with_bad_words
+from prefixcache.text.chat.message import Message
+from prefixcache.text.chat.parser_names import ReasoningParserName, ToolCallParserName
+from prefixcache.text.chat.plan import ChatFormat, ChatPlan
+from prefixcache.text.chat.tools import read_tool_use
+from prefixcache.text.tokenization.bad_words import with_bad_words
+from prefixcache.types.request import (
+    CacheOptions,
+    FinishReason,
+    Request,
+    RequestOutput,
+    TokenLogprobs,
+)
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.token_ids import TokenIds, as_token_ids
 
 T = TypeVar("T")
 Prompt = str | Sequence[int] | TokenIds | Mapping[str, Any]
@@ -93,8 +99,8 @@ class GenerationResult:
 class LLM:
     """A model with its engine, driven by the calling thread: any, but one at a time.
 
-    Flags are those of `vllm serve`: see `prefixcache.config.EngineConfig`, `CacheConfig` and
-    `SchedulerConfig`; `num_gpu_blocks_override` is another name of `num_blocks`. Raises
+    Flags are those of `vllm serve`: see `EngineConfig`, `CacheConfig` and `SchedulerConfig` in
+    `prefixcache.config`; `num_gpu_blocks_override` is another name of `num_blocks`. Raises
     `ConfigError` for a wrong flag and `ModelLoadError` when the model cannot be loaded. How the
     model calls tools and reasons is told by its chat template unless a parser is named.
     """

@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from prefixcache.request import FinishReason
+from prefixcache.types.request import FinishReason
 
 PREFIX = "prefixcache:"
 MetricsPrefix = Literal["prefixcache", "vllm"]

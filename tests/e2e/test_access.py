@@ -11,14 +11,14 @@ import openai
 import pytest
 from fastapi import FastAPI
 
+from prefixcache.config.model_config import GenerationDefaults
 from prefixcache.exceptions import ConfigError
-from prefixcache.model_config import GenerationDefaults
 from prefixcache.server import dashboard
-from prefixcache.server.access import AccessRules
+from prefixcache.server.admin.model_dirs import ModelDirs
 from prefixcache.server.app import create_app
-from prefixcache.server.model_dirs import ModelDirs
-from prefixcache.server.served_model import ServedModel
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.server.http.access import AccessRules
+from prefixcache.server.jobs.served_model import ServedModel
+from prefixcache.text.tokenization.tokenizer import Tokenizer
 from serving import MODEL, FakeEngine, client_of, says, served_folder
 from tiny_models import save_tokenizer
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from prefixcache.server.access import AccessRules
+from prefixcache.server.http.access import AccessRules
 from serving import MODEL, client_of, serve_folder, served_folder
 
 COMPLETIONS, CHAT, WARM = "/v1/completions", "/v1/chat/completions", "/prefix_cache/warm"

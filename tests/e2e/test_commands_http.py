@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from prefixcache.engine.control import Control, between_steps, endpoint
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.text.tokenization.tokenizer import Tokenizer
 from serving import FakeEngine, client_of, fake_app, says
 
 

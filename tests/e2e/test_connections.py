@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 
 from prefixcache.exceptions import ConfigError
 from prefixcache.server import serve
-from prefixcache.server.connections import Connection, ConnectionLimits
+from prefixcache.server.http.connections import Connection, ConnectionLimits
 from serving import running, wait_until
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -11,15 +11,15 @@ import pytest
 from click.testing import CliRunner
 from fastapi import FastAPI
 
-from prefixcache.cli import app as command
-from prefixcache.model_config import GenerationDefaults
-from prefixcache.request import Request, RequestOutput
-from prefixcache.server.access import AccessRules
+from prefixcache.cli.main import app as command
+from prefixcache.config.model_config import GenerationDefaults
 from prefixcache.server.app import create_app
-from prefixcache.server.cross_origin import CrossOrigin
-from prefixcache.server.options import ServeOptions
-from prefixcache.server.served_model import ServedModel
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.server.http.access import AccessRules
+from prefixcache.server.jobs.served_model import ServedModel
+from prefixcache.server.options.cross_origin import CrossOrigin
+from prefixcache.server.options.serve_options import ServeOptions
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.types.request import Request, RequestOutput
 from serving import MODEL, FakeEngine, client_of, says
 from tiny_models import save_tokenizer
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from browser import browser, needs_chromium
-from prefixcache.server.access import AccessRules
-from prefixcache.server.cross_origin import CrossOrigin
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.server.http.access import AccessRules
+from prefixcache.server.options.cross_origin import CrossOrigin
+from prefixcache.text.tokenization.tokenizer import Tokenizer
 from serving import FakeEngine, fake_app, running, says
 from tiny_models import save_tokenizer
 

@@ -13,11 +13,11 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from prefixcache.server.access import AccessRules
-from prefixcache.server.context import Lifecycle
 from prefixcache.server.dashboard import prompts
 from prefixcache.server.dashboard.feed import Feed
-from prefixcache.server.sse import EventStream
+from prefixcache.server.http.access import AccessRules
+from prefixcache.server.http.sse import EventStream
+from prefixcache.server.jobs.context import Lifecycle
 from serving import running, serve_folder, serving, wait_until
 
 EVENTS = "/dashboard/events"

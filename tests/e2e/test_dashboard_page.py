@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from browser import Page, browser, needs_chromium
-from prefixcache.server.access import AccessRules
+from prefixcache.server.http.access import AccessRules
 from serving import running, serve_folder
 
 pytestmark = needs_chromium

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from dialogues import read_dialogues, requests_of
 from prefixcache import LLM, SamplingParams
-from prefixcache.config import DEFAULT_MODEL
+from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.models.hub import is_downloaded, resolve_model
 from repeatable import bounded
 from tiny_models import greedy

@@ -6,7 +6,7 @@ import pytest
 from rich.progress import Progress
 
 from equality_http import Options, compare_servers
-from prefixcache.config import DEFAULT_MODEL
+from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.models.hub import is_downloaded
 
 pytestmark = [

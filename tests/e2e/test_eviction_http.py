@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prefixcache.config import EngineConfig
+from prefixcache.config.engine_config import EngineConfig
 from prefixcache.exceptions import ConfigError
 from serving import MODEL, metric, served_folder
 

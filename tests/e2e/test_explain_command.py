@@ -14,9 +14,9 @@ import httpx
 import pytest
 from click.testing import CliRunner, Result
 
-from prefixcache.cli import app as command
-from prefixcache.server.access import AccessRules
-from prefixcache.server.header_lines import HeaderLines
+from prefixcache.cli.main import app as command
+from prefixcache.server.http.access import AccessRules
+from prefixcache.server.options.header_lines import HeaderLines
 from repeatable import bounded
 from serving import running, serve_folder
 

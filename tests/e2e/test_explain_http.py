@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from prefixcache.server.access import AccessRules
+from prefixcache.server.http.access import AccessRules
 from serving import MODEL, client_of, metric, serve_folder
 
 EXPLAIN = "/prefix_cache/explain"

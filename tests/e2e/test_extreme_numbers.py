@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from prefixcache.engine.control import Control
-from prefixcache.server import admin, protocol
+from prefixcache.server.admin import admin
+from prefixcache.server.openai import protocol
 from serving import client_of, serve_folder
 
 _PROMPT = {"prompt": "hello", "max_tokens": 2}

@@ -11,14 +11,14 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from prefixcache.config import EngineConfig
+from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.build import build
 from prefixcache.events import wire
 from prefixcache.events.config import KVEventsConfig
 from prefixcache.events.start import event_sockets, publishing
 from prefixcache.server.app import create_app
-from prefixcache.server.served_model import ServedModel
+from prefixcache.server.jobs.served_model import ServedModel
 from serving import MODEL, client_of, metric
 
 LOCAL = "tcp://127.0.0.1:*"

@@ -15,11 +15,11 @@ import httpx
 import pytest
 
 from prefixcache.engine.async_engine import AsyncEngine
-from prefixcache.request import Request, RequestOutput, TokenLogprobs
-from prefixcache.server import answers
-from prefixcache.server.access import AccessRules
-from prefixcache.server.limits import ServerLimits
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.server.http.access import AccessRules
+from prefixcache.server.jobs import answers
+from prefixcache.server.options.limits import ServerLimits
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.types.request import Request, RequestOutput, TokenLogprobs
 from serving import MODEL, FakeEngine, client_of, fake_app, serve_folder, served_folder, until
 from tiny_models import save_tokenizer
 
@@ -340,8 +340,8 @@ async def test_probes_need_no_key_and_no_body(
 async def test_server_info_is_the_administrators_and_shows_no_secrets(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
-    from prefixcache.flags import shown_values
-    from prefixcache.server.options import ServeOptions
+    from prefixcache.config.flags import shown_values
+    from prefixcache.server.options.serve_options import ServeOptions
 
     flags = shown_values(ServeOptions(api_key=("hidden",), max_waiting_per_key=3))
     access = {"rules": KEYS, "flags": flags}

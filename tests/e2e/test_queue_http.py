@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from prefixcache.engine.async_engine import AsyncEngine
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.text.tokenization.tokenizer import Tokenizer
 from serving import MODEL, FakeEngine, client_of, fake_app, says, served_folder, until
 from tiny_models import save_tokenizer
 

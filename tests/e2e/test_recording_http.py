@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from prefixcache._core import replay_recording
-from prefixcache.cli import app
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.cli.main import app
+from prefixcache.text.tokenization.tokenizer import Tokenizer
 from serving import MODEL, metric, served_folder
 
 HINTS = [{"start": 0, "end": 64, "priority": 85, "ttl_s": 0.05}]

@@ -17,12 +17,12 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from prefixcache.cli import app as command
+from prefixcache.cli.main import app as command
+from prefixcache.config.logs import LogFormat, log_handler
 from prefixcache.exceptions import FieldError
-from prefixcache.logs import LogFormat, log_handler
-from prefixcache.request import Request, RequestOutput
-from prefixcache.server.access import AccessRules
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.server.http.access import AccessRules
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.types.request import Request, RequestOutput
 from serving import FakeEngine, client_of, fake_app, running, says, served_folder, wait_until
 from tiny_models import save_tokenizer
 

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from prefixcache.request import Request, RequestOutput
-from prefixcache.server.access import AccessRules
-from prefixcache.server.response_store import ResponseStore, StoredResponse
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.server.http.access import AccessRules
+from prefixcache.server.openai.response_store import ResponseStore, StoredResponse
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.types.request import Request, RequestOutput
 from serving import FakeEngine, client_of, fake_app, served_folder
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"

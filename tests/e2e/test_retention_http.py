@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from prefixcache.engine.async_engine import AsyncEngine
-from prefixcache.server.access import AccessRules
+from prefixcache.server.http.access import AccessRules
 from serving import MODEL, metric, served_folder
 
 USABLE = 60

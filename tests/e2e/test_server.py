@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from prefixcache.model_config import GenerationDefaults
-from prefixcache.server.answers import Choice
-from prefixcache.server.workers import Workers
+from prefixcache.config.model_config import GenerationDefaults
+from prefixcache.server.http.workers import Workers
+from prefixcache.server.jobs.answers import Choice
 from serving import MODEL, events, metric, served_folder
 from tiny_models import EOS
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prefixcache.server import limits
-from prefixcache.server.limits import MAX_BODY_BYTES
+from prefixcache.server.options import limits
+from prefixcache.server.options.limits import MAX_BODY_BYTES
 from serving import MODEL, client_of, metric
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from prefixcache.exceptions import EngineDeadError
-from prefixcache.request import Request, RequestOutput
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.types.request import Request, RequestOutput
 from serving import FakeEngine, client_of, events, fake_app, says
 from tiny_models import EOS, train_tokenizer
 

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from prefixcache.cli import app
+from prefixcache.cli.main import app
 from server_process import PREFIXCACHE, ServerProcess, server_process
 from serving import events, wait_until
 

@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
-from prefixcache.request import Request, RequestOutput
-from prefixcache.server.context import Lifecycle
+from prefixcache.server.jobs.context import Lifecycle
 from prefixcache.server.serve import ServeOptions, Server
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.types.request import Request, RequestOutput
 from serving import FakeEngine, client_of, events, fake_app, running, says, serving, wait_until
 from tiny_models import save_tokenizer
 
@@ -71,7 +71,7 @@ def stream(address: str, **fields: Any) -> Generator[tuple[str, Any], None, None
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The access log. Nobody else may have written anything."""
     assert {record.name for record in caplog.records} <= {
-        "prefixcache.server.context",
+        "prefixcache.server.jobs.context",
         "prefixcache.server.serve",
     }
     return [record.getMessage() for record in caplog.records if "context" in record.name]

@@ -16,7 +16,7 @@ from annotated_types import Le, MaxLen
 from pydantic import BaseModel
 
 from prefixcache.exceptions import GrammarError
-from prefixcache.grammar.compiler import Matcher
+from prefixcache.text.grammar.compiler import Matcher
 from serving import MODEL, client_of, serve_folder
 
 Short = Annotated[str, MaxLen(6)]

@@ -24,10 +24,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from uvicorn.server import ServerState
 
-from prefixcache.cli import app as command
-from prefixcache.server.context import Lifecycle
-from prefixcache.server.tls import Certificates
-from prefixcache.server.tls_options import TlsOptions
+from prefixcache.cli.main import app as command
+from prefixcache.server.http.tls import Certificates
+from prefixcache.server.jobs.context import Lifecycle
+from prefixcache.server.options.tls_options import TlsOptions
 from serving import serving, wait_until
 
 LONG_AGO = datetime.datetime(2001, 1, 1, tzinfo=datetime.timezone.utc)
@@ -196,7 +196,7 @@ def _new_serial(url: str, files: Files) -> str:
 
 
 def test_files_are_watched(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefixcache.server.tls._WATCH_SECONDS", 0.01)
+    monkeypatch.setattr("prefixcache.server.http.tls._WATCH_SECONDS", 0.01)
     certificates = Certificates(files.options)
     before = certificates.context
     with serving(echoes, Lifecycle(), certificates=certificates):

@@ -14,11 +14,11 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from prefixcache.cli import app as command
+from prefixcache.cli.main import app as command
 from prefixcache.exceptions import FieldError
-from prefixcache.request import Request, RequestOutput
-from prefixcache.server.tracing import Tracing, tracing_to
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.server.http.tracing import Tracing, tracing_to
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.types.request import Request, RequestOutput
 from serving import FakeEngine, client_of, fake_app, says, served_folder
 from tiny_models import save_tokenizer
 
@@ -145,7 +145,7 @@ class _Stuck(SpanExporter):
 async def test_a_collector_that_is_gone_harms_nobody(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("prefixcache.server.tracing._CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("prefixcache.server.http.tracing._CLOSE_SECONDS", 0.1)
     exporter = _Stuck()
     tracing = Tracing(exporter)
     app = fake_app(FakeEngine(lambda request: says(request, "hi")), tokenizer, tracing=tracing)

@@ -15,11 +15,11 @@ import openai
 import pytest
 
 from prefixcache.exceptions import FieldError
-from prefixcache.server.context import Lifecycle
-from prefixcache.server.listener import listening
-from prefixcache.server.options import ServeOptions
+from prefixcache.server.http.listener import listening
+from prefixcache.server.jobs.context import Lifecycle
+from prefixcache.server.options.serve_options import ServeOptions
 from prefixcache.server.serve import Server
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.text.tokenization.tokenizer import Tokenizer
 from serving import MODEL, FakeEngine, fake_app, says
 from tiny_models import save_tokenizer
 

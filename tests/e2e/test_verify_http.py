@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from equality import WIDE
-from prefixcache.verify.client import Asker
-from prefixcache.verify.options import VerifyOptions
-from prefixcache.verify.report import Report, verdict
-from prefixcache.verify.run import verify_with
+from prefixcache.tools.verify.client import Asker
+from prefixcache.tools.verify.verify_options import VerifyOptions
+from prefixcache.tools.verify.verify_report import Report, verdict
+from prefixcache.tools.verify.verify_run import verify_with
 from serving import served_folder
 
 

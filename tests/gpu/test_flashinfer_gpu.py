@@ -11,7 +11,7 @@ import torch
 from paged_models import PagedServer
 from prefixcache.attention.base import AttentionBatch, AttentionSpec
 from prefixcache.attention.flashinfer import FlashInferAttention, make_flashinfer
-from prefixcache.model_config import ModelConfig
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.models.decoder import Builder, DecoderModel
 from prefixcache.ops.sets import make_ops
 from prefixcache.runner.cuda_graph import CudaCapture

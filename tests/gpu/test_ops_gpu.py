@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from prefixcache.model_config import RopeConfig
+from prefixcache.config.model_config import RopeConfig
 from prefixcache.ops import activation, norm, rope
-from prefixcache.sampling.sampler import greedy_token_ids
+from prefixcache.runner.sampling.sampler import greedy_token_ids
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

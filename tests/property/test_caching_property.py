@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fake_engine import make_engine, make_request
 from fake_runner import answer_alone
 from prefixcache.kv.cache_manager import GroupKind
-from prefixcache.request import CacheOptions, RequestOutput
+from prefixcache.types.request import CacheOptions, RequestOutput
 from repeatable import bounded
 
 BLOCK = 4

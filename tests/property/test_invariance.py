@@ -22,7 +22,7 @@ from equality import (
 )
 from paged_driver import PagedDriver
 from prefixcache._core import Cpu
-from prefixcache.model_config import ModelConfig
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import load_model
 from repeatable import bounded

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plans import context
-from prefixcache.sampling.sampler import sample
-from prefixcache.sampling_params import SamplingParams
-from prefixcache.step_plan import SamplingInput
+from prefixcache.runner.sampling.sampler import sample
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import SamplingInput
 from unit.test_sampler import reference
 
 VOCAB = 40

@@ -24,12 +24,12 @@ from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import RequestTooLargeError
 from prefixcache.kv.cache_manager import CacheManager, GroupKind
 from prefixcache.kv.retention import Retention
-from prefixcache.request import CacheOptions, Request
-from prefixcache.retention_range import RetentionRange
-from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.state import RequestState
-from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan
+from prefixcache.types.request import CacheOptions, Request
+from prefixcache.types.retention_range import RetentionRange
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 from reference.cache import ReferenceCache
 from repeatable import bounded
 

@@ -20,15 +20,15 @@ from safetensors.torch import load_file
 from fake_engine import make_request
 from fake_memory import fake_checkpoint, lone_answer, make_versioned_engine
 from prefixcache import LLM, SamplingParams
-from prefixcache.config import EngineConfig
+from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
-from prefixcache.engine.modes import InFlightMode
 from prefixcache.exceptions import EngineHaltedError
 from prefixcache.kv.specs import GroupKind
-from prefixcache.request import CacheOptions, Request, RequestOutput
+from prefixcache.types.modes import InFlightMode
+from prefixcache.types.request import CacheOptions, Request, RequestOutput
 from repeatable import bounded
 
 ROUNDS = bounded(usual=1, long=30)

@@ -7,7 +7,7 @@ from functools import partial
 
 from ray.serve.config import AutoscalingConfig
 
-from prefixcache.cli import main
+from prefixcache.cli.main import main
 from prefixcache.ray_serve import application
 
 application.AutoscalingConfig = partial(  # type: ignore[misc, assignment]

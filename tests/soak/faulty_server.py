@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from prefixcache.cli import main
+from prefixcache.cli.main import main
 from prefixcache.engine.output import Answer
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.models import safetensors_file
 from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.server import app
-from prefixcache.server.response_store import ResponseStore
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.server.openai.response_store import ResponseStore
+from prefixcache.text.tokenization.tokenizer import Tokenizer
 from soak.census import serve_census
 from soak.faults import DISK, LEAK, Faults, InjectedDiskError, InjectedError, InjectedMemoryError
 

@@ -11,8 +11,8 @@ import pytest
 from prefixcache.diagnostics.advice import Finding, summarize
 from prefixcache.diagnostics.history import Miss, RememberedPrompt
 from prefixcache.diagnostics.spans import PromptSource
-from prefixcache.token_ids import TokenIds, as_token_ids
-from prefixcache.tokenization.chat_template import ChatTemplate
+from prefixcache.text.tokenization.chat_template import ChatTemplate
+from prefixcache.types.token_ids import TokenIds, as_token_ids
 from tiny_models import CHAT_TEMPLATE
 
 TEMPLATE = ChatTemplate(

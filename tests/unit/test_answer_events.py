@@ -11,16 +11,16 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixcache.chat.message import Message, MessageDelta, MessageParser, ToolCallDelta
-from prefixcache.request import Request, RequestOutput, TokenLogprobs
-from prefixcache.sampling_params import SamplingParams
-from prefixcache.server.access import Caller
-from prefixcache.server.answers import Choice, Choices, TokenCounts
-from prefixcache.server.context import Call
-from prefixcache.server.job_maker import Job
-from prefixcache.server.logprobs import TextOffsets
-from prefixcache.server.message_events import MessageForm
-from prefixcache.server.response_events import ResponseForm
+from prefixcache.server.anthropic.message_events import MessageForm
+from prefixcache.server.http.access import Caller
+from prefixcache.server.jobs.answers import Choice, Choices, TokenCounts
+from prefixcache.server.jobs.context import Call
+from prefixcache.server.jobs.job_maker import Job
+from prefixcache.server.jobs.logprobs import TextOffsets
+from prefixcache.server.openai.response_events import ResponseForm
+from prefixcache.text.chat.message import Message, MessageDelta, MessageParser, ToolCallDelta
+from prefixcache.types.request import Request, RequestOutput, TokenLogprobs
+from prefixcache.types.sampling_params import SamplingParams
 
 NOTHING: Any = None
 texts = st.text("ab", max_size=3)

@@ -29,7 +29,7 @@ from prefixcache.exceptions import (
     SlowReaderError,
 )
 from prefixcache.kv.cache_manager import CacheManager
-from prefixcache.request import Request, RequestOutput
+from prefixcache.types.request import Request, RequestOutput
 from serving import until
 
 PROMPT = [1, 2, 3, 4, 5]

@@ -14,13 +14,14 @@ from matplotlib import rc_context
 from matplotlib.image import imread
 from rich.console import Console
 
-from prefixcache.bench import machine
-from prefixcache.bench.compare import compare_files
-from prefixcache.bench.goodput import parse_objectives
-from prefixcache.bench.page import write_page
-from prefixcache.bench.plots import draw
-from prefixcache.bench.records import RequestRecord, Run
-from prefixcache.bench.report import (
+from prefixcache.exceptions import ConfigError
+from prefixcache.tools.bench import machine
+from prefixcache.tools.bench.goodput import parse_objectives
+from prefixcache.tools.bench.records import RequestRecord, Run
+from prefixcache.tools.bench.reports.compare import compare_files
+from prefixcache.tools.bench.reports.page import write_page
+from prefixcache.tools.bench.reports.plots import draw
+from prefixcache.tools.bench.reports.report import (
     Report,
     Variant,
     make_report,
@@ -29,8 +30,7 @@ from prefixcache.bench.report import (
     to_json,
     write_json,
 )
-from prefixcache.bench.tables import heading, table
-from prefixcache.exceptions import ConfigError
+from prefixcache.tools.bench.reports.tables import heading, table
 
 SETTINGS = {
     "model": "tiny",

@@ -15,11 +15,11 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from prefixcache.bench.prompts import ChatForm, Message, Prompt, TextForm, TokenForm
-from prefixcache.bench.records import BenchmarkError, RequestFailedError
-from prefixcache.bench.servers import http_target
-from prefixcache.bench.targets import HttpTarget, connect
-from prefixcache.cli import app
+from prefixcache.cli.main import app
+from prefixcache.tools.bench.prompts import ChatForm, Message, Prompt, TextForm, TokenForm
+from prefixcache.tools.bench.records import BenchmarkError, RequestFailedError
+from prefixcache.tools.bench.servers import http_target
+from prefixcache.tools.bench.targets import HttpTarget, connect
 
 TEXT = Prompt((Message("user", " a b c"),), 4)
 

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from prefixcache.bench.arrivals import LoadConfig
-from prefixcache.bench.load import drive
-from prefixcache.bench.options import BenchOptions
-from prefixcache.bench.prompts import Prompt, TokenForm
-from prefixcache.bench.records import BenchmarkError, RequestFailedError, RequestRecord, Run
-from prefixcache.bench.report import Report
-from prefixcache.bench.run import Work, run_bench, settings
-from prefixcache.bench.servers import run_server, serve_arguments
-from prefixcache.bench.sessions import Session, Text, Turn
-from prefixcache.bench.targets import CACHE_OFF, EngineTarget, connect
-from prefixcache.bench.workloads import WorkloadConfig
-from prefixcache.cli import app
+from prefixcache.cli.main import app
 from prefixcache.exceptions import ConfigError
+from prefixcache.tools.bench.arrivals import LoadConfig
+from prefixcache.tools.bench.bench_options import BenchOptions
+from prefixcache.tools.bench.load import drive
+from prefixcache.tools.bench.prompts import Prompt, TokenForm
+from prefixcache.tools.bench.records import BenchmarkError, RequestFailedError, RequestRecord, Run
+from prefixcache.tools.bench.reports.report import Report
+from prefixcache.tools.bench.run import Work, run_bench, settings
+from prefixcache.tools.bench.servers import run_server, serve_arguments
+from prefixcache.tools.bench.sessions import Session, Text, Turn
+from prefixcache.tools.bench.targets import CACHE_OFF, EngineTarget, connect
+from prefixcache.tools.bench.workloads import WorkloadConfig
 from serving import served_folder
 
 WORKLOAD = WorkloadConfig(num_requests=4, prefix_len=64, suffix_len=16, output_len=3)

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prefixcache.bench.arrivals import LoadConfig
-from prefixcache.bench.prompts import ChatForm, Message, Prompt, TextForm, TokenForm
-from prefixcache.bench.records import BenchmarkError
-from prefixcache.bench.sessions import Session, Text, Turn
-from prefixcache.bench.traces import trace_sessions
-from prefixcache.bench.workloads import WorkloadConfig, make_sessions
 from prefixcache.exceptions import ConfigError
+from prefixcache.tools.bench.arrivals import LoadConfig
+from prefixcache.tools.bench.prompts import ChatForm, Message, Prompt, TextForm, TokenForm
+from prefixcache.tools.bench.records import BenchmarkError
+from prefixcache.tools.bench.sessions import Session, Text, Turn
+from prefixcache.tools.bench.traces import trace_sessions
+from prefixcache.tools.bench.workloads import WorkloadConfig, make_sessions
 
 POOL = list(range(100, 220))
 

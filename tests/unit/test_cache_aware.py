@@ -12,11 +12,11 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixcache.request import CacheOptions, Request
-from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler import cache_aware
 from prefixcache.scheduler.cache_aware import CacheAwareQueue
 from prefixcache.scheduler.state import RequestState
+from prefixcache.types.request import CacheOptions, Request
+from prefixcache.types.sampling_params import SamplingParams
 from repeatable import bounded
 from scheduler_bench import Bench, prompt_of
 

@@ -10,9 +10,9 @@ from plans import plan_of
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.retention import Retention
-from prefixcache.request import CacheOptions, Request
-from prefixcache.sampling_params import SamplingParams
-from prefixcache.step_plan import ScheduledSequence
+from prefixcache.types.request import CacheOptions, Request
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import ScheduledSequence
 
 
 def started(cache: CacheManager, name: str, length: int, salt: str | None = None) -> str:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from prefixcache.exceptions import InvalidRequestError
-from prefixcache.retention_range import RetentionRange
-from prefixcache.server.caching import (
+from prefixcache.server.jobs.caching import (
     Breakpoint,
     CachingControls,
     Marked,
@@ -23,7 +22,8 @@ from prefixcache.server.caching import (
     prompt_caching,
     written_by_ttl,
 )
-from prefixcache.tokenization.chat_template import ChatTemplate
+from prefixcache.text.tokenization.chat_template import ChatTemplate
+from prefixcache.types.retention_range import RetentionRange
 from tiny_models import CHAT_TEMPLATE
 
 FIRST, SECOND, THIRD = (Place("messages", index) for index in range(3))

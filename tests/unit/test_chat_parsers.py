@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat_models import CLOCK, QUESTION, TOOLS, WEATHER, chat_format
-from prefixcache.chat.message import Message, MessageParser
-from prefixcache.chat.tools import read_tool_use
-from prefixcache.request import RequestOutput
-from prefixcache.server.answers import Choice
+from prefixcache.server.jobs.answers import Choice
+from prefixcache.text.chat.message import Message, MessageParser
+from prefixcache.text.chat.tools import read_tool_use
+from prefixcache.types.request import RequestOutput
 from repeatable import bounded
 
 FAMILIES = ["smollm2", "qwen2", "qwen3", "llama3", "mistral", "mistral-named"]

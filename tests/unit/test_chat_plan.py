@@ -8,10 +8,10 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from chat_models import CLOCK, QUESTION, TOOLS, WEATHER, assistant, chat_format, tokenizer
-from prefixcache.chat.grammars import schema_problem
-from prefixcache.chat.tools import read_tool_use
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError
-from prefixcache.structured_output import StructuredOutput
+from prefixcache.text.chat.grammars import schema_problem
+from prefixcache.text.chat.tools import read_tool_use
+from prefixcache.types.structured_output import StructuredOutput
 
 NAMED = {"type": "function", "function": {"name": "get_time"}}
 CALL = '{"name": "get_weather", "arguments": {"city": "Rome", "unit": "C"}}'

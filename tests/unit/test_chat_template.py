@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError
-from prefixcache.tokenization.chat_template import ChatTemplate
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.text.tokenization.chat_template import ChatTemplate
+from prefixcache.text.tokenization.tokenizer import Tokenizer
 from tiny_models import CHAT_TEMPLATE, save_tokenizer
 
 _MESSAGES = [

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ModelLoadError
-from prefixcache.model_config import ModelConfig
 from prefixcache.models import digests
 from prefixcache.models.checkpoint import model_digest, read_checkpoint
 from prefixcache.models.hub import resolve_model

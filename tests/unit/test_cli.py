@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from prefixcache.cli import app
-from prefixcache.config import CacheConfig, EngineConfig
+from prefixcache.cli.main import app
+from prefixcache.config.engine_config import CacheConfig, EngineConfig
 from prefixcache.exceptions import FieldError
-from prefixcache.server.options import ServeOptions
+from prefixcache.server.options.serve_options import ServeOptions
 
 
 def _run(*arguments: str) -> Result:
@@ -93,7 +93,7 @@ def test_options_of_serve_stand_in_groups():
 def test_help_imports_nothing_heavy():
     code = (
         "import sys\n"
-        "from prefixcache.cli import app\n"
+        "from prefixcache.cli.main import app\n"
         "app(['serve', '--help'], standalone_mode=False)\n"
         "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'numpy', 'matplotlib', 'pydantic',"
         " 'rich', 'yaml'}\n"

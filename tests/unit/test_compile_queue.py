@@ -12,11 +12,11 @@ from unittest import mock
 import pytest
 
 from prefixcache.exceptions import QueueFullError, RequestTimeoutError, SlowGrammarError
-from prefixcache.server import compile_queue
-from prefixcache.server.access import Caller
-from prefixcache.server.compile_queue import CompileQueue, TurnQueue
-from prefixcache.server.context import Call
-from prefixcache.structured_output import StructuredOutput
+from prefixcache.server.http.access import Caller
+from prefixcache.server.jobs import compile_queue
+from prefixcache.server.jobs.compile_queue import CompileQueue, TurnQueue
+from prefixcache.server.jobs.context import Call
+from prefixcache.types.structured_output import StructuredOutput
 from serving import until
 
 

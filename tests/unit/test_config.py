@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from prefixcache.attention.registry import attention_names
-from prefixcache.config import Attention, CacheConfig, EngineConfig, SchedulerConfig
+from prefixcache.config.engine_config import Attention, CacheConfig, EngineConfig, SchedulerConfig
+from prefixcache.config.model_config import GenerationDefaults, ModelConfig, RopeConfig
 from prefixcache.exceptions import ConfigError, ModelLoadError, UnsupportedModelError
-from prefixcache.model_config import GenerationDefaults, ModelConfig, RopeConfig
 from repeatable import bounded
 
 
@@ -481,8 +481,8 @@ def test_engine_options_are_checked(arguments: dict[str, Any], named: str) -> No
 
 def test_a_config_imports_no_torch() -> None:
     code = (
-        "import sys, prefixcache.config, prefixcache.model_config\n"
-        "prefixcache.config.EngineConfig()\n"
+        "import sys, prefixcache.config.engine_config, prefixcache.config.model_config\n"
+        "prefixcache.config.engine_config.EngineConfig()\n"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -645,7 +645,7 @@ def test_what_leaves_nothing_open_means_the_same_without_transformers(
     written = llama(architectures=[f"{architecture}ForCausalLM"], **_WRITTEN | changes)
     found = ModelConfig.from_hf(written)
     asked.assert_not_called()
-    monkeypatch.setattr("prefixcache.hf_config._leaves_nothing_open", lambda *_: False)
+    monkeypatch.setattr("prefixcache.config.hf_config._leaves_nothing_open", lambda *_: False)
     assert ModelConfig.from_hf(written) == found
     asked.assert_called_once()
 
@@ -676,7 +676,7 @@ def test_windows_mean_the_same_without_transformers(
         except ConfigError:
             return ConfigError
 
-    with mock.patch("prefixcache.hf_config._leaves_nothing_open", return_value=False):
+    with mock.patch("prefixcache.config.hf_config._leaves_nothing_open", return_value=False):
         asked = read()
     assert read() == asked
 

@@ -15,7 +15,7 @@ from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import EngineHaltedError, InvalidRequestError, ModelLoadError
 from prefixcache.models.checkpoint import Checkpoint
-from prefixcache.request import RequestOutput
+from prefixcache.types.request import RequestOutput
 
 PROMPT = [*range(10, 27)]
 

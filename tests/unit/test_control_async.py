@@ -19,7 +19,7 @@ from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.control import Control
 from prefixcache.exceptions import EngineDeadError, EngineHaltedError, InvalidRequestError
 from prefixcache.models.checkpoint import Checkpoint
-from prefixcache.request import RequestOutput
+from prefixcache.types.request import RequestOutput
 
 T = TypeVar("T")
 PROMPT = [*range(10, 27)]

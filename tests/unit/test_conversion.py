@@ -15,15 +15,15 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
 from paged_driver import PagedDriver
-from prefixcache import cli
 from prefixcache._core import Cpu
-from prefixcache.model_config import ModelConfig
+from prefixcache.cli import main as cli
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.models import conversion
 from prefixcache.models.blocks import WEIGHTS_FILE
 from prefixcache.models.conversion import quantize_folder, widen_folder
 from prefixcache.models.loader import load_model
 from prefixcache.models.quantize import QUANTIZABLE
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.text.tokenization.tokenizer import Tokenizer
 from tiny_models import make_checkpoint
 
 Checkpoint = Callable[..., Path]

@@ -15,7 +15,7 @@ import torch
 from paged_models import CPU, PagedServer
 from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.flashinfer import FlashInferAttention
-from prefixcache.model_config import ModelConfig
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import load_model
 from prefixcache.runner.cuda_graph import choose_size, graph_sizes
@@ -182,8 +182,8 @@ def test_unusable_logits_end_their_sequence_alone(
 
 
 def _request(name: str, prompt: list[int]):
-    from prefixcache.request import Request
-    from prefixcache.sampling_params import SamplingParams
+    from prefixcache.types.request import Request
+    from prefixcache.types.sampling_params import SamplingParams
 
     params = SamplingParams(max_tokens=4, temperature=0.0)
     return Request(request_id=name, prompt_token_ids=prompt, params=params)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixcache.config import EngineConfig
+from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine import device as engine_device
 from prefixcache.exceptions import ConfigError, OutOfMemoryError
 from prefixcache.kv.memory import CudaMemory

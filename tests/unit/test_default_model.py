@@ -11,9 +11,9 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paged_driver import PagedDriver
-from prefixcache.cli import app
-from prefixcache.config import DEFAULT_MODEL
-from prefixcache.model_config import GenerationDefaults, ModelConfig
+from prefixcache.cli.main import app
+from prefixcache.config.engine_config import DEFAULT_MODEL
+from prefixcache.config.model_config import GenerationDefaults, ModelConfig
 from prefixcache.models.hub import is_downloaded, read_config, resolve_model
 from prefixcache.models.loader import load_model
 from repeatable import bounded

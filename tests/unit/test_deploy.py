@@ -14,12 +14,12 @@ import yaml
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefixcache.config import EngineConfig
+from prefixcache.config.engine_config import EngineConfig
+from prefixcache.config.flags import leaves
 from prefixcache.engine.losses import LossReader
 from prefixcache.engine.residency import BlockResidency
-from prefixcache.flags import leaves
 from prefixcache.metrics import Gauges, LabelledMetrics, Metrics, PoolGauges
-from prefixcache.server.options import ServeOptions
+from prefixcache.server.options.serve_options import ServeOptions
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = DEPLOY / "grafana" / "dashboard.json"

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from prefixcache.sampling_params import SamplingParams
-from prefixcache.tokenization.detokenizer import Detokenizers, IncrementalDetokenizer
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.text.tokenization.detokenizer import Detokenizers, IncrementalDetokenizer
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.types.sampling_params import SamplingParams
 from tiny_models import EOS, train_tokenizer
 
 _BROKEN = "\ufffd"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from prefixcache.diagnostics.difference import Difference, find_difference
 from prefixcache.diagnostics.spans import PromptSource, span_at
-from prefixcache.token_ids import TokenIds, as_token_ids
-from prefixcache.tokenization.chat_template import ChatTemplate
+from prefixcache.text.tokenization.chat_template import ChatTemplate
+from prefixcache.types.token_ids import TokenIds, as_token_ids
 from repeatable import bounded
 from tiny_models import CHAT_TEMPLATE
 

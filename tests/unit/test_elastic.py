@@ -16,7 +16,7 @@ from fake_blocks import BLOCK_BYTES, slow_clock
 from fake_engine import make_engine, make_request
 from fake_memory import lone_answer, make_versioned_engine
 from fake_runner import answer_alone
-from prefixcache.config import CacheConfig, ElasticConfig
+from prefixcache.config.engine_config import CacheConfig, ElasticConfig
 from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.pool_watch import adjust_pool

@@ -13,7 +13,7 @@ from prefixcache._core import Cpu
 from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.cpu import CpuAttention
 from prefixcache.attention.torch_attention import TorchAttention
-from prefixcache.model_config import ModelConfig
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import load_model
 

@@ -15,8 +15,8 @@ from fake_runner import VOCAB_SIZE, answer_alone, next_token
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError, RequestTooLargeError
 from prefixcache.kv.cache_manager import CacheManager
-from prefixcache.request import CacheOptions, Request, RequestOutput
-from prefixcache.sampling_params import SamplingParams
+from prefixcache.types.request import CacheOptions, Request, RequestOutput
+from prefixcache.types.sampling_params import SamplingParams
 
 PROMPT = [1, 2, 3, 4, 5]
 

@@ -33,8 +33,8 @@ from prefixcache.attention.flashinfer_plan import (
     planned_tiles_alone,
 )
 from prefixcache.attention.registry import AttentionOptions, make_attention
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError
-from prefixcache.model_config import ModelConfig
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import load_model
 from reference import flashinfer_reference

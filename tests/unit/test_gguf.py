@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
-from prefixcache.model_config import ModelConfig
 from prefixcache.models import digests, hub, safetensors_file
 from prefixcache.models.blocks import INDEX_FILE, read_index
 from prefixcache.models.decoder import DecoderModel

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from prefixcache import LLM, SamplingParams
-from prefixcache.config import DEFAULT_MODEL, EngineConfig
+from prefixcache.config.engine_config import DEFAULT_MODEL, EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import (
@@ -29,15 +29,15 @@ from prefixcache.exceptions import (
     QueueFullError,
     SlowGrammarError,
 )
-from prefixcache.grammar import compiler, grammars
-from prefixcache.grammar.grammars import Grammars
-from prefixcache.grammar.guide import Guide
-from prefixcache.grammar.lanes import Lanes
-from prefixcache.grammar.trial import Trial, Trials
-from prefixcache.grammar.vocabulary import Vocabulary
 from prefixcache.models.hub import is_downloaded
-from prefixcache.request import Request
-from prefixcache.structured_output import StructuredOutput
+from prefixcache.text.grammar import compiler, grammars
+from prefixcache.text.grammar.grammars import Grammars
+from prefixcache.text.grammar.guide import Guide
+from prefixcache.text.grammar.lanes import Lanes
+from prefixcache.text.grammar.trial import Trial, Trials
+from prefixcache.text.grammar.vocabulary import Vocabulary
+from prefixcache.types.request import Request
+from prefixcache.types.structured_output import StructuredOutput
 from repeatable import bounded
 
 Checkpoint = Callable[..., Path]
@@ -297,7 +297,7 @@ def test_what_would_take_minutes_is_given_up(output: StructuredOutput) -> None:
 
 _ENDS_IN_A_JOB = """
 import atexit, threading, time
-from prefixcache.grammar.lanes import Lanes, Pace
+from prefixcache.text.grammar.lanes import Lanes, Pace
 names = lambda: [t.name for t in threading.enumerate() if t.name.startswith("prefixcache-grammar")]
 atexit.register(lambda: print(names()))  # the first one registered is called last
 lanes, begun = Lanes(), threading.Event()

@@ -15,7 +15,7 @@ from equality import with_windows
 from paged_driver import PagedDriver, make_batch
 from prefixcache.attention.base import AttentionBackend, AttentionGroup, AttentionSpec
 from prefixcache.attention.registry import make_attention
-from prefixcache.model_config import ModelConfig
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.models.loader import load_model
 
 BACKENDS = ["torch", "cpu"]

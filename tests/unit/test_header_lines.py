@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prefixcache.exceptions import FieldError
-from prefixcache.server.header_lines import HeaderLines
-from prefixcache.server.options import ServeOptions
+from prefixcache.server.options.header_lines import HeaderLines
+from prefixcache.server.options.serve_options import ServeOptions
 
 BILLING = "^x-[a-z-]*billing-header:"
 LINES = HeaderLines([BILLING, "^Time: "])

@@ -13,10 +13,10 @@ import torch
 from fake_engine import make_engine, make_request
 from fake_memory import NAMES, make_versioned_engine
 from fake_runner import FakeRunner, answer_alone
-from prefixcache.config import SchedulerConfig
+from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import ConfigError, InvalidRequestError
-from prefixcache.request import CacheOptions
+from prefixcache.types.request import CacheOptions
 from scheduler_bench import Bench, prompt_of
 
 

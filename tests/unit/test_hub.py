@@ -17,13 +17,13 @@ import torch
 from transformers import AutoTokenizer
 
 from paged_driver import PagedDriver
-from prefixcache.config import DEFAULT_MODEL
+from prefixcache.config.engine_config import DEFAULT_MODEL
+from prefixcache.config.model_config import ModelConfig, RopeConfig
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
-from prefixcache.model_config import ModelConfig, RopeConfig
 from prefixcache.models import hub
 from prefixcache.models.hub import WheelModel, cache_home, is_downloaded, resolve_model
 from prefixcache.models.loader import load_model
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.text.tokenization.tokenizer import Tokenizer
 from tiny_gguf import GEMMA_SPECIAL_TOKENS, write_gguf
 from tiny_models import make_checkpoint, make_model
 

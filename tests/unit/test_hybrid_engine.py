@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from equality import with_windows
-from prefixcache.config import EngineConfig
+from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.build import BuiltEngine, build
 from prefixcache.exceptions import ConfigError
-from prefixcache.request import Request
-from prefixcache.sampling_params import SamplingParams
+from prefixcache.types.request import Request
+from prefixcache.types.sampling_params import SamplingParams
 
 BLOCK, CHUNK, WINDOW = 16, 32, 33
 CONTEXT = 512

@@ -13,10 +13,10 @@ from torch import Tensor
 from equality import WIDE, Bench, Counts, make_pair, random_schedule
 from paged_driver import PagedDriver
 from prefixcache._core import Cpu
-from prefixcache.config import Activations, CacheConfig, EngineConfig
+from prefixcache.config.engine_config import Activations, CacheConfig, EngineConfig
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.build import BuiltEngine, build
 from prefixcache.exceptions import ConfigError
-from prefixcache.model_config import ModelConfig
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.loader import load_model
 from prefixcache.ops.blocks import BLOCK_FORMATS

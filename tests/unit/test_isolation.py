@@ -16,9 +16,9 @@ from prefixcache import LLM
 from prefixcache._core import PrefixCache
 from prefixcache._core import Sequence as CoreSequence
 from prefixcache.engine.engine import Engine
-from prefixcache.request import CacheOptions, Request, RequestOutput
 from prefixcache.runner.model_runner import ModelRunner
-from prefixcache.sampling_params import SamplingParams
+from prefixcache.types.request import CacheOptions, Request, RequestOutput
+from prefixcache.types.sampling_params import SamplingParams
 
 BLOCK = 4
 TOKENS = list(range(10))

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixcache.request import Request
-from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.cache_aware import CacheAwareQueue
 from prefixcache.scheduler.jobs import Jobs
 from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestState
+from prefixcache.types.request import Request
+from prefixcache.types.sampling_params import SamplingParams
 from scheduler_bench import Bench, counts, prompt_of
 
 
@@ -150,7 +150,7 @@ def test_the_scheduler_counts_who_waits_whatever_becomes_of_them() -> None:
 
 
 def test_a_refused_request_waits_no_more() -> None:
-    from prefixcache.request import CacheOptions
+    from prefixcache.types.request import CacheOptions
 
     bench = Bench()
     bench.add("a", prompt_of(8), cache=CacheOptions(hit_threshold=0.5))

@@ -9,7 +9,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher
 
-from prefixcache.grammar.json_schema import known_schema
+from prefixcache.text.grammar.json_schema import known_schema
 
 SET = {"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True}
 # Values of every kind, among them those at which the schemas below part.

@@ -10,7 +10,7 @@ import pytest
 from prefixcache._core import Cpu
 from prefixcache.attention.base import AttentionGroup, AttentionSpec
 from prefixcache.attention.registry import AttentionOptions, make_attention
-from prefixcache.config import EngineConfig
+from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.build import build
 
 

@@ -21,7 +21,7 @@ from prefixcache.events.sockets import EventSockets
 from prefixcache.events.start import event_sockets
 from prefixcache.exceptions import FieldError
 from prefixcache.kv.events import CacheEvents
-from prefixcache.server.options import ServeOptions
+from prefixcache.server.options.serve_options import ServeOptions
 from serving import wait_until
 
 SIZE = 4

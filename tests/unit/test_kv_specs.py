@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.registry import make_attention
-from prefixcache.config import CacheConfig
+from prefixcache.config.engine_config import CacheConfig
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.core import PrefixCache
 from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
 from prefixcache.kv.sizing import choose_num_blocks
 from prefixcache.kv.specs import GroupKind, KVGroup, kv_layout
 from prefixcache.kv.tensors import KVTensors, attention_groups
-from prefixcache.model_config import ModelConfig
 
 CPU = torch.device("cpu")
 GEMMA_3_1B = tuple(None if layer % 6 == 5 else 512 for layer in range(26))

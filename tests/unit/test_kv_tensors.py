@@ -15,13 +15,13 @@ import torch
 
 from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.registry import make_attention
-from prefixcache.config import CacheConfig
+from prefixcache.config.engine_config import CacheConfig
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import FieldError, OutOfMemoryError
 from prefixcache.kv.memory import HostMemory
 from prefixcache.kv.sizing import available_memory, choose_num_blocks
 from prefixcache.kv.specs import KVGroup, KVLayout, kv_layout
 from prefixcache.kv.tensors import KVTensors, attention_groups
-from prefixcache.model_config import ModelConfig
 
 CPU = torch.device("cpu")
 LAYOUT = KVLayout((KVGroup((0, 1, 2)),), num_kv_heads=2, head_dim=16)

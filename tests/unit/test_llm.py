@@ -16,7 +16,7 @@ import pytest
 
 from prefixcache import LLM, SamplingParams
 from prefixcache.exceptions import ConfigError, InvalidRequestError
-from prefixcache.request import CacheOptions
+from prefixcache.types.request import CacheOptions
 
 Checkpoint = Callable[..., Path]
 GREEDY = SamplingParams(temperature=0, max_tokens=6)

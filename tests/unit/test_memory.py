@@ -12,11 +12,11 @@ import torch
 from paged_models import grouped_attention
 from prefixcache.attention.flashinfer import FlashInferAttention
 from prefixcache.attention.torch_attention import TorchAttention
-from prefixcache.config import CacheConfig, EngineConfig, SchedulerConfig
+from prefixcache.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine import device as engine_device
 from prefixcache.exceptions import ConfigError, OutOfMemoryError
 from prefixcache.kv.sizing import DeviceMemory, fitting_blocks
-from prefixcache.model_config import ModelConfig
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import load_model
 from prefixcache.ops import cuda as ops_cuda

@@ -18,7 +18,7 @@ from prefixcache.diagnostics.history import Miss, RememberedPrompt
 from prefixcache.diagnostics.losses import Losses, LostBlocks
 from prefixcache.diagnostics.reasons import Asked, Explanation
 from prefixcache.diagnostics.room import Admitted, CacheDiagnostics
-from prefixcache.request import CacheOptions
+from prefixcache.types.request import CacheOptions
 
 BLOCK = 4
 MEMORY = 1 << 20

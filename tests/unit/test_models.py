@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from paged_driver import PagedDriver
 from prefixcache._core import Cpu
-from prefixcache.model_config import ModelConfig, RopeConfig
+from prefixcache.config.model_config import ModelConfig, RopeConfig
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import choose_dtype, load_model
 from prefixcache.models.weights import NamedTensor, copy_into

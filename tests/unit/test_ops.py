@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from prefixcache._core import Cpu
+from prefixcache.config.model_config import RopeConfig
 from prefixcache.exceptions import ConfigError
-from prefixcache.model_config import RopeConfig
 from prefixcache.ops.activation import gelu_tanh, silu
 from prefixcache.ops.linear import Linear
 from prefixcache.ops.rope import RotaryEmbedding, inverse_frequencies

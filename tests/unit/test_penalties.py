@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from plans import context
-from prefixcache.sampling.penalties import TokenCounts, adjust_logits
-from prefixcache.sampling.row_options import (
+from prefixcache.runner.sampling.penalties import TokenCounts, adjust_logits
+from prefixcache.runner.sampling.row_options import (
     SampledRow,
     add_additions,
     add_penalties,
     has_adjustments,
     has_penalties,
 )
-from prefixcache.sampling.upload import Upload
-from prefixcache.sampling_params import SamplingParams
-from prefixcache.step_plan import SamplingInput
+from prefixcache.runner.sampling.upload import Upload
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import SamplingInput
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([[2.0, -2.0, 1.0, 0.5]])

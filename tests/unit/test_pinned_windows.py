@@ -18,7 +18,7 @@ from fake_engine import make_engine, make_request
 from fake_runner import answer_alone
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import GroupKind
-from prefixcache.request import CacheOptions
+from prefixcache.types.request import CacheOptions
 from repeatable import bounded
 from scheduler_bench import Bench
 

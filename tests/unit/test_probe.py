@@ -19,8 +19,8 @@ from prefixcache import LLM, SamplingParams
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.exceptions import EngineDeadError, EngineHaltedError, InvalidRequestError
 from prefixcache.kv.cache_manager import CacheManager
-from prefixcache.request import CacheOptions, Request
 from prefixcache.scheduler.scheduler import Scheduler
+from prefixcache.types.request import CacheOptions, Request
 
 PROMPT = list(range(1, 11))  # two full blocks of 4 and a half
 READERS = {"probe", "most_blocks", "stats"}

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from paged_driver import PagedDriver
 from prefixcache._core import Cpu
-from prefixcache.config import DEFAULT_MODEL
-from prefixcache.model_config import ModelConfig
+from prefixcache.config.engine_config import DEFAULT_MODEL
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.hub import is_downloaded, resolve_model
 from prefixcache.models.loader import load_model

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixcache.request import Request
-from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestState
-from prefixcache.token_ids import TokenIds, as_token_ids
+from prefixcache.types.request import Request
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.token_ids import TokenIds, as_token_ids
 
 
 def state(

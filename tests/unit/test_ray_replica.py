@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from prefixcache.config import EngineConfig
+from prefixcache.config.engine_config import EngineConfig
 from prefixcache.core import BlockHashes
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.build import build
@@ -31,10 +31,16 @@ from prefixcache.exceptions import (
     QueueFullError,
     RequestTimeoutError,
 )
-from prefixcache.ray_serve.fleet_state import UPDATE_WEIGHTS, Command, Done, FleetState, Refused
-from prefixcache.ray_serve.options import RayOptions
-from prefixcache.request import Request
-from prefixcache.server.options import ServeOptions
+from prefixcache.ray_serve.fleet.fleet_state import (
+    UPDATE_WEIGHTS,
+    Command,
+    Done,
+    FleetState,
+    Refused,
+)
+from prefixcache.ray_serve.ray_options import RayOptions
+from prefixcache.server.options.serve_options import ServeOptions
+from prefixcache.types.request import Request
 from serving import client_of, metric, served_folder
 
 pytest.importorskip("ray")
@@ -43,10 +49,10 @@ import ray.util
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
-from prefixcache.ray_serve import fleet as fleet_module
 from prefixcache.ray_serve.application import build_application
-from prefixcache.ray_serve.commands import COMMANDS, REPLICAS, Commands
-from prefixcache.ray_serve.fleet import Fleet
+from prefixcache.ray_serve.fleet import replicas as fleet_module
+from prefixcache.ray_serve.fleet.commands import COMMANDS, REPLICAS, Commands
+from prefixcache.ray_serve.fleet.replicas import Fleet
 from prefixcache.ray_serve.ingress import Ingress
 from prefixcache.ray_serve.job import Accepted, Failed, Outputs, Part, Stale
 from prefixcache.ray_serve.replica import EngineReplica, _events_config

@@ -24,7 +24,7 @@ from prefixcache.events.wire import (
     decode_snapshot,
 )
 from prefixcache.exceptions import InvalidRequestError
-from prefixcache.ray_serve.fleet_state import Refused
+from prefixcache.ray_serve.fleet.fleet_state import Refused
 
 pytest.importorskip("ray")
 
@@ -42,7 +42,7 @@ from prefixcache.ray_serve import known_caches
 from prefixcache.ray_serve import router as router_module
 from prefixcache.ray_serve.job import RoutedJob
 from prefixcache.ray_serve.router import PrefixRequestRouter
-from prefixcache.request import Request
+from prefixcache.types.request import Request
 from ray_in_process import job_of, replica_of, request_of, until
 
 DEPLOYMENT = DeploymentID("replicas", "app")

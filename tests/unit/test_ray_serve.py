@@ -24,16 +24,22 @@ from prefixcache.exceptions import (
     RequestTimeoutError,
     SlowReaderError,
 )
-from prefixcache.ray_serve.fleet_state import UPDATE_WEIGHTS, Command, Done, FleetState, Refused
-from prefixcache.ray_serve.options import RayOptions
-from prefixcache.request import Request, RequestOutput
+from prefixcache.ray_serve.fleet.fleet_state import (
+    UPDATE_WEIGHTS,
+    Command,
+    Done,
+    FleetState,
+    Refused,
+)
+from prefixcache.ray_serve.ray_options import RayOptions
 from prefixcache.routing import PrefixRouting
-from prefixcache.sampling_params import SamplingParams
-from prefixcache.server.access import AccessRules
-from prefixcache.server.limits import ServerLimits
-from prefixcache.server.model_dirs import ModelDirs
-from prefixcache.server.served_model import ServedModel
-from prefixcache.token_ids import as_token_ids
+from prefixcache.server.admin.model_dirs import ModelDirs
+from prefixcache.server.http.access import AccessRules
+from prefixcache.server.jobs.served_model import ServedModel
+from prefixcache.server.options.limits import ServerLimits
+from prefixcache.types.request import Request, RequestOutput
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.token_ids import as_token_ids
 from serving import client_of, wait_until
 
 pytest.importorskip("ray")
@@ -43,11 +49,11 @@ from ray.exceptions import RayActorError
 from prefixcache.ray_serve import known_caches
 from prefixcache.ray_serve.answer import Answer
 from prefixcache.ray_serve.app import create_fleet_app
-from prefixcache.ray_serve.commands import Commands
+from prefixcache.ray_serve.fleet.commands import Commands
+from prefixcache.ray_serve.fleet.merged_metrics import merged_metrics
+from prefixcache.ray_serve.fleet.orders import Orders
 from prefixcache.ray_serve.job import Accepted, Failed, Outputs, Part, RoutedJob, Stale
 from prefixcache.ray_serve.known_caches import KnownCaches
-from prefixcache.ray_serve.merged_metrics import merged_metrics
-from prefixcache.ray_serve.orders import Orders
 
 ROOT = PrefixCache(4, 4).root_hash()
 STATE = FleetState(number=3, root_hash=ROOT.hex())

@@ -25,9 +25,9 @@ from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.recording import RecordedCacheManager
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.trace_writer import TraceWriter, check_folder
-from prefixcache.request import CacheOptions, Request
-from prefixcache.retention_range import RetentionRange
-from prefixcache.sampling_params import SamplingParams
+from prefixcache.types.request import CacheOptions, Request
+from prefixcache.types.retention_range import RetentionRange
+from prefixcache.types.sampling_params import SamplingParams
 from repeatable import bounded
 from serving import wait_until
 

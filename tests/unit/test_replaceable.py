@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paged_driver import PagedDriver
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ModelLoadError
-from prefixcache.model_config import ModelConfig
 from prefixcache.models import replaceable
 from prefixcache.models.checkpoint import read_checkpoint
 from prefixcache.models.loader import load_model, make_model

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from prefixcache.cli import app
-from prefixcache.replay.sizes import parse_sizes
-from prefixcache.replay.ttft_model import read_model
+from prefixcache.cli.main import app
+from prefixcache.tools.replay.sizes import parse_sizes
+from prefixcache.tools.replay.ttft_model import read_model
 
 BLOCK = 512
 # Prompts by their blocks; of each, one more token is computed.

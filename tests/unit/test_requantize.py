@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from paged_driver import PagedDriver
 from prefixcache._core import Cpu
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ModelLoadError
-from prefixcache.model_config import ModelConfig
 from prefixcache.models import replaceable
 from prefixcache.models.checkpoint import read_checkpoint
 from prefixcache.models.conversion import quantize_folder, widen_folder

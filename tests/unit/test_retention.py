@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from prefixcache.config import CacheConfig, EngineConfig
+from prefixcache.config.engine_config import CacheConfig, EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import GroupKind
-from prefixcache.request import CacheOptions, Request
-from prefixcache.sampling_params import SamplingParams
+from prefixcache.types.request import CacheOptions, Request
+from prefixcache.types.sampling_params import SamplingParams
 
 HYBRID: tuple[GroupKind, ...] = ("full", ("sliding_window", 8))
 

@@ -12,8 +12,8 @@ import pytest
 
 from fake_runner import answer_alone
 from prefixcache.kv.cache_manager import GroupKind
-from prefixcache.request import CacheOptions
-from prefixcache.retention_range import RetentionRange
+from prefixcache.types.request import CacheOptions
+from prefixcache.types.retention_range import RetentionRange
 from scheduler_bench import Bench
 
 BLOCK = 4

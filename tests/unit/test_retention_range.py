@@ -7,9 +7,9 @@ import math
 import pytest
 
 from prefixcache.exceptions import InvalidRequestError
-from prefixcache.request import CacheOptions, Request
-from prefixcache.retention_range import MAX_TTL_SECONDS, RetentionRange
-from prefixcache.sampling_params import SamplingParams
+from prefixcache.types.request import CacheOptions, Request
+from prefixcache.types.retention_range import MAX_TTL_SECONDS, RetentionRange
+from prefixcache.types.sampling_params import SamplingParams
 
 
 def request(*ranges: RetentionRange, tokens: int = 24) -> Request:

@@ -18,16 +18,16 @@ from paged_models import CPU, PagedServer
 from plans import plan_of
 from prefixcache import LLM
 from prefixcache.attention.flashinfer import FlashInferAttention
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.device import shares_answers
 from prefixcache.engine.engine import Engine
 from prefixcache.kv.cache_manager import CacheManager
-from prefixcache.model_config import ModelConfig
 from prefixcache.models.loader import load_model
-from prefixcache.request import Request, RequestOutput
 from prefixcache.runner.batch import resolve_pending
 from prefixcache.runner.pending import ResultCopies
-from prefixcache.sampling_params import SamplingParams
-from prefixcache.step_plan import StepPlan
+from prefixcache.types.request import Request, RequestOutput
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import StepPlan
 from tape import TapeCapture
 
 TinyCheckpoint = Callable[..., Path]

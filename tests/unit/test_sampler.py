@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 from plans import context
 from prefixcache.ops.linear import TorchLinear
-from prefixcache.sampling.cuts import floors
-from prefixcache.sampling.noise import RowNoise, row_keys
-from prefixcache.sampling.row_options import SampledRow, add_draws
-from prefixcache.sampling.sampler import Sampler, greedy_token_ids, sample
-from prefixcache.sampling.tiles import Tiles, token_ids
-from prefixcache.sampling.upload import Upload
-from prefixcache.sampling_params import SamplingParams
-from prefixcache.step_plan import SamplingInput, SequenceOutput
+from prefixcache.runner.sampling.cuts import floors
+from prefixcache.runner.sampling.noise import RowNoise, row_keys
+from prefixcache.runner.sampling.row_options import SampledRow, add_draws
+from prefixcache.runner.sampling.sampler import Sampler, greedy_token_ids, sample
+from prefixcache.runner.sampling.tiles import Tiles, token_ids
+from prefixcache.runner.sampling.upload import Upload
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import SamplingInput, SequenceOutput
 
 CPU = torch.device("cpu")
 

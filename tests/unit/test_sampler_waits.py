@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_leaves
 from plans import context, plan_of
 from prefixcache.runner.batch import StepBuffers
 from prefixcache.runner.pending import StepResults
-from prefixcache.sampling import race
-from prefixcache.sampling.row_options import SampledRow
-from prefixcache.sampling.sampler import Sampler
-from prefixcache.sampling.upload import Upload
-from prefixcache.sampling_params import SamplingParams
-from prefixcache.step_plan import SamplingInput, ScheduledSequence, StepPlan
+from prefixcache.runner.sampling import race
+from prefixcache.runner.sampling.row_options import SampledRow
+from prefixcache.runner.sampling.sampler import Sampler
+from prefixcache.runner.sampling.upload import Upload
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import SamplingInput, ScheduledSequence, StepPlan
 
 CUDA = torch.device("cuda")
 OPTIONS: dict[str, dict[str, Any]] = {

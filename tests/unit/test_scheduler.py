@@ -8,8 +8,8 @@ import pytest
 
 from fake_runner import answer_alone
 from prefixcache.exceptions import RequestTooLargeError
-from prefixcache.request import CacheOptions, Request
-from prefixcache.sampling_params import SamplingParams
+from prefixcache.types.request import CacheOptions, Request
+from prefixcache.types.sampling_params import SamplingParams
 from scheduler_bench import Bench, counts, prompt_of
 
 

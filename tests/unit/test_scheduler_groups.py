@@ -11,8 +11,8 @@ from fake_engine import make_engine, make_request
 from fake_runner import answer_alone
 from prefixcache.exceptions import RequestTooLargeError
 from prefixcache.kv.cache_manager import CacheManager, GroupKind
-from prefixcache.request import CacheOptions
-from prefixcache.step_plan import StepPlan
+from prefixcache.types.request import CacheOptions
+from prefixcache.types.step_plan import StepPlan
 from scheduler_bench import Bench, counts, prompt_of
 
 WINDOW: GroupKind = ("sliding_window", 8)

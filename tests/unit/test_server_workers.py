@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixcache.server import workers
-from prefixcache.server.workers import Workers
+from prefixcache.server.http import workers
+from prefixcache.server.http.workers import Workers
 
 
 class Clock:

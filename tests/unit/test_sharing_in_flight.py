@@ -15,8 +15,8 @@ from fake_engine import make_engine, make_request
 from fake_runner import answer_alone
 from prefixcache.kv.cache_manager import CacheManager, GroupKind
 from prefixcache.kv.retention import Retention
-from prefixcache.request import CacheOptions, RequestOutput
 from prefixcache.scheduler.in_flight import InFlight
+from prefixcache.types.request import CacheOptions, RequestOutput
 from repeatable import bounded
 from scheduler_bench import Bench, counts, prompt_of
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from prefixcache.server.sse import DONE, EventStream
+from prefixcache.server.http.sse import DONE, EventStream
 
 _SCOPE = {"type": "http"}
 _SECONDS = 0.001

@@ -12,12 +12,12 @@ import pytest
 from fake_engine import make_engine, make_request
 from fake_runner import KnownOutputs, answer_alone
 from plans import plan_of
-from prefixcache.config import SchedulerConfig
+from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import ConfigError
 from prefixcache.scheduler.budget import MIN_CHUNK, TIMES_LONGER_ALONE, StepBudget
 from prefixcache.scheduler.step_time import Load, StepTimeModel
-from prefixcache.step_plan import ScheduledSequence, StepPlan
+from prefixcache.types.step_plan import ScheduledSequence, StepPlan
 
 LIMIT = 0.25
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcache.exceptions import InvalidRequestError
-from prefixcache.request import Request
-from prefixcache.sampling_params import SamplingParams
-from prefixcache.token_ids import TokenBuffer, as_token_ids
+from prefixcache.types.request import Request
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.token_ids import TokenBuffer, as_token_ids
 
 ids = st.integers(0, 2**31 - 1)
 

@@ -15,7 +15,7 @@ from tokenizers import decoders, models
 from transformers import AutoTokenizer
 
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.text.tokenization.tokenizer import Tokenizer
 from tiny_models import EOS, save_tokenizer
 
 
@@ -156,7 +156,7 @@ def test_a_folder_that_is_not_there_is_a_load_error(tmp_path):
 def test_loading_needs_neither_transformers_nor_torch(folder):
     code = (
         "import sys\n"
-        "from prefixcache.tokenization.tokenizer import Tokenizer\n"
+        "from prefixcache.text.tokenization.tokenizer import Tokenizer\n"
         f"Tokenizer.from_folder({str(folder)!r}).encode('x')\n"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )

@@ -57,7 +57,7 @@ _BACKEND = """
 import torch
 from prefixcache.attention import flashinfer
 from prefixcache.attention.base import AttentionSpec
-from prefixcache.model_config import RopeConfig
+from prefixcache.config.model_config import RopeConfig
 from prefixcache.ops import rope, triton_kernels
 from reference import flashinfer_reference
 from reference.paged_attention import SlowSequence, batch_of
@@ -100,7 +100,7 @@ print("checked")
 
 _CHECK = """
 import torch
-from prefixcache.model_config import RopeConfig
+from prefixcache.config.model_config import RopeConfig
 from prefixcache.ops import activation, norm, rope, triton_kernels as fused
 from reference.flashinfer_reference import append_paged_kv_cache
 
@@ -168,10 +168,10 @@ for ours, plain in (
 ):
     assert (ours != plain).float().mean() < 0.01
 
-from prefixcache.sampling.noise import RowNoise, row_keys
-from prefixcache.sampling.race import race, race_of_all
-from prefixcache.sampling.tiles import Tiles
-from prefixcache.sampling import race as race_module
+from prefixcache.runner.sampling.noise import RowNoise, row_keys
+from prefixcache.runner.sampling.race import race, race_of_all
+from prefixcache.runner.sampling.tiles import Tiles
+from prefixcache.runner.sampling import race as race_module
 
 race_module.fused_kernels = lambda x: fused
 for vocab, scale in ((3000, 3.0), (1024, 0.0), (7, 1.0)):

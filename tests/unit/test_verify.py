@@ -12,12 +12,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from fake_openai import MODEL, FakeOpenAI
-from prefixcache.cli import app
-from prefixcache.verify.answers import Answer, TokenScore, compare
-from prefixcache.verify.client import Asker, RefusedError, VerifyError
-from prefixcache.verify.options import VerifyOptions
-from prefixcache.verify.report import Report, to_json, verdict
-from prefixcache.verify.run import base_url, verify_with
+from prefixcache.cli.main import app
+from prefixcache.tools.verify.client import Asker, RefusedError, VerifyError
+from prefixcache.tools.verify.comparison import Answer, TokenScore, compare
+from prefixcache.tools.verify.verify_options import VerifyOptions
+from prefixcache.tools.verify.verify_report import Report, to_json, verdict
+from prefixcache.tools.verify.verify_run import base_url, verify_with
 from serving import running
 
 SMALL = {"num_questions": 3, "prompt_words": 16, "max_tokens": 5}
@@ -27,7 +27,7 @@ ALL = ["cold", "warm", "cold again", "in company", "in company, cold", "chunked"
 async def report_on(server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Report:
     """What is found out about it, by its own clock."""
     clock = SimpleNamespace(perf_counter=server.clock)
-    monkeypatch.setattr("prefixcache.verify.client.time", clock)
+    monkeypatch.setattr("prefixcache.tools.verify.client.time", clock)
     given = VerifyOptions(url="http://fake", **{**SMALL, **options})
     transport = httpx.ASGITransport(server.app())
     async with httpx.AsyncClient(transport=transport, base_url=given.url) as client:

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from prefixcache._core import Cpu
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ModelLoadError
-from prefixcache.model_config import ModelConfig
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import load_model
 from prefixcache.models.names import TensorNames

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 
 from prefixcache import __version__
-from prefixcache.config import EngineConfig
+from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.models.hub import resolve_model
-from prefixcache.request import Request
-from prefixcache.sampling_params import SamplingParams
+from prefixcache.types.request import Request
+from prefixcache.types.sampling_params import SamplingParams
 
 
 class Contender:

@@ -24,7 +24,7 @@ from prefixcache.diagnostics.history import (
     shared_tokens,
 )
 from prefixcache.diagnostics.spans import PromptSource, span_at
-from prefixcache.token_ids import TokenIds
+from prefixcache.types.token_ids import TokenIds
 
 Offender = Literal["date", "id", "tool_order", "tools_changed", "billing_header", "chat_template"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from prefixcache.diagnostics.history import shared_tokens
 from prefixcache.diagnostics.spans import PromptSource, PromptSpan, span_at
-from prefixcache.token_ids import TokenIds
+from prefixcache.types.token_ids import TokenIds
 
 # Characters of a word that are shown on each side of the difference.
 _MOST_SHOWN = 40

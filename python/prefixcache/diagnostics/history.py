@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from prefixcache.diagnostics.spans import PromptSource
-from prefixcache.token_ids import TokenIds
+from prefixcache.types.token_ids import TokenIds
 
 MissReason = Literal[
     "never_seen",

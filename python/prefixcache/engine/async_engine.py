@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from prefixcache.config.logs import SHOWS_ERROR
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.pool_watch import PoolWatch
@@ -33,12 +34,11 @@ from prefixcache.exceptions import (
     RequestTimeoutError,
     SlowReaderError,
 )
-from prefixcache.grammar.guide import Grammar
-from prefixcache.grammar.trial import Trials
-from prefixcache.logs import SHOWS_ERROR
 from prefixcache.metrics import Metrics
-from prefixcache.request import Request, RequestOutput
-from prefixcache.structured_output import StructuredOutput
+from prefixcache.text.grammar.guide import Grammar
+from prefixcache.text.grammar.trial import Trials
+from prefixcache.types.request import Request, RequestOutput
+from prefixcache.types.structured_output import StructuredOutput
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ import torch
 from prefixcache._core import Cpu
 from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.attention.registry import AttentionOptions, make_attention
-from prefixcache.config import Activations, CacheConfig, EngineConfig
+from prefixcache.config.engine_config import Activations, CacheConfig, EngineConfig
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.device import (
     choose_device,
     is_sized_by_trial,
@@ -27,10 +28,8 @@ from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.engine.losses import LossReader
 from prefixcache.engine.memory import ModelMemory
 from prefixcache.engine.residency import BlockResidency
-from prefixcache.engine.vocabulary import tokens_that_end, vocabulary_of
 from prefixcache.engine.weights_names import content_name
 from prefixcache.exceptions import ConfigError
-from prefixcache.grammar.grammars import Grammars
 from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.kv.recording import RecordedCacheManager
@@ -39,7 +38,6 @@ from prefixcache.kv.sizing import PoolSizes, choose_num_blocks, pool_sizes
 from prefixcache.kv.specs import KVLayout, kv_layout
 from prefixcache.kv.tensors import KVTensors, attention_groups
 from prefixcache.kv.trace_writer import TraceWriter, check_folder
-from prefixcache.model_config import ModelConfig
 from prefixcache.models.checkpoint import model_digest, read_checkpoint
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.hub import read_config, resolve_model
@@ -51,8 +49,10 @@ from prefixcache.runner.decoder import Decoder
 from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.step_time import StepTimeModel
-from prefixcache.tokenization.detokenizer import Detokenizers
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.text.grammar.grammars import Grammars
+from prefixcache.text.model_vocabulary import tokens_that_end, vocabulary_of
+from prefixcache.text.tokenization.detokenizer import Detokenizers
+from prefixcache.text.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

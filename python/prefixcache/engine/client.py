@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, Sequence
 from threading import Event
 from typing import Protocol
 
-from prefixcache.grammar.guide import Grammar
-from prefixcache.request import Request, RequestOutput
-from prefixcache.structured_output import StructuredOutput
+from prefixcache.text.grammar.guide import Grammar
+from prefixcache.types.request import Request, RequestOutput
+from prefixcache.types.structured_output import StructuredOutput
 
 
 class EngineClient(Protocol):

@@ -27,10 +27,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from prefixcache.checked import shown
-from prefixcache.config import parse_memory
+from prefixcache.config.checked import shown
+from prefixcache.config.engine_config import parse_memory
 from prefixcache.engine.memory import ModelMemory
-from prefixcache.engine.modes import InFlightMode, MemoryTag, SleepMode
 from prefixcache.engine.stats import PrefixCacheStats, PrefixHashInfo
 from prefixcache.engine.weights_names import (
     Tags,
@@ -55,6 +54,7 @@ from prefixcache.models.replaceable import ReplaceableModel, WeightsInfo
 from prefixcache.models.weights import listed
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.state import RequestProgress
+from prefixcache.types.modes import InFlightMode, MemoryTag, SleepMode
 
 logger = logging.getLogger(__name__)
 

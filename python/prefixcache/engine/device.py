@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from prefixcache.attention.grouped import GroupedAttention
-from prefixcache.config import EngineConfig
+from prefixcache.config.engine_config import EngineConfig
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.memory import CudaMemory, HostMemory, cuda_driver, host_page_bytes
 from prefixcache.kv.sizing import DeviceMemory, PoolSizes, fitting_blocks, measure_peak

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from prefixcache.config import ElasticConfig
+from prefixcache.config.engine_config import ElasticConfig
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.kv.sizing import available_memory
 

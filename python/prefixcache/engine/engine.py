@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
+from prefixcache.config.logs import SHOWS_ERROR
 from prefixcache.diagnostics.losses import Losses
 from prefixcache.engine.control import Control
 from prefixcache.engine.elastic import SelfSizing
@@ -21,22 +22,21 @@ from prefixcache.engine.memory import ModelMemory
 from prefixcache.engine.output import Answer
 from prefixcache.engine.residency import BlockResidency
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
-from prefixcache.grammar.grammars import Grammars
-from prefixcache.grammar.guide import Grammar, Guide
-from prefixcache.grammar.trial import Trial
 from prefixcache.kv.cache_manager import CacheManager, PrefixLookup
 from prefixcache.kv.elastic import ElasticPool
-from prefixcache.logs import SHOWS_ERROR
 from prefixcache.metrics import Gauges, Metrics
-from prefixcache.request import ErrorCode, FinishReason, Request, RequestOutput
 from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.runner.pending import PendingStep
-from prefixcache.sampling_params import SamplingParams
 from prefixcache.scheduler.scheduler import Scheduler, StepInFlight
-from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan, SubmittedStep
-from prefixcache.structured_output import StructuredOutput
-from prefixcache.token_ids import TokenIds
-from prefixcache.tokenization.detokenizer import IncrementalDetokenizer
+from prefixcache.text.grammar.grammars import Grammars
+from prefixcache.text.grammar.guide import Grammar, Guide
+from prefixcache.text.grammar.trial import Trial
+from prefixcache.text.tokenization.detokenizer import IncrementalDetokenizer
+from prefixcache.types.request import ErrorCode, FinishReason, Request, RequestOutput
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan, SubmittedStep
+from prefixcache.types.structured_output import StructuredOutput
+from prefixcache.types.token_ids import TokenIds
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from prefixcache.metrics import Metrics
-from prefixcache.request import ErrorCode, FinishReason, Request, RequestOutput, TokenLogprobs
-from prefixcache.step_plan import SequenceOutput
-from prefixcache.tokenization.detokenizer import IncrementalDetokenizer
+from prefixcache.text.tokenization.detokenizer import IncrementalDetokenizer
+from prefixcache.types.request import ErrorCode, FinishReason, Request, RequestOutput, TokenLogprobs
+from prefixcache.types.step_plan import SequenceOutput
 
 
 class Answer:

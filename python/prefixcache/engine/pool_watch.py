@@ -7,9 +7,9 @@ import threading
 import weakref
 from typing import Protocol
 
+from prefixcache.config.logs import SHOWS_ERROR
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import EngineDeadError
-from prefixcache.logs import SHOWS_ERROR
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefixcache.checked import shown
+from prefixcache.config.checked import shown
 from prefixcache.exceptions import InvalidRequestError
 
 _PARAM = "weight_version"

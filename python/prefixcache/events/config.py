@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, cast
 
 from annotated_types import MinLen
 
-from prefixcache.checked import Checked, PositiveInt
+from prefixcache.config.checked import Checked, PositiveInt
+from prefixcache.config.flags import closest
 from prefixcache.exceptions import FieldError
-from prefixcache.flags import closest
 
 Publisher = Literal["null", "zmq"]
 

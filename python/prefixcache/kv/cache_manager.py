@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache.config import EvictionPolicy
+from prefixcache.config.engine_config import EvictionPolicy
 from prefixcache.core import PrefixCache
 from prefixcache.core import Sequence as CoreSequence
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.events import CacheEvents
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import GroupKind
-from prefixcache.request import CacheOptions, Request
-from prefixcache.step_plan import StepPlan
-from prefixcache.token_ids import TokenIds
+from prefixcache.types.request import CacheOptions, Request
+from prefixcache.types.step_plan import StepPlan
+from prefixcache.types.token_ids import TokenIds
 
 Blocks = npt.NDArray[np.int32]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from prefixcache.checked import shown
+from prefixcache.config.checked import shown
 from prefixcache.exceptions import InvalidRequestError, OutOfMemoryError
 from prefixcache.kv.cache_manager import Blocks, CacheManager
 from prefixcache.kv.sizing import PoolSizes

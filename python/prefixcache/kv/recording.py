@@ -15,7 +15,7 @@ from typing import Any
 
 from prefixcache.kv.cache_manager import Blocks, CacheManager
 from prefixcache.kv.trace_writer import TraceWriter
-from prefixcache.request import Request
+from prefixcache.types.request import Request
 
 _COUNTERS_EVERY_MS = 1000
 

@@ -20,10 +20,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prefixcache.config import EngineConfig
+from prefixcache.config.engine_config import EngineConfig
 from prefixcache.core import Sequence as CoreSequence
 from prefixcache.kv.specs import GroupKind
-from prefixcache.request import Request
+from prefixcache.types.request import Request
 
 _PREFIX_TOKENS = 25_000
 _FILLED_SHARE = 0.8

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from prefixcache.config import CacheConfig
+from prefixcache.config.engine_config import CacheConfig
 from prefixcache.exceptions import FieldError, OutOfMemoryError
 from prefixcache.kv.specs import KVLayout
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from prefixcache.model_config import ModelConfig
+from prefixcache.config.model_config import ModelConfig
 
 GroupKind: TypeAlias = Literal["full"] | tuple[Literal["sliding_window"], int]
 """How a group's layers attend: to all tokens before, or to a window of so many, itself counted."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from prefixcache._core import BlockNamer
-from prefixcache.request import CacheOptions, Request
+from prefixcache.types.request import CacheOptions, Request
 
 VERSION = 1
 

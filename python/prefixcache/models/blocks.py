@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prefixcache.config.model_config import read_json_object
 from prefixcache.exceptions import ModelLoadError
-from prefixcache.model_config import read_json_object
 from prefixcache.models.digests import file_sha256
 from prefixcache.models.safetensors_file import read_bytes
 from prefixcache.ops.blocks import BLOCK_FORMATS, QuantizedTensor, row_bytes

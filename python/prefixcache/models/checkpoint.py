@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefixcache._core import derive_digest
+from prefixcache.config.model_config import ModelConfig, without_defaults
 from prefixcache.exceptions import ModelLoadError
-from prefixcache.model_config import ModelConfig, without_defaults
 from prefixcache.models.blocks import (
     INDEX_FILE,
     WEIGHTS_FILE,

@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from prefixcache.config.model_config import ModelConfig, read_json_object
 from prefixcache.exceptions import FieldError, ModelLoadError
-from prefixcache.model_config import ModelConfig, read_json_object
 from prefixcache.models.blocks import (
     DENSE_TYPES,
     INDEX_FILE,

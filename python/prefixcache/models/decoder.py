@@ -14,7 +14,7 @@ from torch import Tensor
 
 from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.grouped import GroupedAttention, Rotation
-from prefixcache.model_config import ModelConfig
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.models.names import TensorNames
 from prefixcache.models.weights import Slot
 from prefixcache.ops.blocks import QuantizedTensor

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from prefixcache._core import hash_file_ranges
-from prefixcache.models.home import cache_home
+from prefixcache.config.home import cache_home
 
 logger = logging.getLogger(__name__)
 

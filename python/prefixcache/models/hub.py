@@ -23,12 +23,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from prefixcache.config import DEFAULT_MODEL
+from prefixcache.config.engine_config import DEFAULT_MODEL
+from prefixcache.config.home import cache_home
+from prefixcache.config.model_config import GenerationDefaults, ModelConfig
 from prefixcache.exceptions import ModelLoadError
-from prefixcache.model_config import GenerationDefaults, ModelConfig
 from prefixcache.models.blocks import WEIGHTS_FILE
 from prefixcache.models.digests import compute_sha256, file_sha256
-from prefixcache.models.home import cache_home
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from prefixcache._core import Cpu
-from prefixcache.config import Activations, DType
-from prefixcache.model_config import ModelConfig
+from prefixcache.config.engine_config import Activations, DType
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.models.decoder import Builder, DecoderModel
 from prefixcache.models.names import TensorNames
 from prefixcache.models.weights import check_folder, load_folder, shapes_of

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from prefixcache.hf_config import FAMILIES
-from prefixcache.model_config import ModelConfig
+from prefixcache.config.hf_config import FAMILIES
+from prefixcache.config.model_config import ModelConfig
 
 # Where the text model stands in a checkpoint that sees images too, older and newer spelling.
 _TEXT_PREFIXES = {

@@ -10,9 +10,9 @@ from pathlib import Path
 from torch import Tensor
 
 from prefixcache.attention.grouped import GroupedAttention
+from prefixcache.config.logs import SHOWS_ERROR
+from prefixcache.config.model_config import ModelConfig, without_defaults
 from prefixcache.exceptions import ConfigError, ModelLoadError
-from prefixcache.logs import SHOWS_ERROR
-from prefixcache.model_config import ModelConfig, without_defaults
 from prefixcache.models.blocks import has_index
 from prefixcache.models.checkpoint import Checkpoint, formats_digest, read_checkpoint
 from prefixcache.models.decoder import DecoderModel

@@ -11,8 +11,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from prefixcache.config.model_config import read_json_object
 from prefixcache.exceptions import ModelLoadError
-from prefixcache.model_config import read_json_object
 from prefixcache.models.blocks import has_index, read_index
 from prefixcache.models.names import TensorNames
 from prefixcache.models.safetensors_file import read_tensors, tensor_ranges

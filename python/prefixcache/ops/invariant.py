@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prefixcache._core import Cpu, DecoderLayer, DecoderStack, PackedLinear, PagedAttention, RowOps
-from prefixcache.config import Activations
+from prefixcache.config.engine_config import Activations
 from prefixcache.exceptions import ConfigError
 from prefixcache.ops.blocks import BlockFormat, QuantizedTensor
 from prefixcache.ops.linear import Linear, dtype_name

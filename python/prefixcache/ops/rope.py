@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from prefixcache.model_config import RopeConfig
+from prefixcache.config.model_config import RopeConfig
 from prefixcache.ops.cuda import fused_kernels
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prefixcache._core import Cpu
-from prefixcache.config import Activations
+from prefixcache.config.engine_config import Activations
 from prefixcache.ops import activation, norm, rope
 from prefixcache.ops.embedding import Embedding, TorchEmbedding
 from prefixcache.ops.linear import Linear, TorchLinear

@@ -13,10 +13,10 @@ from ray.serve.handle import DeploymentHandle
 
 from prefixcache.core import BlockHashes
 from prefixcache.exceptions import EngineDeadError, RequestTimeoutError
+from prefixcache.ray_serve.fleet.orders import Orders
 from prefixcache.ray_serve.job import Accepted, Failed, Outputs, Part, RoutedJob, Stale
-from prefixcache.ray_serve.orders import Orders
 from prefixcache.ray_serve.parts import Parts
-from prefixcache.request import Request, RequestOutput
+from prefixcache.types.request import Request, RequestOutput
 
 Batch = list[tuple[int, RequestOutput]]
 

@@ -12,22 +12,22 @@ from pydantic_core import to_jsonable_python
 from starlette.responses import Response
 
 from prefixcache.engine.control import Control
-from prefixcache.ray_serve.fleet import Fleet
+from prefixcache.ray_serve.fleet.fleet_state import Command
+from prefixcache.ray_serve.fleet.not_there import not_there_router
+from prefixcache.ray_serve.fleet.orders import Orders
+from prefixcache.ray_serve.fleet.replicas import Fleet
 from prefixcache.ray_serve.fleet_engine import FleetEngine
-from prefixcache.ray_serve.fleet_state import Command
-from prefixcache.ray_serve.not_there import not_there_router
-from prefixcache.ray_serve.orders import Orders
-from prefixcache.server.access import AccessRules
-from prefixcache.server.admin import add_changes, add_commands, command_options
+from prefixcache.server.admin.admin import add_changes, add_commands, command_options
+from prefixcache.server.admin.health import add_probes, raise_if_not_ready
+from prefixcache.server.admin.model_dirs import ModelDirs
 from prefixcache.server.app import client_app, guard, package_version
-from prefixcache.server.context import Lifecycle
-from prefixcache.server.health import add_probes, raise_if_not_ready
-from prefixcache.server.job_maker import JobMaker
-from prefixcache.server.limits import ServerLimits
-from prefixcache.server.model_dirs import ModelDirs
+from prefixcache.server.http.access import AccessRules
+from prefixcache.server.jobs.context import Lifecycle
+from prefixcache.server.jobs.job_maker import JobMaker
+from prefixcache.server.jobs.served_model import ServedModel
+from prefixcache.server.openai.response_store import ResponseStore
 from prefixcache.server.openapi import describe
-from prefixcache.server.response_store import ResponseStore
-from prefixcache.server.served_model import ServedModel
+from prefixcache.server.options.limits import ServerLimits
 
 
 def create_fleet_app(

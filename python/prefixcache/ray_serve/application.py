@@ -8,14 +8,14 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-from prefixcache.ray_serve.commands import COMMANDS, REPLICAS, Commands
+from prefixcache.ray_serve.fleet.commands import COMMANDS, REPLICAS, Commands
 from prefixcache.ray_serve.ingress import Ingress
-from prefixcache.ray_serve.options import RayOptions
+from prefixcache.ray_serve.ray_options import RayOptions
 from prefixcache.ray_serve.replica import EngineReplica
-from prefixcache.server.options import ServeOptions
+from prefixcache.server.options.serve_options import ServeOptions
 
 if TYPE_CHECKING:
-    from prefixcache.config import EngineConfig
+    from prefixcache.config.engine_config import EngineConfig
 
 ROUTER = "prefixcache.ray_serve.router:PrefixRequestRouter"
 # Engines bound their queues themselves, and tell clients what is full; Ray's bound never acts.

@@ -8,15 +8,15 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from prefixcache.grammar.grammars import Grammars
-from prefixcache.grammar.guide import Grammar
-from prefixcache.grammar.trial import Trials
 from prefixcache.ray_serve.answer import Answer, Batch
-from prefixcache.ray_serve.broadcast import ask_all
-from prefixcache.ray_serve.fleet_state import Refused
-from prefixcache.ray_serve.orders import Orders
-from prefixcache.request import Request
-from prefixcache.structured_output import StructuredOutput
+from prefixcache.ray_serve.fleet.broadcast import ask_all
+from prefixcache.ray_serve.fleet.fleet_state import Refused
+from prefixcache.ray_serve.fleet.orders import Orders
+from prefixcache.text.grammar.grammars import Grammars
+from prefixcache.text.grammar.guide import Grammar
+from prefixcache.text.grammar.trial import Trials
+from prefixcache.types.request import Request
+from prefixcache.types.structured_output import StructuredOutput
 
 _PROBE_SECONDS = 30.0
 

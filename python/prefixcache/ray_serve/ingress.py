@@ -6,26 +6,26 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from prefixcache.engine.vocabulary import vocabulary_of
-from prefixcache.flags import shown_values
-from prefixcache.grammar.grammars import Grammars
-from prefixcache.logs import set_up_logging
+from prefixcache.config.flags import shown_values
+from prefixcache.config.logs import set_up_logging
 from prefixcache.models.hub import read_config, resolve_model
 from prefixcache.ray_serve.app import create_fleet_app
-from prefixcache.ray_serve.fleet import Fleet
+from prefixcache.ray_serve.fleet.orders import Orders
+from prefixcache.ray_serve.fleet.replicas import Fleet
 from prefixcache.ray_serve.fleet_engine import FleetEngine
-from prefixcache.ray_serve.orders import Orders
-from prefixcache.server.model_dirs import ModelDirs
+from prefixcache.server.admin.model_dirs import ModelDirs
 from prefixcache.server.serve import access_rules, served_model, server_limits
-from prefixcache.tokenization.tokenizer import Tokenizer
+from prefixcache.text.grammar.grammars import Grammars
+from prefixcache.text.model_vocabulary import vocabulary_of
+from prefixcache.text.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from ray.serve.handle import DeploymentHandle
 
-    from prefixcache.config import EngineConfig
-    from prefixcache.ray_serve.options import RayOptions
-    from prefixcache.server.options import ServeOptions
+    from prefixcache.config.engine_config import EngineConfig
+    from prefixcache.ray_serve.ray_options import RayOptions
+    from prefixcache.server.options.serve_options import ServeOptions
 
 
 class Ingress:

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from prefixcache.core import BlockHashes
 from prefixcache.exceptions import PrefixCacheError
-from prefixcache.ray_serve.fleet_state import FleetState
-from prefixcache.request import Request, RequestOutput
+from prefixcache.ray_serve.fleet.fleet_state import FleetState
+from prefixcache.types.request import Request, RequestOutput
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,27 +17,33 @@ from prometheus_client import generate_latest
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from prefixcache.config.logs import set_up_logging
 from prefixcache.core import BlockHashes
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.build import BuiltEngine, build
 from prefixcache.events.config import KVEventsConfig
 from prefixcache.events.start import event_sockets, publishing
 from prefixcache.exceptions import ConfigError, EngineDeadError, PrefixCacheError
-from prefixcache.logs import set_up_logging
 from prefixcache.metrics import LabelledMetrics
-from prefixcache.ray_serve.fleet_state import UPDATE_WEIGHTS, Command, Done, FleetState, Refused
+from prefixcache.ray_serve.fleet.fleet_state import (
+    UPDATE_WEIGHTS,
+    Command,
+    Done,
+    FleetState,
+    Refused,
+)
 from prefixcache.ray_serve.job import Accepted, Failed, Outputs, Part, RoutedJob, Stale
-from prefixcache.request import Request
-from prefixcache.server.admin import update_weights
+from prefixcache.server.admin.admin import update_weights
+from prefixcache.server.admin.health import halted_state
 from prefixcache.server.allocator import bound_arenas
-from prefixcache.server.health import halted_state
-from prefixcache.server.limits import MAX_UNREAD_OUTPUTS
+from prefixcache.server.options.limits import MAX_UNREAD_OUTPUTS
+from prefixcache.types.request import Request
 
 if TYPE_CHECKING:
-    from prefixcache.config import EngineConfig
+    from prefixcache.config.engine_config import EngineConfig
     from prefixcache.engine.control import Control
     from prefixcache.engine.stats import PrefixHashInfo
-    from prefixcache.server.options import ServeOptions
+    from prefixcache.server.options.serve_options import ServeOptions
 
 logger = logging.getLogger(__name__)
 

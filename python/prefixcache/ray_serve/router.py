@@ -16,8 +16,8 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from prefixcache.events.config import is_local_endpoint
 from prefixcache.ray_serve.job import RoutedJob
 from prefixcache.ray_serve.known_caches import KnownCaches
-from prefixcache.request import Request
 from prefixcache.routing import Choice, PrefixRouting, Routed
+from prefixcache.types.request import Request
 
 logger = logging.getLogger(__name__)
 

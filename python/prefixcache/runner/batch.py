@@ -14,8 +14,8 @@ from torch import Tensor
 
 from prefixcache.attention.base import AttentionBatch
 from prefixcache.kv.buffers import BlockTableBuffers
-from prefixcache.sampling.upload import Upload
-from prefixcache.step_plan import StepPlan
+from prefixcache.runner.sampling.upload import Upload
+from prefixcache.types.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

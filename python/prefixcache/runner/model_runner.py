@@ -20,12 +20,12 @@ from prefixcache.runner.batch import Batch, StepBuffers
 from prefixcache.runner.cuda_graph import DecodeGraphs
 from prefixcache.runner.decoder import Decoder
 from prefixcache.runner.pending import PendingStep, ResultCopies, StepResults
+from prefixcache.runner.sampling.logprobs import PackedLogprobs, compute_logprobs
+from prefixcache.runner.sampling.row_options import SampledRow
+from prefixcache.runner.sampling.sampler import Sampled, Sampler
+from prefixcache.runner.sampling.upload import Upload
 from prefixcache.runner.trial import run_largest_step
-from prefixcache.sampling.logprobs import PackedLogprobs, compute_logprobs
-from prefixcache.sampling.row_options import SampledRow
-from prefixcache.sampling.sampler import Sampled, Sampler
-from prefixcache.sampling.upload import Upload
-from prefixcache.step_plan import PromptLogprobsInput, StepPlan
+from prefixcache.types.step_plan import PromptLogprobsInput, StepPlan
 
 _LOGPROB_ROWS = 256
 

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from prefixcache.sampling.logprobs import PackedLogprobs
-from prefixcache.sampling.sampler import Sampled
-from prefixcache.step_plan import SequenceOutput, StepPlan
+from prefixcache.runner.sampling.logprobs import PackedLogprobs
+from prefixcache.runner.sampling.sampler import Sampled
+from prefixcache.types.step_plan import SequenceOutput, StepPlan
 
 _NOTHING = SequenceOutput()
 

@@ -7,10 +7,10 @@ import torch
 from prefixcache.attention.base import AttentionBatch
 from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.runner.decoder import Decoder
-from prefixcache.sampling.sampler import sample
-from prefixcache.sampling_params import SamplingParams
-from prefixcache.step_plan import SamplingInput
-from prefixcache.token_ids import TokenBuffer, as_token_ids
+from prefixcache.runner.sampling.sampler import sample
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import SamplingInput
+from prefixcache.types.token_ids import TokenBuffer, as_token_ids
 
 # Takes the sampler through all it may allocate: scaling, nucleus, noise.
 _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, seed=0)

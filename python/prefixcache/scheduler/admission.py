@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from enum import Enum, auto
 
-from prefixcache.config import SchedulerConfig
+from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.scheduler.hit_counter import HitCounter
 from prefixcache.scheduler.in_flight import InFlight

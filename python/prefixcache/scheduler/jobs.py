@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from prefixcache.request import Request
+from prefixcache.types.request import Request
 
 
 @dataclass(slots=True)

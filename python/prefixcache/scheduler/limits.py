@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefixcache.exceptions import RequestTooLargeError
 from prefixcache.kv.cache_manager import CacheManager
-from prefixcache.request import Request
+from prefixcache.types.request import Request
 
 
 class Limits:

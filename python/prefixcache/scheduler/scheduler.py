@@ -28,10 +28,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefixcache.config import SchedulerConfig
-from prefixcache.grammar.guide import Guide
+from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
-from prefixcache.request import CacheOptions, ErrorCode, FinishReason, Request
 from prefixcache.scheduler.admission import Admission, Verdict
 from prefixcache.scheduler.budget import StepBudget
 from prefixcache.scheduler.cache_aware import CacheAwareQueue
@@ -42,7 +40,9 @@ from prefixcache.scheduler.limits import Limits
 from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestProgress, RequestState
 from prefixcache.scheduler.step_time import StepTimeModel
-from prefixcache.step_plan import ScheduledSequence, SequenceOutput, StepPlan, SubmittedStep
+from prefixcache.text.grammar.guide import Guide
+from prefixcache.types.request import CacheOptions, ErrorCode, FinishReason, Request
+from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan, SubmittedStep
 
 
 @dataclass(frozen=True, slots=True)

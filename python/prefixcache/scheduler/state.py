@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from prefixcache.grammar.guide import Guide
-from prefixcache.request import Request
-from prefixcache.step_plan import (
+from prefixcache.text.grammar.guide import Guide
+from prefixcache.types.request import Request
+from prefixcache.types.step_plan import (
     PromptLogprobsInput,
     SamplingInput,
     ScheduledSequence,
     SequenceOutput,
 )
-from prefixcache.token_ids import TokenBuffer, TokenIds
+from prefixcache.types.token_ids import TokenBuffer, TokenIds
 
 Order = tuple[int, int, int, float, int]
 """Priority, round of its client, turn of its job, arrival time and serial number of a request."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache.step_plan import StepPlan
+from prefixcache.types.step_plan import StepPlan
 
 _REMEMBERED_STEPS = 16
 _AGEING = 0.8

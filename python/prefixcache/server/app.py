@@ -10,32 +10,32 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from prefixcache.server.access import AccessCheck, AccessRules
-from prefixcache.server.admin import admin_router, command_options
-from prefixcache.server.chat import chat_router
-from prefixcache.server.completions import completions_router
-from prefixcache.server.context import Lifecycle, RequestContext
-from prefixcache.server.cross_origin import CrossOrigin
+from prefixcache.server.admin.admin import admin_router, command_options
+from prefixcache.server.admin.health import health_router
+from prefixcache.server.admin.info import info_router, models_router
+from prefixcache.server.admin.model_dirs import ModelDirs
+from prefixcache.server.admin.not_served import not_served_router
+from prefixcache.server.anthropic.messages import messages_router
+from prefixcache.server.cache.explain import explain_router
+from prefixcache.server.cache.kv_events import kv_events_router
+from prefixcache.server.cache.misses import misses_router
+from prefixcache.server.cache.probe import probe_router
+from prefixcache.server.cache.warm import warm_router
 from prefixcache.server.dashboard.routes import dashboard_router
-from prefixcache.server.errors import on_http_exception
-from prefixcache.server.explain import explain_router
-from prefixcache.server.health import health_router
-from prefixcache.server.info import info_router, models_router
-from prefixcache.server.job_maker import JobMaker
-from prefixcache.server.kv_events import kv_events_router
-from prefixcache.server.limits import ServerLimits
-from prefixcache.server.messages import messages_router
-from prefixcache.server.misses import misses_router
-from prefixcache.server.model_dirs import ModelDirs
-from prefixcache.server.not_served import not_served_router
+from prefixcache.server.http.access import AccessCheck, AccessRules
+from prefixcache.server.http.errors import on_http_exception
+from prefixcache.server.http.tracing import Tracing
+from prefixcache.server.jobs.context import Lifecycle, RequestContext
+from prefixcache.server.jobs.job_maker import JobMaker
+from prefixcache.server.jobs.served_model import ServedModel
+from prefixcache.server.openai.chat import chat_router
+from prefixcache.server.openai.completions import completions_router
+from prefixcache.server.openai.response_store import ResponseStore
+from prefixcache.server.openai.responses import responses_router
+from prefixcache.server.openai.tokenize import tokenize_router
 from prefixcache.server.openapi import describe
-from prefixcache.server.probe import probe_router
-from prefixcache.server.response_store import ResponseStore
-from prefixcache.server.responses import responses_router
-from prefixcache.server.served_model import ServedModel
-from prefixcache.server.tokenize import tokenize_router
-from prefixcache.server.tracing import Tracing
-from prefixcache.server.warm import warm_router
+from prefixcache.server.options.cross_origin import CrossOrigin
+from prefixcache.server.options.limits import ServerLimits
 
 if TYPE_CHECKING:
     from prefixcache.diagnostics.room import CacheDiagnostics

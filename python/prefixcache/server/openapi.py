@@ -14,17 +14,17 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from prefixcache.server.errors import is_anthropic
-from prefixcache.server.messages import CountTokensRequest, MessagesRequest
-from prefixcache.server.protocol import (
+from prefixcache.server.anthropic.messages import CountTokensRequest, MessagesRequest
+from prefixcache.server.http.errors import is_anthropic
+from prefixcache.server.http.fields import RequestFields
+from prefixcache.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    RequestFields,
     TokenizeChatRequest,
     TokenizeRequest,
 )
-from prefixcache.server.responses import ResponsesRequest
+from prefixcache.server.openai.responses import ResponsesRequest
 
 Schema = dict[str, Any]
 

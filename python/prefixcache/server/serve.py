@@ -19,29 +19,29 @@ from typing import TYPE_CHECKING, Any, cast
 import uvicorn
 from fastapi import FastAPI
 
+from prefixcache.config.flags import shown_values
 from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.events.start import event_sockets, publishing
 from prefixcache.exceptions import ConfigError, FieldError
-from prefixcache.flags import shown_values
-from prefixcache.server.access import AccessRules, is_host_name, is_loopback
+from prefixcache.server.admin.model_dirs import ModelDirs
 from prefixcache.server.allocator import bound_arenas
-from prefixcache.server.connections import Connection, ConnectionLimits
-from prefixcache.server.context import Lifecycle
-from prefixcache.server.header_lines import HeaderLines
-from prefixcache.server.limits import ServerLimits
-from prefixcache.server.listener import EVERY_ADDRESS, cannot_listen, listening, shown_address
-from prefixcache.server.model_dirs import ModelDirs
-from prefixcache.server.options import ServeOptions
-from prefixcache.server.served_model import ServedModel
+from prefixcache.server.http.access import AccessRules, is_host_name, is_loopback
+from prefixcache.server.http.connections import Connection, ConnectionLimits
+from prefixcache.server.http.listener import EVERY_ADDRESS, cannot_listen, listening, shown_address
+from prefixcache.server.http.tls import Certificates, TlsListener
+from prefixcache.server.http.tracing import Tracing, tracing_to
+from prefixcache.server.jobs.context import Lifecycle
+from prefixcache.server.jobs.served_model import ServedModel
+from prefixcache.server.options.header_lines import HeaderLines
+from prefixcache.server.options.limits import ServerLimits
+from prefixcache.server.options.serve_options import ServeOptions
 from prefixcache.server.systemd import Notifier
-from prefixcache.server.tls import Certificates, TlsListener
-from prefixcache.server.tracing import Tracing, tracing_to
 
 if TYPE_CHECKING:
-    from prefixcache.config import EngineConfig
+    from prefixcache.config.engine_config import EngineConfig
+    from prefixcache.config.model_config import GenerationDefaults
     from prefixcache.engine.build import BuiltEngine
-    from prefixcache.model_config import GenerationDefaults
-    from prefixcache.tokenization.tokenizer import Tokenizer
+    from prefixcache.text.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from prefixcache.diagnostics.history import PromptHistory, RememberedPrompt
 from prefixcache.diagnostics.hottest import HotPrefix, HotPrefixes
-from prefixcache.server.sse import named_event
+from prefixcache.server.http.sse import named_event
 
 if TYPE_CHECKING:
-    from prefixcache.tokenization.tokenizer import Tokenizer
+    from prefixcache.text.tokenization.tokenizer import Tokenizer
 
 _MOST_PREFIXES = 40
 _MOST_MISSES = 20

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from prefixcache.server.context import Lifecycle
 from prefixcache.server.dashboard.feed import Feed
 from prefixcache.server.dashboard.view import View
-from prefixcache.server.errors import ApiError
-from prefixcache.server.sse import EventStream
+from prefixcache.server.http.errors import ApiError
+from prefixcache.server.http.sse import EventStream
+from prefixcache.server.jobs.context import Lifecycle
 
 if TYPE_CHECKING:
     from prefixcache.engine.async_engine import AsyncEngine
-    from prefixcache.server.job_maker import JobMaker
+    from prefixcache.server.jobs.job_maker import JobMaker
 
 DASHBOARD_PATH = "/dashboard"
 _FILES = Path(__file__).with_name("page")

@@ -13,14 +13,14 @@ import numpy.typing as npt
 
 from prefixcache.server.dashboard.prompts import PromptsView
 from prefixcache.server.dashboard.rates import Counters, rates
-from prefixcache.server.sse import named_event
+from prefixcache.server.http.sse import named_event
 
 if TYPE_CHECKING:
     from prefixcache.diagnostics.history import PromptHistory
     from prefixcache.engine.async_engine import AsyncEngine
     from prefixcache.engine.stats import PrefixCacheStats
     from prefixcache.metrics import PoolGauges
-    from prefixcache.server.served_model import ServedModel
+    from prefixcache.server.jobs.served_model import ServedModel
 
 _STATES = ("free", "cached", "pinned", "held")
 _CELLS = 1024

@@ -1,0 +1,321 @@
+"""Commands whose options are made of flags, and what users say with them.
+
+A flag is looked for on the command line, then in the environment, then in the file of `--config`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import Field, dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import click
+from click.core import ParameterSource
+
+from prefixcache.cli.foreign_flags import ForeignFlag, ForeignOption
+from prefixcache.config.checked import adapters, check, shown
+from prefixcache.config.flags import Group, build, closest, leaves
+from prefixcache.exceptions import FieldError, InvalidRequestError, PrefixCacheError
+
+T = TypeVar("T")
+# Where a user said a value, and the value.
+Place = tuple[str, Any]
+
+_VARIABLES = "PREFIXCACHE_"
+_SOURCES = (
+    "Each option --some-name may also stand in the environment, as PREFIXCACHE_SOME_NAME, or in "
+    "the file of --config, as some_name. A flag goes before the variable, that before the file. In "
+    "a variable, white space stands between several values."
+)
+_METAVARS = {int: "<int>", float: "<number>", str: "<text>", Path: "<path>"}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a user said to a command: values by the names of flags, and where each was said."""
+
+    values: Mapping[str, Any]
+    places: Mapping[str, str]
+
+    def make(self, kind: type[T], **others: Any) -> T:
+        """The dataclass of what was said, and of `others` where nothing was.
+
+        Raises `FieldError` with the name of the option, the variable, or the place in the file.
+        """
+        try:
+            return build(kind, {**others, **self.values})
+        except FieldError as error:
+            raise self.placed(error) from None
+
+    def placed(self, error: FieldError) -> FieldError:
+        """The error with the place where its flag was said."""
+        place = self.places.get(error.field, _dashed(error.field))
+        return FieldError(place, error.problem)
+
+    def of(self, kind: type[Any]) -> dict[str, Any]:
+        """Those values that belong to the dataclass or its parts."""
+        return {name: value for name, value in self.values.items() if name in leaves(kind)}
+
+
+class FlagCommand(click.Command):
+    """A command with an option for each flag of `kinds`, but for those `without`.
+
+    Of flags with one name the first counts. A positional argument is given as it is;
+    `some_flag_argument` is another way to say `--some-flag`. `foreign` options are checked alone.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Given], None],
+        *kinds: type[Any],
+        arguments: Sequence[click.Argument] = (),
+        without: Collection[str] = (),
+        foreign: Sequence[ForeignFlag] = (),
+    ) -> None:
+        self._run = run
+        found = dict[str, FlagOption]()
+        for kind in kinds:
+            for name, (owner, one) in leaves(kind).items():
+                if one.metadata and name not in without:
+                    found.setdefault(name, FlagOption(owner, one))
+        self._flags = found
+        config = click.Option(["--config"], metavar="<path>", help="YAML file with flags.")
+        params: list[click.Parameter] = [*arguments, *found.values(), config]
+        params += map(ForeignOption, foreign)
+        name = run.__name__.replace("_", "-")
+        super().__init__(name, params=params, help=run.__doc__, epilog=_SOURCES)
+
+    def invoke(self, ctx: click.Context) -> None:
+        """Runs the command.
+
+        Errors that are raised on purpose become one line: status 2 for a wrong flag, else 1.
+        """
+        try:
+            with suppress(BrokenPipeError):
+                self._run_placed(self._given(ctx))
+        except PrefixCacheError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(2 if isinstance(error, (FieldError, InvalidRequestError)) else 1)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does, once the values behind a greedy option have it before each of them."""
+        greedy = {name for option in self._flags.values() if option.greedy for name in option.opts}
+        return super().parse_args(ctx, _spread(args, greedy))
+
+    def _run_placed(self, given: Given) -> None:
+        """Flags that turn out wrong once the model is known are named as the user said them."""
+        try:
+            self._run(given)
+        except FieldError as error:
+            raise given.placed(error) if error.field in self._flags else error from None
+
+    def _given(self, ctx: click.Context) -> Given:
+        path = ctx.params["config"] or _variable("config")
+        file = _read_file(Path(path), self._flags) if path else {}
+        for param in self.params:
+            if isinstance(param, ForeignOption):
+                param.refuse(ctx)
+        values = {name: ctx.params[name] for name in ctx.params if name not in self._flags}
+        places = dict[str, str]()
+        for name, option in self._flags.items():
+            said = option.said(ctx, file)
+            if said is not None:
+                places[name], value = said
+                values[name] = option.read(places[name], value)
+        return Given(values, places)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the groups of options; no name is cut to fit the terminal."""
+        groups: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        for option in options:
+            if (record := option.get_help_record(ctx)) is not None:
+                groups[getattr(option, "group", "Options")].append(record)
+        for name in (*get_args(Group), "Options"):
+            if name in groups:
+                with formatter.section(name):
+                    formatter.write_dl(groups[name])
+
+
+class FlagGroup(FlagCommand, click.Group):
+    """A command with flags, and commands `below` it, of which one that is named runs instead."""
+
+    def __init__(
+        self, run: Callable[[Given], None], *kinds: type[Any], below: Sequence[click.Command]
+    ) -> None:
+        super().__init__(run, *kinds)
+        self.invoke_without_command, self.no_args_is_help = True, False
+        self.callback = self._run_alone
+        for command in below:
+            self.add_command(command)
+
+    def invoke(self, ctx: click.Context) -> None:
+        """Runs the command below that was named, or this one."""
+        click.Group.invoke(self, ctx)
+
+    def _run_alone(self, **_params: object) -> None:
+        """What click calls before a command below too."""
+        ctx = click.get_current_context()
+        if ctx.invoked_subcommand is None:
+            FlagCommand.invoke(self, ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the groups, then the commands below."""
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
+class FlagOption(click.Option):
+    """The option of one flag: a field `one` of the dataclass `kind`."""
+
+    name: str
+
+    def __init__(self, kind: type[Any], one: Field[Any]) -> None:
+        told = one.metadata
+        hint = get_type_hints(kind, include_extras=True)[one.name]
+        value_type = _value_type(hint)
+        names = [_dashed(name) for name in (one.name, *told["aliases"])]
+        if value_type is bool:
+            names = [f"{name}/--no-{name.removeprefix('--')}" for name in names]
+        default = told["shown"] or _shown_default(one.default)
+        super().__init__(
+            [one.name, *names],
+            type=bool if value_type is bool else click.UNPROCESSED,
+            default=None,
+            multiple=get_origin(hint) is tuple,
+            metavar=told["metavar"] or _metavar(value_type),
+            help=told["help"] + (f"  [default: {default}]" if default else ""),
+        )
+        self.group: Group = told["group"]
+        self.greedy: bool = told["greedy"]
+        self._is_listed: bool = told["listed"]
+        self._kind = kind
+        self._is_secret = not one.repr
+
+    def said(self, ctx: click.Context, file: Mapping[str, Place]) -> Place | None:
+        """Where a value is said, and the value; None where none is. Raises `FieldError`."""
+        positional = ctx.params.get(f"{self.name}_argument")
+        if positional is not None:
+            return self.name.upper(), positional
+        if ctx.get_parameter_source(self.name) is ParameterSource.COMMANDLINE:
+            return self.opts[0], ctx.params[self.name]
+        text = _variable(self.name)
+        if text is not None:
+            several = self.multiple and not self._is_listed
+            return _VARIABLES + self.name.upper(), text.split() if several else text
+        return file.get(self.name)
+
+    def read(self, place: str, value: Any) -> Any:
+        """The checked value: text counts as what it spells. Raises `FieldError` with the place."""
+        parts: tuple[Any, ...] = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        if self._is_listed:
+            parts = tuple(item for part in parts for item in _items(place, part))
+        return check(
+            adapters(self._kind)[self.name],
+            place,
+            parts if self.multiple else value,
+            strict=not all(isinstance(part, str) for part in parts),
+            secret=self._is_secret,
+        )
+
+
+def _items(place: str, value: Any) -> list[Any]:
+    """The values that one stands for: of a JSON list, as vLLM takes it, or between commas."""
+    if not isinstance(value, str):
+        return [value]
+    if not value.lstrip().startswith("["):
+        return value.replace(",", " ").split() or [value]
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise FieldError(place, f"is no JSON list, got {shown(value)}.") from None
+
+
+def _read_file(path: Path, flags: Mapping[str, FlagOption]) -> dict[str, Place]:
+    """What the file says, by the names of flags. Raises `FieldError`.
+
+    Keys are names or aliases of flags, with dashes or without. What is wrong with the file is told
+    without a line of it: there may be a key in it.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FieldError("--config", f"cannot read {path}: {error.strerror}.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" (line {mark.line + 1})" if mark else ""
+        raise FieldError("--config", f"takes a YAML file; {path} is none{where}.") from None
+    if not isinstance(content, dict | None):
+        raise FieldError("--config", f"takes flags and their values; {path} holds none.")
+    known = {_plain(name): one.name for one in flags.values() for name in one.opts}
+    found = dict[str, Place]()
+    for key, value in (content or {}).items():
+        name = _plain(key)
+        if name not in known:
+            problem = f"is no flag of this command{closest(name, known)}."
+            raise FieldError(f"{shown(key)} in {path}", problem)
+        if value is not None:
+            found[known[name]] = (f"{key} in {path}", value)
+    return found
+
+
+def _spread(args: Sequence[str], greedy: Collection[str]) -> list[str]:
+    """`--name a b` as `--name a --name b`, for the greedy options."""
+    spread, option, count = list[str](), "", 0
+    for arg in args:
+        if arg.startswith("-"):
+            option, count = (arg if arg in greedy else ""), 0
+        elif option:
+            count += 1
+            if count > 1:
+                spread.append(option)
+        spread.append(arg)
+    return spread
+
+
+def _variable(name: str) -> str | None:
+    """A flag's value in the environment.
+
+    Raises `FieldError` for an empty one: it would start an open server for somebody who wanted a
+    key, and tells nothing of any other flag.
+    """
+    variable = _VARIABLES + name.upper()
+    text = os.environ.get(variable)
+    if text is not None and not text.strip():
+        raise FieldError(variable, "is set but empty. Give it a value, or unset it.")
+    return text
+
+
+def _dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _plain(name: object) -> str:
+    return str(name).removeprefix("--").replace("-", "_")
+
+
+def _value_type(hint: Any) -> Any:
+    """The type of one value, without what it is wrapped in: `Annotated`, `| None`, a tuple."""
+    while get_origin(hint) is not Literal and get_args(hint):
+        hint = get_args(hint)[0]
+    return hint
+
+
+def _metavar(value_type: Any) -> str | None:
+    if get_origin(value_type) is Literal:
+        return f"[{'|'.join(map(str, get_args(value_type)))}]"
+    return _METAVARS.get(value_type)
+
+
+def _shown_default(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "" if value in (None, ()) else str(value)

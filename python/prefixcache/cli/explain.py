@@ -1,0 +1,132 @@
+"""The command `prefixcache explain`: why prompts were not cached, told by a running server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from prefixcache.cli.command_line import Given
+from prefixcache.config.checked import Checked, PositiveInt
+from prefixcache.config.flags import flag
+from prefixcache.exceptions import FieldError, PrefixCacheError
+
+if TYPE_CHECKING:
+    import httpx
+
+_SECONDS = 60
+_STDIN = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainOptions(Checked):
+    """Whom to ask, and how much to show."""
+
+    url: str = flag("http://127.0.0.1:8000", "Server to ask.", "Server")
+    api_key: str | None = flag(
+        None,
+        "Key to ask with: the admin key, or for one prompt any.",
+        "Server",
+        secret=True,
+        shown="none, which is enough on the server's own machine without keys",
+    )
+    limit: PositiveInt = flag(10, "Most lines of advice.", "Answer")
+    json: bool = flag(False, "Show the server's answer as it is.", "Answer")
+
+
+def explain(given: Given) -> None:
+    """Show which prompts a running server computes again and again, why, and what to do.
+
+    With BODY, a file with the body of a completion, chat, response or message (- reads it from
+    stdin), explain that one prompt; nothing is computed.
+    """
+    options = given.make(ExplainOptions)
+    path: str | None = given.values["body"]
+    told = _asked(options, None if path is None else _read(path))
+    if options.json:
+        click.echo(json.dumps(told, ensure_ascii=False, indent=2))
+        return
+    try:
+        lines = _advice(told, options) if path is None else _explanation(told)
+    except (KeyError, TypeError) as error:
+        raise _unknown(options) from error
+    for line in lines:
+        click.echo(line)
+
+
+def _read(path: str) -> bytes:
+    if "://" in path:
+        raise FieldError("BODY", f"is a file. To ask the server at {path}, give --url {path}.")
+    try:
+        return sys.stdin.buffer.read() if path == _STDIN else Path(path).read_bytes()
+    except OSError as error:
+        raise FieldError("BODY", f"cannot be read: {path}: {error.strerror}.") from error
+
+
+def _asked(options: ExplainOptions, body: bytes | None) -> dict[str, Any]:
+    """The server's answer. Raises `PrefixCacheError` for an error of its own, and for none."""
+    import httpx
+
+    headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
+    try:
+        with httpx.Client(base_url=options.url, headers=headers, timeout=_SECONDS) as client:
+            if body is None:
+                response = client.get("/prefix_cache/misses", params={"limit": options.limit})
+            else:
+                sent = {"Content-Type": "application/json"}
+                response = client.post("/prefix_cache/explain", content=body, headers=sent)
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+        raise PrefixCacheError(f"{options.url} cannot be asked: {error}") from error
+    return _read_answer(options, response)
+
+
+def _read_answer(options: ExplainOptions, response: httpx.Response) -> dict[str, Any]:
+    try:
+        told = response.json()
+    except ValueError:
+        told = None
+    if not isinstance(told, dict):
+        raise _unknown(options)
+    answer = cast("dict[str, Any]", told)
+    if response.is_success:
+        return answer
+    error = answer.get("error")
+    if response.status_code == 404 or not isinstance(error, Mapping):
+        raise _unknown(options)
+    message = cast("Mapping[str, object]", error).get("message")
+    raise PrefixCacheError(f"{options.url} answers {response.status_code}: {message}")
+
+
+def _unknown(options: ExplainOptions) -> PrefixCacheError:
+    return PrefixCacheError(f"{options.url} is no prefixcache server that explains misses.")
+
+
+def _advice(told: Mapping[str, Any], options: ExplainOptions) -> list[str]:
+    asked, cached = told["prompt_tokens"], told["cached_tokens"]
+    share = f"{100 * cached / asked:.1f} %" if asked else "none"
+    findings = told["findings"]
+    total = f"{told['num_requests']} prompts remembered, {asked} tokens: {share} from the cache"
+    lines = [f"{total}, {told['tokens_recomputed']} tokens computed again."]
+    lines += [f"{place}. {one['description']}" for place, one in enumerate(findings, 1)]
+    if not findings:
+        lines.append("Nothing that an earlier prompt had was computed again.")
+    elif told["num_findings"] > len(findings):
+        lines.append(f"and {told['num_findings'] - len(findings)} more (--limit {options.limit})")
+    return lines
+
+
+def _explanation(told: Mapping[str, Any]) -> list[str]:
+    """A line for each prompt of the body."""
+    return [_line(prompt) for prompt in told["prompts"]]
+
+
+def _line(prompt: Mapping[str, Any]) -> str:
+    difference = (prompt["earlier"] or {}).get("difference")
+    differs = f" Compared with an earlier one, {difference['description']}." if difference else ""
+    cached = f"{prompt['cached_tokens']} of {prompt['prompt_tokens']} tokens are cached"
+    return f"{cached}: {prompt['description']}{differs}"

@@ -1,0 +1,272 @@
+"""The command `prefixcache`: serve, serve-ray, generate, download, convert, bench and others.
+
+What is heavy is imported by the command that needs it, so that help comes at once.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, fields
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import click
+from annotated_types import MinLen
+
+from prefixcache import __version__
+from prefixcache.cli.bench import bench, compare
+from prefixcache.cli.command_line import FlagCommand, FlagGroup, Given
+from prefixcache.cli.explain import ExplainOptions, explain
+from prefixcache.cli.replay import replay
+from prefixcache.cli.verify import verify
+from prefixcache.cli.vllm_flags import VLLM_FLAGS
+from prefixcache.config.checked import Checked, shown
+from prefixcache.config.engine_config import EngineConfig
+from prefixcache.config.flags import flag, leaves
+from prefixcache.config.logs import LogLevel, set_up_logging
+from prefixcache.exceptions import ConfigError, FieldError, PrefixCacheError
+from prefixcache.ray_serve.environment import prepare_environment
+from prefixcache.ray_serve.ray_options import NOT_SERVED, RayOptions
+from prefixcache.server.options.serve_options import LOG_LEVEL_HELP, ServeOptions
+from prefixcache.tools.bench.bench_options import BenchOptions
+from prefixcache.tools.replay.replay_options import ReplayOptions
+from prefixcache.tools.verify.verify_options import VerifyOptions
+
+if TYPE_CHECKING:
+    from prefixcache.engine.build import BuiltEngine
+    from prefixcache.types.sampling_params import SamplingParams
+    from prefixcache.types.token_ids import TokenIds
+
+QUANTIZABLE = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions(Checked):
+    """Flags of `prefixcache generate` beside those of the engine; `SamplingParams` checks most."""
+
+    prompt: str
+    chat: bool = flag(False, "Ask as a user in a chat, rather than go on with the text.", "Answer")
+    system: str | None = flag(None, "System message of the chat; implies --chat.", "Answer")
+    max_tokens: int = flag(256, "Most tokens of the answer.", "Answer")
+    temperature: float | None = flag(None, "0 takes the likeliest token.", "Answer")
+    top_p: float | None = flag(None, "Share of likely tokens.", "Answer")
+    top_k: int | None = flag(None, "Number of likely tokens.", "Answer")
+    min_p: float | None = flag(None, "Least share of the likeliest.", "Answer")
+    repetition_penalty: float | None = flag(None, "1 is none.", "Answer")
+    stop: tuple[Annotated[str, MinLen(1)], ...] = flag((), "Text that ends the answer.", "Answer")
+    log_level: LogLevel = flag("warning", LOG_LEVEL_HELP, "Answer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions(Checked):
+    """Flags of `prefixcache convert`: what the weights become, and where."""
+
+    quantize: str | None = flag(
+        None,
+        "Quantize matrices to blocks of this format: a third to a half of bfloat16's memory.",
+        "Conversion",
+        metavar=f"[{'|'.join(QUANTIZABLE)}]",
+    )
+    widen: Literal["bfloat16", "float32"] | None = flag(
+        None, "Write dense safetensors of this type, of a GGUF file for one.", "Conversion"
+    )
+    output: Path | None = flag(
+        None,
+        "Folder to write, which must not be there yet.",
+        "Conversion",
+        shown="the model's name and the format, in the current folder",
+    )
+
+    def check_together(self) -> None:
+        """Raises `FieldError`."""
+        if (self.quantize is None) == (self.widen is None):
+            raise FieldError("quantize", "or --widen must be given, one of them.")
+        if self.quantize is not None and self.quantize.lower() not in QUANTIZABLE:
+            raise FieldError(
+                "quantize",
+                f"must be one of {', '.join(QUANTIZABLE)}, got {shown(self.quantize)}. Other "
+                "formats, such as q4_k_m, come in GGUF files, which are served as they are.",
+            )
+
+
+def main() -> None:
+    """The entry point of the command."""
+    app()
+
+
+def serve(given: Given) -> None:
+    """Serve a model to OpenAI clients."""
+    config, options = given.make(EngineConfig), given.make(ServeOptions)
+    set_up_logging(
+        options.log_level,
+        options.log_format,
+        file=options.log_file,
+        shows_prompts=options.log_prompts,
+    )
+    _let_threads_sleep(config)
+    from prefixcache.server.serve import serve as run_server
+
+    run_server(config, options)
+
+
+def serve_ray(given: Given) -> None:
+    """Serve a model by several engines under Ray Serve, each prompt where its prefix is cached."""
+    config, options = given.make(EngineConfig), given.make(ServeOptions)
+    ray_options = given.make(RayOptions)
+    set_up_logging(options.log_level, options.log_format, shows_prompts=options.log_prompts)
+    _let_threads_sleep(config)
+    prepare_environment(on_this_machine_alone=ray_options.address is None)
+    try:
+        import_module("ray.serve")
+    except ImportError as error:
+        message = f"serve-ray needs Ray Serve ({error}): pip install prefixcache[ray]."
+        raise ConfigError(message) from None
+    from prefixcache.ray_serve.ray_run import serve_ray as run_cluster
+
+    run_cluster(config, options, ray_options)
+
+
+def generate(given: Given) -> None:
+    """Go on with a text in the terminal, or with --chat answer it."""
+    options = given.make(GenerateOptions)
+    config = given.make(EngineConfig, max_num_seqs=1)
+    set_up_logging(options.log_level, shows_prompts=True)
+    _let_threads_sleep(config)
+    _sampling_params(options, {})  # Wrong options are told before a model is loaded.
+    from prefixcache.engine.build import build
+    from prefixcache.models.hub import resolve_model
+
+    built = build(config, resolve_model(config.model, config.revision))
+    params = _sampling_params(options, built.model.generation.sampling_options())
+    _stream(built, _prompt_ids(built, options), params)
+
+
+def download(given: Given) -> None:
+    """Fetch a model, so that later starts need no network."""
+    from prefixcache.models.hub import resolve_model
+
+    config = given.make(EngineConfig)
+    click.echo(resolve_model(config.model, config.revision))
+
+
+def convert(given: Given) -> None:
+    """Quantize a model's weights, or widen quantized ones, into a folder that can be served."""
+    options, config = given.make(ConvertOptions), given.make(EngineConfig)
+    from prefixcache.models.conversion import convert_model
+
+    made = convert_model(
+        config.model,
+        config.revision,
+        options.output,
+        block_format=options.quantize and options.quantize.upper(),
+        dtype=options.widen,
+    )
+    click.echo(made)
+
+
+def _prompt_ids(built: BuiltEngine, options: GenerateOptions) -> TokenIds:
+    tokenizer = built.tokenizer
+    template = tokenizer.chat_template
+    if not options.chat and options.system is None:
+        return tokenizer.encode(options.prompt)
+    if template is None:
+        raise ConfigError("This model has no chat template; leave --chat and --system out.")
+    messages = [{"role": "user", "content": options.prompt}]
+    if options.system is not None:
+        messages.insert(0, {"role": "system", "content": options.system})
+    return tokenizer.encode(template.render(messages), add_special_tokens=False)
+
+
+def _sampling_params(options: GenerateOptions, defaults: dict[str, Any]) -> SamplingParams:
+    from prefixcache.types.sampling_params import SamplingParams
+
+    names = {one.name for one in fields(SamplingParams)}
+    given = {name: value for name, value in asdict(options).items() if name in names}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(**{**defaults, **chosen})
+
+
+def _stream(built: BuiltEngine, prompt: TokenIds, params: SamplingParams) -> None:
+    from prefixcache.types.request import Request
+
+    engine = built.engine
+    engine.add_request(Request(request_id="0", prompt_token_ids=prompt, params=params))
+    while engine.has_unfinished():
+        for output in engine.step():
+            if output.error is not None:
+                raise PrefixCacheError(output.error)
+            click.echo(output.text, nl=False)
+    click.echo()
+
+
+def _let_threads_sleep(config: EngineConfig) -> None:
+    """Lets OpenMP's threads sleep between two operations of torch; it asks when torch is imported.
+
+    They spin otherwise, on the processors that the CPU's own kernels compute on. Where torch
+    computes the model too they had better.
+    """
+    if config.batch_invariant is not False:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+_MODEL = click.Argument(["model_argument"], metavar="[MODEL]", required=False, help="As --model.")
+_PROMPT = click.Argument(["prompt"], help="What the model goes on with, or with --chat answers.")
+_URL = click.Argument(["url"], help="Address of an OpenAI-compatible server.")
+_RESULTS = [click.Argument([name], help="Results, as --output writes them.") for name in "ab"]
+_TRACES = click.Argument(
+    ["traces"],
+    metavar="TRACE...",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Mooncake's JSON lines, PTT, or a recording of `serve`; plain, gzip or xz.",
+)
+_BODY = click.Argument(["body"], metavar="[BODY]", required=False, help="File, - for stdin.")
+app = click.Group(
+    "prefixcache",
+    help="An LLM server around a prefix KV cache.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    commands=[
+        FlagCommand(serve, ServeOptions, EngineConfig, arguments=[_MODEL], foreign=VLLM_FLAGS),
+        FlagCommand(
+            serve_ray,
+            RayOptions,
+            ServeOptions,
+            EngineConfig,
+            arguments=[_MODEL],
+            without=NOT_SERVED,
+        ),
+        FlagCommand(
+            generate,
+            GenerateOptions,
+            EngineConfig,
+            arguments=[_PROMPT],
+            without=("max_num_seqs",),
+        ),
+        FlagCommand(
+            download,
+            EngineConfig,
+            arguments=[_MODEL],
+            without=leaves(EngineConfig).keys() - {"model", "revision"},
+        ),
+        FlagCommand(
+            convert,
+            ConvertOptions,
+            EngineConfig,
+            arguments=[_MODEL],
+            without=leaves(EngineConfig).keys() - {"model", "revision"},
+        ),
+        FlagGroup(
+            bench,
+            BenchOptions,
+            EngineConfig,
+            below=[FlagCommand(compare, arguments=_RESULTS)],
+        ),
+        FlagCommand(replay, ReplayOptions, arguments=[_TRACES]),
+        FlagCommand(verify, VerifyOptions, arguments=[_URL]),
+        FlagCommand(explain, ExplainOptions, arguments=[_BODY]),
+    ],
+)
+click.version_option(__version__, message="prefixcache %(version)s", help="Show the version.")(app)

@@ -1,0 +1,161 @@
+"""The command `prefixcache replay`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prefixcache.cli.command_line import Given
+from prefixcache.exceptions import FieldError
+from prefixcache.tools.output_files import check_can_write, check_picture
+from prefixcache.tools.replay.replay_options import ReplayOptions
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from prefixcache.tools.replay.run import Setting, TraceResult
+    from prefixcache.tools.replay.sizes import Size
+    from prefixcache.tools.replay.ttft_model import TtftModel
+
+
+def replay(given: Given) -> None:
+    """Run traces through the cache without a model: what hits at any size, and what could."""
+    options = given.make(ReplayOptions)
+    if options.plot is not None:
+        check_picture("--plot", options.plot)
+    check_can_write({"--output": options.output, "--plot": options.plot})
+    _check_can_read(options.traces)
+    _run(options)
+
+
+def _check_can_read(traces: tuple[Path, ...]) -> None:
+    """Raises `FieldError` before the first of several traces is run."""
+    for trace in traces:
+        if trace.is_dir() or not os.access(trace, os.R_OK):
+            raise FieldError("TRACE", f"cannot read {trace}.")
+
+
+def _run(options: ReplayOptions) -> None:
+    from rich.console import Console
+
+    from prefixcache.tools.replay.compare import verdict
+    from prefixcache.tools.replay.report import Report, remarks, write_json
+
+    model = _model(options)
+    cells = _all_cells(options, model)
+    console = Console()
+    traces = tuple(_replayed(options, cells, console))
+    verdicts = () if options.compare is None else tuple(map(verdict, traces))
+    command = shlex.join(["prefixcache", *sys.argv[1:]])
+    report = Report(command, traces, model, options.goodput, verdicts)
+    for line in [*remarks(report), *verdicts]:
+        console.print(line, highlight=False)
+    if options.output is not None:
+        write_json(report, options.output)
+        console.print(f"Results: {options.output}")
+    if options.plot is not None:
+        from prefixcache.tools.replay.plots import draw
+
+        draw(traces, options.plot)
+        console.print(f"Picture: {options.plot}")
+
+
+def _model(options: ReplayOptions) -> TtftModel | None:
+    from prefixcache.tools.replay.ttft_model import read_model
+
+    if options.ttft_model is None:
+        return None
+    try:
+        return read_model(options.ttft_model)
+    except ValueError as error:
+        raise FieldError("ttft_model", f"cannot be used: {error}.") from None
+
+
+def _all_cells(options: ReplayOptions, model: TtftModel | None) -> list[tuple[Setting, Size]]:
+    """What each trace is run with; two configurations where they are compared."""
+    from prefixcache.tools.replay.compare import compared
+
+    cells = _cells(options, model)
+    if options.compare is None:
+        return cells
+    both = [cells, _cells(compared(options), model)]
+    if any(len(one) != 1 for one in both):
+        problem = "sets two caches side by side: --sizes and --eviction-policy take one value each."
+        raise FieldError("compare", problem)
+    return [cell for one in both for cell in one]
+
+
+def _cells(options: ReplayOptions, model: TtftModel | None) -> list[tuple[Setting, Size]]:
+    from prefixcache.tools.replay.run import Setting
+
+    settings = [
+        Setting(
+            eviction_policy=policy,
+            hints=options.parsed_hints(),
+            model=model,
+            objective_ms=options.objective_ms,
+            scheduling_policy=options.scheduling_policy,
+            max_queue_delay=options.max_queue_delay,
+        )
+        for policy in dict.fromkeys(options.eviction_policy)
+    ]
+    return [(setting, size) for setting in settings for size in options.parsed_sizes()]
+
+
+def _replayed(
+    options: ReplayOptions, cells: list[tuple[Setting, Size]], console: Console
+) -> Iterator[TraceResult]:
+    """Each trace's result, shown as soon as it is known."""
+    from prefixcache.tools.replay.report import heading, infinite_line, recorded_line, tables
+
+    for path in options.traces:
+        trace = _replay_one(path, options, cells)
+        console.print(heading(trace), highlight=False)
+        for table in tables(trace, options.goodput):
+            console.print(table)
+        for line in (infinite_line(trace), recorded_line(trace)):
+            if line is not None:
+                console.print(line, highlight=False)
+        yield trace
+
+
+def _replay_one(
+    path: Path, options: ReplayOptions, cells: list[tuple[Setting, Size]]
+) -> TraceResult:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from prefixcache.tools.replay.run import (
+        num_passes,
+        replay_as_recorded,
+        replay_trace,
+        trace_bytes,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as progress:
+        total = trace_bytes(path) * num_passes(cells, options.bounds)
+        task = progress.add_task(path.name, total=total)
+        trace = replay_trace(
+            path,
+            cells,
+            jobs=options.jobs or _usable_cores(),
+            bounds=options.bounds,
+            cache_answers=options.cache_answers,
+            progress=lambda read: progress.advance(task, read),
+        )
+    return replace(trace, as_recorded=replay_as_recorded(path))
+
+
+def _usable_cores() -> int:
+    """Processors this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

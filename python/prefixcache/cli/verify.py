@@ -1,0 +1,78 @@
+"""The command `prefixcache verify`."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from prefixcache.cli.command_line import Given
+from prefixcache.tools.output_files import check_can_write
+from prefixcache.tools.verify.verify_options import VerifyOptions
+
+if TYPE_CHECKING:
+    from prefixcache.tools.verify.verify_report import Report
+
+
+def verify(given: Given) -> None:
+    """Ask a server the same questions with and without cache hits: do its answers change?
+
+    Any OpenAI-compatible server. Exit status: 0 where all answers are equal, 1 where one differs, 2
+    where the server could not be asked, or was never seen to hit.
+    """
+    from prefixcache.tools.verify.client import VerifyError
+    from prefixcache.tools.verify.verify_run import base_url
+
+    options = given.make(VerifyOptions)
+    base_url(options.url)
+    check_can_write({"--output": options.output})
+    try:
+        report = _run(options)
+    except VerifyError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    _show(report, options.output)
+    sys.exit(report.status)
+
+
+def _run(options: VerifyOptions) -> Report:
+    import asyncio
+
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from prefixcache.tools.verify.verify_run import run_verify
+
+    seed = secrets.randbits(31) if options.seed is None else options.seed
+    command = shlex.join(["prefixcache", *sys.argv[1:]])
+    columns = (SpinnerColumn(), TextColumn("{task.completed} answers"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+        return asyncio.run(run_verify(options, seed, command, lambda: progress.advance(task)))
+
+
+def _show(report: Report, output: Path | None) -> None:
+    from rich.console import Console
+
+    from prefixcache.tools.verify.verify_report import (
+        differences_table,
+        rounds_table,
+        to_json,
+        verdict,
+    )
+
+    console = Console()
+    heading = f"{report.model} at {report.url}, {report.api}"
+    console.print(heading, highlight=False, markup=False, soft_wrap=True)
+    console.print(rounds_table(report))
+    if (differences := differences_table(report)) is not None:
+        console.print(differences)
+    for sentence in verdict(report):
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    if output is not None:
+        output.write_text(json.dumps(to_json(report), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Flags and configurations as checked dataclasses."""

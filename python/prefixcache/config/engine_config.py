@@ -1,0 +1,452 @@
+"""What an engine is started with: its flags, frozen and checked.
+
+Every wrong value raises `ConfigError` naming the field and what is allowed. Nothing here imports
+torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import Ge, Le, MinLen
+
+from prefixcache.config.checked import (
+    MAX_INT,
+    Checked,
+    Count,
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ReadBy,
+)
+from prefixcache.config.flags import build, flag, named
+from prefixcache.exceptions import ConfigError, FieldError
+
+if TYPE_CHECKING:
+    from prefixcache.config.model_config import ModelConfig
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+DType = Literal["auto", "bfloat16", "float32"]
+Device = Literal["auto", "cpu", "cuda"]
+Activations = Literal["exact", "int8"]
+EvictionPolicy = Literal["lru", "reuse-queue"]
+SchedulingPolicy = Literal["fcfs", "priority", "cache-aware"]
+Attention = Literal["auto", "torch", "cpu", "flashinfer", "flashinfer-split", "flashinfer-packed"]
+
+MAX_BLOCK_SIZE = 256
+_CPU_STEP_MS = 250
+_MOST_BYTES = 2**62
+_DIGITS = re.compile(r"[0-9]{1,10}")
+_SIZE = re.compile(r"(\d{0,30}\.?\d{1,30})\s*(([KMGT])(i?)B?|B)?", re.IGNORECASE)
+
+
+def parse_memory(value: object) -> int | float:
+    """Bytes of 1000000, "1000000", "2GiB" or "1.5 GB"; "2G" counts as "2GiB".
+
+    A number with a point and no unit, as 0.5, is a share of what is free, more than 0 and at most
+    1, and is returned as a float. Raises `ValueError` for anything else.
+    """
+    number = _read_size(value.strip()) if isinstance(value, str) else value
+    most = 1 if isinstance(number, float) else _MOST_BYTES
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number <= most:
+        raise ValueError("must be bytes, a size as 2GiB or 500MB, or a share as 0.5")
+    return number
+
+
+def _read_size(text: str) -> int | float | None:
+    """None for what is no size.
+
+    pydantic's `ByteSize` would read "2GiB too much" as 2 GiB, "5bit" as 0 bytes, and "2G" as 2 GB.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        return None
+    number, unit, prefix, binary = match.groups()
+    if unit is None:
+        return float(number) if "." in number else int(number)
+    decimal = prefix and not binary and unit.upper().endswith("B")
+    power = " KMGT".index(prefix.upper()) if prefix else 0
+    return int(float(number) * (1000 if decimal else 1024) ** power)
+
+
+def parse_bytes(value: object) -> int:
+    """`parse_memory` without shares. Raises `ValueError`."""
+    try:
+        number = parse_memory(value)
+    except ValueError:
+        number = 0.0
+    if isinstance(number, float):
+        raise ValueError("must be bytes, or a size as 2GiB or 500MB")
+    return number
+
+
+def parse_path(value: object) -> Path:
+    """A path, or the text of one. Raises `ValueError`."""
+    if not isinstance(value, (str, Path)) or not str(value):
+        raise ValueError("must be a path")
+    return Path(value)
+
+
+def parse_interval(value: object) -> int | Literal["none"]:
+    """Tokens between two positions, of 64 or "64", or "none". Raises `ValueError`."""
+    if value == "none":
+        return "none"
+    tokens = int(value) if isinstance(value, str) and _DIGITS.fullmatch(value) else value
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 <= tokens <= MAX_INT:
+        raise ValueError("must be 'none', 0, or a number of tokens")
+    return tokens
+
+
+# Bytes as an integer, or a share of the free memory as a float.
+MemorySize = Annotated[int | float, ReadBy(parse_memory)]
+ByteSize = Annotated[int, ReadBy(parse_bytes)]
+FilePath = Annotated[Path, ReadBy(parse_path)]
+RetentionInterval = Annotated[int | Literal["none"], ReadBy(parse_interval)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig(Checked):
+    """The paged KV cache. `num_blocks` counts the null block, as vLLM's override does.
+
+    With neither `num_blocks` nor `kv_cache_memory`, a CPU's pool takes a share of the free memory,
+    and a GPU's what `gpu_memory_utilization` of its memory leaves beside the weights and the
+    largest step.
+
+    With `merge_duplicate_blocks` a block whose content another one holds is given up for that one,
+    where equal content means equal bytes: in batch-invariant mode.
+
+    Where layers have a sliding window, `prefix_cache_retention_interval` and what is pinned say
+    which of the blocks behind it later requests find; see `kv/retention.py`. Other models have no
+    such blocks, and these fields change nothing.
+    """
+
+    block_size: Annotated[PositiveInt, Le(MAX_BLOCK_SIZE)] = flag(
+        16, "Tokens of a cache block: a power of two.", "Cache"
+    )
+    num_blocks: Annotated[PositiveInt, Ge(2)] | None = flag(
+        None,
+        "Blocks of the cache, one of which is never used.",
+        "Cache",
+        aliases=("num_gpu_blocks_override",),
+        shown="as many as fit",
+    )
+    kv_cache_memory: MemorySize | None = flag(
+        None,
+        "Memory of the cache instead of --num-blocks: bytes, a size as 2GiB or 512MiB, or as 0.5 a "
+        "share of what is free before the model is loaded: on a CPU of the memory that the system "
+        "and the container's limit have left, on CUDA of the GPU's.",
+        "Cache",
+        aliases=("kv_cache_memory_bytes",),
+        shown="0.5 and at most 4GiB on a CPU, by --gpu-memory-utilization on CUDA",
+        metavar="<bytes, size or share>",
+    )
+    kv_cache_max_memory: MemorySize | None = flag(
+        None,
+        "Most memory of the cache: it can grow up to here while it serves. A size or share as "
+        "with --kv-cache-memory.",
+        "Cache",
+        shown="the size at the start",
+        metavar="<bytes, size or share>",
+    )
+    kv_cache_min_memory: MemorySize | None = flag(
+        None,
+        "Least memory of the cache: it is never shrunk below. A size or share as with "
+        "--kv-cache-memory.",
+        "Cache",
+        shown="one block",
+        metavar="<bytes, size or share>",
+    )
+    prefix_cache_max_blocks: Count | None = flag(
+        None,
+        "Most blocks that are cached and held by no request; 0 keeps none.",
+        "Cache",
+        shown="all of the cache",
+    )
+    gpu_memory_utilization: Annotated[PositiveFloat, Le(1)] = flag(
+        0.9, "Share of a GPU's memory to use.", "Model"
+    )
+    enable_prefix_caching: bool = flag(
+        True, "Reuse the keys and values of equal beginnings.", "Cache"
+    )
+    eviction_policy: EvictionPolicy = flag(
+        "lru",
+        "Which cached block goes first: lru the one that was not used for the longest time, "
+        "reuse-queue the one with the fewest hits to be expected for the time that it is kept.",
+        "Cache",
+    )
+    kv_cache_metrics: bool = flag(
+        False,
+        "Tell in /metrics how long blocks stay cached, how long they are idle before they are "
+        "evicted, and how long content waits between two uses.",
+        "Cache",
+    )
+    record_trace: FilePath | None = flag(
+        None,
+        "File to record what the cache is asked for, without any text, so that it can be replayed "
+        "at other sizes; docs/recording.md describes it.",
+        "Cache",
+        shown="nothing is recorded",
+        metavar="<file>",
+    )
+    record_trace_max_size: ByteSize = flag(
+        2**30,
+        "Size from which a recording goes on in another file.",
+        "Cache",
+        shown="1GiB",
+        metavar="<bytes or size>",
+    )
+    merge_duplicate_blocks: bool = flag(
+        True, "Keep one of several blocks that were filled with the same.", "Cache"
+    )
+    prefix_cache_retention_interval: RetentionInterval | None = flag(
+        None,
+        "With sliding windows: keep a window for later requests at every multiple of so many "
+        "tokens too; 0 only where they are likely to begin (the end of a prompt, of an answer, and "
+        "of what requests share), none every block of every window.",
+        "Cache",
+        shown="0, or none where all layers have a window; --max-num-batched-tokens with "
+        "--pin-swa-tokens",
+        metavar="<none or tokens>",
+    )
+    pin_swa_tokens: bool = flag(
+        False, "With sliding windows: evict the windows that are kept last.", "Cache"
+    )
+    pin_max_share: Fraction = flag(
+        0.2, "Most of the cache that is pinned; beyond it the oldest pins end.", "Cache"
+    )
+    pin_min_drop_size: Count = flag(
+        16, "A kept window fewer blocks than this past the one before is not pinned.", "Cache"
+    )
+    pin_prefix_blocks: bool = flag(
+        True,
+        "Pin the blocks of full attention before a pinned window too: it is no use without them.",
+        "Cache",
+    )
+    retention_budget: Fraction = flag(
+        0.2,
+        "Most of the cache that the retention hints of one salt or API key raise; beyond it its "
+        "oldest ones end.",
+        "Cache",
+    )
+
+    def check_together(self) -> None:
+        """Raises `FieldError`."""
+        if self.block_size & (self.block_size - 1):
+            raise FieldError(
+                "block_size",
+                f"must be a power of two from 1 to {MAX_BLOCK_SIZE}, got {self.block_size}.",
+            )
+        if self.num_blocks is not None and self.kv_cache_memory is not None:
+            raise FieldError("kv_cache_memory", "stands beside num_blocks: give one, not both.")
+        self._check_range()
+        if self.pin_swa_tokens and self.prefix_cache_retention_interval == "none":
+            raise FieldError(
+                "prefix_cache_retention_interval",
+                "must be a number of tokens where pin_swa_tokens is on: pins protect chosen "
+                "windows, and none keeps all, which would push the pinned ones out.",
+            )
+
+    def _check_range(self) -> None:
+        """The floor, the start and the ceiling ascend, as far as they can be compared yet."""
+        names = ("kv_cache_min_memory", "kv_cache_memory", "kv_cache_max_memory")
+        given = [(name, getattr(self, name)) for name in names if getattr(self, name) is not None]
+        for index, (low, least) in enumerate(given):
+            for high, most in given[index + 1 :]:
+                if type(least) is type(most) and least > most:
+                    raise FieldError(low, f"must be at most {high} ({most}), got {least}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticConfig(Checked):
+    """When the cache gives memory back and takes it again without being asked."""
+
+    kv_cache_idle_release: PositiveFloat | None = flag(
+        None,
+        "Seconds without work after which the cache shrinks step by step to its least memory; it "
+        "grows again with demand.",
+        "Cache",
+        shown="never",
+        metavar="<seconds>",
+    )
+    min_free_memory: ByteSize | None = flag(
+        None,
+        "Memory that the cache leaves free for others: where less is available it gives cached "
+        "blocks back, and takes them again when there is room.",
+        "Cache",
+        shown="off",
+        metavar="<bytes or size>",
+    )
+    available_memory_file: FilePath | None = flag(
+        None,
+        "File to read the available bytes from for --min-free-memory, instead of asking the "
+        "system.",
+        "Cache",
+        shown="the system and the container's limit",
+    )
+
+    def check_together(self) -> None:
+        """Raises `FieldError`."""
+        if self.available_memory_file is not None and self.min_free_memory is None:
+            raise FieldError("available_memory_file", "needs min_free_memory.")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the cache changes its size by itself."""
+        return self.kv_cache_idle_release is not None or self.min_free_memory is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig(Checked):
+    """Order of starts and limits of a step. `max_model_len` None takes the model's context length.
+
+    `scheduling_policy` is the order within the turns of API keys: "fcfs" is that of arrival,
+    "priority" the same below the priorities that requests bring, which a server refuses otherwise,
+    and "cache-aware" starts long hits first, but none before a request ahead of it that has waited
+    for `max_queue_delay` seconds.
+
+    A request whose share of cached tokens is below `global_cache_hit_threshold` ends at once unless
+    it brings a threshold of its own. With `share_in_flight` a request waits, at most
+    `max_wait_steps` steps, for blocks that another one is computing.
+
+    While answers are under way, chunks of prompts are so short that a step takes `max_step_ms` at
+    most, as far as earlier steps tell. None is 250 on a CPU and no limit on CUDA.
+    """
+
+    scheduling_policy: SchedulingPolicy = flag(
+        "fcfs",
+        "fcfs serves in order of arrival, API keys in turns; priority lets clients choose who is "
+        "first; cache-aware serves requests first of which much is cached.",
+        "Scheduling",
+    )
+    max_queue_delay: NonNegativeFloat = flag(
+        30.0,
+        "Seconds after which a request is passed by no later one under cache-aware scheduling.",
+        "Scheduling",
+    )
+    max_num_seqs: PositiveInt = flag(64, "Most sequences of a step.", "Scheduling")
+    max_num_batched_tokens: PositiveInt = flag(2048, "Most tokens of a step.", "Scheduling")
+    max_step_ms: NonNegativeFloat | None = flag(
+        None,
+        "Most milliseconds of a step while answers are under way; 0 sets no limit.",
+        "Scheduling",
+        shown="250 on a CPU, 0 on CUDA",
+    )
+    max_running_per_key: PositiveInt | None = flag(
+        None,
+        "Most sequences of one API key in a step; its others wait.",
+        "Scheduling",
+        shown="no limit",
+    )
+    max_model_len: PositiveInt | None = flag(
+        None, "Most tokens of a sequence.", "Model", shown="the model's context length"
+    )
+    global_cache_hit_threshold: Fraction = flag(
+        0.0, "Requests with a smaller share of cached tokens end at once; 0 ends none.", "Cache"
+    )
+    share_in_flight: bool = flag(
+        True, "Wait for blocks that another request is computing.", "Cache"
+    )
+    max_wait_steps: PositiveInt = 4096
+
+    def check_together(self) -> None:
+        """Raises `FieldError`."""
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise FieldError(
+                "max_num_batched_tokens",
+                f"must be at least max_num_seqs ({self.max_num_seqs}), "
+                f"got {self.max_num_batched_tokens}.",
+            )
+
+    def step_limit(self, device_type: str) -> float:
+        """`max_step_ms` on that type of device, 0 for no limit."""
+        if self.max_step_ms is not None:
+            return self.max_step_ms
+        return _CPU_STEP_MS if device_type == "cpu" else 0
+
+    def context_length(self, model: ModelConfig) -> int:
+        """Most tokens of a sequence. Raises `ConfigError` when more is asked than the model has."""
+        longest = model.max_context_length
+        if self.max_model_len is None:
+            return longest
+        if self.max_model_len > longest:
+            raise ConfigError(
+                f"max_model_len must be at most the model's context length of {longest} tokens, "
+                f"got {self.max_model_len}."
+            )
+        return self.max_model_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(Checked):
+    """Everything an engine is started with.
+
+    `attention` names a backend of `attention/registry.py`; "auto" takes the best one for the
+    device. `batch_invariant` None is on for a CPU and off for CUDA, where its cost is not known
+    yet; off, the fastest kernels are taken, whether they keep it or not.
+    """
+
+    model: Annotated[str, MinLen(1)] = flag(
+        DEFAULT_MODEL, "Alias, folder, GGUF file or hub id.", "Model"
+    )
+    revision: str | None = flag(None, "Branch, tag or commit of a hub id.", "Model")
+    dtype: DType = flag(
+        "auto", "Type that is computed with, of dense weights and of the cache.", "Model"
+    )
+    requantize: bool = flag(
+        False,
+        "Quantize new weights that are dense to the format of the blocks that they replace: q8_0, "
+        "q4_0, q4_1, q5_0 or q5_1.",
+        "Model",
+    )
+    device: Device = flag("auto", "Where to compute.", "Model")
+    cpu_activations: Activations = flag(
+        "exact",
+        "What weights in blocks are multiplied with on a CPU: exact, the activations, or int8, "
+        "activations quantized to eight bits, which is faster and changes answers.",
+        "Model",
+    )
+    seed: Annotated[int, Ge(0), Le(2**64 - 1)] = flag(
+        0, "For requests without a seed of their own.", "Model"
+    )
+    attention: Attention = flag("auto", "Attention backend.", "Model")
+    batch_invariant: bool | None = flag(
+        None,
+        "Answers whose bits do not depend on the batch.",
+        "Model",
+        shown="on for a CPU, off for CUDA",
+    )
+    enforce_eager: bool = flag(False, "Run without CUDA graphs.", "Model")
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    @classmethod
+    def from_flags(cls, **flags: Any) -> EngineConfig:
+        """An `EngineConfig` from flat flags, named as its fields and those of its parts.
+
+        A flag that is None keeps its default. Raises `ConfigError` for an unknown or wrong flag.
+        """
+        return build(cls, named(cls, flags))
+
+    def retention_interval(self, *, has_full_attention: bool) -> int | None:
+        """`cache.prefix_cache_retention_interval` or its default; None keeps every block.
+
+        Full attention's hits show later where prompts part, and its blocks want the room.
+        """
+        interval = self.cache.prefix_cache_retention_interval
+        if interval is not None:
+            return None if interval == "none" else interval
+        if self.cache.pin_swa_tokens:
+            return self.scheduler.max_num_batched_tokens
+        return 0 if has_full_attention else None
+
+    def keeps_batch_invariant(self, device_type: str) -> bool:
+        """Whether answers on that type of device must not depend on the batch."""
+        if self.batch_invariant is not None:
+            return self.batch_invariant
+        return device_type != "cuda"

@@ -1,0 +1,390 @@
+"""A config.json, checked, of which nothing is left to defaults.
+
+transformers' own configuration classes say what a config.json means: defaults of each family, both
+spellings of ropes, the type of each layer. They are asked unless the file leaves nothing open. What
+they would take without a word is checked before: fields that are missing, and numbers that no model
+has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
+
+from annotated_types import Ge, Le
+
+from prefixcache.config.checked import MAX_INT, Count, PositiveFloat, PositiveInt, adapter, check
+from prefixcache.exceptions import ConfigError, FieldError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+NumLayers = Annotated[PositiveInt, Le(1 << 16)]
+TokenId = Annotated[int, Ge(-MAX_INT), Le(MAX_INT)]
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(_SIZES, PositiveInt),
+    "num_hidden_layers": NumLayers,
+    "num_key_value_heads": PositiveInt,
+    "head_dim": PositiveInt,
+    "rms_norm_eps": PositiveFloat,
+    "query_pre_attn_scalar": PositiveInt,
+    "rope_theta": PositiveFloat,
+    "rope_local_base_freq": PositiveFloat,
+    "partial_rotary_factor": PositiveFloat,
+    "original_max_position_embeddings": PositiveInt,
+    "sliding_window": PositiveInt,
+    "use_sliding_window": bool,
+    "max_window_layers": Count,
+    "sliding_window_pattern": PositiveInt,
+    "layer_types": list[str],
+    "attention_bias": bool,
+    "mlp_bias": bool,
+    "tie_word_embeddings": bool,
+    "bos_token_id": TokenId,
+}
+_ROPE_FIELDS: dict[str, Any] = {
+    "rope_theta": PositiveFloat,
+    "factor": PositiveFloat,
+    "partial_rotary_factor": PositiveFloat,
+    "original_max_position_embeddings": PositiveInt,
+    "low_freq_factor": float,
+    "high_freq_factor": float,
+    "beta_fast": float,
+    "beta_slow": float,
+    "attention_factor": float,
+    "mscale": float,
+    "mscale_all_dim": float,
+    "truncate": bool,
+}
+# Fields of the whole model, which a file with a `text_config` may have beside it.
+_OUTER_FIELDS = (
+    "dtype",
+    "torch_dtype",
+    "bos_token_id",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "quantization_config",
+)
+# What transformers always writes, and fields of a rope of which nothing is left open.
+_ALWAYS_SAID = ("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings")
+_WHOLE_ROPES = {
+    "default": {"rope_type", "rope_theta"},
+    "linear": {"rope_type", "rope_theta", "factor"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What the config.json of an architecture may say, and what it means without saying it.
+
+    `model_type` is transformers' name for its configuration. `required` are fields without which
+    there is no model, `always_said` those that transformers writes beside the ones of all families,
+    `refused` those that must not be set. `biases` are those it may have: others ignore what the
+    file says. There are no windows, one for all layers, or one for the layers of a type, which
+    another field may switch off; `ropes_by_layer` says that ropes go by these types too. Files of a
+    family with `sees_images` may describe, and hold, a model of images beside the one of text.
+    `flags` makes fields of `ModelConfig` of a whole config.
+    """
+
+    model_type: str
+    required: tuple[str, ...] = _SIZES
+    biases: tuple[str, ...] = ()
+    always_said: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    windows: Literal["none", "one", "by_layer", "switched"] = "none"
+    ropes_by_layer: bool = False
+    sees_images: bool = False
+    activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
+    flags: Callable[[Any], dict[str, Any]] = lambda _whole: {}
+
+
+def _gemma3_flags(whole: Any) -> dict[str, Any]:
+    return {
+        "qk_norm": True,
+        "norm_offset": 1.0,
+        "sandwich_norms": True,
+        "activation": "gelu_tanh",
+        "embedding_scale": whole.hidden_size**0.5,
+        "attention_scale": whole.query_pre_attn_scalar**-0.5,
+    }
+
+
+_GEMMA3 = Family(
+    model_type="gemma3_text",
+    # Published files leave the others to transformers.
+    required=("hidden_size", "intermediate_size", "num_hidden_layers"),
+    always_said=("query_pre_attn_scalar",),
+    refused=("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"),
+    biases=("attention_bias",),
+    windows="by_layer",
+    ropes_by_layer=True,
+    sees_images=True,
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    flags=_gemma3_flags,
+)
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(model_type="llama", biases=("attention_bias", "mlp_bias")),
+    "MistralForCausalLM": Family(model_type="mistral", windows="one"),
+    # It has a bias on q, k and v without saying so.
+    "Qwen2ForCausalLM": Family(
+        model_type="qwen2", windows="switched", flags=lambda _: {"qkv_bias": True}
+    ),
+    "Qwen3ForCausalLM": Family(
+        model_type="qwen3",
+        biases=("attention_bias",),
+        windows="switched",
+        flags=lambda _: {"qk_norm": True},
+    ),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": _GEMMA3,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFConfig:
+    """The part of a config.json that describes the text model.
+
+    `given` are the fields that the file has, checked; `whole` all that the family knows. Of ropes
+    there is one, or one by the type of layer. `layer_windows` has an entry for each layer.
+    """
+
+    architecture: str
+    given: Mapping[str, Any]
+    whole: Any
+    ropes: Mapping[str, Mapping[str, Any]]
+    layer_windows: tuple[int | None, ...]
+    eos_token_ids: tuple[int, ...]
+    checkpoint_dtype: str | None
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Fields of `ModelConfig` in which the family differs from others."""
+        family = FAMILIES[self.architecture]
+        biases = ("attention_bias", "mlp_bias")
+        attention, mlp = [name in family.biases and getattr(self.whole, name) for name in biases]
+        found = {"qkv_bias": attention, "output_bias": attention, "mlp_bias": mlp}
+        return found | family.flags(self.whole)
+
+
+def read_hf_config(source: Mapping[str, Any]) -> HFConfig:
+    """Reads a config.json's object.
+
+    Raises `UnsupportedModelError` naming what is not supported, `ConfigError` for a missing or
+    wrong field.
+    """
+    architecture = known_architecture(source.get("architectures"))
+    family = FAMILIES[architecture]
+    if family.sees_images:
+        source = _text_config(source)
+    _refuse_unsupported(family, source)
+    given = _read(_FIELDS, source) | _given_ropes(family, source)
+    # Null means that there is none, which families differ on where nothing is said.
+    if "sliding_window" in source and source["sliding_window"] is None:
+        given["sliding_window"] = None
+    for name in family.required:
+        if name not in given:
+            raise ConfigError(f"The model's config lacks {name}.")
+    _check_layer_types(given)
+    whole = _whole(family, given)
+    ropes = whole.rope_parameters
+    return HFConfig(
+        architecture=architecture,
+        given=given,
+        whole=whole,
+        ropes=ropes if family.ropes_by_layer else {FULL: ropes},
+        layer_windows=_layer_windows(family, whole),
+        eos_token_ids=token_ids(source),
+        checkpoint_dtype=_checkpoint_dtype(source),
+    )
+
+
+def known_architecture(names: object) -> str:
+    """The first of them that is supported. Raises `UnsupportedModelError`."""
+    listed = cast("list[object]", names) if isinstance(names, list) else []
+    for name in listed:
+        if isinstance(name, str) and name in FAMILIES:
+            return name
+    raise UnsupportedModelError(
+        f"The architecture {', '.join(map(str, listed)) or '(none named)'} is not supported. "
+        f"Supported: {', '.join(FAMILIES)}."
+    )
+
+
+def read_fields(
+    readers: Mapping[str, TypeAdapter[Any]], source: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The fields of those names that are given, as null is not. Raises `ConfigError`."""
+    given = {name: source[name] for name in readers if source.get(name) is not None}
+    try:
+        return {name: check(readers[name], name, value) for name, value in given.items()}
+    except FieldError as error:
+        raise ConfigError(f"{error.field} in the model's config {error.problem}") from None
+
+
+def _read(hints: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    return read_fields({name: adapter(hint) for name, hint in hints.items()}, source)
+
+
+def token_ids(source: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end an answer, of either file. Raises `ConfigError`."""
+    name = "eos_token_id"
+    value = source.get(name)
+    listed = {name: value if isinstance(value, list) else [value]}
+    return () if value is None else tuple(_read({name: list[TokenId]}, listed)[name])
+
+
+def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a model that reads images too: the part that reads text, with what is said of both."""
+    text = _read({"text_config": dict[str, Any]}, source).get("text_config")
+    if text is None:
+        return source
+    outer = {name: source[name] for name in _OUTER_FIELDS if source.get(name) is not None}
+    return text | outer
+
+
+def _refuse_unsupported(family: Family, source: Mapping[str, Any]) -> None:
+    if source.get("quantization_config") is not None:
+        raise UnsupportedModelError(
+            "quantization_config is not supported. Supported weights: unquantized safetensors "
+            "(float32, float16, bfloat16) and GGUF files."
+        )
+    name, *activations = family.activation
+    if (activation := source.get(name)) not in (None, *activations):
+        raise UnsupportedModelError(
+            f"{name} {activation!r} is not supported. Supported: {activations[0]}."
+        )
+    for name in family.refused:
+        if value := source.get(name):
+            raise UnsupportedModelError(f"{name} {value!r} is not supported. Supported: none.")
+
+
+def _given_ropes(family: Family, source: Mapping[str, Any]) -> dict[str, Any]:
+    """The ropes in either spelling, with checked fields. Raises `UnsupportedModelError`."""
+    ropes = _read(dict.fromkeys(("rope_parameters", "rope_scaling"), dict[str, Any]), source)
+    checked: dict[str, Any] = {}
+    for name, rope in ropes.items():
+        by_layer = any(isinstance(value, dict) for value in rope.values())
+        if by_layer != (family.ropes_by_layer and name == "rope_parameters"):
+            form = "that differ by layer type" if by_layer else "of one set for all layers"
+            raise UnsupportedModelError(f"{name} {form} are not supported for {family.model_type}.")
+        checked[name] = _ropes_by_layer(rope) if by_layer else _rope(rope)
+    return checked
+
+
+def _ropes_by_layer(ropes: Mapping[str, Any]) -> dict[str, Any]:
+    if unknown := sorted(ropes.keys() - {FULL, SLIDING}):
+        raise UnsupportedModelError(
+            f"rope_parameters of {unknown[0]} are not supported. Supported: {FULL}, {SLIDING}."
+        )
+    given = _read(dict.fromkeys((FULL, SLIDING), dict[str, Any]), ropes)
+    return {kind: _rope(rope) for kind, rope in given.items()}
+
+
+def _rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in get_args(RopeKind):
+        raise UnsupportedModelError(
+            f"Rope scaling {kind!r} is not supported. Supported: {', '.join(get_args(RopeKind))}."
+        )
+    if kind != "default" and rope.get("factor") is None:
+        raise ConfigError(f"The model's config lacks the factor of its rope scaling {kind!r}.")
+    return _read(_ROPE_FIELDS, rope) | {"rope_type": kind}
+
+
+def _check_layer_types(given: Mapping[str, Any]) -> None:
+    types: list[str] | None = given.get("layer_types")
+    if types is None:
+        return
+    if unknown := [kind for kind in types if kind not in (FULL, SLIDING)]:
+        raise UnsupportedModelError(
+            f"layer_types {unknown[0]!r} is not supported. Supported: {FULL}, {SLIDING}."
+        )
+    if len(types) != given["num_hidden_layers"]:
+        raise ConfigError(
+            "layer_types in the model's config must have an entry for each of "
+            f"{given['num_hidden_layers']} layers (num_hidden_layers), got {len(types)}."
+        )
+
+
+def _whole(family: Family, given: dict[str, Any]) -> Any:
+    """The fields with nothing left to defaults, in one spelling. Raises `ConfigError`."""
+    if _leaves_nothing_open(family, given):
+        return SimpleNamespace(**given)
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(family.model_type, **given)
+    except (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        reason = str(error).strip('"\n').splitlines()[-1].strip()
+        raise ConfigError(f"transformers refuses the model's config: {reason}") from error
+
+
+def _leaves_nothing_open(family: Family, given: Mapping[str, Any]) -> bool:
+    """Whether it is as transformers 5 writes it, so that transformers would change nothing.
+
+    Its import takes longer than the rest of a start, and 170 MB.
+    """
+    said = {*_SIZES, *_ALWAYS_SAID, *family.always_said, *family.biases}
+    spelled_otherwise = {"rope_scaling", "rope_theta", "partial_rotary_factor"}
+    return (
+        said <= given.keys()
+        and not spelled_otherwise & given.keys()
+        and _windows_are_said(family, given)
+        and _ropes_are_whole(family, given.get("rope_parameters", {}))
+    )
+
+
+def _windows_are_said(family: Family, given: Mapping[str, Any]) -> bool:
+    if family.windows == "none":
+        return True
+    if "sliding_window" not in given:
+        return False
+    if family.windows == "one" or (family.windows == "switched" and not given["sliding_window"]):
+        return True
+    switched_on = family.windows == "by_layer" or given.get("use_sliding_window", False)
+    return "layer_types" in given and switched_on
+
+
+def _ropes_are_whole(family: Family, ropes: Mapping[str, Any]) -> bool:
+    listed = [ropes.get(kind, {}) for kind in (FULL, SLIDING)] if family.ropes_by_layer else [ropes]
+    return all(_WHOLE_ROPES.get(rope.get("rope_type", "")) == rope.keys() for rope in listed)
+
+
+def _layer_windows(family: Family, whole: Any) -> tuple[int | None, ...]:
+    """The window of each layer. Raises `ConfigError` where fields contradict each other."""
+    window = None if family.windows == "none" else whole.sliding_window
+    types: list[str] = getattr(whole, "layer_types", None) or []
+    if family.windows in ("none", "one") or not types:
+        alike = FULL if window is None else SLIDING
+        if any(kind != alike for kind in types):
+            raise UnsupportedModelError(
+                f"layer_types that are not all {alike} are not supported for {family.model_type} "
+                f"with sliding_window {window}."
+            )
+        types = [alike] * whole.num_hidden_layers
+    if SLIDING in types and window is None:
+        raise ConfigError(
+            f"sliding_window in the model's config is null, and layer_types names {SLIDING}."
+        )
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def _checkpoint_dtype(source: Mapping[str, Any]) -> str | None:
+    name = source.get("dtype") or source.get("torch_dtype")
+    return None if name is None else str(name).removeprefix("torch.")

@@ -1,0 +1,268 @@
+"""A model's shape: sizes, rotary embedding, and in what families differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from prefixcache.config.checked import Checked, Count, PositiveFloat, PositiveInt, adapters
+from prefixcache.config.hf_config import (
+    FULL,
+    SLIDING,
+    NumLayers,
+    RopeKind,
+    TokenId,
+    known_architecture,
+    read_fields,
+    read_hf_config,
+    token_ids,
+)
+from prefixcache.exceptions import ConfigError, FieldError, ModelLoadError, UnsupportedModelError
+
+Activation = Literal["silu", "gelu_tanh"]
+
+# How fields of a rope are called in a config.json; the others have one name.
+_HF_ROPE_NAMES = {
+    "theta": "rope_theta",
+    "kind": "rope_type",
+    "original_max_position": "original_max_position_embeddings",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig(Checked):
+    """Rotary position embedding: base frequency and how it is scaled to longer contexts.
+
+    Scaling kinds and field names are those of Hugging Face's `rope_parameters`. Fields that a kind
+    does not use stay at their defaults. `original_max_position` is in tokens; None of
+    `attention_factor` lets YaRN derive it from `factor` and the two `mscale` values.
+    """
+
+    theta: PositiveFloat = 10_000.0
+    kind: RopeKind = "default"
+    factor: PositiveFloat = 1.0
+    original_max_position: Count = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+    def check_together(self) -> None:
+        """Raises `FieldError`."""
+        if self.kind in ("llama3", "yarn") and not self.original_max_position:
+            raise FieldError("original_max_position", f"is needed for rope {self.kind}.")
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise FieldError(
+                "high_freq_factor",
+                f"({self.high_freq_factor}) of the rope must exceed low_freq_factor "
+                f"({self.low_freq_factor}).",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDefaults(Checked):
+    """Sampling values a model's authors recommend; None where they say nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: TokenId | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: TokenId | None = None
+
+    def sampling_options(self) -> dict[str, Any]:
+        """Those values that are given, by their names in `SamplingParams`; not the length."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(Checked):
+    """The shape of a decoder of the Llama family, and the flags in which its members differ.
+
+    `qkv_bias`, `output_bias` and `mlp_bias` say which linears carry a bias, `qk_norm` whether each
+    query and key head is RMS-normalised before rotation. `layer_windows` has an entry for each
+    layer: how many of the last tokens a token sees, itself among them, or None for all; with no
+    entries every layer sees all. Layers with a window rotate by `local_rope` where it is given, all
+    others by `rope`. Norms multiply by their weight plus `norm_offset`; with `sandwich_norms` what
+    attention and MLP add is normalised too. `embedding_scale` multiplies embeddings, rounded to
+    their type; `attention_scale` the dot products of queries and keys, None for
+    `head_dim ** -0.5`. `checkpoint_dtype` is the type the weights were saved in, None when the
+    checkpoint does not say.
+    """
+
+    architecture: str
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_layers: NumLayers
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    max_position_embeddings: PositiveInt
+    rms_norm_eps: PositiveFloat = 1e-6
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    layer_windows: tuple[PositiveInt | None, ...] = ()
+    local_rope: RopeConfig | None = None
+    norm_offset: float = 0.0
+    sandwich_norms: bool = False
+    activation: Activation = "silu"
+    embedding_scale: PositiveFloat = 1.0
+    attention_scale: PositiveFloat | None = None
+    tie_word_embeddings: bool = False
+    checkpoint_dtype: str | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
+
+    def check_together(self) -> None:
+        """Raises `ConfigError`."""
+        known_architecture([self.architecture])
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_attention_heads ({self.num_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_kv_heads})."
+            )
+        if len(self.layer_windows) not in (0, self.num_layers):
+            raise FieldError(
+                "layer_windows",
+                f"must have an entry for each of {self.num_layers} layers, "
+                f"got {len(self.layer_windows)}.",
+            )
+        if self.head_dim % 2:
+            raise FieldError(
+                "head_dim", f"must be even for rotary embeddings, got {self.head_dim}."
+            )
+
+    @property
+    def max_context_length(self) -> int:
+        """Tokens a sequence may have, with the room that linear and YaRN scaling add.
+
+        Gemma 3 counts its linear scaling in `max_position_embeddings` already.
+        """
+        if self.rope.kind == "linear" and not self.architecture.startswith("Gemma3"):
+            return int(self.max_position_embeddings * self.rope.factor)
+        if self.rope.kind == "yarn":
+            scaled = int(self.rope.original_max_position * self.rope.factor)
+            return max(self.max_position_embeddings, scaled)
+        return self.max_position_embeddings
+
+    @classmethod
+    def from_hf(
+        cls,
+        source: Mapping[str, Any] | str | Path,
+        generation: Mapping[str, Any] | None = None,
+    ) -> ModelConfig:
+        """Reads a Hugging Face config.json: its dict, the file, or the folder that holds it.
+
+        `generation` is the dict of generation_config.json; with a path it is read from beside
+        config.json when it is there. Runs none of the folder's code and asks no network. Raises
+        `UnsupportedModelError` naming what is not supported, `ConfigError` for a missing or wrong
+        field, `ModelLoadError` for an unreadable file.
+        """
+        if isinstance(source, (str, Path)):
+            path = Path(source)
+            config_path = path / "config.json" if path.is_dir() else path
+            source = read_json_object(config_path)
+            beside = config_path.with_name("generation_config.json")
+            if generation is None and beside.is_file():
+                generation = read_json_object(beside)
+        return _from_hf(source, generation or {})
+
+
+def without_defaults(config: ModelConfig) -> ModelConfig:
+    """The config without what decides nothing of what the model computes."""
+    return replace(
+        config,
+        checkpoint_dtype=None,
+        bos_token_id=None,
+        eos_token_ids=(),
+        generation=GenerationDefaults(),
+    )
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A file's JSON object. Raises `ModelLoadError` when it holds none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"Cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"Cannot read {path}: it does not hold a JSON object.")
+    return cast("dict[str, Any]", value)
+
+
+def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    hf = read_hf_config(source)
+    whole = hf.whole
+    config = ModelConfig(
+        architecture=hf.architecture,
+        vocab_size=whole.vocab_size,
+        hidden_size=whole.hidden_size,
+        intermediate_size=whole.intermediate_size,
+        num_layers=whole.num_hidden_layers,
+        num_heads=whole.num_attention_heads,
+        num_kv_heads=whole.num_key_value_heads,
+        head_dim=_head_dim(whole),
+        max_position_embeddings=whole.max_position_embeddings,
+        rms_norm_eps=whole.rms_norm_eps,
+        rope=_rope(hf.ropes[FULL]),
+        local_rope=_rope(hf.ropes[SLIDING]) if SLIDING in hf.ropes else None,
+        layer_windows=hf.layer_windows if any(hf.layer_windows) else (),
+        tie_word_embeddings=whole.tie_word_embeddings,
+        checkpoint_dtype=hf.checkpoint_dtype,
+        bos_token_id=hf.given.get("bos_token_id"),
+        # Either file may hold the one that ends a chat turn.
+        eos_token_ids=tuple(dict.fromkeys(token_ids(generation) + hf.eos_token_ids)),
+        generation=GenerationDefaults(**read_fields(adapters(GenerationDefaults), generation)),
+        **hf.flags,
+    )
+    return _with_active_windows(config, hf.given.get("sliding_window"))
+
+
+def _head_dim(whole: Any) -> int:
+    """Qwen2's class has no field for it."""
+    return getattr(whole, "head_dim", None) or whole.hidden_size // whole.num_attention_heads
+
+
+def _with_active_windows(config: ModelConfig, said: int | None) -> ModelConfig:
+    """Without the windows where they hold the whole context.
+
+    Layers that rotate in their own way keep theirs. Raises `ConfigError` for a window that the file
+    names and that exceeds the context; a family's default may.
+    """
+    context = config.max_context_length
+    if not config.layer_windows:
+        return config
+    if said is not None and said > context:
+        raise ConfigError(
+            f"sliding_window in the model's config must be at most the context of {context} tokens "
+            f"(max_position_embeddings), got {said}."
+        )
+    window = max(one or 0 for one in config.layer_windows)
+    if window < context or config.local_rope is not None:
+        return config
+    return replace(config, layer_windows=())
+
+
+def _rope(values: Mapping[str, Any]) -> RopeConfig:
+    rotated = values.get("partial_rotary_factor", 1.0)
+    if rotated != 1.0:
+        raise UnsupportedModelError(
+            f"partial_rotary_factor {rotated} is not supported. Supported: 1.0."
+        )
+    names = {one.name: _HF_ROPE_NAMES.get(one.name, one.name) for one in fields(RopeConfig)}
+    known = {ours: values[theirs] for ours, theirs in names.items() if theirs in values}
+    return RopeConfig(**known)

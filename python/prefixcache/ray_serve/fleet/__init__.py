@@ -1,0 +1,1 @@
+"""All replicas as one engine."""

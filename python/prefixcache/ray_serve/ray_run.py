@@ -1,0 +1,123 @@
+"""Runs the application of `prefixcache serve-ray`: cluster, deployments, signals."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+
+from prefixcache.exceptions import ConfigError, FieldError
+from prefixcache.ray_serve.application import build_application
+from prefixcache.ray_serve.ray_options import RayOptions
+from prefixcache.server.http.listener import listening
+from prefixcache.server.options.serve_options import ServeOptions
+from prefixcache.server.serve import access_rules, check_weights
+
+if TYPE_CHECKING:
+    from prefixcache.config.engine_config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+APPLICATION = "prefixcache"
+
+
+def serve_ray(config: EngineConfig, options: ServeOptions, ray_options: RayOptions) -> None:
+    """Serves until SIGINT or SIGTERM.
+
+    Raises `ConfigError` for what can be found wrong before a cluster is started, where there is
+    none at `--address`, and where no replica starts.
+    """
+    begun = time.perf_counter()
+    access_rules(options)
+    _check_model(config, options)
+    with listening(options):  # Ray says less of a port that is in use, and later
+        pass
+    # Ray sets a handler of its own when it starts.
+    with _cluster(ray_options), _stopped() as stopped:
+        port = _start_proxies(options)
+        _run(config, options, ray_options)
+        seconds = time.perf_counter() - begun
+        print(  # noqa: T201
+            f"\n{config.model} is ready after {seconds:.1f} s at http://{options.host}:{port}",
+            flush=True,
+        )
+        stopped.wait()
+        serve.delete(APPLICATION)
+
+
+def _check_model(config: EngineConfig, options: ServeOptions) -> None:
+    from prefixcache.models.blocks import has_index
+    from prefixcache.models.hub import read_config, resolve_model
+
+    folder = resolve_model(config.model, config.revision)
+    check_weights(options, is_gguf=has_index(folder))
+    read_config(config.model, folder)
+
+
+@contextmanager
+def _stopped() -> Generator[threading.Event, None, None]:
+    """An event that SIGINT and SIGTERM set."""
+    event = threading.Event()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda _number, _frame: event.set()) for number in numbers]
+    try:
+        yield event
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _cluster(options: RayOptions) -> Generator[None, None, None]:
+    """Joins the cluster at `--address`, or starts one of this machine alone and ends it."""
+    common: dict[str, Any] = {"log_to_driver": True, "configure_logging": False}
+    try:
+        if options.address is not None:
+            ray.init(address=options.address, **common)
+        else:
+            ray.init(
+                _node_ip_address="127.0.0.1",
+                include_dashboard=False,
+                object_store_memory=options.ray_object_store,
+                **common,
+            )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        if options.address is None:
+            raise ConfigError(f"Ray cannot start a cluster: {error}") from error
+        raise FieldError("address", f"{options.address} is no Ray cluster: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _start_proxies(options: ServeOptions) -> int:
+    """Starts Ray's HTTP servers; their port, which Ray itself has not taken for another use."""
+    with listening(options) as listener:
+        port = listener.getsockname()[1]
+    tls = options.tls
+    serve.start(
+        http_options={
+            "host": options.host,
+            "port": port,
+            "keep_alive_timeout_s": options.timeout_keep_alive,
+            "ssl_certfile": None if tls.ssl_certfile is None else str(tls.ssl_certfile),
+            "ssl_keyfile": None if tls.ssl_keyfile is None else str(tls.ssl_keyfile),
+        }
+    )
+    return port
+
+
+def _run(config: EngineConfig, options: ServeOptions, ray_options: RayOptions) -> None:
+    application = build_application(config, options, ray_options)
+    try:
+        serve.run(application, name=APPLICATION, route_prefix="/")
+    except RuntimeError as error:
+        raise ConfigError(f"The replicas did not start: {error}") from error

@@ -1,0 +1,1 @@
+"""Commands, health and information."""

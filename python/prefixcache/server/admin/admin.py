@@ -1,0 +1,243 @@
+"""What administrators do to a running engine, at the paths of vLLM and SGLang.
+
+A command of `engine.control.Control` that is marked as an endpoint is one; its parameters are the
+options. They are read from the query string, as vLLM's clients send them, and from a JSON body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError, create_model
+from starlette.responses import Response
+
+from prefixcache.engine.weights_names import check_tag
+from prefixcache.exceptions import InvalidRequestError
+from prefixcache.server.admin.model_dirs import ModelDirs
+from prefixcache.server.http.body import Fields, parse_fields, parse_object, read_body
+from prefixcache.server.http.fields import RequestFields, invalid_field
+from prefixcache.server.jobs.context import tell_unknown
+from prefixcache.server.options.limits import MAX_PATH_CHARACTERS
+from prefixcache.types.modes import InFlightMode
+
+if TYPE_CHECKING:
+    from prefixcache.engine.async_engine import AsyncEngine
+    from prefixcache.engine.control import Control
+    from prefixcache.engine.stats import PrefixHashInfo
+
+# The path of a command of `Control`, and the command, still without a control.
+Command = tuple[str, Callable[..., Any]]
+RunOperation = Callable[[Callable[["Control"], Any]], Awaitable[Any]]
+# `update_weights` for whoever has the control.
+UpdateWeights = Callable[..., Awaitable[tuple[int, "PrefixHashInfo"]]]
+RunCommand = Callable[[Callable[..., Any], dict[str, Any]], Awaitable[Any]]
+
+
+class UpdateWeightsRequest(RequestFields):
+    """Options of `POST /update_weights_from_disk`; `abort_all_requests` is mode "abort"."""
+
+    no_effect = frozenset({"recapture_cuda_graph", "token_step", "torch_empty_cache"})
+    refused: ClassVar[dict[str, tuple[object, ...]]] = {
+        "flush_cache": (True,),
+        "is_async": (False,),
+        "keep_pause": (False,),
+        "load_format": ("auto", "safetensors"),
+    }
+
+    max_lengths: ClassVar[dict[str, int]] = {
+        "model_path": MAX_PATH_CHARACTERS,
+        "revision": MAX_PATH_CHARACTERS,
+    }
+
+    model_path: str | None = None
+    revision: str | None = None
+    mode: InFlightMode | None = None
+    abort_all_requests: bool | None = None
+    weight_version: str | None = None
+
+    def chosen_path(self) -> str:
+        """Where the weights are. Raises `InvalidRequestError` when that is left out."""
+        if self.model_path is None:
+            raise InvalidRequestError("model_path is required.", param="model_path")
+        return self.model_path
+
+    def chosen_mode(self) -> InFlightMode:
+        """What happens to requests in flight. Raises `InvalidRequestError` for two answers."""
+        if not self.abort_all_requests:
+            return self.mode or "recompute"
+        if self.mode not in (None, "abort"):
+            raise InvalidRequestError(
+                f"mode is {self.mode!r}, but abort_all_requests is true.", param="mode"
+            )
+        return "abort"
+
+
+class ResizeRequest(RequestFields):
+    """Options of `POST /prefix_cache/resize`: one of the two."""
+
+    memory: int | float | str | None = None
+    num_blocks: int | None = None
+
+
+def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
+    """The endpoints, for one engine."""
+    router = APIRouter()
+
+    async def update(**options: Any) -> tuple[int, PrefixHashInfo]:
+        return await engine.run(partial(update_weights, **options))
+
+    add_commands(
+        router,
+        engine.control.endpoints(),
+        lambda command, given: engine.run(lambda control: command(control, **given)),
+    )
+    add_changes(
+        router,
+        engine.run,
+        update,
+        model_dirs,
+    )
+
+    @router.get("/is_paused")
+    async def is_paused() -> dict[str, bool]:
+        return {"is_paused": engine.control.is_paused}
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        return {"is_sleeping": engine.control.is_sleeping}
+
+    @router.get("/prefix_cache/stats")
+    async def prefix_cache_stats() -> dict[str, Any]:
+        return dataclasses.asdict(engine.control.prefix_cache_stats())
+
+    @router.get("/prefix_cache/resize")
+    async def resize_status() -> dict[str, Any]:
+        return dataclasses.asdict(engine.control.resize_status)
+
+    return router
+
+
+def add_changes(
+    router: APIRouter, run: RunOperation, update: UpdateWeights, model_dirs: ModelDirs
+) -> None:
+    """The endpoints of changes that are more than a command.
+
+    `run` gives an operation a control, `update` does what `update_weights` does.
+    """
+
+    @router.post("/prefix_cache/resize")
+    async def resize(request: Request) -> Response:
+        """Another size of the KV cache: 202 while requests hold blocks above its new end."""
+        fields = await read_options(request, ResizeRequest)
+        status = await run(lambda control: control.resize(fields.memory, fields.num_blocks))
+        code = HTTPStatus.OK if status.is_done else HTTPStatus.ACCEPTED
+        return JSONResponse(dataclasses.asdict(status), status_code=code)
+
+    @router.post("/update_weights_from_disk")
+    async def update_weights_from_disk(request: Request) -> dict[str, Any]:
+        fields = await read_options(request, UpdateWeightsRequest)
+        path, mode = fields.chosen_path(), fields.chosen_mode()
+        with model_dirs.checked(path) as found:
+            version, now = await update(
+                path=found, mode=mode, revision=fields.revision, tag=fields.weight_version
+            )
+        return {
+            "success": True,
+            "message": f"The weights are those of {path}.",
+            "weight_version": version if fields.weight_version is None else fields.weight_version,
+            "weights_name": now.weights_name,
+            "root_hash": now.root_hash,
+        }
+
+
+def update_weights(
+    control: Control, path: str, mode: InFlightMode, revision: str | None, tag: str | None
+) -> tuple[int, PrefixHashInfo]:
+    """The new version, and the hashes under it: told before another update can follow."""
+    check_tag(tag)
+    checkpoint = control.check_path(path, revision)
+
+    def update() -> tuple[int, PrefixHashInfo]:
+        version = control.update_weights_from_folder(checkpoint, mode, weight_version=tag)
+        return version, control.prefix_hash_info()
+
+    return control.run_between_steps(update)
+
+
+def command_options(commands: Iterable[Command]) -> dict[str, type[RequestFields]]:
+    """What the commands take, by their paths."""
+    options = {path: options_of(command) for path, command in commands}
+    resizing = {"/prefix_cache/resize": ResizeRequest}
+    return {**options, **resizing, "/update_weights_from_disk": UpdateWeightsRequest}
+
+
+def options_of(command: Callable[..., Any]) -> type[RequestFields]:
+    """The options of a command that is an endpoint, each of which may be left out or null."""
+    types: dict[str, Any] = {
+        one.name: (one.annotation | None, None) for one in _parameters(command)
+    }
+    return create_model(command.__name__, __base__=RequestFields, **types)
+
+
+def _parameters(command: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Those behind `self`."""
+    return list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+
+def add_commands(router: APIRouter, commands: Iterable[Command], run: RunCommand) -> None:
+    """An endpoint for each of the commands; `run` gives one its arguments."""
+    for path, command in commands:
+        call = _endpoint(run, command)
+        router.post(path, name=command.__name__, description=inspect.getdoc(command))(call)
+
+
+def _endpoint(run: RunCommand, command: Callable[..., Any]) -> Callable[..., Any]:
+    """What calls a command with a request's options; those left out or null keep their defaults."""
+    parameters, options = _parameters(command), options_of(command)
+    required = [one.name for one in parameters if one.default is one.empty]
+
+    async def call(request: Request) -> Response:
+        fields = await read_options(request, options) if parameters else options()
+        given = fields.model_dump(include=set(options.model_fields), exclude_none=True)
+        for name in required:
+            if name not in given:
+                raise InvalidRequestError(f"{name} is required.", param=name)
+        result = await run(command, given)
+        return Response() if result is None else JSONResponse(result)
+
+    return call
+
+
+async def read_options(request: Request, model: type[Fields]) -> Fields:
+    """Options of both places; the body's win. Raises `InvalidRequestError` naming a wrong one."""
+    given = _query(request, model)
+    if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+        given.update(await asyncio.to_thread(parse_object, await read_body(request)))
+    fields = parse_fields(given, model)
+    tell_unknown(request, fields)
+    return fields
+
+
+def _query(request: Request, model: type[Fields]) -> dict[str, Any]:
+    """The query's options, each text read as its field's type wants it."""
+    query = request.query_params
+    lists = {name for name, field in model.model_fields.items() if _takes_list(field.annotation)}
+    texts = {name: text for name, text in query.items() if name not in lists}
+    try:
+        given = model.model_validate_strings(texts).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        raise invalid_field(error) from None
+    return given | {name: query.getlist(name) for name in lists if name in query}
+
+
+def _takes_list(annotation: object) -> bool:
+    choices = (annotation, *get_args(annotation))
+    return any(get_origin(choice) in (list, Sequence) for choice in choices)

@@ -1,0 +1,108 @@
+"""What is served: the model's names, version, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import Response
+
+from prefixcache.metrics import LabelledMetrics
+from prefixcache.server.http.errors import MODELS_PATH, has_anthropic_header
+from prefixcache.server.http.paging import page
+from prefixcache.server.jobs.job_maker import JobMaker
+
+if TYPE_CHECKING:
+    from prefixcache.engine.async_engine import AsyncEngine
+    from prefixcache.server.jobs.served_model import ServedModel
+
+# Anthropic's own limit of a page.
+_MOST_MODELS = 1000
+
+
+def models_router(maker: JobMaker) -> APIRouter:
+    """The endpoints of the served model's names."""
+    router, served = APIRouter(), maker.served
+
+    @router.get(MODELS_PATH)
+    async def list_models(request: Request) -> dict[str, Any]:
+        if has_anthropic_header(request.scope):
+            return _anthropic_cards(maker, request.query_params)
+        return {"object": "list", "data": [_card(maker, name) for name in served.names]}
+
+    @router.get(f"{MODELS_PATH}/{{name:path}}")
+    async def show_model(name: str, request: Request) -> dict[str, Any]:
+        card = _anthropic_card if has_anthropic_header(request.scope) else _card
+        return card(maker, maker.check_model(name))
+
+    return router
+
+
+def info_router(engine: AsyncEngine, served: ServedModel, version: str) -> APIRouter:
+    """The endpoints of the version and of metrics, for one engine."""
+    router = APIRouter()
+    labelled = LabelledMetrics(
+        engine.metrics, prefix=served.metrics_prefix, model_name=served.names[0]
+    )
+
+    @router.get("/version")
+    async def show_version() -> dict[str, Any]:
+        weights = engine.control.weights_info()
+        return {
+            "version": version,
+            "batch_invariant": served.batch_invariant,
+            "dtype": served.dtype,
+            "cpu_activations": served.activations,
+            "weights": None if weights is None else asdict(weights),
+            "prefix_hash": None if engine.dead else asdict(engine.control.prefix_hash_info()),
+        }
+
+    @router.get("/metrics")
+    def metrics() -> Response:
+        text = generate_latest(labelled)
+        return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _anthropic_cards(maker: JobMaker, query: Mapping[str, str]) -> dict[str, Any]:
+    """The page of names that the query asks for."""
+    names = maker.served.names
+    places, more = page(query, names, most=_MOST_MODELS, after="after_id", before="before_id")
+    shown = [names[place] for place in places]
+    return {
+        "data": [_anthropic_card(maker, name) for name in shown],
+        "has_more": more,
+        "first_id": shown[0] if shown else None,
+        "last_id": shown[-1] if shown else None,
+    }
+
+
+def _anthropic_card(maker: JobMaker, name: str) -> dict[str, Any]:
+    created = datetime.fromtimestamp(maker.served.created, timezone.utc)
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": maker.engine.max_model_len,
+        "max_tokens": maker.engine.max_model_len,
+    }
+
+
+def _card(maker: JobMaker, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": maker.served.created,
+        "owned_by": "prefixcache",
+        "root": maker.served.root or name,
+        "parent": None,
+        "max_model_len": maker.engine.max_model_len,
+    }

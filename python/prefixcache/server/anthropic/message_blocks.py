@@ -1,0 +1,173 @@
+"""The content blocks of `/v1/messages` as messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic_core import to_json
+
+from prefixcache.config.checked import shown
+from prefixcache.server.jobs.caching import Marked, Place
+from prefixcache.server.jobs.parts import (
+    Values,
+    content_of,
+    objects,
+    one_object,
+    text_of,
+    word_of,
+    wrong,
+)
+
+Message = dict[str, Any]
+
+
+class Conversation:
+    """`system` and `messages` as messages of a chat, and the blocks that carry cache_control.
+
+    Raises `InvalidRequestError`, naming the block, for what is not read.
+    """
+
+    def __init__(self, system: object, messages: object) -> None:
+        self.messages: list[Message] = []
+        self.marked: list[Marked] = []
+        if system is not None and system != "":
+            self._add_texts("system", system, "system")
+        for index, message in enumerate(objects(messages, "messages")):
+            self._add(message, f"messages[{index}]")
+        if self.messages and self.messages[-1] == {"role": "assistant", "content": None}:
+            self.messages.pop()  # the beginning of an answer that says nothing yet
+        if not self.messages or self.messages[-1]["role"] == "system":
+            raise wrong("messages", "must hold a message")
+
+    @property
+    def last_block(self) -> Place:
+        """The block that a cache_control of the whole request marks."""
+        return Place("messages", len(self.messages) - 1)
+
+    def _add(self, message: Values, field: str) -> None:
+        role, content = message.get("role"), message.get("content")
+        if role == "system":
+            self._add_texts("system", content, f"{field}.content")
+        elif role == "user":
+            self._add_user(content, f"{field}.content")
+        elif role == "assistant":
+            self._add_assistant(content, f"{field}.content")
+        else:
+            raise wrong(f"{field}.role", f"must be 'user' or 'assistant', got {shown(role)}")
+
+    def _add_texts(self, role: str, content: object, field: str) -> None:
+        parts = [self._text(*one, part) for part, one in enumerate(_blocks(content, field))]
+        if parts:
+            self.messages.append({"role": role, "content": content_of(parts)})
+
+    def _add_user(self, content: object, field: str) -> None:
+        """Results of tools come first, each as a message of its own."""
+        blocks = _blocks(content, field)
+        for block, place in blocks:
+            if block.get("type") == "tool_result":
+                self._add_result(block, place)
+        said = [one for one in blocks if one[0].get("type") != "tool_result"]
+        known = "'text' or 'tool_result'"
+        parts = [self._text(*one, part, known) for part, one in enumerate(said)]
+        if not blocks:
+            raise wrong(field, "must not be empty")
+        if parts:
+            self.messages.append({"role": "user", "content": content_of(parts)})
+
+    def _add_result(self, block: Values, field: str) -> None:
+        call_id, content = text_of(block, "tool_use_id", field), block.get("content")
+        inner = [] if content is None else _blocks(content, f"{field}.content")
+        parts = [self._text(*one, part) for part, one in enumerate(inner)]
+        self._mark(block, field, None)
+        told = content_of(parts) or ""
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": told})
+
+    def _add_assistant(self, content: object, field: str) -> None:
+        message: Message = {"role": "assistant", "content": None}
+        parts: list[dict[str, Any]] = []
+        thoughts: list[str] = []
+        for block, place in _blocks(content, field):
+            kind = block.get("type")
+            if kind == "thinking":
+                thoughts.append(text_of(block, "thinking", place))
+            elif kind == "tool_use":
+                message.setdefault("tool_calls", []).append(_call(block, place))
+                self._mark(block, place, None)  # the end of the text before it
+            elif kind != "redacted_thinking":
+                known = "'text', 'thinking' or 'tool_use'"
+                parts.append(self._text(block, place, len(parts), known))
+        if thoughts:
+            message["reasoning_content"] = "\n".join(thoughts)
+        message["content"] = content_of(parts)
+        self.messages.append(message)
+
+    def _text(self, block: Values, field: str, part: int, known: str = "'text'") -> dict[str, Any]:
+        """A part of the message that is added next."""
+        if block.get("type") != "text":
+            kind = shown(block.get("type"))
+            raise wrong(f"{field}.type", f"must be {known}, the kinds that are read, got {kind}")
+        self._mark(block, field, part)
+        return {"type": "text", "text": text_of(block, "text", field)}
+
+    def _mark(self, block: Values, field: str, part: int | None) -> None:
+        control = block.get("cache_control")
+        if control is not None:
+            place = Place("messages", len(self.messages), part)
+            self.marked.append(Marked(place, f"{field}.cache_control", control))
+
+
+def _call(block: Values, field: str) -> dict[str, Any]:
+    arguments = to_json(one_object(block.get("input", {}), f"{field}.input")).decode()
+    function = {"name": text_of(block, "name", field), "arguments": arguments}
+    return {"id": text_of(block, "id", field), "type": "function", "function": function}
+
+
+def _blocks(content: object, field: str) -> list[tuple[Values, str]]:
+    if isinstance(content, str):
+        return [({"type": "text", "text": content}, field)]
+    if content is None:
+        raise wrong(field, "must be a string or a list of blocks")
+    return [(block, f"{field}[{i}]") for i, block in enumerate(objects(content, field))]
+
+
+def marked_tools(value: object) -> list[Marked]:
+    """The tools that carry cache_control."""
+    return [
+        Marked(Place("tools", index), f"tools[{index}].cache_control", tool["cache_control"])
+        for index, tool in enumerate(objects(value, "tools"))
+        if tool.get("cache_control") is not None
+    ]
+
+
+def chat_tools(value: object) -> list[dict[str, Any]]:
+    """`tools` in the form of a chat. Raises `InvalidRequestError` for tools that run elsewhere."""
+    return [_chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(objects(value, "tools"))]
+
+
+def _chat_tool(tool: Values, field: str) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise wrong(f"{field}.type", f"must be 'custom', got {shown(tool.get('type'))}")
+    function = {"name": text_of(tool, "name", field)}
+    function |= {"parameters": one_object(tool.get("input_schema"), f"{field}.input_schema")}
+    if tool.get("description") is not None:
+        function["description"] = text_of(tool, "description", field)
+    return {"type": "function", "function": function}
+
+
+def chat_tool_choice(value: object) -> tuple[object, bool]:
+    """`tool_choice` in the form of a chat, and whether several calls may be made at once."""
+    if value is None:
+        return None, True
+    choice = one_object(value, "tool_choice")
+    choices: dict[str, Callable[[], object]] = {
+        "none": lambda: "none",
+        "auto": lambda: "auto",
+        "any": lambda: "required",
+        "tool": lambda: {
+            "type": "function",
+            "function": {"name": text_of(choice, "name", "tool_choice")},
+        },
+    }
+    kind = word_of(choice, "type", choices, "tool_choice")
+    return choices[kind](), choice.get("disable_parallel_tool_use") is not True

@@ -1,0 +1,214 @@
+"""`/v1/messages`: Anthropic's Messages API over the prompts and jobs of the chat endpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict
+from starlette.responses import Response
+
+from prefixcache.server.anthropic.message_blocks import (
+    Conversation,
+    chat_tool_choice,
+    chat_tools,
+    marked_tools,
+)
+from prefixcache.server.anthropic.message_events import MessageForm
+from prefixcache.server.http.body import parse_fields, parse_object, read_body
+from prefixcache.server.http.errors import MESSAGES_PATH
+from prefixcache.server.http.fields import RequestFields
+from prefixcache.server.jobs.answers import answer_in_events
+from prefixcache.server.jobs.caching import CachingControls, anthropic_controls
+from prefixcache.server.jobs.context import Call, new_call, tell_unknown
+from prefixcache.server.jobs.job_maker import Job, JobMaker, fields_named
+from prefixcache.server.jobs.parts import one_object, wrong
+from prefixcache.server.jobs.sampling_fields import SamplingFields
+from prefixcache.server.openai.chat import chat_job, chat_plan
+from prefixcache.server.openai.protocol import ChatRequest
+
+# Fields that a chat has under the same name, ours among them.
+_SAME = frozenset({*SamplingFields.model_fields, "chat_template_kwargs"}) - {
+    "max_tokens",
+    "n",
+    "prompt_logprobs",
+    "return_token_ids",
+    "stop",
+    "stream",
+    "stream_options",
+}
+
+# Names of this endpoint for what a chat calls otherwise.
+_NAMES = {
+    "messages": "messages",
+    "prompt": "messages",
+    "response_format": "output_config.format",
+    "structured_output": "output_config.format",
+    "stop": "stop_sequences",
+    "tool_call_id": "tool_use_id",
+    "tools[].function.parameters": "tools[].input_schema",
+    "tools[].function": "tools[]",
+}
+
+
+# What ends up as nothing to edit: Claude Code asks that all thinking be kept.
+_NO_EDITS = ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
+
+
+class CountTokensRequest(RequestFields):
+    """Body of `POST /v1/messages/count_tokens`. What a chat takes too is checked there."""
+
+    no_effect = _SAME | {"service_tier", "speed"}
+    refused: ClassVar[dict[str, tuple[object, ...]]] = {
+        "container": (),
+        "context_management": _NO_EDITS,
+        "mcp_servers": ([],),
+    }
+
+    cache_control: Any = None
+    messages: Any = None
+    metadata: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    system: Any = None
+    thinking: dict[str, Any] | None = None
+    tool_choice: Any = None
+    tools: list[Any] | None = None
+
+    def chat(self, conversation: Conversation) -> dict[str, Any]:
+        """The same request as the body of a chat.
+
+        Raises `InvalidRequestError`, naming the field here, for what cannot be said there.
+        """
+        messages = conversation.messages
+        choice, parallel = chat_tool_choice(self.tool_choice)
+        extra = self.model_extra or {}
+        body: dict[str, Any] = {name: value for name, value in extra.items() if name in _SAME}
+        body |= {
+            "messages": messages,
+            "tools": chat_tools(self.tools),
+            "tool_choice": choice,
+            "parallel_tool_calls": parallel,
+            "response_format": self._format(),
+        }
+        if self.thinking is not None:
+            thinks = self.thinking.get("type") != "disabled"
+            told = {"enable_thinking": thinks, **(extra.get("chat_template_kwargs") or {})}
+            body["chat_template_kwargs"] = told
+        if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
+            body["continue_final_message"] = True
+        return {name: value for name, value in body.items() if value is not None}
+
+    def _format(self) -> object:
+        form = (self.output_config or {}).get("format")
+        if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+            return form
+        schema = one_object(form.get("schema"), "output_config.format.schema")
+        return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
+
+
+class _Diagnostics(BaseModel):
+    """The earlier answer to compare the prompt with; null, as on a first turn, asks nothing."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    previous_message_id: str | None = None
+
+
+Asked = TypeVar("Asked", bound=CountTokensRequest)
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of `POST /v1/messages`."""
+
+    diagnostics: _Diagnostics | None = None
+    max_tokens: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+
+    def chat(self, conversation: Conversation) -> dict[str, Any]:
+        """As for all messages, with what limits the answer."""
+        if self.max_tokens is None:
+            raise wrong("max_tokens", "is required")
+        return {
+            **super().chat(conversation),
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedMessage(Generic[Asked]):
+    """A body, the same request as a chat, and what it asks of the cache."""
+
+    fields: Asked
+    chat: ChatRequest
+    controls: CachingControls
+
+
+def messages_router(maker: JobMaker) -> APIRouter:
+    """The endpoints, for one served model."""
+    router = APIRouter()
+
+    @router.post(MESSAGES_PATH)
+    async def create_message(request: Request) -> Response:
+        job, stream = await _asked(maker, request)
+        with fields_named(_NAMES):
+            form = MessageForm(request.state.request_id)
+            return await answer_in_events(request, maker, job, form, stream=stream)
+
+    @router.post(f"{MESSAGES_PATH}/count_tokens")
+    async def count_tokens(request: Request) -> dict[str, int]:
+        body = await read_body(request)
+        parsed = await maker.workers.run(
+            len(body), lambda: _parsed(parse_object(body), CountTokensRequest)
+        )
+        tell_unknown(request, parsed.fields)
+        with fields_named(_NAMES):
+            maker.check_model(parsed.chat.model)
+            plan = await chat_plan(maker, parsed.chat, len(body))
+            ids = await maker.encode(plan.prompt, param="messages", add_special_tokens=False)
+        return {"input_tokens": len(ids)}
+
+    return router
+
+
+async def _asked(maker: JobMaker, request: Request) -> tuple[Job, bool]:
+    """What a body asks, and whether as a stream; nothing of the body itself."""
+    body = await read_body(request)
+    parsed = await maker.workers.run(len(body), lambda: parse_message(parse_object(body)))
+    tell_unknown(request, parsed.fields)
+    call = dataclasses.replace(new_call(request, "msg"), id=f"msg_{uuid.uuid4().hex}")
+    job = await message_job(maker, parsed, len(body), call)
+    if job.diagnosis is not None and parsed.fields.diagnostics is not None:
+        job.diagnosis.compared_with = parsed.fields.diagnostics.previous_message_id
+    return job, bool(parsed.fields.stream)
+
+
+def parse_message(values: dict[str, Any]) -> ParsedMessage[MessagesRequest]:
+    """The body of a message, checked. Takes time that grows with it."""
+    return _parsed(values, MessagesRequest)
+
+
+async def message_job(
+    maker: JobMaker, parsed: ParsedMessage[MessagesRequest], size: int, call: Call
+) -> Job:
+    """The requests of a message. `size` is that of the body."""
+    with fields_named(_NAMES):
+        return await chat_job(maker, parsed.chat, size, call, parsed.controls)
+
+
+def _parsed(values: dict[str, Any], model: type[Asked]) -> ParsedMessage[Asked]:
+    fields = parse_fields(values, model)
+    conversation = Conversation(fields.system, fields.messages)
+    controls = anthropic_controls(
+        [*marked_tools(fields.tools), *conversation.marked],
+        automatic=fields.cache_control,
+        last_block=conversation.last_block,
+    )
+    chat = fields.chat(conversation)
+    with fields_named(_NAMES):
+        return ParsedMessage(fields, parse_fields(chat, ChatRequest), controls)

@@ -1,0 +1,104 @@
+"""The body of any endpoint that takes a prompt, for endpoints that ask about prompts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from fastapi import Request
+
+from prefixcache.server.anthropic.messages import message_job, parse_message
+from prefixcache.server.http.body import parse_fields, parse_object, read_body
+from prefixcache.server.http.errors import has_anthropic_header
+from prefixcache.server.http.fields import RequestFields
+from prefixcache.server.jobs.context import Call, new_call, tell_unknown
+from prefixcache.server.jobs.job_maker import Job, JobMaker, fields_named, parse_prompts
+from prefixcache.server.openai.chat import chat_job, chat_names
+from prefixcache.server.openai.completions import completion_job
+from prefixcache.server.openai.protocol import ChatRequest, CompletionRequest
+from prefixcache.server.openai.response_store import ResponseStore
+from prefixcache.server.openai.responses import ResponsesRequest, response_job
+
+Values = Mapping[str, Any]
+
+# What a body with messages has for Anthropic's API alone.
+_FIELDS = ("cache_control", "stop_sequences", "system")
+_BLOCKS = ("tool_result", "tool_use")
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptBody:
+    """A body's fields, and what makes the requests that the endpoint of such bodies makes."""
+
+    fields: RequestFields
+    job: Callable[[JobMaker, Call], Awaitable[Job]]
+
+
+async def prompt_job(request: Request, maker: JobMaker, store: ResponseStore, prefix: str) -> Job:
+    """The requests that the endpoint of the same body would make.
+
+    With `input` a body is that of a response, which may go on from one in the `store`; with
+    `messages` that of a chat, or of Anthropic's API where the request has the header
+    `anthropic-version` or the body what that API alone has; else that of a completion.
+    """
+    body, call = await read_body(request), new_call(request, prefix)
+    anthropic = has_anthropic_header(request.scope)
+    parsed = await maker.workers.run(len(body), partial(_parse, body, store, anthropic))
+    tell_unknown(request, parsed.fields)
+    return await parsed.job(maker, call)
+
+
+def _parse(body: bytes, store: ResponseStore, anthropic: bool) -> _PromptBody:
+    values = parse_object(body)
+    if "messages" in values:
+        if anthropic or _is_message(values):
+            return _message(values, len(body))
+        return _chat(parse_fields(values, ChatRequest), len(body))
+    if values.keys() & {"input", "previous_response_id"}:
+        return _response(parse_fields(values, ResponsesRequest), store, len(body))
+    return _completion(parse_fields(values, CompletionRequest))
+
+
+def _completion(fields: CompletionRequest) -> _PromptBody:
+    prompts = parse_prompts(fields.prompt)
+    return _PromptBody(fields, lambda maker, call: completion_job(maker, fields, prompts, call))
+
+
+def _chat(fields: ChatRequest, size: int) -> _PromptBody:
+    async def job(maker: JobMaker, call: Call) -> Job:
+        with fields_named(chat_names(fields)):
+            return await chat_job(maker, fields, size, call)
+
+    return _PromptBody(fields, job)
+
+
+def _response(fields: ResponsesRequest, store: ResponseStore, size: int) -> _PromptBody:
+    return _PromptBody(fields, lambda maker, call: response_job(maker, store, fields, size, call))
+
+
+def _message(values: dict[str, Any], size: int) -> _PromptBody:
+    """`max_tokens`, which that API requires, says nothing of a prompt."""
+    parsed = parse_message({"max_tokens": 0, **values})
+    return _PromptBody(parsed.fields, lambda maker, call: message_job(maker, parsed, size, call))
+
+
+def _is_message(values: Values) -> bool:
+    if any(name in values for name in _FIELDS):
+        return True
+    tools = _objects(values.get("tools"))
+    if tools:
+        return "input_schema" in tools[0]
+    messages = _objects(values["messages"])
+    return any(
+        "cache_control" in block or block.get("type") in _BLOCKS
+        for message in messages
+        for block in _objects(message.get("content"))
+    )
+
+
+def _objects(value: object) -> list[Values]:
+    """The objects of a list; what is none is refused by the endpoint's own checks."""
+    items = cast("list[object]", value) if isinstance(value, list) else []
+    return [cast("Values", item) for item in items if isinstance(item, Mapping)]

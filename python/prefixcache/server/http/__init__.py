@@ -1,0 +1,1 @@
+"""Connections, bodies, access, errors and events of HTTP."""

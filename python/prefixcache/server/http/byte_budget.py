@@ -1,0 +1,133 @@
+"""The memory of all bodies, until they are requests of the engine, and of log probabilities."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from prefixcache.server.http.errors import ApiError
+
+
+class ByteBudget:
+    """At most `most` bytes of bodies, and of log probabilities that answers keep.
+
+    Where they are more, the largest of what still grows is given up: whoever sends long bodies, or
+    sends them slowly, keeps nobody else from sending a short one. One event loop uses it.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._growing: dict[_Share, None] = {}
+        self.size = 0
+
+    def open(self) -> Body:
+        """The body of a request that begins."""
+        return Body(self)
+
+    def open_logprobs(self) -> KeptLogprobs:
+        """The log probabilities of a request that begins."""
+        return KeptLogprobs(self)
+
+    def grow(self, share: _Share, size: int) -> None:
+        """A part has come."""
+        self._growing[share] = None
+        self.size += size
+        while self.size > self.most and self._growing:
+            max(self._growing, key=len).give_up()
+
+    def shrink(self, share: _Share, size: int) -> None:
+        """A share grows no longer, and holds so much less."""
+        self._growing.pop(share, None)
+        self.size -= size
+
+    def complete(self, share: _Share) -> None:
+        """All has come: it is no longer given up for others."""
+        self._growing.pop(share, None)
+
+
+class _Share:
+    """Bytes of one request."""
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
+        self._size = 0
+        self._is_given_up = False
+
+    def __len__(self) -> int:
+        return self._size
+
+    def grow(self, size: int) -> bool:
+        """Counts so many bytes more; False when the server has no room for them."""
+        self._size += size
+        self._budget.grow(self, size)
+        return not self._is_given_up
+
+    def complete(self) -> None:
+        """All has come: it is no longer given up for others."""
+        self._budget.complete(self)
+
+    def give_up(self) -> None:
+        """Keeps nothing, now or later."""
+        self.release()
+        self._is_given_up = True
+
+    def release(self) -> None:
+        """Nothing is kept any more. Idempotent."""
+        self._budget.shrink(self, self._size)
+        self._size = 0
+
+
+class Body(_Share):
+    """One request's body, as far as it has come and is kept."""
+
+    def __init__(self, budget: ByteBudget) -> None:
+        super().__init__(budget)
+        self._kept = bytearray()
+
+    def add(self, part: bytes) -> None:
+        """Keeps a part. Raises `ApiError` (503) when the server has no room for the body."""
+        self._kept += part
+        if not self.grow(len(part)):
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "The server has no memory for this body beside those of others. Send it again "
+                "later.",
+                code="bodies_full",
+                retry_after=1,
+            )
+
+    def take(self) -> bytes:
+        """The whole body, which counts until it is released."""
+        self.complete()
+        whole, self._kept = bytes(self._kept), bytearray()
+        return whole
+
+    def release(self) -> None:
+        """Nothing of the body is kept any more. Idempotent."""
+        self._kept = bytearray()
+        super().release()
+
+
+class KeptLogprobs(_Share):
+    """The log probabilities that one answer keeps until all of it is written."""
+
+    def add(self, size: int) -> None:
+        """Counts so many bytes more, or less.
+
+        Raises `ApiError`: 400 where the answer alone is too much, 503 where it is beside others.
+        """
+        most = self._budget.most
+        if len(self) + size > most:
+            raise ApiError(
+                HTTPStatus.BAD_REQUEST,
+                f"The log probabilities of this answer take more than {most} bytes of memory: ask "
+                "for fewer of them or for fewer answers at once, or stream the answer.",
+                code="logprobs_too_large",
+            )
+        if size and not self.grow(size):
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "The server has no memory for the log probabilities of this answer beside those "
+                "of others. Send it again later, ask for fewer, or stream the answer.",
+                code="logprobs_full",
+                retry_after=1,
+            )

@@ -1,0 +1,1 @@
+"""From a body's fields to requests, and from outputs to answers."""

@@ -1,0 +1,507 @@
+"""Runs the requests of a job and gathers what comes back, at once or as a stream."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from http import HTTPStatus
+from typing import Any, NamedTuple, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from prefixcache.diagnostics.room import Admitted
+from prefixcache.server.http.errors import ApiError, error_body, failed_answer, is_unexpected
+from prefixcache.server.http.json_text import json_response, json_text, object_json
+from prefixcache.server.http.sse import DONE, EventStream, event, named_event, unless_disconnected
+from prefixcache.server.http.workers import Workers
+from prefixcache.server.jobs.job_maker import Job, JobMaker
+from prefixcache.server.jobs.logprobs import TextOffsets
+from prefixcache.server.jobs.sampling_fields import SamplingFields, StreamOptions
+from prefixcache.server.options.limits import MAX_UNREAD_OUTPUTS
+from prefixcache.text.chat.message import Message, MessageDelta, MessageParser
+from prefixcache.types.request import Request as EngineRequest
+from prefixcache.types.request import RequestOutput, TokenLogprobs
+
+logger = logging.getLogger(__name__)
+
+Outputs = AsyncGenerator[list[tuple[int, RequestOutput]], None]
+"""What came of a job's requests: all since the last time, with their indices."""
+
+# Log probabilities that are written in one go.
+_LONG_ANSWER = 2**16
+# What Python takes for those of a token, and for each of the likeliest beside it.
+_TOKEN_BYTES = 256
+_TOP_BYTES = 72
+
+
+class TokenCounts(NamedTuple):
+    """Tokens of one or more choices. A prompt counts once, with its first choice."""
+
+    prompt: int
+    completion: int
+    cached: int
+    written: int
+    reasoning: int
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer as far as it has come, without log probabilities unless it `keeps_logprobs`.
+
+    Where answers are messages, `message` is the whole of it and `delta` what the last output added.
+    """
+
+    index: int
+    num_prompt_tokens: int
+    new_parser: Callable[[], MessageParser] | None = None
+    is_first: bool = True
+    """Whether it is the first of its prompt, which was what used the cache."""
+    keeps_logprobs: bool = True
+    started: bool = False
+    message: Message = field(default_factory=Message)
+    delta: MessageDelta = field(default_factory=MessageDelta)
+    content_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    parser: MessageParser | None = None
+    num_reasoning_tokens: int = 0
+    text: list[str] = field(default_factory=list[str])
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    token_ids: list[int] = field(default_factory=list[int])
+    num_cached_tokens: int = 0
+    num_written_tokens: int = 0
+    num_window_missed_tokens: int = 0
+    text_offsets: TextOffsets = field(default_factory=TextOffsets)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    started_at: float | None = None
+    first_token_at: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer."""
+        return len(self.token_ids)
+
+    @property
+    def counts(self) -> TokenCounts:
+        """Its part of the usage."""
+        return TokenCounts(
+            self.num_prompt_tokens if self.is_first else 0,
+            self.num_tokens,
+            self.num_cached_tokens if self.is_first else 0,
+            self.num_written_tokens if self.is_first else 0,
+            self.num_reasoning_tokens,
+        )
+
+    def add(self, output: RequestOutput) -> None:
+        """Takes what a step added. Raises `ApiError` when the engine failed on it."""
+        if output.restarted:
+            self._begin_anew()
+        if output.finish_reason == "error":
+            raise failed_answer(output.error, output.error_code)
+        if not self.num_tokens:
+            self.started_at, self.first_token_at = output.started_at, time.monotonic()
+            self.num_cached_tokens = output.num_cached_tokens
+            self.num_written_tokens = output.num_written_tokens
+            self.num_window_missed_tokens = output.num_window_missed_tokens
+            self.prompt_logprobs = output.prompt_logprobs
+        self.token_ids.extend(output.token_ids)
+        if self.keeps_logprobs:
+            self.logprobs.extend(output.logprobs)
+        self.finish_reason = output.finish_reason
+        if self.new_parser is None:
+            self.text.append(output.text)
+        else:
+            self._read(output, self.new_parser)
+        self.stop_reason = output.stop_reason
+
+    def _read(self, output: RequestOutput, new_parser: Callable[[], MessageParser]) -> None:
+        """Tokens count as reasoning with the markers around it."""
+        parser = self.parser = self.parser or new_parser()
+        reasoned = parser.in_reasoning
+        self.delta = parser.push(output.text, finished=output.finished)
+        logprobs = output.logprobs if self.keeps_logprobs else ()
+        self.content_logprobs = self.message.add(self.delta, logprobs, finished=output.finished)
+        if reasoned or parser.in_reasoning:
+            self.num_reasoning_tokens += len(output.token_ids)
+        if self.message.tool_calls and self.finish_reason == "stop":
+            self.finish_reason = "tool_calls"
+
+    def _begin_anew(self) -> None:
+        self.text.clear()
+        self.logprobs.clear()
+        self.prompt_logprobs = None
+        self.message, self.parser = Message(), None
+        self.token_ids.clear()
+        self.num_reasoning_tokens = 0
+
+
+class Choices(list[Choice]):
+    """The answers of a job, and their tokens together, which outputs that are added keep up."""
+
+    def __init__(self, job: Job, *, keeps_logprobs: bool = True) -> None:
+        n, new_parser = job.params.n, job.new_parser
+        super().__init__(
+            Choice(
+                index,
+                len(request.prompt_token_ids),
+                new_parser,
+                is_first=index % n == 0,
+                keeps_logprobs=keeps_logprobs,
+            )
+            for index, request in enumerate(job.requests)
+        )
+        self.counts = TokenCounts(*map(sum, zip(*(choice.counts for choice in self), strict=True)))
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        """Adds an output to a choice. Raises `ApiError` when the engine failed on it."""
+        before = self[index].counts
+        self[index].add(output)
+        parts = zip(self.counts, self[index].counts, before, strict=True)
+        self.counts = TokenCounts(*(total + now - was for total, now, was in parts))
+
+
+class AnswerForm(Protocol):
+    """How an endpoint words its answers."""
+
+    def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The whole answer, without `usage`."""
+        ...
+
+    def chunks(self, job: Job, choice: Choice, output: RequestOutput) -> Iterable[dict[str, Any]]:
+        """What is streamed when `output` was added to `choice`."""
+        ...
+
+    def last_chunk(self, job: Job) -> dict[str, Any]:
+        """The chunk without choices that carries the usage."""
+        ...
+
+
+def streaming(fields: SamplingFields) -> StreamOptions | None:
+    """How the answer is streamed; None where it comes as a whole."""
+    return (fields.stream_options or StreamOptions()) if fields.stream else None
+
+
+async def answer(
+    request: Request,
+    maker: JobMaker,
+    job: Job,
+    form: AnswerForm,
+    options: StreamOptions | None,
+) -> Response:
+    """The answer as a whole, or as a stream of events where there are `options` of one.
+
+    What is wrong with the request is raised here, at once. Callers hold nothing of the body any
+    more, which does not count as kept from here on.
+    """
+    if options is None:
+
+        def whole(choices: Choices) -> dict[str, Any]:
+            told = {"usage": usage(choices.counts), **told_diagnosis(job)}
+            return {**form.response(job, choices), **told}
+
+        work = _whole_body(maker, job, whole)
+        return json_response(await unless_disconnected(request.receive, work))
+    outputs = await _outputs(maker, job)
+    chunks = _chunk_events(outputs, job, form, options, maker.workers)
+    return EventStream(_to_the_end(chunks, job))
+
+
+class EventForm(Protocol):
+    """How an endpoint words one answer whose stream has events of several types."""
+
+    def body(self, job: Job, choice: Choice) -> dict[str, Any]:
+        """The whole answer."""
+        ...
+
+    def begin(self, job: Job) -> Iterable[dict[str, Any]]:
+        """Events before the first output."""
+        ...
+
+    def events(self, job: Job, choice: Choice, output: RequestOutput) -> Iterable[dict[str, Any]]:
+        """Events when `output` was added to `choice`, which is complete where that is finished."""
+        ...
+
+    def failed(self, job: Job, error: Exception) -> dict[str, Any]:
+        """The last event of an answer that failed."""
+        ...
+
+
+async def answer_in_events(
+    request: Request,
+    maker: JobMaker,
+    job: Job,
+    form: EventForm,
+    *,
+    stream: bool,
+    size: int = 0,
+) -> Response:
+    """The one answer of a job as a whole, or a stream of events with names.
+
+    `size` is that of what it repeats of the request. What is wrong with the request is raised here,
+    at once.
+    """
+    if not stream:
+        work = _whole_body(maker, job, lambda choices: form.body(job, choices[0]), size)
+        return json_response(await unless_disconnected(request.receive, work))
+    outputs = await _outputs(maker, job)
+    events = _named_events(outputs, job, form, maker.workers)
+    return EventStream(_named_to_the_end(events, job, form))
+
+
+async def _named_events(
+    outputs: Outputs, job: Job, form: EventForm, workers: Workers
+) -> AsyncGenerator[bytes, None]:
+    choices = Choices(job)
+
+    async def events_of(choice: Choice, output: RequestOutput) -> Iterable[bytes]:
+        await _explain(workers, job, choices)
+        return map(named_event, form.events(job, choice, output))
+
+    with _told_to_the_log(job, choices):
+        for payload in form.begin(job):
+            yield named_event(payload)
+        async with aclosing(_batches(job, outputs, choices, events_of)) as batches:
+            async for batch in batches:
+                yield batch
+
+
+async def _batches(
+    job: Job,
+    outputs: Outputs,
+    choices: Choices,
+    events_of: Callable[[Choice, RequestOutput], Awaitable[Iterable[bytes]]],
+) -> AsyncGenerator[bytes, None]:
+    """The events of each batch of outputs as one piece; those before an error come before it."""
+    async with aclosing(outputs):
+        async for batch in outputs:
+            written: list[bytes] = []
+            try:
+                for index, output in batch:
+                    _raise_if_void(output)
+                    _add(job, choices, index, output)
+                    written += await events_of(choices[index], output)
+            except Exception:
+                if written:
+                    yield b"".join(written)
+                raise
+            if written:
+                yield b"".join(written)
+
+
+async def _named_to_the_end(
+    events: AsyncGenerator[bytes, None], job: Job, form: EventForm
+) -> AsyncGenerator[bytes, None]:
+    """The events, and that of an error where they fail."""
+    try:
+        async with aclosing(events):
+            async for one in events:
+                yield one
+    except Exception as error:  # noqa: BLE001 - the status is sent: the error goes into the stream
+        _note_failure(error, job)
+        yield named_event(form.failed(job, error))
+
+
+def _note_failure(error: Exception, job: Job) -> None:
+    if is_unexpected(error):
+        logger.exception("The stream %s failed.", job.call.id)
+    job.call.outcome.failed_status = error_body(error)[0]
+
+
+async def gathered(maker: JobMaker, job: Job) -> Choices:
+    """All answers, when they have ended. Raises `ApiError` when the engine failed on one."""
+    choices = Choices(job)
+    with _told_to_the_log(job, choices):
+        async with aclosing(await _outputs(maker, job)) as outputs:
+            async for batch in outputs:
+                for index, output in batch:
+                    _add(job, choices, index, output)
+    job.call.logprobs.complete()
+    return choices
+
+
+def _add(job: Job, choices: Choices, index: int, output: RequestOutput) -> None:
+    """Adds an output, and counts what is kept of it. Raises `ApiError`."""
+    choice = choices[index]
+    before = _logprob_bytes(choice)
+    choices.add(index, output)
+    job.call.logprobs.add(_logprob_bytes(choice) - before)
+
+
+def _logprob_bytes(choice: Choice) -> int:
+    """About what its log probabilities take; of each kind all have the same number beside them."""
+    size = 0
+    for kept in (choice.logprobs, choice.prompt_logprobs):
+        if kept:
+            num_top = 0 if kept[-1] is None else len(kept[-1].top_token_ids)
+            size += len(kept) * (_TOKEN_BYTES + _TOP_BYTES * num_top)
+    return size
+
+
+async def _outputs(maker: JobMaker, job: Job) -> Outputs:
+    """Hands the job to the engine."""
+    outputs = await maker.engine.generate_batches(
+        job.requests, deadline=job.call.deadline, max_unread=MAX_UNREAD_OUTPUTS
+    )
+    if job.diagnosis is not None:
+        job.diagnosis.begin()
+    job.sources.clear()
+    job.call.release_body()
+    return outputs
+
+
+async def _whole_body(
+    maker: JobMaker,
+    job: Job,
+    response: Callable[[Choices], dict[str, Any]],
+    repeated: int = 0,
+) -> bytes:
+    choices = await gathered(maker, job)
+    await _explain(maker.workers, job, choices)
+    size = _size(job, choices)
+
+    def body() -> bytes:
+        write = json_text if size < _LONG_ANSWER else object_json
+        return write(response(choices))
+
+    return await maker.workers.run(size + repeated, body)
+
+
+def usage(counts: TokenCounts) -> dict[str, Any]:
+    """OpenAI's token counts."""
+    shown: dict[str, Any] = {
+        "prompt_tokens": counts.prompt,
+        "completion_tokens": counts.completion,
+        "total_tokens": counts.prompt + counts.completion,
+        "prompt_tokens_details": {
+            "cached_tokens": counts.cached,
+            "cache_write_tokens": counts.written,
+        },
+    }
+    if counts.reasoning:
+        shown["completion_tokens_details"] = {"reasoning_tokens": counts.reasoning}
+    return shown
+
+
+async def _to_the_end(chunks: AsyncGenerator[bytes, None], job: Job) -> AsyncGenerator[bytes, None]:
+    """The chunks, an error event where they fail, and [DONE]."""
+    try:
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
+    except Exception as error:  # noqa: BLE001 - the status is sent: the error goes into the stream
+        _note_failure(error, job)
+        yield event(error_body(error)[1])
+    yield DONE
+
+
+async def _chunk_events(
+    outputs: Outputs,
+    job: Job,
+    form: AnswerForm,
+    options: StreamOptions,
+    workers: Workers,
+) -> AsyncGenerator[bytes, None]:
+    choices = Choices(job, keeps_logprobs=False)
+    always = bool(options.continuous_usage_stats)
+    told = bool(options.include_usage) or always
+
+    async def events_of(choice: Choice, output: RequestOutput) -> Iterable[bytes]:
+        shown = {"usage": usage(choices.counts) if always else None} if told else {}
+        texts = partial(_texts, form.chunks(job, choice, output), shown)
+        # Log probabilities of a prompt come all in one chunk.
+        size = _prompt_size(job, output.prompt_logprobs)
+        return await workers.run(size, texts) if size else texts()
+
+    with _told_to_the_log(job, choices):
+        async with aclosing(_batches(job, outputs, choices, events_of)) as batches:
+            async for batch in batches:
+                yield batch
+    await _explain(workers, job, choices)
+    shown = {"usage": usage(choices.counts)} if told else {}
+    if told or told_diagnosis(job):
+        yield event({**form.last_chunk(job), **shown, **told_diagnosis(job)})
+
+
+async def _explain(workers: Workers, job: Job, choices: Sequence[Choice]) -> None:
+    """Finds out what the answer is to tell of the cache, once, when prompts have been computed."""
+    if job.diagnosis is not None and job.diagnosis.is_due:
+        await workers.beside(partial(job.diagnosis.explain, _admitted(job, choices)))
+
+
+def told_diagnosis(job: Job) -> dict[str, Any]:
+    """The member of an answer with `cache_diagnostics`: an explanation for each prompt."""
+    if job.diagnosis is None or job.diagnosis.explanations is None:
+        return {}
+    return {"cache_diagnostics": job.diagnosis.explanations}
+
+
+def _admitted(job: Job, choices: Sequence[Choice]) -> list[Admitted | None]:
+    """What became of each prompt, which its first choice tells."""
+    n = job.params.n
+    return [*map(_admission, job.requests[::n], choices[::n])]
+
+
+def _admission(request: EngineRequest, choice: Choice) -> Admitted | None:
+    """None where the prompt was not computed, as far as is known."""
+    if not (choice.num_tokens or choice.finish_reason == "length"):
+        return None
+    return Admitted(
+        hit_tokens=choice.num_cached_tokens,
+        started_at=choice.started_at or request.arrival_time,
+        window_missed_tokens=choice.num_window_missed_tokens,
+        reads=request.cache.read,
+        wants_prompt_logprobs=request.params.prompt_logprobs is not None,
+    )
+
+
+def _texts(chunks: Iterable[dict[str, Any]], shown: dict[str, Any]) -> list[bytes]:
+    return [event({**chunk, **shown}) for chunk in chunks]
+
+
+def _prompt_size(job: Job, logprobs: Sequence[TokenLogprobs | None] | None) -> int:
+    return len(logprobs or ()) * (1 + (job.params.prompt_logprobs or 0))
+
+
+@contextmanager
+def _told_to_the_log(job: Job, choices: Choices) -> Generator[None, None, None]:
+    """However the answer ends, the log has what came of it."""
+    try:
+        yield
+    finally:
+        if job.diagnosis is not None:
+            job.diagnosis.end(_admitted(job, choices))
+        counts, outcome = choices.counts, job.call.outcome
+        outcome.num_prompt_tokens = counts.prompt
+        outcome.num_cached_tokens = counts.cached
+        outcome.num_completion_tokens = counts.completion
+        outcome.finish_reasons = {choice.finish_reason or "unfinished" for choice in choices}
+        outcome.model, outcome.arrived_at = job.model, job.requests[0].arrival_time
+        outcome.started_at = _first(choice.started_at for choice in choices)
+        outcome.first_token_at = _first(choice.first_token_at for choice in choices)
+        outcome.ended_at = time.monotonic()
+
+
+def _first(times: Iterable[float | None]) -> float | None:
+    return min((time for time in times if time is not None), default=None)
+
+
+def _raise_if_void(output: RequestOutput) -> None:
+    """What was streamed before the answer began anew cannot be taken back."""
+    if output.restarted:
+        raise ApiError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "The weights were replaced while this answer was streamed, or its replica ended: what "
+            "came of it is void. Send the request again.",
+            code="weights_replaced",
+        )
+
+
+def _size(job: Job, choices: Sequence[Choice]) -> int:
+    """A measure of what writing the answer costs."""
+    most = max(job.params.logprobs or 0, job.params.prompt_logprobs or 0)
+    return sum(choice.num_prompt_tokens + choice.num_tokens for choice in choices) * (1 + most)

@@ -1,0 +1,123 @@
+"""The fields that say what an answer must look like: OpenAI's, vLLM's, and vLLM's older ones."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from prefixcache.exceptions import InvalidRequestError
+from prefixcache.server.options.limits import MAX_GRAMMAR_CHARACTERS
+from prefixcache.types.structured_output import Kind, StructuredOutput
+
+Named = tuple[str, StructuredOutput]
+"""A structured output, and the field that asked for it."""
+
+
+class JsonSchemaFields(BaseModel):
+    """`response_format.json_schema`. Every schema is followed as if it were strict."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    content: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's form."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFields | None = None
+
+    def found(self) -> list[Named]:
+        """What it asks for, if anything."""
+        if self.type == "text":
+            return []
+        if self.type == "json_object":
+            return [("response_format", StructuredOutput("json_object"))]
+        field = "response_format.json_schema"
+        if self.json_schema is None:
+            raise InvalidRequestError(f"{field} is missing.", param=field)
+        if self.json_schema.content is None:
+            raise InvalidRequestError(f"{field}.schema is missing.", param=f"{field}.schema")
+        return [_made(f"{field}.schema", "json", self.json_schema.content)]
+
+
+class StructuredOutputsFields(BaseModel):
+    """vLLM's form: one of these."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    schema_: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def found(self) -> list[Named]:
+        """What it asks for, in order."""
+        for name in ("structural_tag", "whitespace_pattern", "disable_any_whitespace"):
+            if (self.model_extra or {}).get(name):
+                field = f"structured_outputs.{name}"
+                raise InvalidRequestError(f"{field} is not supported.", param=field)
+        return _found("structured_outputs.", self.schema_, self)
+
+
+class GuidedFields(BaseModel):
+    """What vLLM called them before."""
+
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+
+    def guided(self) -> list[Named]:
+        """What they ask for, in order."""
+        asked = StructuredOutputsFields(
+            json=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+            json_object=self.guided_json_object,
+        )
+        return _found("guided_", self.guided_json, asked)
+
+
+def _found(prefix: str, schema: object, asked: StructuredOutputsFields) -> list[Named]:
+    stated: list[tuple[Kind, object]] = [
+        ("json", schema),
+        ("regex", asked.regex),
+        ("choice", asked.choice),
+        ("grammar", asked.grammar),
+    ]
+    found = [_made(prefix + kind, kind, value) for kind, value in stated if value is not None]
+    if asked.json_object:
+        found.append((f"{prefix}json_object", StructuredOutput("json_object")))
+    return found
+
+
+def _made(field: str, kind: Kind, value: object) -> Named:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
+        raise InvalidRequestError(
+            f"{field} may have at most {MAX_GRAMMAR_CHARACTERS} characters, got {len(text)}.",
+            param=field,
+            code="too_long",
+        )
+    return field, StructuredOutput(kind, text)
+
+
+def only_one(found: list[Named]) -> Named | None:
+    """The one that is asked for, if any. Raises `InvalidRequestError` where there are more."""
+    if len(found) > 1:
+        fields = " and ".join(field for field, _ in found)
+        raise InvalidRequestError(
+            f"{fields} cannot be combined: an answer follows one of them.", param=found[1][0]
+        )
+    return found[0] if found else None

@@ -1,0 +1,315 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from prefixcache.diagnostics.spans import PromptSource
+from prefixcache.exceptions import InvalidRequestError
+from prefixcache.server.http.body import parse_fields, parse_object, read_body
+from prefixcache.server.jobs.answers import Choice, answer, streaming
+from prefixcache.server.jobs.caching import CachingControls, Place, changed_behind, marked_parts
+from prefixcache.server.jobs.context import Call, new_call, tell_unknown
+from prefixcache.server.jobs.job_maker import (
+    Job,
+    JobMaker,
+    caching_controls,
+    fields_named,
+    sampling_params,
+)
+from prefixcache.server.jobs.logprobs import chat_logprobs, prompt_logprobs
+from prefixcache.server.jobs.sampling_fields import StreamOptions
+from prefixcache.server.jobs.served_model import ServedModel
+from prefixcache.server.openai.protocol import ChatFields, ChatRequest
+from prefixcache.text.chat.message import Message, MessageDelta, ToolCallDelta
+from prefixcache.text.chat.plan import ChatPlan
+from prefixcache.text.chat.tools import shown_tool
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.types.request import RequestOutput, TokenLogprobs
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.structured_output import StructuredOutput
+
+
+def chat_router(maker: JobMaker) -> APIRouter:
+    """The endpoint, for one served model."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions")
+    async def create_chat_completion(request: Request) -> Response:
+        job, form, options, names = await _asked(maker, request)
+        with fields_named(names):
+            return await answer(request, maker, job, form, options)
+
+    return router
+
+
+async def _asked(
+    maker: JobMaker, request: Request
+) -> tuple[Job, ChatForm, StreamOptions | None, dict[str, str]]:
+    """What a body asks, and nothing of the body itself."""
+    body = await read_body(request)
+    fields = await maker.workers.run(
+        len(body), lambda: parse_fields(parse_object(body), ChatRequest)
+    )
+    tell_unknown(request, fields)
+    names = chat_names(fields)
+    with fields_named(names):
+        job = await chat_job(maker, fields, len(body), new_call(request, "chatcmpl"))
+        return job, ChatForm(maker.served.tokenizer, fields), streaming(fields), names
+
+
+async def chat_plan(
+    maker: JobMaker,
+    fields: ChatFields,
+    size: int,
+    structured_output: StructuredOutput | None = None,
+) -> ChatPlan:
+    """The messages in the model's own form of a chat, and how it answers. `size` is the body's."""
+    plan, _ = await _sourced_plan(maker, fields, size, structured_output)
+    return plan
+
+
+async def _sourced_plan(
+    maker: JobMaker, fields: ChatFields, size: int, structured_output: StructuredOutput | None
+) -> tuple[ChatPlan, PromptSource]:
+    """The plan, and what its prompt was made of."""
+    if maker.served.tokenizer.chat_template is None:
+        raise InvalidRequestError(
+            "This model has no chat template; use /v1/completions.", param="messages"
+        )
+    return await maker.workers.run(
+        size, lambda: _planned(maker.served, fields, size, structured_output)
+    )
+
+
+def _planned(
+    served: ServedModel,
+    fields: ChatFields,
+    size: int,
+    structured_output: StructuredOutput | None,
+    changed: Place | None = None,
+) -> tuple[ChatPlan, PromptSource]:
+    """The plan and its source, with other text behind a `changed` block."""
+    messages, tool_use = fields.plain_messages(), fields.tool_use()
+    messages = served.header_lines.stripped_messages(messages)
+    if changed is not None:
+        messages, specs = changed_behind(changed, messages, [one.spec for one in tool_use.tools])
+        tools = tuple(shown_tool(index, spec) for index, spec in enumerate(specs))
+        tool_use = dataclasses.replace(tool_use, tools=tools)
+    continued = bool(fields.continue_final_message)
+    prompted = fields.add_generation_prompt
+    plan = served.chat.plan(
+        messages,
+        tool_use=tool_use,
+        structured_output=structured_output,
+        add_generation_prompt=not continued if prompted is None else prompted,
+        continue_final_message=continued,
+        variables=fields.chat_template_kwargs,
+    )
+    tools = [tool.spec for tool in tool_use.tools]
+    return plan, PromptSource(plan.prompt, messages, tools, size)
+
+
+def chat_names(fields: ChatRequest) -> dict[str, str]:
+    """Names of this endpoint for what the engine calls otherwise."""
+    names = {"prompt": "messages", "logprobs": "top_logprobs"}
+    if fields.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return names
+
+
+async def chat_job(
+    maker: JobMaker,
+    fields: ChatRequest,
+    size: int,
+    call: Call,
+    controls: CachingControls | None = None,
+) -> Job:
+    """The requests of a chat, checked; errors name fields as `chat_names` renames them.
+
+    `size` is that of the body. `controls` stand in for those that the fields hold.
+    """
+    maker.check_model(fields.model)
+    params, kept = _params(maker, fields), maker.num_kept(fields)
+    plan, source = await _sourced_plan(maker, fields, size, params.structured_output)
+    special = fields.add_special_tokens is True
+    if controls is None:
+        controls = await maker.workers.run(size, partial(_controls, fields))
+
+    def rendered_with(changed: Place) -> str:
+        return _planned(maker.served, fields, size, params.structured_output, changed)[0].prompt
+
+    encoded = await maker.encode_chat(
+        source,
+        controls,
+        rendered_with,
+        param="messages",
+        add_special_tokens=special,
+        last=kept,
+    )
+    return await maker.job(
+        fields,
+        [encoded.token_ids],
+        plan.applied_to(params),
+        call=call,
+        new_parser=plan.new_parser,
+        caching=encoded.caching,
+        roles=encoded.roles,
+        sources=[source],
+    )
+
+
+def _controls(fields: ChatRequest) -> CachingControls:
+    messages = ({"content": message.content} for message in fields.messages)
+    return caching_controls(fields, marked_parts(messages, "prompt_cache_breakpoint"))
+
+
+def _params(maker: JobMaker, fields: ChatRequest) -> SamplingParams:
+    max_tokens = fields.given_max_tokens
+    if max_tokens is None:
+        max_tokens = maker.served.generation.max_new_tokens
+    logprobs = _num_logprobs(fields)
+    return sampling_params(fields, maker.served, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def _num_logprobs(fields: ChatRequest) -> int | None:
+    if fields.logprobs:
+        return fields.top_logprobs or 0
+    if fields.top_logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    return None
+
+
+class ChatForm:
+    """OpenAI's `chat.completion` objects."""
+
+    def __init__(self, tokenizer: Tokenizer, fields: ChatRequest) -> None:
+        self._tokenizer = tokenizer
+        self._num_logprobs = _num_logprobs(fields)
+        self._num_prompt_logprobs = fields.prompt_logprobs
+        self._tells_ids = bool(fields.return_token_ids)
+        self._tells_reasoning = fields.include_reasoning is not False
+
+    def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The whole answer, without `usage`."""
+        body: dict[str, Any] = {
+            **_head(job, "chat.completion"),
+            "choices": [self._whole(choice) for choice in choices],
+        }
+        scored = choices[0].prompt_logprobs
+        if self._num_prompt_logprobs is not None and scored is not None:
+            body["prompt_logprobs"] = prompt_logprobs(
+                scored, self._num_prompt_logprobs, self._tokenizer
+            )
+        if self._tells_ids:
+            body["prompt_token_ids"] = job.prompts[0].tolist()
+        return body
+
+    def chunks(self, job: Job, choice: Choice, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """The role once, then text; nothing while text is held back."""
+        if not choice.started:
+            choice.started = True
+            first = self._chunk(job, choice, {"role": "assistant", "content": ""}, None)
+            if self._tells_ids:
+                first["prompt_token_ids"] = job.prompts[0].tolist()
+            yield first
+        logprobs, delta = self._logprobs(output.logprobs), choice.delta
+        if not self._tells_reasoning:
+            delta = dataclasses.replace(delta, reasoning="")
+        if delta or logprobs or output.finished or self._tells_ids:
+            shown = _delta(delta, has_calls=bool(choice.message.tool_calls))
+            chunk = self._chunk(job, choice, shown, logprobs)
+            if self._tells_ids:
+                chunk["choices"][0]["token_ids"] = [*output.token_ids]
+            yield chunk
+
+    def last_chunk(self, job: Job) -> dict[str, Any]:
+        """The chunk without choices that carries the usage."""
+        return {**_head(job, "chat.completion.chunk"), "choices": []}
+
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        shown: dict[str, Any] = {
+            "index": choice.index,
+            "message": _message(choice.message, with_reasoning=self._tells_reasoning),
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._tells_ids:
+            shown["token_ids"] = [*choice.token_ids]
+        return shown
+
+    def _chunk(
+        self, job: Job, choice: Choice, delta: dict[str, Any], logprobs: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        ended = "role" not in delta
+        shown = {
+            "index": choice.index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason if ended else None,
+            "stop_reason": choice.stop_reason if ended else None,
+        }
+        return {**_head(job, "chat.completion.chunk"), "choices": [shown]}
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if self._num_logprobs is None or not logprobs:
+            return None
+        return chat_logprobs(logprobs, self._num_logprobs, self._tokenizer)
+
+
+def _head(job: Job, kind: str) -> dict[str, Any]:
+    return {"id": job.call.id, "object": kind, "created": job.created, "model": job.model}
+
+
+def _message(message: Message, *, with_reasoning: bool) -> dict[str, Any]:
+    """`content` is null where the answer says nothing beside calls or reasoning."""
+    content, reasoning = message.content, message.reasoning
+    said = content or not (message.tool_calls or reasoning)
+    shown: dict[str, Any] = {
+        "role": "assistant",
+        "content": content if said else None,
+        "refusal": None,
+        **_reasoning(reasoning if with_reasoning else ""),
+    }
+    if message.tool_calls:
+        shown["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    return shown
+
+
+def _delta(delta: MessageDelta, *, has_calls: bool) -> dict[str, Any]:
+    shown: dict[str, Any] = _reasoning(delta.reasoning)
+    if delta.content or not (delta.reasoning or has_calls):
+        shown["content"] = delta.content
+    if delta.tool_calls:
+        shown["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+    return shown
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Under the name that vLLM took to, and the older one that most clients read."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {
+        "index": call.index,
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

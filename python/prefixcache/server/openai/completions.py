@@ -1,0 +1,234 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from prefixcache.diagnostics.spans import PromptSource
+from prefixcache.exceptions import InvalidRequestError
+from prefixcache.server.http.body import parse_fields, parse_object, read_body
+from prefixcache.server.jobs.answers import Choice, answer, streaming
+from prefixcache.server.jobs.caching import prompt_caching
+from prefixcache.server.jobs.context import Call, new_call, tell_unknown
+from prefixcache.server.jobs.job_maker import (
+    Job,
+    JobMaker,
+    caching_controls,
+    check_num_sequences,
+    fields_named,
+    parse_prompts,
+    sampling_params,
+)
+from prefixcache.server.jobs.logprobs import ScoredToken, completion_logprobs, prompt_logprobs
+from prefixcache.server.jobs.sampling_fields import StreamOptions
+from prefixcache.server.openai.protocol import CompletionRequest
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.types.request import RequestOutput, TokenLogprobs
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.token_ids import TokenIds
+
+_DEFAULT_MAX_TOKENS = 16
+
+
+def completions_router(maker: JobMaker) -> APIRouter:
+    """The endpoint, for one served model."""
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def create_completion(request: Request) -> Response:
+        return await answer(request, maker, *await _asked(maker, request))
+
+    return router
+
+
+async def _asked(
+    maker: JobMaker, request: Request
+) -> tuple[Job, CompletionForm, StreamOptions | None]:
+    """What a body asks, and nothing of the body itself but for prompts to echo."""
+    body = await read_body(request)
+    fields, prompts = await maker.workers.run(len(body), partial(parse_completion, body))
+    tell_unknown(request, fields)
+    job = await completion_job(maker, fields, prompts, new_call(request, "cmpl"))
+    form = CompletionForm(maker.served.tokenizer, fields, prompts if fields.echo else ())
+    return job, form, streaming(fields)
+
+
+def parse_completion(body: bytes) -> tuple[CompletionRequest, list[str | TokenIds]]:
+    """The fields of a body, and its prompts."""
+    fields = parse_fields(parse_object(body), CompletionRequest)
+    return fields, parse_prompts(fields.prompt)
+
+
+async def completion_job(
+    maker: JobMaker, fields: CompletionRequest, prompts: Sequence[str | TokenIds], call: Call
+) -> Job:
+    """The requests of a completion, checked."""
+    maker.check_model(fields.model)
+    params, kept = _params(maker, fields), maker.num_kept(fields)
+    check_num_sequences(len(prompts), params.n)
+    prompts = await _stripped(maker, prompts)
+    caching = prompt_caching(caching_controls(fields), ())
+    encoded = await _encoded(maker, prompts, fields.add_special_tokens is not False, kept)
+    sources = [PromptSource(one) if isinstance(one, str) else None for one in prompts]
+    return await maker.job(fields, encoded, params, call=call, caching=caching, sources=sources)
+
+
+async def _stripped(maker: JobMaker, prompts: Sequence[str | TokenIds]) -> Sequence[str | TokenIds]:
+    """The prompts without the lines that the server leaves out."""
+    lines = maker.served.header_lines
+    if not lines.patterns:
+        return prompts
+    return await maker.workers.run(
+        sum(map(len, prompts)),
+        lambda: [lines.stripped(one) if isinstance(one, str) else one for one in prompts],
+    )
+
+
+async def _encoded(
+    maker: JobMaker, prompts: Sequence[str | TokenIds], special: bool, kept: int | None
+) -> list[TokenIds]:
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    encoded = await maker.encode_all(texts, param="prompt", add_special_tokens=special, last=kept)
+    following = iter(encoded)
+    first = slice(None if kept is None else -kept, None)
+    return [next(following) if isinstance(prompt, str) else prompt[first] for prompt in prompts]
+
+
+def _params(maker: JobMaker, fields: CompletionRequest) -> SamplingParams:
+    max_tokens = fields.max_tokens
+    if max_tokens is None:
+        max_tokens = maker.served.generation.max_new_tokens or _DEFAULT_MAX_TOKENS
+    params = sampling_params(fields, maker.served, max_tokens=max_tokens, logprobs=fields.logprobs)
+    if fields.echo and params.prompt_logprobs is None and params.logprobs is not None:
+        params = dataclasses.replace(params, prompt_logprobs=params.logprobs)
+    return _with_best_of(params, fields)
+
+
+def _with_best_of(params: SamplingParams, fields: CompletionRequest) -> SamplingParams:
+    """As many choices as are computed; their log probabilities say which are the best."""
+    best_of = fields.best_of
+    if best_of is None or best_of == params.n:
+        return params
+    if best_of < params.n:
+        raise InvalidRequestError(
+            f"best_of ({best_of}) must not be less than n ({params.n}).", param="best_of"
+        )
+    if fields.stream:
+        raise InvalidRequestError(
+            "best_of above n cannot be streamed: which choices are the best is known at their end.",
+            param="best_of",
+        )
+    with fields_named({"n": "best_of"}):
+        return dataclasses.replace(params, n=best_of, logprobs=params.logprobs or 0)
+
+
+def _best(job: Job, choices: Sequence[Choice], n: int) -> list[Choice]:
+    """The likeliest `n` choices of each prompt, by their mean log probability a token."""
+    if n == job.params.n:
+        return [*choices]
+    size = job.params.n
+    groups = [choices[begin : begin + size] for begin in range(0, len(choices), size)]
+    best = [heapq.nlargest(n, group, key=_mean_logprob) for group in groups]
+    return [choice for group in best for choice in group]
+
+
+def _mean_logprob(choice: Choice) -> float:
+    return sum(known.logprob for known in choice.logprobs) / max(len(choice.logprobs), 1)
+
+
+class CompletionForm:
+    """OpenAI's `text_completion` objects."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, fields: CompletionRequest, prompts: Sequence[str | TokenIds]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._echo = bool(fields.echo)
+        self._n = fields.n or 1
+        self._is_cut = fields.truncate_prompt_tokens is not None
+        self._tells_ids = bool(fields.return_token_ids)
+        self._num_logprobs = fields.logprobs
+        self._num_prompt_logprobs = fields.prompt_logprobs
+
+    def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The whole answer, without `usage`."""
+        best = _best(job, choices, self._n)
+        shown = [{**self._whole(job, choice), "index": i} for i, choice in enumerate(best)]
+        return {**_head(job), "choices": shown}
+
+    def chunks(self, job: Job, choice: Choice, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """One chunk, or none while text is held back."""
+        shown = self._choice(job, choice, output.text, output.logprobs, output.token_ids)
+        if any(map(shown.get, ("text", "logprobs", "token_ids"))) or output.finished:
+            choice.started = True
+            yield {**_head(job), "choices": [shown]}
+
+    def last_chunk(self, job: Job) -> dict[str, Any]:
+        """The chunk without choices that carries the usage."""
+        return {**_head(job), "choices": []}
+
+    def _whole(self, job: Job, choice: Choice) -> dict[str, Any]:
+        text = "".join(choice.text)
+        shown = self._choice(job, choice, text, choice.logprobs, choice.token_ids)
+        if self._num_prompt_logprobs is not None and choice.prompt_logprobs is not None:
+            shown["prompt_logprobs"] = prompt_logprobs(
+                choice.prompt_logprobs, self._num_prompt_logprobs, self._tokenizer
+            )
+        return shown
+
+    def _choice(
+        self,
+        job: Job,
+        choice: Choice,
+        text: str,
+        logprobs: Sequence[TokenLogprobs],
+        token_ids: Sequence[int],
+    ) -> dict[str, Any]:
+        """A choice with new text and log probabilities, behind the prompt's if that is echoed."""
+        tokens: list[ScoredToken] = [(known.token_id, known) for known in logprobs]
+        index = choice.index // job.params.n
+        if self._echo and not choice.started:
+            text = self._echoed(job, index) + text
+            prompt = job.prompts[index].tolist()
+            tokens = [*zip(prompt, choice.prompt_logprobs or (), strict=False), *tokens]
+        shown: dict[str, Any] = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": self._logprobs(choice, tokens),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._tells_ids:
+            shown["prompt_token_ids"] = None if choice.started else job.prompts[index].tolist()
+            shown["token_ids"] = [*token_ids]
+        return shown
+
+    def _echoed(self, job: Job, index: int) -> str:
+        prompt = self._prompts[index]
+        if isinstance(prompt, str) and not self._is_cut:
+            return prompt
+        return self._tokenizer.decode(job.prompts[index].tolist())
+
+    def _logprobs(self, choice: Choice, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
+        if self._num_logprobs is None or not tokens:
+            return None
+        return completion_logprobs(
+            tokens, self._num_logprobs, self._tokenizer, offsets=choice.text_offsets
+        )
+
+
+def _head(job: Job) -> dict[str, Any]:
+    return {
+        "id": job.call.id,
+        "object": "text_completion",
+        "created": job.created,
+        "model": job.model,
+    }

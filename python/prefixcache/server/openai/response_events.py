@@ -1,0 +1,247 @@
+"""The answers of `/v1/responses`: output items as they come, and the events that tell of them."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prefixcache.server.http.errors import error_body
+from prefixcache.server.jobs.answers import Choice, told_diagnosis, usage
+from prefixcache.server.jobs.diagnosis import openai_comparison
+from prefixcache.server.jobs.job_maker import Job
+from prefixcache.server.jobs.logprobs import chat_logprobs
+from prefixcache.text.chat.message import MessageDelta, ToolCallDelta
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.types.request import RequestOutput, TokenLogprobs
+
+Event = dict[str, Any]
+Item = dict[str, Any]
+
+_INCOMPLETE = {"length": "max_output_tokens", "cache_threshold": "cache_threshold"}
+
+
+class OutputItems:
+    """Items of an answer in the order in which it says them: one is open at a time."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._is_open = False
+        self._call: int | None = None
+
+    def add(self, delta: MessageDelta, logprobs: Sequence[Any] | None = None) -> Iterator[Event]:
+        """The events of what was added."""
+        if delta.reasoning:
+            yield from self._add_text("reasoning", delta.reasoning, None)
+        if delta.content or logprobs:
+            yield from self._add_text("message", delta.content, logprobs)
+        for call in delta.tool_calls:
+            yield from self._add_call(call)
+
+    def end(self, status: str) -> Iterator[Event]:
+        """The events of the end of the last item."""
+        if self._is_open:
+            yield from self._close("completed" if status == "completed" else "incomplete")
+
+    def _add_text(self, kind: str, text: str, logprobs: Sequence[Any] | None) -> Iterator[Event]:
+        if not (self._is_open and self.items[-1]["type"] == kind):
+            yield from self._open(_text_item(kind))
+            part = _text_part(kind)
+            self.items[-1]["content"].append(part)
+            yield self._event("response.content_part.added", content_index=0, part={**part})
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        more: Event = {}
+        if kind == "message":
+            more["logprobs"] = [*(logprobs or ())]
+            part["logprobs"] += logprobs or ()
+        yield self._event(f"{_NAMES[kind]}.delta", content_index=0, delta=text, **more)
+
+    def _add_call(self, call: ToolCallDelta) -> Iterator[Event]:
+        if call.name is not None:
+            yield from self._open(_call_item(call.id or "", call.name))
+        self.items[-1]["arguments"] += call.arguments
+        if call.arguments:
+            yield self._event("response.function_call_arguments.delta", delta=call.arguments)
+
+    def _open(self, item: Item) -> Iterator[Event]:
+        yield from self.end("completed")
+        self.items.append(item)
+        self._is_open = True
+        yield self._item_event("response.output_item.added")
+
+    def _close(self, status: str) -> Iterator[Event]:
+        item, self._is_open = self.items[-1], False
+        if item["type"] == "function_call":
+            told = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("response.function_call_arguments.done", **told)
+        else:
+            (part,) = item["content"]
+            logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            name = f"{_NAMES[item['type']]}.done"
+            yield self._event(name, content_index=0, text=part["text"], **logprobs)
+            yield self._event("response.content_part.done", content_index=0, part={**part})
+        item["status"] = status
+        yield self._item_event("response.output_item.done")
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        return {"type": kind, **place, **fields}
+
+    def _item_event(self, kind: str) -> Event:
+        item = self.items[-1]
+        copied = {
+            name: [*value] if isinstance(value, list) else value for name, value in item.items()
+        }
+        return {"type": kind, "output_index": len(self.items) - 1, "item": copied}
+
+
+_NAMES = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
+
+
+def _text_item(kind: str) -> Item:
+    item: Item = {"type": kind, "id": _new_id("msg" if kind == "message" else "rs")}
+    item |= {"role": "assistant"} if kind == "message" else {"summary": []}
+    return item | {"status": "in_progress", "content": []}
+
+
+def _text_part(kind: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": ""}
+    return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+
+
+def _call_item(call_id: str, name: str) -> Item:
+    item = {"type": "function_call", "id": _new_id("fc"), "call_id": call_id, "name": name}
+    return item | {"arguments": "", "status": "in_progress"}
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+class ResponseForm:
+    """OpenAI's `response` objects and their events, which are numbered.
+
+    `settings` are the members that tell what was asked. `keep` gets the answer once it is
+    complete.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        settings: Mapping[str, Any],
+        num_logprobs: int | None,
+        keep: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._num_logprobs = num_logprobs
+        self._keep = keep
+        self._output = OutputItems()
+        self._num_events = 0
+
+    def body(self, job: Job, choice: Choice) -> dict[str, Any]:
+        """The whole answer."""
+        for delta, logprobs in choice.message.parts():
+            self._take(delta, logprobs)
+        status = _status(job, choice)
+        for _ in self._output.end(status):
+            pass
+        return self._complete(job, choice, status)
+
+    def begin(self, job: Job) -> Iterable[Event]:
+        """Events before the first output."""
+        begun = self._response(job, "in_progress")
+        return [
+            self._numbered(job, {"type": f"response.{name}", "response": begun})
+            for name in ("created", "in_progress")
+        ]
+
+    def events(self, job: Job, choice: Choice, output: RequestOutput) -> Iterator[Event]:
+        """Events of what an output added, and of the end."""
+        for event in self._take(choice.delta, choice.content_logprobs):
+            yield self._numbered(job, event)
+        if output.finished:
+            status = _status(job, choice)
+            for event in self._output.end(status):
+                yield self._numbered(job, event)
+            told = self._complete(job, choice, status)
+            kind = status if status in ("completed", "incomplete") else "failed"
+            yield self._numbered(job, {"type": f"response.{kind}", "response": told})
+
+    def failed(self, job: Job, error: Exception) -> Event:
+        """The last event of an answer that failed."""
+        told = error_body(error)[1]["error"]
+        shown = {"code": told["code"] or "server_error", "message": told["message"]}
+        response = {**self._response(job, "failed"), "error": shown}
+        return self._numbered(job, {"type": "response.failed", "response": response})
+
+    def _take(self, delta: MessageDelta, logprobs: Sequence[TokenLogprobs]) -> list[Event]:
+        shown = None
+        if self._num_logprobs is not None and logprobs:
+            shown = [*chat_logprobs(logprobs, self._num_logprobs, self._tokenizer)["content"]]
+        return [*self._output.add(delta, shown)]
+
+    def _complete(self, job: Job, choice: Choice, status: str) -> dict[str, Any]:
+        body = self._response(job, status)
+        if status == "incomplete":
+            reason = choice.finish_reason or ""
+            body["incomplete_details"] = {"reason": _INCOMPLETE.get(reason, reason)}
+        body["usage"] = _usage(usage(choice.counts))
+        body |= _told(job)
+        body["completed_at"] = int(time.time()) if status == "completed" else None
+        self._keep(body)
+        return body
+
+    def _response(self, job: Job, status: str) -> dict[str, Any]:
+        return {
+            "id": job.call.id,
+            "object": "response",
+            "created_at": job.created,
+            "status": status,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "model": job.model,
+            **self._settings,
+            "output": [*self._output.items],
+            "usage": None,
+        }
+
+    def _numbered(self, job: Job, event: Event) -> Event:
+        number = self._num_events
+        self._num_events = job.call.outcome.num_events = number + 1
+        return {"type": event["type"], "sequence_number": number, **event}
+
+
+def _status(job: Job, choice: Choice) -> str:
+    """An answer that nobody wanted is complete without one."""
+    if job.params.max_tokens == 0 or choice.finish_reason in ("stop", "tool_calls"):
+        return "completed"
+    return "cancelled" if choice.finish_reason == "abort" else "incomplete"
+
+
+def _told(job: Job) -> dict[str, Any]:
+    """What was found out of the cache, where that was asked for."""
+    if job.diagnosis is None or job.diagnosis.comparison is None:
+        return told_diagnosis(job)
+    compared = openai_comparison(job.diagnosis.comparison)
+    return {**told_diagnosis(job), "prompt_cache_diagnostics": compared}
+
+
+def _usage(counts: Mapping[str, Any]) -> dict[str, Any]:
+    prompt, completion = counts["prompt_tokens_details"], counts.get("completion_tokens_details")
+    return {
+        "input_tokens": counts["prompt_tokens"],
+        "input_tokens_details": {
+            "cached_tokens": prompt["cached_tokens"],
+            "cache_write_tokens": prompt["cache_write_tokens"],
+        },
+        "output_tokens": counts["completion_tokens"],
+        "output_tokens_details": {
+            "reasoning_tokens": (completion or {}).get("reasoning_tokens", 0)
+        },
+        "total_tokens": counts["total_tokens"],
+    }

@@ -1,0 +1,365 @@
+"""`/v1/responses`: OpenAI's Responses API over the prompts and jobs of the chat endpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import partial
+from http import HTTPStatus
+from typing import Any, ClassVar, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import from_json, to_json
+from starlette.responses import Response
+
+from prefixcache.exceptions import InvalidRequestError
+from prefixcache.server.http.body import parse_fields, parse_object, read_body
+from prefixcache.server.http.errors import RESPONSES_PATH, ApiError
+from prefixcache.server.http.fields import RequestFields
+from prefixcache.server.http.json_text import Written, json_response, json_text, object_json
+from prefixcache.server.http.paging import page
+from prefixcache.server.jobs.answers import answer_in_events
+from prefixcache.server.jobs.caching import CachingControls, marked_parts, openai_controls
+from prefixcache.server.jobs.context import Call, new_call, tell_unknown
+from prefixcache.server.jobs.job_maker import Job, JobMaker, fields_named
+from prefixcache.server.jobs.sampling_fields import SamplingFields, StreamOptions
+from prefixcache.server.openai.chat import chat_job, chat_plan
+from prefixcache.server.openai.protocol import ChatRequest
+from prefixcache.server.openai.response_events import ResponseForm
+from prefixcache.server.openai.response_items import (
+    answer_messages,
+    chat_format,
+    chat_tool_choice,
+    chat_tools,
+    items_of,
+    messages_of,
+)
+from prefixcache.server.openai.response_store import ResponseStore, StoredResponse
+from prefixcache.server.options.limits import MAX_MESSAGES
+
+# Fields that a chat has under the same name, ours and vLLM's among them.
+_SAME = frozenset(
+    {*SamplingFields.model_fields, *SamplingFields.no_effect, "chat_template_kwargs"}
+    | {"parallel_tool_calls"}
+) - {"max_tokens", "n", "prompt_logprobs", "return_token_ids", "stream", "stream_options"}
+
+# Names of this endpoint for what a chat calls otherwise.
+_NAMES = {
+    "logprobs": "top_logprobs",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text.format",
+    "structured_output": "text.format",
+    "tool_call_id": "call_id",
+    "tools[].function": "tools[]",
+}
+
+
+class _CacheOptions(BaseModel):
+    """As for a chat; here a longer TTL may be asked for, and that nothing be said."""
+
+    model_config = ConfigDict(strict=True)
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m", "12h"] | None = None
+    prewarm: bool | None = None
+    comparison_response_id: str | None = None
+
+
+class ResponsesRequest(RequestFields):
+    """Body of `POST /v1/responses`. What a chat takes under the same name is checked there."""
+
+    no_effect = _SAME | {"max_tool_calls"}
+    refused: ClassVar[dict[str, tuple[object, ...]]] = {
+        "background": (False,),
+        "context_management": ([],),
+        "conversation": (),
+        "moderation": (),
+        "n": (1,),
+        "prompt": (),
+    }
+    max_lengths: ClassVar[dict[str, int]] = {"input": 32 * 2**20}
+
+    input: Any = None
+    instructions: str | None = None
+    include: list[str] | None = None
+    prompt_cache_options: _CacheOptions | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] | None = None
+    previous_response_id: str | None = None
+    reasoning: dict[str, Any] | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    text: dict[str, Any] | None = None
+    tool_choice: Any = None
+    tools: list[Any] | None = None
+    top_logprobs: int | None = None
+    truncation: str | None = None
+
+    @property
+    def is_prewarm(self) -> bool:
+        """Whether the prompt is to be computed and kept, and nothing said."""
+        return bool(self.prompt_cache_options and self.prompt_cache_options.prewarm)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens beside each of the answer's; None tells no log probabilities."""
+        asked = "message.output_text.logprobs" in (self.include or ())
+        return (self.top_logprobs or 0) if asked or self.top_logprobs else None
+
+    def chat(self, before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The same request as the body of a chat that goes on from the messages `before`.
+
+        Raises `InvalidRequestError`, naming the field here, for what cannot be said there.
+        """
+        said = messages_of(self.input)
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        extra = self.model_extra or {}
+        body = {name: value for name, value in extra.items() if name in _SAME}
+        body |= {
+            "messages": [*system, *before, *said],
+            "max_completion_tokens": 0 if self.is_prewarm else self.max_output_tokens,
+            "tools": chat_tools(self.tools),
+            "tool_choice": chat_tool_choice(self.tool_choice),
+            "response_format": chat_format((self.text or {}).get("format")),
+            "logprobs": self.num_logprobs is not None,
+            "top_logprobs": self.num_logprobs,
+            "reasoning_effort": (self.reasoning or {}).get("effort"),
+        }
+        if self.truncation == "auto":
+            body.setdefault("truncate_prompt_tokens", -1)
+        return {name: value for name, value in body.items() if value is not None}
+
+    def caching(self, chat: ChatRequest) -> CachingControls:
+        """What the caching fields ask; `chat` has the breakpoints."""
+        options = self.prompt_cache_options
+        return openai_controls(
+            marked_parts(chat.plain_messages(), "prompt_cache_breakpoint"),
+            mode=None if options is None else options.mode,
+            ttl=None if options is None else options.ttl,
+            has_options=options is not None,
+            retention=chat.prompt_cache_retention,
+        )
+
+    def _told_options(self) -> dict[str, str] | None:
+        options = self.prompt_cache_options
+        if options is None:
+            return None
+        compared = options.comparison_response_id
+        return {
+            "mode": options.mode or "implicit",
+            "ttl": options.ttl or "30m",
+            **({} if compared is None else {"comparison_response_id": compared}),
+        }
+
+    def settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """The members of an answer that tell what was asked; `params` are those of sampling."""
+        extra, text = self.model_extra or {}, self.text or {}
+        reasoning = {"effort": None, "summary": None, **(self.reasoning or {})}
+        told = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+        return {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": extra.get("parallel_tool_calls") is not False,
+            "prompt_cache_options": self._told_options(),
+            "previous_response_id": self.previous_response_id,
+            "reasoning": reasoning,
+            "service_tier": "default",
+            "store": self.store is not False,
+            "text": {"format": {"type": "text"}, **text},
+            "tool_choice": self.tool_choice or "auto",
+            "tools": self.tools or [],
+            "top_logprobs": self.top_logprobs or 0,
+            "truncation": self.truncation or "disabled",
+            **params,
+            **{name: extra.get(name) for name in told},
+        }
+
+
+def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
+    """The endpoints, for one served model."""
+    router = APIRouter()
+
+    @router.post(RESPONSES_PATH)
+    async def create_response(request: Request) -> Response:
+        body = await read_body(request)
+        fields = await maker.workers.run(
+            len(body), lambda: parse_fields(parse_object(body), ResponsesRequest)
+        )
+        tell_unknown(request, fields)
+        # What was asked is remembered with the answer, so the body counts until that has come.
+        call = dataclasses.replace(
+            new_call(request, "resp"), id=f"resp_{uuid.uuid4().hex}", body=None
+        )
+        before = _before(store, fields, call)
+        job = await _job(maker, fields, before, len(body), call)
+        asked = await maker.workers.run(len(body), partial(_asked, fields))
+        told = await maker.workers.run(len(body), partial(_told_settings, fields, job))
+        _compare(job, fields)
+        keep = partial(_keep, store, asked, before, call)
+        form = ResponseForm(maker.served.tokenizer, told, fields.num_logprobs, keep)
+        with fields_named(_NAMES):
+            return await answer_in_events(
+                request, maker, job, form, stream=bool(fields.stream), size=len(body)
+            )
+
+    @router.post(f"{RESPONSES_PATH}/input_tokens")
+    async def count_input_tokens(request: Request) -> dict[str, Any]:
+        body = await read_body(request)
+        fields = await maker.workers.run(
+            len(body), lambda: parse_fields(parse_object(body), ResponsesRequest)
+        )
+        tell_unknown(request, fields)
+        before = _before(store, fields, new_call(request, "count"))
+        size = len(body) + before.size
+        chat = await maker.workers.run(size, lambda: _chat_fields(fields, before))
+        with fields_named(_NAMES):
+            maker.check_model(chat.model)
+            plan = await chat_plan(maker, chat, size)
+            ids = await maker.encode(plan.prompt, param="messages", add_special_tokens=False)
+        return {"object": "response.input_tokens", "input_tokens": len(ids)}
+
+    @router.get(f"{RESPONSES_PATH}/{{response_id}}")
+    async def retrieve_response(response_id: str, request: Request) -> Response:
+        return json_response(_stored(store, request, response_id).body)
+
+    @router.delete(f"{RESPONSES_PATH}/{{response_id}}")
+    async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
+        _stored(store, request, response_id)
+        store.delete(request.state.caller.namespace, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @router.get(f"{RESPONSES_PATH}/{{response_id}}/input_items")
+    async def list_input_items(response_id: str, request: Request) -> Response:
+        items = _stored(store, request, response_id).items
+        told = partial(_told_items, items, response_id, request.query_params)
+        return json_response(await maker.workers.run(len(items), told))
+
+    return router
+
+
+# OpenAI's own limit of a page.
+_MOST_ITEMS = 100
+_NOTHING = StoredResponse(b"", b"", ())
+
+
+async def response_job(
+    maker: JobMaker, store: ResponseStore, fields: ResponsesRequest, size: int, call: Call
+) -> Job:
+    """The requests of a response, checked. `size` is that of the body."""
+    return await _job(maker, fields, _before(store, fields, call), size, call)
+
+
+async def _job(
+    maker: JobMaker, fields: ResponsesRequest, before: StoredResponse, size: int, call: Call
+) -> Job:
+    size += before.size
+    chat = await maker.workers.run(size, lambda: _chat_fields(fields, before))
+    with fields_named(_NAMES):
+        return await chat_job(maker, chat, size, call, fields.caching(chat))
+
+
+def _compare(job: Job, fields: ResponsesRequest) -> None:
+    options = fields.prompt_cache_options
+    if job.diagnosis is not None and options is not None:
+        job.diagnosis.compared_with = options.comparison_response_id
+
+
+def _chat_fields(fields: ResponsesRequest, before: StoredResponse) -> ChatRequest:
+    if fields.truncation not in (None, "auto", "disabled"):
+        raise InvalidRequestError("truncation must be 'auto' or 'disabled'.", param="truncation")
+    body = fields.chat([message for turn in before.messages for message in from_json(turn)])
+    with fields_named(_NAMES):
+        chat = parse_fields(body, ChatRequest)
+    if len(chat.messages) > MAX_MESSAGES:
+        raise InvalidRequestError(f"input makes more than {MAX_MESSAGES} messages.", param="input")
+    return chat
+
+
+def _before(store: ResponseStore, fields: ResponsesRequest, call: Call) -> StoredResponse:
+    name = fields.previous_response_id
+    if name is None:
+        return _NOTHING
+    found = store.get(call.caller.namespace, name)
+    if found is None:
+        raise _not_found(name, "previous_response_id")
+    return found
+
+
+def _told_settings(fields: ResponsesRequest, job: Job) -> dict[str, Any]:
+    """Those settings that may be long are written once, for all events that have them."""
+    params = {"temperature": job.params.temperature, "top_p": job.params.top_p}
+    return {
+        name: Written(value) if isinstance(value, (str, list, dict)) else value
+        for name, value in fields.settings(params).items()
+    }
+
+
+def _asked(fields: ResponsesRequest) -> StoredResponse | None:
+    """What is remembered of a request before its answer; None where the client says no."""
+    if fields.store is False or fields.is_prewarm:
+        return None
+    items, messages = items_of(fields.input), messages_of(fields.input)
+    return StoredResponse(body=b"", items=object_json(items), messages=(object_json(messages),))
+
+
+def _keep(
+    store: ResponseStore,
+    asked: StoredResponse | None,
+    before: StoredResponse,
+    call: Call,
+    body: Mapping[str, Any],
+) -> None:
+    """Remembers a complete answer."""
+    if asked is None:
+        return
+    answered = to_json(answer_messages(body["output"]))
+    kept = StoredResponse(
+        body=json_text(body),
+        items=asked.items,
+        messages=(*before.messages, *asked.messages, answered),
+    )
+    store.put(call.caller.namespace, call.id, kept)
+
+
+def _stored(store: ResponseStore, request: Request, name: str) -> StoredResponse:
+    found = store.get(request.state.caller.namespace, name)
+    if found is None:
+        raise _not_found(name, "response_id")
+    return found
+
+
+def _told_items(items: bytes, response_id: str, query: Mapping[str, str]) -> bytes:
+    """The page of items that the query asks for, the last one first unless it says `order=asc`."""
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequestError("order must be 'asc' or 'desc'.", param="order")
+    told = [
+        {**item, "id": item.get("id") or f"item_{index}_{response_id}"}
+        for index, item in enumerate(from_json(items))
+    ]
+    if order == "desc":
+        told.reverse()
+    ids = [str(item["id"]) for item in told]
+    places, more = page(query, ids, most=_MOST_ITEMS, after="after", before="before")
+    ends = {"first_id": ids[places[0]], "last_id": ids[places[-1]]} if places else {}
+    data = [told[place] for place in places]
+    return object_json({"object": "list", "data": data, "has_more": more, **ends})
+
+
+def _not_found(name: str, param: str) -> ApiError:
+    return ApiError(
+        HTTPStatus.NOT_FOUND,
+        f"There is no stored response {name[:80]!r}. The last ones of each key are kept, but "
+        "none of a request with store false, and none that is too large.",
+        param=param,
+        code="response_not_found",
+    )

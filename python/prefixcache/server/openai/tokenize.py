@@ -1,0 +1,86 @@
+"""`POST /tokenize` and `POST /detokenize`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from prefixcache.server.http.body import parse_fields, parse_object, read_body
+from prefixcache.server.http.json_text import json_response, list_json, text_json
+from prefixcache.server.jobs.context import tell_unknown
+from prefixcache.server.jobs.job_maker import JobMaker, check_ids
+from prefixcache.server.openai.chat import chat_plan
+from prefixcache.server.openai.protocol import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
+from prefixcache.types.token_ids import TokenIds
+
+
+def tokenize_router(maker: JobMaker) -> APIRouter:
+    """The endpoints, for one served model."""
+    router = APIRouter()
+    workers = maker.workers
+
+    @router.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = await read_body(request)
+        fields = await workers.run(len(body), partial(_parse, body))
+        tell_unknown(request, fields)
+        maker.check_model(fields.model)
+        ids = await _token_ids(maker, fields, len(body))
+        told = partial(_told, maker, ids, bool(fields.return_token_strs))
+        return json_response(await workers.run(len(ids), told))
+
+    @router.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = await read_body(request)
+        fields = await workers.run(len(body), partial(_parse_tokens, body))
+        tell_unknown(request, fields)
+        maker.check_model(fields.model)
+        return json_response(await workers.run(len(body), partial(_text, maker, fields)))
+
+    return router
+
+
+def _parse(body: bytes) -> TokenizeRequest | TokenizeChatRequest:
+    values = parse_object(body)
+    if "messages" in values:
+        return parse_fields(values, TokenizeChatRequest)
+    return parse_fields(values, TokenizeRequest)
+
+
+async def _token_ids(
+    maker: JobMaker, fields: TokenizeRequest | TokenizeChatRequest, size: int
+) -> TokenIds:
+    if isinstance(fields, TokenizeChatRequest):
+        special = fields.add_special_tokens is True
+        plan = await chat_plan(maker, fields, size)
+        return await maker.encode(plan.prompt, param="messages", add_special_tokens=special)
+    special = fields.add_special_tokens is not False
+    return await maker.encode(fields.prompt, param="prompt", add_special_tokens=special)
+
+
+def _told(maker: JobMaker, ids: TokenIds, with_names: bool) -> bytes:
+    token = maker.served.tokenizer.token
+    names = list_json([token(token_id) for token_id in ids.tolist()]) if with_names else b"null"
+    return b'{"count":%d,"max_model_len":%d,"tokens":%b,"token_strs":%b}' % (
+        len(ids),
+        maker.engine.max_model_len,
+        list_json(ids.tolist()),
+        names,
+    )
+
+
+def _parse_tokens(body: bytes) -> DetokenizeRequest:
+    return parse_fields(parse_object(body), DetokenizeRequest)
+
+
+def _text(maker: JobMaker, fields: DetokenizeRequest) -> bytes:
+    tokenizer = maker.served.tokenizer
+    check_ids(fields.tokens, tokenizer, "tokens")
+    text = tokenizer.decode_long(fields.tokens, skip_special_tokens=False)
+    return b'{"prompt":%b}' % text_json(text)

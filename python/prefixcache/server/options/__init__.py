@@ -1,0 +1,1 @@
+"""Flags and bounds of `prefixcache serve`."""

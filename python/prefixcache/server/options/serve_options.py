@@ -1,0 +1,234 @@
+"""Flags of `prefixcache serve` beside those of the engine. Nothing here imports FastAPI."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from annotated_types import Ge, Le, MinLen
+
+from prefixcache.config.checked import Checked, Count, PositiveFloat, PositiveInt, ReadBy
+from prefixcache.config.engine_config import ByteSize
+from prefixcache.config.flags import flag
+from prefixcache.config.logs import LogFormat, LogLevel
+from prefixcache.events.config import KVEventsConfig, parse_kv_events
+from prefixcache.exceptions import FieldError
+from prefixcache.server.options.cross_origin import CrossOrigin
+from prefixcache.server.options.limits import MAX_BODY_BYTES
+from prefixcache.server.options.tls_options import TlsOptions
+from prefixcache.text.chat.parser_names import ReasoningParserName, ToolCallParserName
+
+_PERMISSIONS = re.compile(r"0?[0-7]{3}")
+
+LOG_LEVEL_HELP = "debug shows what the cache does."
+
+
+def _parse_variables(value: object) -> Mapping[str, Any] | None:
+    """The object that a JSON text spells. Raises `ValueError` for anything else."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(value) if isinstance(value, str) else value
+    if value is not None and not isinstance(value, dict):
+        raise ValueError('must be a JSON object, as {"enable_thinking": false}')
+    return cast("Mapping[str, Any] | None", value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions(Checked):
+    """Where, as what and to whom a model is served."""
+
+    host: str = flag("127.0.0.1", "Address to listen on.", "Server")
+    port: Annotated[Count, Le(65535)] = flag(8000, "Port; 0 takes a free one.", "Server")
+    uds: Path | None = flag(None, "Unix socket to listen on, instead of a port.", "Server")
+    uds_permissions: str = flag(
+        "600", "Who may connect to the Unix socket, as for chmod.", "Server", metavar="<octal>"
+    )
+    served_model_name: tuple[Annotated[str, MinLen(1)], ...] = flag(
+        (),
+        "Names for clients; * answers to any other, too.",
+        "Server",
+        shown="--model",
+        greedy=True,
+    )
+    load_format: Literal["auto", "hf", "safetensors", "gguf"] = flag(
+        "auto",
+        "What the model's weights must be in: safetensors (hf is the same), or blocks of a GGUF "
+        "file or of prefixcache convert.",
+        "Model",
+    )
+    quantization: Literal["auto", "none", "gguf"] = flag(
+        "auto",
+        "What the weights must be: quantized (gguf) or not (none); they are served as they are.",
+        "Model",
+    )
+    strict: bool = flag(
+        False, "Refuse fields of requests that nobody reads, instead of a warning.", "Server"
+    )
+    clamp_max_tokens: bool = flag(
+        False, "Shorten max_tokens to what the context has room for.", "Server"
+    )
+    tool_call_parser: ToolCallParserName = flag(
+        "auto",
+        "Form in which the model calls tools; auto goes by its chat template, and lists tools in "
+        "the prompt where that shows none.",
+        "Server",
+    )
+    reasoning_parser: ReasoningParserName = flag(
+        "auto",
+        "Form in which the model reasons before it answers; auto goes by its chat template, none "
+        "leaves reasoning in the content.",
+        "Server",
+    )
+    default_chat_template_kwargs: Annotated[Mapping[str, Any] | None, ReadBy(_parse_variables)] = (
+        flag(
+            None,
+            "Variables for the chat template of requests that do not say otherwise, as "
+            '{"enable_thinking": false}.',
+            "Server",
+            metavar="<json>",
+        )
+    )
+    drain_seconds: Count = flag(
+        10,
+        "Time for open answers to end when the server stops.",
+        "Server",
+        aliases=("shutdown_timeout",),
+    )
+    request_timeout: PositiveFloat | None = flag(
+        None,
+        "Seconds from a request to the last token of its answer, which is then cut with a 504.",
+        "Server",
+        shown="no limit",
+        metavar="<seconds>",
+    )
+    max_total_body_bytes: Annotated[ByteSize, Ge(MAX_BODY_BYTES)] = flag(
+        8 * MAX_BODY_BYTES,
+        "Most memory of all bodies that are being read and checked, and of log probabilities that "
+        "whole answers keep; more get a 503.",
+        "Server",
+        shown="256MiB",
+        metavar="<bytes or size>",
+    )
+    limit_concurrency: PositiveInt = flag(2048, "Most connections at once; more get 503.", "Server")
+    timeout_keep_alive: PositiveInt = flag(
+        5, "Seconds that a connection stays open without a request.", "Server"
+    )
+    timeout_read: PositiveFloat = flag(
+        20, "Seconds for a request's head to come, and each part of its body.", "Server"
+    )
+    timeout_write: PositiveFloat = flag(
+        30, "Seconds for a client to read some of what it was sent.", "Server"
+    )
+    log_level: LogLevel = flag("info", LOG_LEVEL_HELP, "Server")
+    log_format: LogFormat = flag("text", "json writes an object a line.", "Server")
+    log_file: Path | None = flag(
+        None, "File for the log, which may be rotated.", "Server", shown="stderr"
+    )
+    log_prompts: bool = flag(
+        False, "Put prompts into the log, and messages of errors that may quote them.", "Server"
+    )
+    max_log_len: PositiveInt = flag(
+        2048, "Most characters of a request's prompts in the log.", "Server"
+    )
+    otlp_traces_endpoint: str | None = flag(
+        None,
+        "OpenTelemetry collector for traces, as http://localhost:4317.",
+        "Server",
+        shown="none",
+    )
+    api_key: tuple[str, ...] = flag(
+        (), "Key that clients must send; may be given several times.", "Access", secret=True
+    )
+    admin_api_key: tuple[str, ...] = flag(
+        (),
+        "Key for control, statistics and metrics; may be given several times.",
+        "Access",
+        shown="this machine alone, and nobody with --api-key",
+        secret=True,
+    )
+    allowed_hosts: tuple[str, ...] = flag(
+        (),
+        "Name that clients may call the server by, as *.example.com; may be given several times.",
+        "Access",
+        shown="addresses, localhost, --host and the machine's name",
+    )
+    tls: TlsOptions = field(default_factory=TlsOptions)
+    cross_origin: CrossOrigin = field(default_factory=CrossOrigin)
+    metrics_prefix: Literal["prefixcache", "vllm"] = flag(
+        "prefixcache", "What names in /metrics begin with; vllm for its dashboards.", "Server"
+    )
+    strip_header_pattern: tuple[Annotated[str, MinLen(1)], ...] = flag(
+        (),
+        "Leave lines in which this is found out of system messages and plain prompts, as a header "
+        "that varies: '^x-anthropic-billing-header:'. May be given several times.",
+        "Cache",
+        metavar="<regex>",
+    )
+    diagnostics_memory: ByteSize = flag(
+        16 * 2**20,
+        "Most memory for the last prompts and lost blocks, by which /prefix_cache/explain says why "
+        "a prompt missed; 0 remembers nothing.",
+        "Cache",
+        shown="16MiB",
+        metavar="<bytes or size>",
+    )
+    prompt_text: bool = flag(
+        True, "Remember the text of the last prompts too, to say which of it differs.", "Cache"
+    )
+    kv_events_config: Annotated[KVEventsConfig | None, ReadBy(parse_kv_events)] = flag(
+        None,
+        "Publish what the cache stores and removes, for routers, in the form of vLLM's option, as "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": '
+        '"tcp://127.0.0.1:5558"}.',
+        "Cache",
+        shown="none",
+        metavar="<json>",
+    )
+    kv_events_public: bool = flag(
+        False, "Let other machines read KV events, which tell the tokens of prompts.", "Access"
+    )
+    public_metrics: bool = flag(False, "Let everybody read /metrics.", "Access")
+    client_warming: bool = flag(
+        False, "Let clients, and not only administrators, call /prefix_cache/warm.", "Access"
+    )
+    allowed_model_dirs: tuple[Path, ...] = flag(
+        (),
+        "Folder that new weights may come from; may be given several times.",
+        "Access",
+        shown="anywhere",
+    )
+    max_queue: Count = flag(
+        512,
+        "Most requests that wait; more get a 503 with Retry-After. One with many prompts counts "
+        "once for every --max-num-seqs of them. 0 sets no limit.",
+        "Scheduling",
+    )
+    max_waiting_per_key: PositiveInt | None = flag(
+        None,
+        "Most requests of one API key that wait; more get a 429 with Retry-After.",
+        "Scheduling",
+        shown="no limit",
+    )
+
+    def check_together(self) -> None:
+        """Raises `FieldError` for what is no set of permissions, or no pattern."""
+        from prefixcache.server.options.header_lines import HeaderLines
+
+        HeaderLines(self.strip_header_pattern)
+        if not _PERMISSIONS.fullmatch(self.uds_permissions):
+            problem = f"must be three octal digits as 660, got {self.uds_permissions!r}."
+            raise FieldError("uds_permissions", problem)
+        events = self.kv_events_config
+        if events is not None and events.is_on and not self.kv_events_public:
+            _check_reach(events)
+
+
+def _check_reach(config: KVEventsConfig) -> None:
+    try:
+        config.check_reach()
+    except FieldError as error:
+        raise FieldError("kv_events_config", f"has an endpoint in reach: {error}") from None

@@ -1,0 +1,1 @@
+"""Text in and out: tokens, chat templates, grammars."""

@@ -1,0 +1,231 @@
+"""A chat as the engine takes it: the prompt's text, the grammar of its answer, and its parser."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from prefixcache.exceptions import InvalidRequestError, ModelLoadError
+from prefixcache.text.chat.answer_grammar import answer_grammar, tool_grammar
+from prefixcache.text.chat.formats import SMOLLM2, TOOL_FORMATS, ToolFormat, detected_format
+from prefixcache.text.chat.grammars import Markers
+from prefixcache.text.chat.history import read_messages
+from prefixcache.text.chat.message import MessageParser, PlainParser
+from prefixcache.text.chat.parser_names import ReasoningParserName, ToolCallParserName
+from prefixcache.text.chat.prompted_tools import prompted
+from prefixcache.text.chat.reasoning import (
+    CLOSING,
+    OPENING,
+    REASONING_FORMATS,
+    Begin,
+    ReasoningFormat,
+    ReasoningParser,
+    detected_reasoning,
+)
+from prefixcache.text.chat.response_template import ResponseTemplate
+from prefixcache.text.chat.tools import NO_TOOLS, ToolUse
+from prefixcache.text.tokenization.chat_template import ChatTemplate, plain_message
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.structured_output import StructuredOutput
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPlan:
+    """What is asked of the engine for one chat, and how its answers are read.
+
+    `new_parser` makes the parser of one answer. With `show_special_tokens` the answer's text must
+    hold them, since its format is marked by such tokens.
+    """
+
+    prompt: str
+    structured_output: StructuredOutput | None = None
+    new_parser: Callable[[], MessageParser] = PlainParser
+    show_special_tokens: bool = False
+
+    def applied_to(self, params: SamplingParams) -> SamplingParams:
+        """The options with what the plan asks for."""
+        if self.structured_output is params.structured_output and not self.show_special_tokens:
+            return params
+        return dataclasses.replace(
+            params,
+            structured_output=self.structured_output,
+            skip_special_tokens=params.skip_special_tokens and not self.show_special_tokens,
+        )
+
+
+class ChatFormat:
+    """How one model's chats are written and its answers read. Safe to share between threads.
+
+    "auto" takes what the model's chat template tells; a template without tools is given them in
+    SmolLM2's form. `variables` reach the template where a chat gives no others. Raises
+    `ModelLoadError` for another form where the template knows no tools.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        tool_call_parser: ToolCallParserName = "auto",
+        reasoning_parser: ReasoningParserName = "auto",
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._variables = variables or {}
+        self._template = template = tokenizer.chat_template
+        self._markers = Markers(tokenizer)
+        self._shows_tools = template is not None and "tools" in template.variables
+        # Templates leave out what has a role that they do not know, or show it as they may.
+        knows_developer = template is not None and "developer" in template.source
+        self._developer = "developer" if knows_developer else "system"
+        self._tools = self._tool_format(tool_call_parser)
+        self._library = self._response_template(tokenizer, tool_call_parser)
+        self._reasoning = self._reasoning_format(reasoning_parser)
+
+    def _tool_format(self, name: ToolCallParserName) -> ToolFormat | None:
+        if self._template is None:
+            return None
+        if not self._shows_tools:
+            if name not in ("auto", SMOLLM2.name, "response_template"):
+                raise ModelLoadError(
+                    f"The model's chat template shows no tools, so answers in the form {name!r} "
+                    "are not to be expected; tool_call_parser must be auto or smollm2."
+                )
+            return SMOLLM2
+        known = detected_format(self._template.for_tools)
+        if name in TOOL_FORMATS and (known is None or known.name != name):
+            return TOOL_FORMATS[name]
+        return known
+
+    def _response_template(
+        self, tokenizer: Tokenizer, name: ToolCallParserName
+    ) -> ResponseTemplate | None:
+        """The model's own, where it is asked for or nothing else reads its calls."""
+        spec = tokenizer.response_template
+        if name != "response_template" and (self._tools is not None or self._template is None):
+            return None
+        if spec is not None:
+            return ResponseTemplate(spec)
+        if name == "response_template":
+            raise ModelLoadError(
+                "tool_call_parser is response_template, but the model's tokenizer_config.json has "
+                "none."
+            )
+        logger.warning(
+            "The model's chat template shows tools in a form that is not known here: requests "
+            "with tools are refused. --tool-call-parser names a form."
+        )
+        return None
+
+    def _reasoning_format(self, name: ReasoningParserName) -> ReasoningFormat | None:
+        if name == "auto":
+            return None if self._template is None else detected_reasoning(self._template.for_tools)
+        return REASONING_FORMATS.get(name)
+
+    def plan(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tool_use: ToolUse = NO_TOOLS,
+        structured_output: StructuredOutput | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> ChatPlan:
+        """The plan of a chat whose messages have OpenAI's form.
+
+        `structured_output` is what the answer's content must look like; `variables` reach the
+        template. The rest is as in `ChatTemplate.render`. Takes time that grows with the messages
+        and the tools. Raises `InvalidRequestError`, naming the field, for what is wrong.
+        """
+        calls = None if self._library else self._calls(tool_use)
+        prompt = self._render(
+            read_messages(messages, developer=self._developer),
+            tool_use,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables={**self._variables, **(variables or {})},
+        )
+        if self._library is not None:
+            return _library_plan(self._library, prompt, tool_use, structured_output)
+        begin = self._begin(prompt, continued=continue_final_message)
+        return ChatPlan(
+            prompt=prompt,
+            structured_output=self._grammar(tool_use, calls, structured_output, begin),
+            new_parser=partial(_parser, calls, tool_use, begin),
+            show_special_tokens=self._marked_specially(calls, begin),
+        )
+
+    def _calls(self, use: ToolUse) -> ToolFormat | None:
+        """The format in which calls are read; None where there are none."""
+        if use.mode == "none":
+            return None
+        if self._tools is None:
+            raise InvalidRequestError(
+                "tools: how this model writes calls of tools is not known; --tool-call-parser "
+                f"names one of {', '.join(TOOL_FORMATS)}.",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        return self._tools
+
+    def _render(self, messages: list[dict[str, Any]], use: ToolUse, **options: Any) -> str:
+        template = self._known_template()
+        if self._shows_tools:
+            return template.render(messages, tools=[tool.spec for tool in use.tools], **options)
+        plain = [plain_message(one, f"messages[{index}]") for index, one in enumerate(messages)]
+        return template.render(prompted(plain, use.tools), **options)
+
+    def _known_template(self) -> ChatTemplate:
+        if self._template is None:
+            raise InvalidRequestError("This model has no chat template.", param="messages")
+        return self._template
+
+    def _begin(self, prompt: str, *, continued: bool) -> Begin:
+        if self._reasoning is None:
+            return "outside"
+        return self._reasoning.begin(prompt, continued=continued)
+
+    def _marked_specially(self, calls: ToolFormat | None, begin: Begin) -> bool:
+        markers = () if calls is None else calls.markers
+        reasoning = () if begin == "outside" else (OPENING, CLOSING)
+        return any(map(self._markers.is_special, (*markers, *reasoning)))
+
+    def _grammar(
+        self,
+        use: ToolUse,
+        calls: ToolFormat | None,
+        output: StructuredOutput | None,
+        begin: Begin,
+    ) -> StructuredOutput | None:
+        if calls is not None:
+            return tool_grammar(use, calls, output, begin, self._markers)
+        return None if output is None else answer_grammar(output, begin, self._markers)
+
+
+def _library_plan(
+    library: ResponseTemplate, prompt: str, use: ToolUse, output: StructuredOutput | None
+) -> ChatPlan:
+    """A response template tells how answers are read, not how they are written."""
+    if use.mode == "required":
+        raise InvalidRequestError(
+            "tool_choice must be 'none' or 'auto': this model's calls cannot be forced, since they "
+            "are known by its response template alone.",
+            param="tool_choice",
+        )
+    return ChatPlan(
+        prompt=prompt,
+        structured_output=output,
+        new_parser=partial(library.parser, prompt, use),
+        show_special_tokens=True,
+    )
+
+
+def _parser(calls: ToolFormat | None, use: ToolUse, begin: Begin) -> MessageParser:
+    inner = PlainParser() if calls is None else calls.parser(use)
+    return inner if begin == "outside" else ReasoningParser(inner, begin)

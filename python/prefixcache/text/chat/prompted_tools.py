@@ -1,0 +1,61 @@
+"""Tools for models whose template knows none: they are told in the prompt, in SmolLM2's form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prefixcache.text.chat.tools import Tool
+
+_Messages = list[dict[str, Any]]
+
+_TOLD = """\
+You can call functions. These are the functions, each with the JSON schema of its parameters:
+<tools>{tools}</tools>
+To call some of them, answer with nothing but a list of calls in this form:
+<tool_call>[
+{{"name": "<name>", "arguments": {{"<parameter>": "<value>"}}}}
+]</tool_call>
+What they return follows in <tool_response></tool_response>. Answer in plain text where no call \
+is needed."""
+
+
+def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> _Messages:
+    """The messages, with plain text content, for a template that shows roles and content alone."""
+    written: _Messages = []
+    for index, message in enumerate(messages):
+        result = message.get("role") == "tool"
+        if result and index and messages[index - 1].get("role") == "tool":
+            written[-1]["content"] += "\n" + _result(message)
+        elif result:  # many templates want user and assistant by turns
+            written.append({"role": "user", "content": _result(message)})
+        else:
+            written.append(_with_calls(message))
+    return _with_tools(written, tools) if tools else written
+
+
+def _with_tools(messages: _Messages, tools: Sequence[Tool]) -> _Messages:
+    told = _TOLD.format(tools=_json([tool.spec for tool in tools]))
+    if not messages or messages[0].get("role") != "system":
+        return [{"role": "system", "content": told}, *messages]
+    first = {**messages[0], "content": f"{messages[0].get('content', '')}\n\n{told}"}
+    return [first, *messages[1:]]
+
+
+def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    written = dict(message)
+    calls = written.pop("tool_calls", None)
+    if calls:
+        listed = ",\n".join(_json(call["function"]) for call in calls)
+        before = f"{written['content']}\n" if written.get("content") else ""
+        written["content"] = f"{before}<tool_call>[\n{listed}\n]</tool_call>"
+    return written
+
+
+def _result(message: Mapping[str, Any]) -> str:
+    return f"<tool_response>\n{message.get('content', '')}\n</tool_response>"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,96 @@
+"""Answers read by transformers, for models that come with a response template of their own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Any, cast
+
+from prefixcache.exceptions import ModelLoadError
+from prefixcache.text.chat.message import MessageDelta, ToolCallDelta
+from prefixcache.text.chat.tools import ToolUse
+
+logger = logging.getLogger(__name__)
+
+_REASONING = ("thinking", "reasoning", "reasoning_content")
+
+
+class ResponseTemplate:
+    """A checked response template. Raises `ModelLoadError` for one that transformers refuses."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        # Imported where a model needs it: transformers takes seconds.
+        from transformers.utils.chat_parsing import ResponseParser
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        try:
+            self._spec = load_response_template(dict(spec))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ModelLoadError(f"The model's response template is broken: {error}") from error
+        self._parser = ResponseParser
+
+    def parser(self, prompt: str, use: ToolUse) -> ResponseTemplateParser:
+        """A parser of one answer to `prompt`."""
+        tools: list[Any] = [dict(tool.spec) for tool in use.tools]
+        return ResponseTemplateParser(self._parser(self._spec, prefix=prompt, tools=tools), use)
+
+
+class ResponseTemplateParser:
+    """Text is told as it comes, calls when they are whole. What cannot be read is content."""
+
+    def __init__(self, parser: Any, use: ToolUse) -> None:
+        self.in_reasoning = False
+        self._parser = parser
+        self._calls_field = None if use.mode == "none" else "tool_calls"
+        self._most = None if use.parallel else 1
+        self._num_calls = 0
+        self._unread: list[str] = []  # of a field that is told when it is whole
+        self._broken = False
+        self._follow(parser.initial_events)
+
+    def push(self, text: str, *, finished: bool) -> MessageDelta:
+        """What is certain after this text."""
+        if self._broken:
+            return MessageDelta(text)
+        try:
+            events = self._parser.feed(text)
+            if finished:
+                events += self._parser.finalize()[1]
+        except (ValueError, KeyError) as error:
+            kind = type(error).__name__  # its message quotes the answer
+            logger.debug("An answer does not follow its response template (%s).", kind)
+            self._broken = True
+            return MessageDelta("".join(self._unread) + text)
+        return self._follow(events)
+
+    def _follow(self, events: list[dict[str, Any]]) -> MessageDelta:
+        content: list[str] = []
+        reasoning: list[str] = []
+        calls: list[ToolCallDelta] = []
+        for event in events:
+            name, kind = event["field"], event["type"]
+            if kind == "region_chunk":
+                kept = content if name == "content" else reasoning if name in _REASONING else None
+                (self._unread if kept is None else kept).append(event["text"])
+            elif kind == "region_close" and name == self._calls_field:
+                calls += self._calls(event["value"])
+                self._unread.clear()
+            elif kind == "region_close":
+                content += self._unread
+                self._unread.clear()
+            self.in_reasoning = name in _REASONING and kind != "region_close"
+        return MessageDelta("".join(content), "".join(reasoning), tuple(calls))
+
+    def _calls(self, value: object) -> list[ToolCallDelta]:
+        told: list[ToolCallDelta] = []
+        for one in cast("list[dict[str, Any]]", value if isinstance(value, list) else [value]):
+            if self._num_calls == self._most:
+                break
+            function = one["function"]
+            arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+            call_id = f"call_{secrets.token_hex(12)}"
+            told.append(ToolCallDelta(self._num_calls, call_id, function["name"], arguments))
+            self._num_calls += 1
+        return told

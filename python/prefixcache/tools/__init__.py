@@ -1,0 +1,1 @@
+"""Measuring, replaying and verifying, each against any server."""

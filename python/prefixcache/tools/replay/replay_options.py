@@ -1,0 +1,120 @@
+"""What `prefixcache replay` is asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import MinLen
+
+from prefixcache.config.checked import Checked, NonNegativeFloat, PositiveInt, shown
+from prefixcache.config.flags import flag
+from prefixcache.exceptions import FieldError
+from prefixcache.tools.replay.hints import Hint, parse_hint
+from prefixcache.tools.replay.sizes import Size, parse_sizes
+
+EvictionPolicy = Literal["lru", "reuse-queue"]
+SchedulingPolicy = Literal["fcfs", "cache-aware"]
+
+_GOODPUT = re.compile(r"ttft:(\d+(?:\.\d+)?)")
+
+
+def _checked(name: str, read: Callable[[], object]) -> None:
+    """Raises `FieldError` where reading raises `ValueError`."""
+    try:
+        read()
+    except ValueError as error:
+        raise FieldError(name, f"{error}.") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions(Checked):
+    """Flags of `prefixcache replay`."""
+
+    traces: Annotated[tuple[Path, ...], MinLen(1)]
+    sizes: tuple[str, ...] = flag(
+        ("1%..100%",),
+        "Sizes of the pool: blocks, percent of the blocks that a trace's prompts have, or a range "
+        "in steps of 1, 2 and 5.",
+        "Replay",
+        metavar="<size>[,<size>...]",
+        shown="1%..100%",
+        listed=True,
+    )
+    eviction_policy: tuple[EvictionPolicy, ...] = flag(
+        ("lru",), "Orders of eviction.", "Replay", shown="lru", listed=True
+    )
+    hint: tuple[str, ...] = flag(
+        (),
+        "Hint for a range of every prompt's tokens, instead of what the trace says: "
+        "START:END=PRIORITY[:SECONDS].",
+        "Replay",
+        metavar="<hint>",
+    )
+    cache_answers: bool = flag(
+        False, "Also cache the blocks that answers fill, where the trace knows them.", "Replay"
+    )
+    bounds: bool = flag(
+        True,
+        "Also tell the offline optimum and the infinite cache, which takes memory for each block "
+        "of the trace. Without it, sizes are in blocks.",
+        "Replay",
+    )
+    ttft_model: Path | None = flag(
+        None,
+        "Predict TTFT from the milliseconds per computed token in this file of `bench --output`.",
+        "Replay",
+    )
+    goodput: str | None = flag(
+        None, "Objective for the prediction, in milliseconds.", "Replay", metavar="ttft:<ms>"
+    )
+    scheduling_policy: SchedulingPolicy = flag(
+        "fcfs", "Which waiting request starts next in the prediction.", "Replay"
+    )
+    max_queue_delay: NonNegativeFloat = flag(
+        30.0, "Seconds of waiting after which cache-aware passes no request.", "Replay"
+    )
+    compare: str | None = flag(
+        None,
+        "Flags of another configuration, in quotes, to be set beside this one: "
+        "'--sizes 20% --eviction-policy reuse-queue'.",
+        "Replay",
+    )
+    jobs: PositiveInt | None = flag(None, "Threads.", "Replay", shown="a thread for each core")
+    output: Path | None = flag(None, "Where to write the results (JSON).", "Replay")
+    plot: Path | None = flag(None, "Where to draw the curves (png, svg or pdf).", "Replay")
+
+    def check_together(self) -> None:
+        """Raises `FieldError`."""
+        _checked("sizes", self.parsed_sizes)
+        _checked("hint", self.parsed_hints)
+        if not self.bounds and any(size.is_percent for size in self.parsed_sizes()):
+            problem = "must be blocks with --no-bounds: percent are of what it leaves out."
+            raise FieldError("sizes", problem)
+        if self.goodput is not None and _GOODPUT.fullmatch(self.goodput) is None:
+            raise FieldError("goodput", f"must be ttft:MILLISECONDS, got {shown(self.goodput)}.")
+        if self.ttft_model is None:
+            self._check_without_model()
+
+    def _check_without_model(self) -> None:
+        if self.goodput is not None:
+            raise FieldError("goodput", "is a prediction, which needs --ttft-model.")
+        if self.scheduling_policy != "fcfs":
+            problem = "needs --ttft-model: nothing waits where computing takes no time."
+            raise FieldError("scheduling_policy", problem)
+
+    def parsed_sizes(self) -> tuple[Size, ...]:
+        """Raises `ValueError`."""
+        return parse_sizes(self.sizes)
+
+    def parsed_hints(self) -> tuple[Hint, ...]:
+        """Raises `ValueError`."""
+        return tuple(map(parse_hint, self.hint))
+
+    @property
+    def objective_ms(self) -> float | None:
+        """The TTFT up to which a request counts as good."""
+        return None if self.goodput is None else float(self.goodput.removeprefix("ttft:"))

@@ -1,0 +1,165 @@
+"""From a replay's results to a table and a JSON file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from prefixcache.tools.replay.run import Row, TraceResult
+from prefixcache.tools.replay.ttft_model import TtftModel
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that one `prefixcache replay` found."""
+
+    command: str
+    traces: tuple[TraceResult, ...]
+    model: TtftModel | None
+    goodput: str | None
+    verdicts: tuple[str, ...] = ()
+
+
+def heading(trace: TraceResult) -> str:
+    """The line above a trace's table."""
+    parts = [
+        f"{trace.name}: {trace.requests:,} requests",
+        f"{trace.input_tokens:,} prompt tokens",
+        f"blocks of {trace.block_size}",
+    ]
+    if trace.unique_blocks is not None:
+        parts.append(f"{trace.unique_blocks:,} different ones")
+    return ", ".join(parts)
+
+
+def infinite_line(trace: TraceResult) -> str | None:
+    """What a cache without a bound hits."""
+    if trace.infinite is None or trace.infinite_requests is None:
+        return None
+    return (
+        f"An infinite cache hits {_percent(trace.infinite)} % of the tokens, and something for "
+        f"{_percent(trace.infinite_requests)} % of the requests."
+    )
+
+
+def recorded_line(trace: TraceResult) -> str | None:
+    """Whether a recording's own calls, made again, count what the live server counted."""
+    found = trace.as_recorded
+    if found is None:
+        return None
+    live, again = found["live"], found["replayed"]
+    text = (
+        f"As recorded ({found['num_blocks'] - 1:,} blocks, {found['eviction_policy']}): the server "
+        f"counted {live['hits']:,} of {live['queries']:,} tokens as hits, its calls made again "
+        f"{again['hits']:,} of {again['queries']:,}"
+    )
+    return (
+        f"{text}; the first difference: {found['difference']}."
+        if found["difference"]
+        else text + "."
+    )
+
+
+def tables(trace: TraceResult, goodput: str | None) -> list[Table]:
+    """Hits by policy and size, what they could be, and what is predicted of waiting."""
+    hits = _table(trace, ("blocks", "tokens %", "optimum", "requests %", "evictions"), _cells)
+    if not any(row.latency for row in trace.rows):
+        return [hits]
+    columns = ["TTFT p50 ms", "p90 ms", "p99 ms"]
+    if goodput:
+        columns += [f"{goodput} %", "goodput/s"]
+    return [hits, _table(trace, columns, _latency_cells)]
+
+
+def _table(
+    trace: TraceResult, columns: Sequence[str], cells: Callable[[Row], Sequence[str]]
+) -> Table:
+    made = Table()
+    made.add_column("policy")
+    for column in ("size", *columns):
+        made.add_column(column, justify="right", no_wrap=True)
+    for index, row in enumerate(trace.rows):
+        following = trace.rows[index + 1 : index + 2]
+        ends = bool(following) and following[0].setting != row.setting
+        made.add_row(row.setting.name, str(row.size), *cells(row), end_section=ends)
+    return made
+
+
+def remarks(report: Report) -> list[str]:
+    """What has to be known to read the numbers."""
+    found = list[str]()
+    if report.model is not None:
+        found.append(
+            f"TTFT (p50, p90, p99) and goodput are predictions: {report.model}, prompts one after "
+            "the other, decoding left out."
+        )
+    if any(trace.as_recorded for trace in report.traces):
+        found.append(
+            "The rows of a recording are predictions, at its own size and policy too: requests one "
+            "after the other, none of which holds blocks beside another."
+        )
+    if any(row.one_pass for trace in report.traces for row in trace.rows):
+        found.append("LRU without hints and waiting: all sizes in one pass, from stack distances.")
+    return found
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        f"{row.blocks:,}",
+        _percent(row.hit_rate),
+        "-" if row.optimum is None else _percent(row.optimum),
+        _percent(row.request_hit_rate),
+        f"{row.evictions:,}",
+    ]
+
+
+def _latency_cells(row: Row) -> list[str]:
+    latency = row.latency
+    if latency is None:
+        return []
+    cells = [f"{value:,.0f}" for value in latency.ttft_ms.values()]
+    if latency.good_share is not None:
+        cells.append(_percent(latency.good_share))
+        cells.append("-" if latency.goodput is None else f"{latency.goodput:,.2f}")
+    return cells
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+def write_json(report: Report, path: Path) -> None:
+    """Writes the report, its parents made where needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(to_json(report), indent=1) + "\n", encoding="utf-8")
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """What `--output` writes; rates from 0 to 1, times in milliseconds."""
+    return {
+        "command": report.command,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "ttft_model": report.model and asdict(report.model),
+        "goodput": report.goodput,
+        "remarks": remarks(report),
+        "verdicts": list(report.verdicts),
+        "traces": [_trace_json(trace) for trace in report.traces],
+    }
+
+
+def _trace_json(trace: TraceResult) -> dict[str, Any]:
+    made = asdict(trace) | {"path": str(trace.path)}
+    made["rows"] = [_row_json(row) for row in trace.rows]
+    return made
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    setting = asdict(row.setting)
+    del setting["model"]
+    return setting | asdict(row) | {"setting": row.setting.name, "size": str(row.size)}

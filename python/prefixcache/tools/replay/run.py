@@ -1,0 +1,312 @@
+"""Traces through caches of several sizes and policies, by the Rust core."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prefixcache._core import TraceReplay, replay_recording
+from prefixcache.exceptions import PrefixCacheError
+from prefixcache.tools.replay.hints import Hint
+from prefixcache.tools.replay.sizes import Size
+from prefixcache.tools.replay.ttft_model import TtftModel
+
+# Called with the bytes of a trace that were read, now and then.
+Progress = Callable[[int], None]
+PERCENTILES = (50, 90, 99)
+
+
+class ReplayError(PrefixCacheError):
+    """A trace that cannot be replayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One way to run a trace: everything but the trace and the size."""
+
+    eviction_policy: str
+    hints: tuple[Hint, ...] = ()
+    model: TtftModel | None = None
+    objective_ms: float | None = None
+    scheduling_policy: str = "fcfs"
+    max_queue_delay: float = 30.0
+
+    @property
+    def name(self) -> str:
+        """What is shown of it."""
+        parts = [self.eviction_policy]
+        if self.scheduling_policy != "fcfs":
+            parts.append(self.scheduling_policy)
+        return ", ".join([*parts, "hints"] if self.hints else parts)
+
+    def arguments(self) -> dict[str, Any]:
+        """What `TraceReplay.add` takes beside the size."""
+        arguments: dict[str, Any] = {
+            "eviction_policy": self.eviction_policy,
+            "hints": list(self.hints),
+        }
+        if self.model is not None:
+            arguments |= {
+                "ms_per_token": self.model.ms_per_token,
+                "ms_per_request": self.model.ms_per_request,
+                "objective_ms": self.objective_ms,
+            }
+            if self.scheduling_policy == "cache-aware":
+                arguments["max_delay_ms"] = 1e3 * self.max_queue_delay
+        return arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Predicted: TTFT in milliseconds by percentile, and the requests within the objective."""
+
+    ttft_ms: dict[int, float]
+    good_share: float | None
+    goodput: float | None
+    most_waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One cache. Rates are of all prompts' tokens and of requests, from 0 to 1.
+
+    `one_pass` says that it was computed from stack distances instead of being run.
+    """
+
+    setting: Setting
+    size: Size
+    blocks: int
+    hit_tokens: int
+    hit_rate: float
+    request_hit_rate: float
+    evictions: int
+    optimum: float | None
+    latency: Latency | None = None
+    one_pass: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Token hit rates at every whole percent of the trace's blocks, from 1 to 100."""
+
+    lru: tuple[float, ...]
+    optimum: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceResult:
+    """A trace and what was found in it. What needs `--bounds` is None without it."""
+
+    path: Path
+    name: str
+    block_size: int
+    requests: int
+    input_tokens: int
+    unique_blocks: int | None
+    block_references: int | None
+    infinite: float | None
+    infinite_requests: float | None
+    seconds: float
+    rows: tuple[Row, ...]
+    curve: Curve | None
+    as_recorded: dict[str, Any] | None = None
+    """Of a recording: what `replay_recording` says of its own size and policy."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """A trace's caches, some of which are run and some looked up in the history."""
+
+    replay: TraceReplay
+    numbers: dict[tuple[Setting, Size], int] = field(default_factory=dict)
+
+
+def replay_trace(
+    path: Path,
+    cells: Sequence[tuple[Setting, Size]],
+    *,
+    jobs: int,
+    bounds: bool,
+    cache_answers: bool,
+    progress: Progress,
+) -> TraceResult:
+    """Runs a trace at each setting and size. Raises `ReplayError` with file and line.
+
+    LRU caches are looked up in one pass over the trace where nothing else differs; the others run
+    beside each other. Sizes in percent need a pass of their own before those run.
+    """
+    start = time.perf_counter()
+    try:
+        run, history, unique = _passes(path, cells, jobs, bounds, cache_answers, progress)
+        return _result(path, cells, run, history, unique, time.perf_counter() - start)
+    except (ValueError, MemoryError, RuntimeError) as error:
+        raise ReplayError(str(error)) from error
+
+
+def replay_as_recorded(path: Path) -> dict[str, Any] | None:
+    """The calls of a server's recording made again; None for a trace that is none.
+
+    Raises `ReplayError` with file and line.
+    """
+    try:
+        return replay_recording(path) if _is_recording(path) else None
+    except (ValueError, OSError, EOFError) as error:
+        raise ReplayError(f"{path}: {error}") from error
+
+
+def _is_recording(path: Path) -> bool:
+    with path.open("rb") as file:
+        start = file.read(6)
+    opened = {b"\x1f\x8b": gzip.open, b"\xfd7": lzma.open}.get(start[:2], open)
+    with opened(path, "rb") as file:
+        return b'"prefixcache_trace"' in file.readline(1 << 16)
+
+
+def trace_bytes(path: Path) -> int:
+    """The size of a trace's file, and of the further parts of a recording."""
+    size, part = path.stat().st_size, 1
+    while (further := Path(f"{path}.{part}")).exists():
+        size, part = size + further.stat().st_size, part + 1
+    return size
+
+
+def num_passes(cells: Sequence[tuple[Setting, Size]], bounds: bool) -> int:
+    """How often a trace is read, if it holds no hints of its own."""
+    run = [size for setting, size in cells if not (bounds and _is_one_pass(setting))]
+    return 1 + (bounds and any(size.is_percent for size in run))
+
+
+def _is_one_pass(setting: Setting) -> bool:
+    return setting.eviction_policy == "lru" and not setting.hints and setting.model is None
+
+
+def _passes(
+    path: Path,
+    cells: Sequence[tuple[Setting, Size]],
+    jobs: int,
+    bounds: bool,
+    cache_answers: bool,
+    progress: Progress,
+) -> tuple[_Run, TraceReplay | None, int | None]:
+    def opened(*, with_history: bool) -> _Run:
+        made = TraceReplay(
+            path, threads=jobs, with_history=with_history, caches_answers=cache_answers
+        )
+        return _Run(made)
+
+    run = opened(with_history=bounds)
+    pending = [cell for cell in cells if not (bounds and _is_one_pass(cell[0]))]
+    if not bounds or not any(size.is_percent for _, size in pending):
+        _add(run, pending, 0)
+        pending = []
+    _advance(run, progress)
+    if not bounds:
+        return run, None, None
+    history, unique = run.replay, run.replay.history()["unique_blocks"]
+    if history.history()["hinted_requests"]:
+        pending = [cell for cell in cells if cell not in run.numbers]
+    if pending:
+        done = run.numbers
+        run = opened(with_history=False)
+        _add(run, [*done, *pending], unique)
+        _advance(run, progress)
+    return run, history, unique
+
+
+def _add(run: _Run, cells: Sequence[tuple[Setting, Size]], unique_blocks: int) -> None:
+    for setting, size in cells:
+        index = run.replay.add(size.blocks(unique_blocks), **setting.arguments())
+        run.numbers[setting, size] = index
+
+
+def _advance(run: _Run, progress: Progress) -> None:
+    before = 0
+    while run.replay.advance():
+        read = run.replay.bytes_read
+        progress(read - before)
+        before = read
+
+
+def _result(
+    path: Path,
+    cells: Sequence[tuple[Setting, Size]],
+    run: _Run,
+    history: TraceReplay | None,
+    unique: int | None,
+    seconds: float,
+) -> TraceResult:
+    facts = history.history() if history else run.replay.outcome(0)
+    tokens = max(facts["input_tokens"], 1)
+    sizes = [size.blocks(unique or 0) for _, size in cells]
+    optimum = [one["hit_tokens"] / tokens for one in history.optimum(sizes)] if history else None
+    lru = history.lru(sizes) if history else None
+    rows = [
+        _row(
+            run.replay.outcome(run.numbers[cell]) if cell in run.numbers else (lru or [])[at],
+            cell,
+            sizes[at],
+            facts,
+            optimum[at] if optimum else None,
+        )
+        for at, cell in enumerate(cells)
+    ]
+    return TraceResult(
+        path=path,
+        name=run.replay.name,
+        block_size=run.replay.block_size,
+        requests=facts["requests"],
+        input_tokens=facts["input_tokens"],
+        unique_blocks=unique,
+        block_references=facts.get("block_references"),
+        infinite=facts["hit_tokens"] / tokens if history else None,
+        infinite_requests=facts["hit_requests"] / max(facts["requests"], 1) if history else None,
+        seconds=seconds,
+        rows=tuple(rows),
+        curve=_curve(history, unique, tokens) if history and unique else None,
+    )
+
+
+def _row(
+    found: dict[str, Any],
+    cell: tuple[Setting, Size],
+    blocks: int,
+    facts: dict[str, Any],
+    optimum: float | None,
+) -> Row:
+    setting, size = cell
+    return Row(
+        setting=setting,
+        size=size,
+        blocks=blocks,
+        hit_tokens=found["hit_tokens"],
+        hit_rate=found["hit_tokens"] / max(facts["input_tokens"], 1),
+        request_hit_rate=found["hit_requests"] / max(facts["requests"], 1),
+        evictions=found["evictions"],
+        optimum=optimum,
+        latency=_latency(found, setting) if "end_ms" in found else None,
+        one_pass="requests" not in found,
+    )
+
+
+def _latency(found: dict[str, Any], setting: Setting) -> Latency:
+    good, seconds = found["good_requests"], (found["end_ms"] - found["start_ms"]) / 1e3
+    is_judged = setting.objective_ms is not None and found["requests"] > 0
+    return Latency(
+        ttft_ms={percentile: found[f"ttft_ms_p{percentile}"] for percentile in PERCENTILES},
+        good_share=good / found["requests"] if is_judged else None,
+        goodput=good / seconds if is_judged and seconds > 0 else None,
+        most_waiting=found["most_waiting"],
+    )
+
+
+def _curve(history: TraceReplay, unique: int, tokens: int) -> Curve:
+    sizes = [max(1, round(unique * percent / 100)) for percent in range(1, 101)]
+    return Curve(
+        lru=tuple(one["hit_tokens"] / tokens for one in history.lru(sizes)),
+        optimum=tuple(one["hit_tokens"] / tokens for one in history.optimum(sizes)),
+    )

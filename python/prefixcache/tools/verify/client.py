@@ -1,0 +1,207 @@
+"""Asks any OpenAI-compatible server, streaming, and finds out how much it tells of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import httpx
+
+from prefixcache.exceptions import PrefixCacheError
+from prefixcache.tools.answer_stream import (
+    RefusedStreamError,
+    StreamError,
+    check_status,
+    cut,
+    stream_events,
+)
+from prefixcache.tools.verify.comparison import Answer, TokenScore
+from prefixcache.tools.verify.questions import Question
+from prefixcache.tools.verify.verify_options import VerifyOptions
+
+Body = dict[str, Any]
+
+
+class VerifyError(PrefixCacheError):
+    """The server could not be asked, so nothing is known of its answers."""
+
+
+class RefusedError(VerifyError):
+    """The server answered with an error."""
+
+
+class Asker:
+    """Sends questions to one server.
+
+    `asks_logprobs` and `asks_usage` say what requests ask for beside the answer; `settle` finds
+    out what the server takes.
+    """
+
+    def __init__(
+        self, client: httpx.AsyncClient, options: VerifyOptions, on_done: Callable[[], None]
+    ) -> None:
+        self._client = client
+        self._options = options
+        self._on_done = on_done
+        self.model = options.model or ""
+        self.asks_logprobs = options.top_logprobs > 0
+        self.asks_usage = True
+        self.notes: list[str] = []
+
+    async def settle(self, question: Question) -> None:
+        """Asks once, with less and less beside the answer. Raises `VerifyError`."""
+        self.model = self.model or await self._first_model()
+        wants_logprobs = (True, False) if self.asks_logprobs else (False,)
+        refusals = list[RefusedError]()
+        for self.asks_logprobs, self.asks_usage in product(wants_logprobs, (True, False)):
+            try:
+                answer = await self.ask(question)
+            except RefusedError as error:
+                refusals.append(error)
+                continue
+            self._take_notes(refusals, answer, wants_logprobs=wants_logprobs[0])
+            return
+        raise refusals[-1]
+
+    async def ask(
+        self, question: Question, extra: Mapping[str, Any] | None = None, **changes: Any
+    ) -> Answer:
+        """One greedy answer. `extra` and `changes` are fields of the body. Raises `VerifyError`."""
+        body = self._body(question) | dict(extra or {}) | changes
+        try:
+            return await asyncio.wait_for(self._answer(body), self._options.timeout)
+        except RefusedStreamError as error:
+            raise RefusedError(str(error)) from error
+        except StreamError as error:
+            raise VerifyError(str(error)) from error
+        except asyncio.TimeoutError:  # Another class than TimeoutError on Python 3.10.
+            raise VerifyError(f"No answer in {self._options.timeout:g} s.") from None
+        except httpx.HTTPError as error:
+            told = str(error) or type(error).__name__
+            raise VerifyError(f"{self._client.base_url} does not answer: {told}") from error
+        finally:
+            self._on_done()
+
+    async def _first_model(self) -> str:
+        try:
+            response = await self._client.get("v1/models", timeout=self._options.timeout)
+        except httpx.HTTPError as error:
+            raise VerifyError(f"No server answers at {self._client.base_url}: {error}") from error
+        try:
+            check_status(response)
+        except RefusedStreamError as error:
+            raise RefusedError(str(error)) from error
+        try:
+            return response.json()["data"][0]["id"]
+        except (ValueError, LookupError, TypeError):
+            raise VerifyError("The server lists no model; give --model.") from None
+
+    def _take_notes(
+        self, refusals: Sequence[RefusedError], answer: Answer, *, wants_logprobs: bool
+    ) -> None:
+        self.notes += [
+            f"It was asked for less, since it refused more: {one}" for one in refusals[:1]
+        ]
+        if answer.text and not answer.scores:
+            self.asks_logprobs = False
+            if wants_logprobs:
+                self.notes.append("It gives no log probabilities: texts alone are compared.")
+
+    async def _answer(self, body: Body) -> Answer:
+        stream = Stream(time.perf_counter())
+        path = "v1/chat/completions" if self._options.api == "chat" else "v1/completions"
+        async for event in stream_events(self._client, path, body):
+            stream.add(event)
+        return stream.answer()
+
+    def _body(self, question: Question) -> Body:
+        options = self._options
+        body: Body = {
+            "model": self.model,
+            "temperature": 0,
+            "max_tokens": options.max_tokens,
+            "stream": True,
+        }
+        if self.asks_usage:
+            body["stream_options"] = {"include_usage": True}
+        if options.api == "chat":
+            body["messages"] = question.messages()
+            if self.asks_logprobs:
+                body |= {"logprobs": True, "top_logprobs": options.top_logprobs}
+            return body
+        if self.asks_logprobs:
+            body["logprobs"] = options.top_logprobs
+        return body | {"prompt": question.prompt()}
+
+
+@dataclass(slots=True)
+class Stream:
+    """Collects the events of one answer; `sent` is the time of its request."""
+
+    sent: float
+    texts: list[str] = field(default_factory=list[str])
+    scores: list[TokenScore] = field(default_factory=list[TokenScore])
+    first: float | None = None
+    finish_reason: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Takes the next event. Raises `VerifyError` where its form is unknown."""
+        try:
+            self.usage = event.get("usage") or self.usage
+            for choice in event.get("choices") or ():
+                self._add_choice(choice)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            raise VerifyError(f"An event of unknown form: {cut(json.dumps(event))}") from None
+
+    def answer(self) -> Answer:
+        """All that came."""
+        if self.finish_reason is None:
+            raise VerifyError("The server ended an answer without a finish_reason.")
+        prompt = self.usage.get("prompt_tokens")
+        return Answer(
+            text="".join(self.texts),
+            scores=tuple(self.scores),
+            finish_reason=self.finish_reason,
+            ttft=(self.first or time.perf_counter()) - self.sent,
+            prompt_tokens=prompt,
+            cached_tokens=(self.usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+        )
+
+    def _add_choice(self, choice: Mapping[str, Any]) -> None:
+        scores = _scores(choice.get("logprobs") or {})
+        text = _text(choice)
+        if self.first is None and (text or scores):
+            self.first = time.perf_counter()
+        self.texts.append(text)
+        self.scores += scores
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    """What a chat's or a completion's choice adds, a chat's reasoning too."""
+    delta = choice.get("delta") or {}
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    return reasoning + (delta.get("content") or choice.get("text") or "")
+
+
+def _scores(logprobs: Mapping[str, Any]) -> list[TokenScore]:
+    """Of a chat (a list of objects) or of a completion (lists side by side)."""
+    if "tokens" not in logprobs:
+        return [
+            _score(one["token"], one["logprob"], [top["logprob"] for top in one["top_logprobs"]])
+            for one in logprobs.get("content") or ()
+        ]
+    tokens, chosen = logprobs["tokens"], logprobs["token_logprobs"]
+    tops = logprobs.get("top_logprobs") or [{}] * len(tokens)
+    columns = zip(tokens, chosen, tops, strict=True)
+    return [_score(token, one, list((top or {}).values())) for token, one, top in columns]
+
+
+def _score(token: str, logprob: float, top: list[float]) -> TokenScore:
+    return TokenScore(token, float(logprob), tuple(sorted(map(float, top), reverse=True)))

@@ -1,0 +1,160 @@
+"""What was found, as tables, as JSON, and as an exit status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from typing import Any, Literal
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from prefixcache.tools.verify.comparison import Change, Comparison
+from prefixcache.tools.verify.rounds import Round
+
+EQUAL, DIFFERS, NOT_ASKED = 0, 1, 2
+# Rounds in which nothing hits: what changes there, the cache alone did not change.
+_CONTROLS = ("cold again", "in company, cold")
+_MOST_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All rounds with one server. `cooling` tells how texts were asked without a hit, if at all."""
+
+    url: str
+    model: str
+    api: str
+    seed: int
+    tolerance: float
+    cooling: str | None
+    notes: tuple[str, ...]
+    rounds: tuple[Round, ...]
+    command: str
+    date: str = field(
+        default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
+    )
+
+    @property
+    def status(self) -> Literal[0, 1, 2]:
+        """Of the process. Equal answers say nothing of the cache where none was seen to hit."""
+        if any(one.change != "nothing" for _, one in self.comparisons()):
+            return DIFFERS
+        return EQUAL if self.num_hits else NOT_ASKED
+
+    @property
+    def num_hits(self) -> int:
+        """Answers that were compared and hit."""
+        return sum(one.num_hits or 0 for one in self.rounds[1:])
+
+    def comparisons(self) -> Iterator[tuple[str, Comparison]]:
+        """Of all rounds, with their names."""
+        for one in self.rounds:
+            for comparison in one.comparisons(self.tolerance):
+                yield one.name, comparison
+
+
+def verdict(report: Report) -> list[str]:
+    """Sentences, the answer first."""
+    total = sum(1 for _ in report.comparisons())
+    found = [_VERDICTS[report.status].format(total=total, hits=report.num_hits)]
+    changed = {name for name, one in report.comparisons() if one.change != "nothing"}
+    if changed & set(_CONTROLS):
+        found.append("Answers change without a hit too: it is not the cache alone.")
+    elif changed and report.cooling is not None:
+        found.append("Without a hit nothing changed: it is the cache.")
+    return [*found, *_remarks(report)]
+
+
+_VERDICTS = {
+    EQUAL: "Equal: {total} answers compared, {hits} of them hit.",
+    DIFFERS: "Differs: {total} answers compared, {hits} of them hit.",
+    NOT_ASKED: "Not known: {total} answers were equal, but none was seen to hit.",
+}
+
+
+def _remarks(report: Report) -> Iterator[str]:
+    if any(not one.reports_hits for one in report.rounds):
+        yield "The server reports no cached_tokens: hits are inferred from TTFT."
+    if report.cooling is None:
+        yield "No way was found to ask the same text twice without a hit: there is no control."
+    else:
+        yield f"Cold again means: {report.cooling}."
+    yield from report.notes
+
+
+def rounds_table(report: Report) -> Table:
+    """A line a round."""
+    made = Table(box=SIMPLE, pad_edge=False)
+    made.add_column("asked", no_wrap=True)
+    for column in ("answers", "hits", "tokens hit", "TTFT (ms)"):
+        made.add_column(column, justify="right")
+    for column in ("other answer", "other logprobs", "by at most"):
+        made.add_column(column, justify="right")
+    for one in report.rounds:
+        made.add_row(*_cells(one, report.tolerance))
+    return made
+
+
+def _cells(one: Round, tolerance: float) -> list[str]:
+    found = one.comparisons(tolerance)
+    hits = "?" if one.num_hits is None else str(one.num_hits)
+    cells = [one.name, str(len(one.asked)), hits, _hit_share(one), f"{one.ttft * 1e3:,.0f}"]
+    if not found:
+        return [*cells, "", "", ""]
+    largest = f"{max(each.largest for each in found):.3g}"
+    return [*cells, _count(found, "answer"), _count(found, "logprobs"), largest]
+
+
+def _count(found: Sequence[Comparison], change: Change) -> str:
+    return str(sum(one.change == change for one in found))
+
+
+def _hit_share(one: Round) -> str:
+    if not one.reports_hits:
+        return "?"
+    hit = sum(each.answer.cached_tokens or 0 for each in one.asked)
+    total = sum(each.answer.prompt_tokens or 0 for each in one.asked)
+    return f"{hit / max(total, 1):.0%}"
+
+
+def differences_table(report: Report) -> Table | None:
+    """The first differences; None where there are none."""
+    found = [
+        (one.name, number, each)
+        for one in report.rounds
+        for number, each in enumerate(one.comparisons(report.tolerance), 1)
+        if each.change != "nothing"
+    ]
+    if not found:
+        return None
+    shown = f", the first {_MOST_SHOWN}" if len(found) > _MOST_SHOWN else ""
+    made = Table(
+        title=f"{len(found)} differences{shown}", title_justify="left", box=SIMPLE, pad_edge=False
+    )
+    for column in ("asked", "question", "differs in", "position", "expected", "got"):
+        made.add_column(column, overflow="fold")
+    for name, number, each in found[:_MOST_SHOWN]:
+        row = (name, number, each.change, each.position, each.expected, each.got)
+        made.add_row(*map(str, row))
+    return made
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """What `--output` writes."""
+    told = ("command", "date", "url", "model", "api", "seed", "tolerance", "cooling")
+    return {name: getattr(report, name) for name in told} | {
+        "status": report.status,
+        "verdict": verdict(report),
+        "rounds": [_round_json(one, report.tolerance) for one in report.rounds],
+    }
+
+
+def _round_json(one: Round, tolerance: float) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "reports_hits": one.reports_hits,
+        "answers": [asdict(each.answer) | {"hit": each.hit} for each in one.asked],
+        "comparisons": [asdict(each) for each in one.comparisons(tolerance)],
+    }

@@ -1,0 +1,1 @@
+"""Plain data that every package shares."""

@@ -1,0 +1,190 @@
+"""A request on its way through the engine, and what comes back of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from prefixcache.exceptions import InvalidRequestError
+from prefixcache.types.retention_range import RetentionRange, check_ranges, check_within
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.token_ids import TokenIds, as_token_ids
+
+if TYPE_CHECKING:
+    from prefixcache.core import BlockHashes
+
+FinishReason = Literal["stop", "length", "abort", "error", "cache_threshold"]
+RoleSpan = tuple[str, int, int]
+"""A role, and the tokens of a prompt from the first number to before the second."""
+
+ErrorCode = Literal["insufficient_kv_cache", "grammar_limit"]
+
+
+def _check_hit_threshold(value: object) -> None:
+    """Raises `InvalidRequestError` unless `value` is a number from 0 to 1; a boolean is none."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
+        raise InvalidRequestError(
+            f"cache_hit_threshold must be a number from 0.0 to 1.0, got {value!r}.",
+            param="cache_hit_threshold",
+        )
+
+
+def _check_salt(value: str) -> None:
+    """Refuses lone surrogates too: block hashes are made of the salt's UTF-8 bytes."""
+    try:
+        value.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise InvalidRequestError(
+            "cache_salt must be text that UTF-8 can hold.", param="cache_salt"
+        ) from None
+
+
+def _check_write_upto(value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise InvalidRequestError(
+            f"write_upto must be a number of tokens, 0 or more, got {value!r}.", param="write_upto"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """How one request uses the prefix cache.
+
+    Requests share blocks only under the same `salt`. `read` False skips hits, `write` False
+    publishes nothing. A request whose share of cached tokens is below `hit_threshold` ends at once
+    with `finish_reason` "cache_threshold"; None takes the engine's own threshold.
+
+    `retention` says which tokens are worth keeping (`retention_range.py`), within the budget of
+    `owner`: without one that of the salt, or of all who have none. Only full blocks of the first
+    `write_upto` tokens are published; None sets no limit.
+
+    Raises `InvalidRequestError` for a salt that is not text, for a threshold that is not a number
+    from 0 to 1, for ranges that `check_ranges` refuses, and for a negative `write_upto`.
+    """
+
+    salt: str | None = None
+    read: bool = True
+    write: bool = True
+    hit_threshold: float | None = None
+    retention: tuple[RetentionRange, ...] = ()
+    owner: str | None = None
+    write_upto: int | None = None
+
+    @property
+    def retention_owner(self) -> str:
+        """Whose budget the retention hints count against."""
+        if self.owner is not None:
+            return self.owner
+        return "" if self.salt is None else f"salt:{self.salt}"
+
+    def __post_init__(self) -> None:
+        if self.retention:
+            object.__setattr__(self, "retention", tuple(self.retention))
+            check_ranges(self.retention)
+        if self.write_upto is not None:
+            _check_write_upto(self.write_upto)
+        if self.salt is not None:
+            _check_salt(self.salt)
+        if self.hit_threshold is not None:
+            _check_hit_threshold(self.hit_threshold)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """One sequence to generate: immutable input. `n` choices are `n` requests.
+
+    `prompt_token_ids` may be given as any list of integers; requests can share one array.
+
+    A lower `priority` value is served earlier, as in vLLM. `arrival_time` is in seconds of
+    `time.monotonic`. Requests of one `job_id` came together: jobs take turns, and without an id a
+    request is a job of its own. So do clients, whatever number of jobs each has; `client` None is
+    one of them. `roles` are who wrote which tokens of the prompt, where that is to be recorded.
+    `affinity` is a key whose requests a router sends to one replica where nothing
+    speaks against it. `hashes` are those of the prompt under its salt, where they are known:
+    whoever gives them must have made them of these very tokens.
+
+    Raises `InvalidRequestError` for token ids that `as_token_ids` refuses, for a retention hint
+    that leaves the prompt, and for a priority or a time that has no place in an order.
+    """
+
+    request_id: str
+    prompt_token_ids: TokenIds
+    params: SamplingParams
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    priority: int = 0
+    arrival_time: float = 0.0
+    job_id: str | None = None
+    client: str | None = None
+    roles: tuple[RoleSpan, ...] = ()
+    affinity: str | None = None
+    hashes: BlockHashes | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_token_ids", as_token_ids(self.prompt_token_ids))
+        if self.cache.retention:
+            check_within(self.cache.retention, len(self.prompt_token_ids))
+        for name in ("priority", "arrival_time"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or value != value:
+                raise InvalidRequestError(f"{name} must be a number, got {value!r}.", param=name)
+
+    @property
+    def job(self) -> str:
+        """The id of the job that the request belongs to."""
+        return self.job_id or self.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position: the token taken, then the likeliest ones.
+
+    `rank` is 1 for the likeliest token of the vocabulary.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """What one step added to a request: tokens, their text, and the end if it is reached.
+
+    `text` is the new text alone and never holds half of a character. `stop_reason` is the stop
+    string or token id that ended the request. `prompt_logprobs` comes with the first token; its
+    first entry is None, since nothing precedes the first token. `num_cached_tokens` of the prompt
+    came from the cache, `num_window_missed_tokens` would have but for blocks of sliding windows,
+    and `num_written_tokens` of it are in blocks that this request was the first to publish.
+    `error_code` tells errors that are no failure of the engine: a cache that has become too small
+    for the request, a grammar that cannot be followed any further. `started_at`, in seconds of
+    `time.monotonic`, comes with the first token: when its first step was submitted. `restarted`
+    says that the weights were replaced: all that came before is void, the answer begins anew.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_written_tokens: int = 0
+    num_window_missed_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    error_code: ErrorCode | None = None
+    started_at: float | None = None
+    restarted: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether no further output follows."""
+        return self.finish_reason is not None
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether the answer came to its end: it neither failed nor was cut off."""
+        return self.finish_reason in ("stop", "length")

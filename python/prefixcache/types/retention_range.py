@@ -1,0 +1,109 @@
+"""Retention hints: which tokens of a request are worth keeping, how much, and for how long.
+
+A hint orders eviction and does nothing else: it holds no block, refuses no request and changes no
+answer. What it raises counts against the budget of whoever gave it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prefixcache.config.checked import shown
+from prefixcache.exceptions import InvalidRequestError
+
+DEFAULT_PRIORITY = 35
+TTL_PRIORITY = 60
+MAX_PRIORITY = 100
+MAX_RANGES = 32
+MAX_TTL_SECONDS = 366 * 24 * 3600
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionRange:
+    """Tokens `start` to `end` of a request; without an `end` to the end of its answer.
+
+    `priority` is from 0 to 100, the greater the later evicted. It holds for `ttl_s` seconds from
+    the last use, or without end; then it is the default again, 35. Left out it is 60 beside a TTL,
+    and 35 without one. Values are checked where they come together, in `CacheOptions`.
+    """
+
+    start: int = 0
+    end: int | None = None
+    priority: int | None = None
+    ttl_s: float | None = None
+
+    @property
+    def chosen_priority(self) -> int:
+        """The priority, or what stands for it where it is left out."""
+        if self.priority is not None:
+            return self.priority
+        return DEFAULT_PRIORITY if self.ttl_s is None else TTL_PRIORITY
+
+
+def check_ranges(ranges: Sequence[RetentionRange]) -> None:
+    """Raises `InvalidRequestError` naming the field, as retention[2].ttl_s.
+
+    There are at most 32; they begin at 0 or later, hold a token or more, and do not overlap.
+    """
+    if len(ranges) > MAX_RANGES:
+        raise InvalidRequestError(
+            f"retention may have at most {MAX_RANGES} ranges, got {len(ranges)}.",
+            param="retention",
+            code="too_long",
+        )
+    for index, one in enumerate(ranges):
+        _check_range(one, f"retention[{index}]")
+    _check_disjoint(ranges)
+
+
+def check_within(ranges: Sequence[RetentionRange], num_tokens: int) -> None:
+    """Raises `InvalidRequestError` for a range that leaves a prompt of so many tokens."""
+    for index, one in enumerate(ranges):
+        name, value = ("start", one.start) if one.end is None else ("end", one.end)
+        if value > num_tokens:
+            raise _wrong(
+                f"retention[{index}].{name}",
+                f"leaves the prompt, which has {num_tokens} tokens",
+                getattr(one, name),
+            )
+
+
+def _check_range(one: object, field: str) -> None:
+    if not isinstance(one, RetentionRange):
+        raise _wrong(field, "must be a RetentionRange", one)
+    if not _is_count(one.start):
+        raise _wrong(f"{field}.start", "must be an integer, 0 or more", one.start)
+    if one.end is not None and not (_is_count(one.end) and one.end > one.start):
+        raise _wrong(f"{field}.end", f"must be an integer above start ({one.start})", one.end)
+    if one.priority is not None and not (_is_count(one.priority) and one.priority <= MAX_PRIORITY):
+        problem = f"must be an integer from 0 to {MAX_PRIORITY}"
+        raise _wrong(f"{field}.priority", problem, one.priority)
+    if one.ttl_s is not None and not _is_ttl(one.ttl_s):
+        problem = f"must be seconds above 0, at most {MAX_TTL_SECONDS}"
+        raise _wrong(f"{field}.ttl_s", problem, one.ttl_s)
+
+
+def _check_disjoint(ranges: Sequence[RetentionRange]) -> None:
+    order = sorted(range(len(ranges)), key=lambda index: ranges[index].start)
+    for before, index in itertools.pairwise(order):
+        end = ranges[before].end
+        if end is None or end > ranges[index].start:
+            problem = f"lies in retention[{before}]: ranges must not overlap"
+            raise _wrong(f"retention[{index}].start", problem, ranges[index].start)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_ttl(value: object) -> bool:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return math.isfinite(value) and 0 < value <= MAX_TTL_SECONDS
+
+
+def _wrong(field: str, problem: str, value: object) -> InvalidRequestError:
+    return InvalidRequestError(f"{field} {problem}, got {shown(value)}.", param=field)

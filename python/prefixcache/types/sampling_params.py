@@ -1,0 +1,130 @@
+"""How the next token of a request is chosen, and when the request ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from prefixcache.exceptions import InvalidRequestError
+from prefixcache.types.structured_output import StructuredOutput
+
+MAX_LOGPROBS = 20
+# Beyond these a logit that is divided or multiplied may overflow.
+REPETITION_PENALTIES = (0.01, 100.0)
+_TEMPERATURE_FLOOR = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling options of one request, with OpenAI's names and vLLM's additions.
+
+    Raises `InvalidRequestError`, naming the field, for a value out of range.
+    `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token. `logprobs` and
+    `prompt_logprobs` are counts of alternatives; 0 gives the chosen token's alone. The answer's
+    text follows `structured_output`. `max_tokens` 0 computes the prompt, and answers nothing.
+
+    Where `allowed_token_ids` is given, no other token is chosen. The answer holds none of
+    `bad_words`, as long as another token may be chosen. They act by their token ids, which
+    `tokenization.bad_words` finds; sequences of ids may be given instead.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    structured_output: StructuredOutput | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        _in_range("n", self.n, 1, 128)
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _in_range("top_k", self.top_k, -1, None)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _in_range("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTIES)
+        _in_range("min_tokens", self.min_tokens, 0, None)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _in_range(name, count, 0, MAX_LOGPROBS)
+        if self.seed is not None:
+            _in_range("seed", self.seed, -(2**63), 2**64 - 1)
+        self._check_lengths()
+        for token_id, bias in self.logit_bias.items():
+            _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        if any(not text for text in self.stop):
+            raise InvalidRequestError("stop must not hold an empty string.", param="stop")
+        self._check_words()
+
+    def _check_lengths(self) -> None:
+        if self.max_tokens is None:
+            return
+        _in_range("max_tokens", self.max_tokens, 0, None)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).",
+                param="min_tokens",
+            )
+
+    def _check_words(self) -> None:
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequestError(
+                "allowed_token_ids must not be empty.", param="allowed_token_ids"
+            )
+        if self.allowed_token_ids is not None and self.structured_output is not None:
+            raise InvalidRequestError(
+                "allowed_token_ids and structured output exclude each other.",
+                param="allowed_token_ids",
+            )
+        if any(not word.strip() for word in self.bad_words) or not all(self.bad_words_token_ids):
+            raise InvalidRequestError("bad_words must not hold an empty word.", param="bad_words")
+
+    def for_choice(self, index: int) -> SamplingParams:
+        """Options of choice number `index` of the `n`: its seed is `seed + index`."""
+        seed = None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
+        return replace(self, n=1, seed=seed)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature < _TEMPERATURE_FLOOR
+
+
+def _in_range(
+    name: str,
+    value: float,
+    low: float,
+    high: float | None,
+    *,
+    open_low: bool = False,
+) -> None:
+    finite = abs(value) <= sys.float_info.max  # not so for NaN
+    too_low = value <= low if open_low else value < low
+    too_high = high is not None and value > high
+    if isinstance(value, bool) or not finite or too_low or too_high:
+        bracket = "(" if open_low else "["
+        upper = "infinity" if high is None else high
+        raise InvalidRequestError(
+            f"{name} must be a number in {bracket}{low}, {upper}], "
+            f"got {value if finite else 'one that no float holds'}.",
+            param=name,
+        )

@@ -1,0 +1,123 @@
+"""What the scheduler decided for one step: plain data, all the runner is told.
+
+Letters of shapes here and in the runner: T tokens in the step, S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache.types.request import ErrorCode, TokenLogprobs
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.token_ids import TokenBuffer, TokenIds
+
+
+class TokenMask(Protocol):
+    """Which tokens a grammar lets follow, worked out while the model computes."""
+
+    def words(self, seconds: float) -> npt.NDArray[np.int32] | None:
+        """One bit a token, bit i of word w being token 32 * w + i; valid until the next token.
+
+        Waits at most so many seconds: None when it is not known then. Raises `GrammarError` when
+        the answer cannot follow its grammar any further.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingInput:
+    """What the sampler needs of a sequence whose next token is due.
+
+    The randomness depends on `seed` and on the position of the new token alone, never on the batch.
+    `tokens` are those that are known before it; `banned_token_ids` may not be chosen in this step,
+    and those that `mask` leaves out neither.
+    """
+
+    params: SamplingParams
+    seed: int
+    tokens: TokenBuffer
+    banned_token_ids: Sequence[int] = ()
+    mask: TokenMask | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsInput:
+    """Asks for log probabilities of the tokens that *follow* a chunk's positions in the prompt.
+
+    There is no such token at the prompt's end. `count` likeliest tokens are told beside each.
+    """
+
+    followers: TokenIds
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledSequence:
+    """The part of one sequence that is computed in this step.
+
+    Its `num_tokens` stand at positions `start`, `start + 1`, ... of the sequence. `sampling` is
+    None for a chunk of a prompt that does not reach the prompt's end.
+    """
+
+    request_id: str
+    start: int
+    num_tokens: int
+    sampling: SamplingInput | None
+    prompt_logprobs: PromptLogprobsInput | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: decodes first, then chunks of prompts. The order is that of the batch's rows.
+
+    `token_ids` [T] are the tokens of the sequences side by side; -1 - i stands for the i-th token
+    that the step before samples, where that is not known yet. The first `num_decodes` sequences
+    extend an answer by one token.
+    """
+
+    sequences: tuple[ScheduledSequence, ...]
+    token_ids: TokenIds
+    num_decodes: int
+
+    @property
+    def num_tokens(self) -> int:
+        """T: tokens computed in this step."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOutput:
+    """What the runner computed for one `ScheduledSequence`, in the plan's order.
+
+    `token_id` is None where nothing was to be sampled. `error` is set instead of a token when the
+    sequence's logits were unusable (NaN), so that one request fails and not the step; `error_code`
+    is as in `RequestOutput`. `is_late`
+    says that nothing was sampled since the mask was not known in time: the sequence's last token is
+    to be computed once more.
+    """
+
+    token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
+    error_code: ErrorCode | None = None
+    is_late: bool = False
+
+
+class SubmittedStep(Protocol):
+    """A step that the runner computes. `outputs` waits until it is done, unless `is_known`."""
+
+    @property
+    def outputs(self) -> Callable[[], list[SequenceOutput]]:
+        """One output for each sequence of the plan."""
+        ...
+
+    @property
+    def is_known(self) -> bool:
+        """Whether nothing need be waited for."""
+        ...

@@ -60,6 +60,9 @@ class Gauges:
     num_hit_tokens: int = 0
     num_in_flight_waits: int = 0
     num_window_missed_tokens: int = 0
+    num_cached_blocks: int = 0
+    num_free_blocks: int = 0
+    num_evictions: int = 0
     num_pinned_blocks: int = 0
     num_pins: int = 0
     num_demotions: int = 0
@@ -211,6 +214,7 @@ class Metrics(Collector):
                 "Tokens that full attention had in the cache and sliding windows did not.",
                 gauges.num_window_missed_tokens,
             ),
+            ("evictions", "Cached blocks that were evicted.", gauges.num_evictions),
             ("pins", "Blocks pinned.", gauges.num_pins),
             ("demotions", "Pins that ended for younger ones.", gauges.num_demotions),
             ("pinned_evictions", "Pinned blocks evicted.", gauges.num_pinned_evictions),
@@ -287,6 +291,16 @@ def _gauge_families(gauges: Gauges) -> Iterator[Metric]:
     )
     yield GaugeMetricFamily(
         PREFIX + "kv_cache_usage_perc", "Share of blocks held, 0 to 1.", value=gauges.cache_usage
+    )
+    yield GaugeMetricFamily(
+        PREFIX + "cached_blocks",
+        "Blocks that can be hit, held or free.",
+        value=gauges.num_cached_blocks,
+    )
+    yield GaugeMetricFamily(
+        PREFIX + "free_blocks",
+        "Blocks that no request holds, cached ones included.",
+        value=gauges.num_free_blocks,
     )
     yield GaugeMetricFamily(
         PREFIX + "pinned_blocks", "Blocks that are evicted last.", value=gauges.num_pinned_blocks

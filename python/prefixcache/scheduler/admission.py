@@ -51,7 +51,7 @@ class Admission:
         self.enabled = enable_prefix_caching
         self.counter = HitCounter()
         self.num_window_missed_tokens = 0
-        self.num_below_threshold: Counter[str] = Counter()
+        self.num_below_threshold: Counter[str] = Counter(request=0, **{"global": 0})
 
     def start(self, state: RequestState) -> Verdict:
         """Takes blocks for the request; on any verdict but `STARTED` it holds none."""

@@ -205,7 +205,7 @@ def _endpoint(run: RunCommand, command: Callable[..., Any]) -> Callable[..., Any
     required = [one.name for one in parameters if one.default is one.empty]
 
     async def call(request: Request) -> Response:
-        fields = await read_options(request, options) if parameters else options()
+        fields = await read_options(request, options)
         given = fields.model_dump(include=set(options.model_fields), exclude_none=True)
         for name in required:
             if name not in given:

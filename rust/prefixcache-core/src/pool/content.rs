@@ -707,7 +707,7 @@ mod tests {
         let key = BlockKey::new(BlockHash::from_bytes([7; 32]), GroupId::new(0));
         let mut blocks = Vec::new();
         pool.allocate(1, &mut blocks).unwrap();
-        pool.register(blocks[0], key, pool.epoch()).unwrap();
+        let _registration = pool.register(blocks[0], key, pool.epoch()).unwrap();
         pool.contents
             .epoch
             .0

@@ -83,6 +83,7 @@ async def test_a_threshold_is_met_by_what_was_probed(client: httpx.AsyncClient) 
         fields = body([*PROMPT, *range(200, 220)], cache_hit_threshold=threshold, cache_write=False)
         answer = (await client.post(COMPLETIONS, json=fields)).json()
         assert answer["choices"][0]["finish_reason"] == reason
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
 
 
 WRONG: list[tuple[str, dict[str, Any]]] = [

@@ -63,6 +63,13 @@ def test_the_ratio_counts_matched_full_blocks_of_all_tokens(
     assert refused(warmed(16), "a", prompt_of(length), threshold) is expected
 
 
+def test_a_refusal_says_how_many_tokens_were_cached() -> None:
+    bench = warmed(16)
+    bench.add("a", prompt_of(40), cache=CacheOptions(hit_threshold=0.41))
+    bench.run()
+    assert [r.num_cached_tokens for r in bench.scheduler.take_refused()] == [16]
+
+
 @pytest.mark.parametrize("length", [1, 3, 4])
 def test_short_prompts(length: int) -> None:
     assert refused(Bench(), "a", prompt_of(length), 0.001)

@@ -289,7 +289,13 @@ class Engine:
         plan = self._scheduler.schedule()
         refused = self._scheduler.take_refused()
         outputs += [
-            self._end(r.request_id, r.finish_reason, error=r.error, code=r.error_code)
+            self._end(
+                r.request_id,
+                r.finish_reason,
+                num_cached_tokens=r.num_cached_tokens,
+                error=r.error,
+                code=r.error_code,
+            )
             for r in refused
         ]
         if plan.sequences:
@@ -448,12 +454,13 @@ class Engine:
         request_id: str,
         reason: FinishReason,
         *,
+        num_cached_tokens: int | None = None,
         error: str | None = None,
         code: ErrorCode | None = None,
     ) -> RequestOutput:
         answer = self._answers.pop(request_id)
         try:
-            output = answer.end(reason, error=error, code=code)
+            output = answer.end(reason, num_cached_tokens, error=error, code=code)
         except Exception as failure:
             logger.exception("Request %s failed.", request_id)
             output = answer.end("error", error=_named(failure))

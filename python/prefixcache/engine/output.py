@@ -102,9 +102,19 @@ class Answer:
         )
 
     def end(
-        self, reason: FinishReason, *, error: str | None = None, code: ErrorCode | None = None
+        self,
+        reason: FinishReason,
+        num_cached_tokens: int | None = None,
+        *,
+        error: str | None = None,
+        code: ErrorCode | None = None,
     ) -> RequestOutput:
-        """The last output of an answer that no token ended. After an error no text is added."""
+        """The last output of an answer that no token ended. After an error no text is added.
+
+        `num_cached_tokens`, where given, are those of a request that was refused.
+        """
+        if num_cached_tokens is not None:
+            self._num_cached_tokens = num_cached_tokens
         return RequestOutput(
             request_id=self.request.request_id,
             text="" if reason == "error" else self._detokenizer.finish(),

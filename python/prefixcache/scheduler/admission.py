@@ -63,6 +63,8 @@ class Admission:
         # A prompt whose log probabilities are asked for is computed, whatever matches.
         usable = min(matched, most) if state.prompt_logprobs_due else matched
         if self._is_below_threshold(state, usable):
+            if state.num_cached_tokens is None:
+                state.num_cached_tokens = usable
             return Verdict.BELOW_THRESHOLD
         lost = self._lost_to_windows(state, matched, most)
         hits = min(matched, most)

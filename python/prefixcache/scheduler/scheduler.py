@@ -47,10 +47,14 @@ from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepP
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request that was accepted, but is not started (any more); `error` says why it failed."""
+    """A request that was accepted, but is not started (any more); `error` says why it failed.
+
+    `num_cached_tokens` of its prompt were cached when it first started, or was refused.
+    """
 
     request_id: str
     finish_reason: FinishReason
+    num_cached_tokens: int = 0
     error: str | None = None
     error_code: ErrorCode | None = None
 
@@ -510,10 +514,11 @@ class Scheduler:
         self._cache.free([state.request_id])
 
     def _refusal(self, state: RequestState, verdict: Verdict) -> Refusal:
+        cached = state.num_cached_tokens or 0
         if verdict is Verdict.BELOW_THRESHOLD:
-            return Refusal(state.request_id, "cache_threshold")
+            return Refusal(state.request_id, "cache_threshold", cached)
         error = self._limits.describe_lack(state.num_tokens)
-        return Refusal(state.request_id, "error", error, "insufficient_kv_cache")
+        return Refusal(state.request_id, "error", cached, error, "insufficient_kv_cache")
 
     def _stops_waiting(self, request_id: str) -> bool:
         """Takes a request out of where it waits; tells whether it waited."""

@@ -93,6 +93,20 @@ def test_flags_that_make_no_sense_are_named(flags: dict[str, Any], told: str) ->
 
 
 # A window of 9 tokens needs two blocks of 4 before a position, and one below them is kept.
+def test_debugging_shows_evictions_and_pins(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "prefixcache.kv")
+    serving = Serving(Retention(pin=True, pin_min_drop_size=1), num_blocks=41)
+    for start in (0, 1000, 2000):
+        serving.serve(list(range(start, start + 64)))
+    pins, evictions = serving.stat("pins"), serving.stat("evictions")
+    assert min(pins, evictions) > 0
+    serving.cache.log_changes()
+    (line,) = [text for text in caplog.messages if text.startswith("Blocks")]
+    assert line.startswith(f"Blocks of the cache: {evictions} evictions, {pins} pins")
+    serving.cache.log_changes()
+    assert caplog.messages[-1] == line or not caplog.messages[-1].startswith("Blocks")
+
+
 @pytest.mark.parametrize(
     ("interval", "windows", "blocks"),
     [
@@ -123,22 +137,27 @@ def test_so_many_blocks_are_really_kept(length: int, interval: int | None) -> No
 
 def test_the_line_of_the_start_has_the_numbers() -> None:
     retention = Retention(interval=1024, pin=True)
-    line = retention.describe_pins(24_000, 16, [None, *[128] * 6])
+    line = retention.describe_pins(24_000, 16, [None, *[128] * 6], 32_768)
     # 1562 blocks of full attention, and 25 windows of 9 blocks in six groups.
-    assert int(0.8 * 24_000 / (1562 + 6 * 25 * 9)) == 6
-    assert "most 20% of the cache" in line
-    assert "24000 blocks (384000 tokens of one group of layers)" in line
-    assert "80% of them hold 6 prefixes of 25000 tokens" in line
+    assert int(0.2 * 24_000 / (1562 + 6 * 25 * 9)) == 1
+    assert "at most 4800 of 24000 blocks (20%), which are 1 prefixes of 25000 tokens" in line
     assert "every 1024 tokens, with the blocks of full attention before them" in line
-    assert "thrashes" in line
     assert "\n" not in line
 
 
+def test_the_line_of_the_start_counts_prefixes_that_the_context_allows() -> None:
+    line = Retention(pin=True).describe_pins(24_000, 16, [None, *[128] * 6], 2048)
+    # 128 blocks of full attention, and one window of 9 blocks in six groups.
+    assert f"{4800 // (128 + 6 * 9)} prefixes of 2048 tokens" in line
+
+
 def test_the_line_names_what_is_not_pinned() -> None:
-    line = Retention(pin=True, pin_prefix_blocks=False).describe_pins(100, 16, [None, 128])
+    retention = Retention(pin=True, pin_prefix_blocks=False)
+    line = retention.describe_pins(1000, 16, [None, 128], 2048)
     assert "full attention" not in line
     assert "every" not in line
-    assert "full attention" not in Retention(pin=True).describe_pins(100, 16, [128])
+    assert f"{200 // 9} prefixes" in line
+    assert "full attention" not in Retention(pin=True).describe_pins(100, 16, [128], 2048)
 
 
 CHUNK = 16
@@ -316,8 +335,8 @@ def test_pins_hold_no_blocks() -> None:
 @pytest.mark.parametrize(
     ("architecture", "flags", "told"),
     [
-        ("gemma3", {"pin_swa_tokens": True}, "Pinned: .* every 2048 tokens, with the blocks of"),
-        ("mistral-window", {"pin_swa_tokens": True}, "Pinned: .* every 2048 tokens; at most 20%"),
+        ("gemma3", {"pin_swa_tokens": True}, "Pinned: .* every 2048 tokens, with the blocks"),
+        ("mistral-window", {"pin_swa_tokens": True}, "Pinned: .* every 2048 tokens; at most 20 of"),
         ("smollm2", {"pin_swa_tokens": True}, "Without effect: --pin-swa-tokens. No layer"),
         (
             "smollm2",
@@ -341,4 +360,4 @@ def test_a_start_says_what_is_pinned(
     found = [text for text in caplog.messages if text.startswith(("Pinned", "Without"))]
     assert len(found) == (told is not None)
     assert told is None or re.match(told, found[0])
-    assert "Pinned" not in "".join(found) or "100 blocks (1600 tokens of one group" in found[0]
+    assert "Pinned" not in "".join(found) or "of 100 blocks (20%)" in found[0]

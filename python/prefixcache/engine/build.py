@@ -140,7 +140,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     if writer is not None:
         engine.metrics.of_recording = writer.families
     _log_choices(config, parts, kv, cpu)
-    _log_retention(config.cache, retention, cache, kv.layout)
+    _log_retention(config.cache, retention, cache, kv.layout, parts.scheduler.max_num_tokens)
     return BuiltEngine(
         engine=engine,
         tokenizer=tokenizer,
@@ -257,7 +257,11 @@ def _log_choices(config: EngineConfig, parts: EngineParts, kv: KVTensors, cpu: C
 
 
 def _log_retention(
-    config: CacheConfig, retention: Retention, cache: CacheManager, layout: KVLayout
+    config: CacheConfig,
+    retention: Retention,
+    cache: CacheManager,
+    layout: KVLayout,
+    max_model_len: int,
 ) -> None:
     """What is pinned, or which flags change nothing."""
     flags = {
@@ -269,7 +273,10 @@ def _log_retention(
         logger.warning("Without effect: %s. No layer of this model has a sliding window.", given)
     elif retention.pin:
         windows = [group.sliding_window for group in layout.groups]
-        logger.info(retention.describe_pins(cache.num_usable_blocks, cache.block_size, windows))
+        line = retention.describe_pins(
+            cache.num_usable_blocks, cache.block_size, windows, max_model_len
+        )
+        logger.info(line)
 
 
 def _describe_groups(layout: KVLayout) -> str:

@@ -337,6 +337,7 @@ class Engine:
     def _note_usage(self) -> None:
         """After requests may have taken blocks or given them back."""
         self._cache_usage = self._cache.usage
+        self._cache.log_changes()
         if self._pool is not None:
             self._pool.note_release()
 

@@ -30,6 +30,8 @@ Blocks = npt.NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
 
+_LOGGED_COUNTERS = ("evictions", "pins", "demotions", "pinned_evictions", "hints_demoted")
+
 EVICTED_CAUSES = (1, 3, 4, 5)
 """Causes of losses that nobody chose for these blocks: eviction, a full line, a smaller pool, the
 bound on what may be cached."""
@@ -127,6 +129,7 @@ class CacheManager:
         self._unhashed: set[str] = set()
         self._publish_answers = publish_answers
         self._prompt_lengths: dict[str, int] = {}
+        self._logged = dict.fromkeys(_LOGGED_COUNTERS, 0)
         self._set_size(num_blocks)
 
     def _set_size(self, num_blocks: int) -> None:
@@ -152,6 +155,17 @@ class CacheManager:
     def stats(self) -> dict[str, int]:
         """Lifetime counters of the core, and blocks by state. From any thread."""
         return self._cache.stats()
+
+    def log_changes(self) -> None:
+        """Writes to the debug log how many blocks were evicted, pinned and demoted since."""
+        if not logger.isEnabledFor(logging.DEBUG):
+            return
+        counts = self.stats()
+        changes = {name: counts[name] - logged for name, logged in self._logged.items()}
+        self._logged = {name: counts[name] for name in self._logged}
+        if any(changes.values()):
+            text = ", ".join(f"{count} {name}" for name, count in changes.items() if count)
+            logger.debug("Blocks of the cache: %s.", text.replace("_", " "))
 
     @property
     def num_lost_to_resizes(self) -> int:

@@ -26,7 +26,6 @@ from prefixcache.kv.specs import GroupKind
 from prefixcache.types.request import Request
 
 _PREFIX_TOKENS = 25_000
-_FILLED_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,18 +83,23 @@ class Retention:
         return kept
 
     def describe_pins(
-        self, num_usable_blocks: int, block_size: int, windows: Sequence[int | None]
+        self,
+        num_usable_blocks: int,
+        block_size: int,
+        windows: Sequence[int | None],
+        max_model_len: int,
     ) -> str:
-        """What is pinned, and how many prefixes the cache holds, in one line."""
+        """What is pinned, and how many prefixes stay pinned, in one line."""
         every = f", and every {self.interval} tokens" if self.interval else ""
         prefix = self.pin_prefix_blocks and None in windows
         before = ", with the blocks of full attention before them" if prefix else ""
-        each = self.num_blocks_kept(_PREFIX_TOKENS, block_size, windows)
-        fit = int(_FILLED_SHARE * num_usable_blocks / each)
+        length = min(_PREFIX_TOKENS, max_model_len)
+        pinned = [window for window in windows if prefix or window is not None]
+        each = max(1, self.num_blocks_kept(length, block_size, pinned))
+        most = int(self.pin_max_share * num_usable_blocks)
         return (
             f"Pinned: windows where prompts and answers end, where prompts part{every}{before}; at "
-            f"most {self.pin_max_share:.0%} of the cache. It has {num_usable_blocks} blocks "
-            f"({num_usable_blocks * block_size} tokens of one group of layers); "
-            f"{_FILLED_SHARE:.0%} of them hold {fit} prefixes of {_PREFIX_TOKENS} tokens. With "
-            "more in turns, demotion thrashes: each is gone before it is asked for again."
+            f"most {most} of {num_usable_blocks} blocks ({self.pin_max_share:.0%}), which are "
+            f"{most // each} prefixes of {length} tokens. With more in turns, the oldest are "
+            "demoted, and evicted as others are."
         )

@@ -293,6 +293,21 @@ def test_a_nucleus_is_found_bit_by_bit() -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
+def test_a_nucleus_of_flat_logits_has_no_token_too_many(waits: bool) -> None:
+    """Each token has less of the mass than a float32 sum of all is wrong by."""
+    values = logits(16, 150_000, scale=3.0)
+    upload = Upload()
+    known = [SampledRow(f"{r}", 2, row(r, top_p=0.95)) for r in range(16)]
+    draws_at = add_draws(upload, known, range(16), 150_000)
+    draws = draws_at(upload.send(CPU))
+    assert draws is not None
+    probabilities = torch.softmax(values.double(), dim=-1).sort(dim=-1, descending=True)
+    last = (probabilities.values.cumsum(dim=-1) < 0.95).sum(dim=-1, keepdim=True)
+    expected = values.gather(1, probabilities.indices.gather(1, last)).squeeze(1)
+    assert torch.equal(floors(values, Tiles(values), draws, waits=waits), expected)
+
+
+@pytest.mark.parametrize("waits", [True, False])
 def test_a_context_that_grew_gives_what_one_counted_anew_gives(waits: bool) -> None:
     values = logits(5, 12, scale=0.5)
     options = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.4}

@@ -415,7 +415,7 @@ async def test_weights_come_from_the_allowed_folders_alone(
         "smollm2-135m-instruct",
         "~root",
         "",
-        "/" * 5000,
+        "/" * 4000,
     ]
     dirs = ModelDirs([allowed, outside.parent / outside.name / ".." / outside.name])
     access = {"model_dirs": ModelDirs([allowed])}

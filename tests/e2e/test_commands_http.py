@@ -56,11 +56,21 @@ async def client(engine: FakeEngine, tokenizer: Tokenizer) -> AsyncIterator[http
 
 
 @pytest.mark.parametrize(
-    "path", ["/reset_prefix_cache", "/sleep?level=0", "/prefix_cache/count?start=1"]
+    "path", ["/reset_prefix_cache", "/pause?mode=keep", "/prefix_cache/count?start=1"]
 )
 async def test_a_query_that_nobody_reads_is_told(client: httpx.AsyncClient, path: str) -> None:
     answer = await client.post(path, params={"tag": "weights", **dict(httpx.URL(path).params)})
     assert answer.headers.get("X-Prefixcache-Warning") == "unknown fields: tag", answer.text
+
+
+@pytest.mark.parametrize("given", [{"params": {"tags": "weights"}}, {"json": {"tag": "kv_cache"}}])
+async def test_a_sleep_of_one_part_is_refused(
+    client: httpx.AsyncClient, given: dict[str, Any]
+) -> None:
+    answer = await client.post("/sleep", **given)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "unsupported_parameter")
+    assert error["param"] in ("tag", "tags")
 
 
 @pytest.mark.parametrize(

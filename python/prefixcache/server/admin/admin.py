@@ -80,6 +80,12 @@ class UpdateWeightsRequest(RequestFields):
         return "abort"
 
 
+class SleepFields(RequestFields):
+    """What `POST /sleep` cannot do: give up a part that `level` does not name."""
+
+    refused: ClassVar[dict[str, tuple[object, ...]]] = {"tag": (), "tags": ()}
+
+
 class ResizeRequest(RequestFields):
     """Options of `POST /prefix_cache/resize`: one of the two."""
 
@@ -184,7 +190,8 @@ def options_of(command: Callable[..., Any]) -> type[RequestFields]:
     types: dict[str, Any] = {
         one.name: (one.annotation | None, None) for one in _parameters(command)
     }
-    return create_model(command.__name__, __base__=RequestFields, **types)
+    base = SleepFields if command.__name__ == "sleep" else RequestFields
+    return create_model(command.__name__, __base__=base, **types)
 
 
 def _parameters(command: Callable[..., Any]) -> list[inspect.Parameter]:

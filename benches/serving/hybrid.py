@@ -91,7 +91,8 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 COUNTS = (15, 20, 30, 40, 50, 60)
 ALL = PREFIX + SUFFIX
-# Tokens that a request computes in passes 2 and 3, by a simulation checked against vLLM's manager.
+# Tokens that a request computes in passes 2 and 3, by a simulation checked against vLLM's manager,
+# which forgets what is behind a window at once unless every block is registered: at most so many.
 EXPECTED = {
     **{(REGISTERED, k): (ALL, ALL) if k > 15 else (SUFFIX, SUFFIX) for k in COUNTS},
     **{(ANCHORS, k): (ALL, SUFFIX) for k in COUNTS},
@@ -344,7 +345,7 @@ def computed(cell: dict[str, Any]) -> tuple[int, int]:
 
 
 def show(record: dict[str, Any]) -> None:
-    """Prints the cells that are there; a number that is not the expected one is marked."""
+    """Prints the cells that are there; a number above the expected one is marked."""
     times = {} if record["settings"]["simulated"] else TIMES
     table = Table(box=MARKDOWN)
     for title in ("", "k", "computed", "expected", *times):
@@ -353,11 +354,16 @@ def show(record: dict[str, Any]) -> None:
         done = find(record, cell)
         if done is not None:
             expected = cell.expected
-            mark = " !" if expected not in (None, computed(done)) else ""
+            mark = " !" if expected and is_more(computed(done), expected) else ""
             told = in_passes(expected or ()) + mark
             told_times = (tell(done) for tell in times.values())
             table.add_row(cell.title, str(cell.k), in_passes(computed(done)), told, *told_times)
     Console(width=160).print(table)
+
+
+def is_more(done: tuple[int, int], expected: tuple[int, int]) -> bool:
+    """Whether some pass computed more than was expected."""
+    return any(one > most for one, most in zip(done, expected, strict=True))
 
 
 def in_passes(numbers: Sequence[float]) -> str:

@@ -108,7 +108,9 @@ class ReferencePool:
         self.num_blocks = num_blocks
         self.append_only = free_order == "append"
         self.blocks = {block: Block() for block in range(1, max_blocks or num_blocks)}
-        self.regular = list(range(1, num_blocks))
+        self.blank = list(range(1, num_blocks))
+        self.unneeded: list[int] = []
+        self.regular: list[int] = []
         self.pinned: list[int] = []
         self.registered: dict[Key, list[int]] = {}  # oldest registration first
         self.epoch = 0
@@ -116,7 +118,7 @@ class ReferencePool:
 
     def free_order(self) -> list[int]:
         stale = self.stale_pins()
-        return stale + self.regular + self.pinned[len(stale) :]
+        return stale + self.blank + self.unneeded + self.regular + self.pinned[len(stale) :]
 
     def stale_pins(self) -> list[int]:
         """Pinned since before the epoch: of no use, so they go first."""
@@ -169,7 +171,7 @@ class ReferencePool:
         self.forget(block)
 
     def leave_line(self, block: int) -> None:
-        (self.regular if block in self.regular else self.pinned).remove(block)
+        next(line for line in self.lines if block in line).remove(block)
 
     def forget(self, block: int) -> None:
         content = self.blocks[block].content
@@ -190,23 +192,27 @@ class ReferencePool:
         self.registered.setdefault(key, []).append(block)
         return hitting
 
-    def release(self, blocks: list[int], *, discard: bool = False) -> None:
+    @property
+    def lines(self) -> list[list[int]]:
+        return [self.blank, self.unneeded, self.regular, self.pinned]
+
+    def release(self, blocks: list[int], *, unneeded: bool = False) -> None:
         freed = []
         for block in blocks:
             self.blocks[block].holders -= 1
             if self.blocks[block].holders == 0:
                 freed.append(block)
-                if discard and not self.blocks[block].pinned:
-                    self.forget(block)
         blank = [block for block in freed if not self.is_cached(block)]
         for block in blank:
             self.forget(block)
         freed = [block for block in freed if block < self.num_blocks]
         if not self.append_only:
-            self.regular[:0] = [block for block in freed if block in blank]
+            self.blank[:0] = [block for block in freed if block in blank]
             freed = [block for block in freed if block not in blank]
         for block in freed:
-            (self.pinned if self.blocks[block].pinned else self.regular).append(block)
+            goes_first = unneeded and block not in blank
+            line = self.unneeded if goes_first else self.regular
+            (self.pinned if self.blocks[block].pinned else line).append(block)
 
     def set_pins(self, blocks: list[int], pinned: bool) -> int:
         return sum(self.set_pin(block, pinned) for block in blocks)
@@ -220,7 +226,7 @@ class ReferencePool:
         copies = copies[:1] if pinned else [*copies, block]
         change = [copy for copy in copies if self.blocks[copy].pinned != pinned]
         for copy in set(change):
-            free = copy in self.regular + self.pinned
+            free = any(copy in line for line in self.lines)
             if free:
                 self.leave_line(copy)
             self.blocks[copy].pinned = pinned
@@ -244,7 +250,7 @@ class ReferencePool:
             if self.blocks[block].holders == 0:
                 self.leave_line(block)
         grown = range(self.num_blocks, num_blocks)
-        self.regular[:0] = [block for block in grown if self.blocks[block].holders == 0]
+        self.blank[:0] = [block for block in grown if self.blocks[block].holders == 0]
         self.num_blocks = num_blocks
         return self.num_held_above
 
@@ -401,9 +407,9 @@ class ReferenceCache:
                 dropped = [index for index in range(end) if table[index] != 0][::-1]
                 fates = {index: self.fate(sequence, group, index) for index in dropped}
                 self.pool.set_pins([table[i] for i in dropped if fates[i] == "pinned"], True)
-                self.pool.release([table[i] for i in dropped if fates[i] != "forgotten"])
-                forgotten = [table[i] for i in dropped if fates[i] == "forgotten"]
-                self.pool.release(forgotten, discard=True)
+                self.pool.release([table[i] for i in dropped if fates[i] != "unneeded"])
+                unneeded = [table[i] for i in dropped if fates[i] == "unneeded"]
+                self.pool.release(unneeded, unneeded=True)
                 for index in dropped:
                     table[index] = 0
                 count += len(dropped)
@@ -417,7 +423,7 @@ class ReferenceCache:
         own = [a for a in anchors if self.first_kept(group, a) <= index < a]
         if any(sequence.is_pinned(anchor, size) for anchor in own):
             return "pinned"
-        return "kept" if own or index < sequence.num_hits else "forgotten"
+        return "kept" if own or index < sequence.num_hits else "unneeded"
 
     def pin_anchors(self, sequences: list[Sequence]) -> int:
         pinned = 0
@@ -472,7 +478,7 @@ class ReferenceCache:
         own = sequence.tables[group][index]
         self.pool.touch(block)
         sequence.tables[group][index] = block
-        self.pool.release([own], discard=True)
+        self.pool.release([own], unneeded=True)
 
     def release(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:

@@ -21,12 +21,19 @@ def bench() -> Iterator[ModuleType]:
     ("row", "k"),
     [("REGISTERED", 15), ("REGISTERED", 20), ("ANCHORS", 60), ("WINDOWS", 20), ("BOTH", 20)],
 )
-def test_each_request_computes_what_a_simulation_of_vllm_says(
+def test_each_request_computes_at_most_what_a_simulation_of_vllm_says(
     bench: ModuleType, row: str, k: int
 ) -> None:
     cell = bench.Cell(getattr(bench, row), k, num_output=2)
     done = bench.measure(bench.simulated(cell.row), cell, lambda: None)
-    assert bench.computed(done) == bench.EXPECTED[cell.row, k]
+    assert not bench.is_more(bench.computed(done), bench.EXPECTED[cell.row, k])
+
+
+@pytest.mark.parametrize("row", ["REGISTERED", "ANCHORS", "BOTH"])
+def test_with_room_for_all_the_suffix_alone_is_computed(bench: ModuleType, row: str) -> None:
+    cell = bench.Cell(getattr(bench, row), 15, num_output=2)
+    done = bench.measure(bench.simulated(cell.row), cell, lambda: None)
+    assert bench.computed(done) == (bench.SUFFIX, bench.SUFFIX)
 
 
 @pytest.mark.parametrize(("row", "computed"), [("BOTH", 448), ("SPACED", 3520), ("CLOSE", 3520)])

@@ -18,6 +18,7 @@ from prefixcache.diagnostics.history import Miss, RememberedPrompt
 from prefixcache.diagnostics.losses import Losses, LostBlocks
 from prefixcache.diagnostics.reasons import Asked, Explanation
 from prefixcache.diagnostics.room import Admitted, CacheDiagnostics
+from prefixcache.kv.retention import Retention
 from prefixcache.types.request import CacheOptions
 
 BLOCK = 4
@@ -73,6 +74,10 @@ class Room:
         assert found.miss is not None
         assert found.cached_tokens == found.miss.hit_tokens == last.num_cached_tokens
         return found.miss
+
+    def leave_cached(self, count: int) -> None:
+        """Evicts all but the blocks that are evicted last."""
+        self.cache._cache.release_cached(self.cache.stats()["cached_blocks"] - count)
 
     def explain(
         self,
@@ -207,6 +212,11 @@ def test_a_window_whose_blocks_are_gone() -> None:
     room = Room(groups=("full", ("sliding_window", 8)), num_blocks=65)
     shared = list(range(10, 50))
     room.check([*shared, *range(60, 80)], 0, "never_seen")
+    room.check([*shared, *range(80, 95)], 40, "never_seen")
+    # Without room for what is behind windows.
+    room = Room(groups=("full", ("sliding_window", 8)), num_blocks=65)
+    room.check([*shared, *range(60, 80)], 0, "never_seen")
+    room.leave_cached(Retention().num_blocks_kept(60, 4, [None, 8]))
     room.check([*shared, *range(80, 95)], 0, "window_lost")
     # The second one repaired it.
     room.check([*shared, *range(70, 85)], 40, "never_seen")
@@ -220,6 +230,7 @@ def test_windows_alone() -> None:
     room.check(first, 0, "never_seen")
     room.check(first, 56, "tail")
     room.check([*first, *range(1, 7)], 60, "never_seen")
+    room.leave_cached(5)
     room.check([*shared, *range(80, 95)], 0, "window_lost")
     for other in others(8):
         room.send(other)

@@ -1,7 +1,7 @@
-"""Which blocks behind a sliding window later requests find, and which of them are evicted last.
+"""Which blocks behind a sliding window are evicted first, and which of them last.
 
 A window's blocks are given back as it moves on. Those before an *anchor*, a position at which a
-later request is likely to begin, keep their content; the others are handed out first. Anchors are
+later request is likely to begin, are evicted as others are; the rest before all others. Anchors are
 
 - the last full block before the prompt's last token: the same prompt again;
 - the end of the answer: the next turn of a conversation. The core adds it;
@@ -32,7 +32,7 @@ _PREFIX_TOKENS = 25_000
 class Retention:
     """What requests leave behind their windows; the flags of `CacheConfig` say what each means.
 
-    `interval` None keeps every block, 0 those of the other anchors alone.
+    `interval` None lets every block be evicted as others are, 0 those of the other anchors alone.
     """
 
     interval: int | None = 0

@@ -87,11 +87,12 @@ impl State {
         Self(self.0 & !CLASS | code << CLASS_SHIFT)
     }
 
-    /// The state with a pin, which makes it forget in which of the default class's queues it stood.
+    /// The state with a pin, which makes it forget in which of the default band's classes it stood.
+    #[inline]
     pub(crate) fn pinned(self) -> Self {
-        let own = match self.own_class().queue() {
-            Some(_) => Class::DEFAULT,
-            None => self.own_class(),
+        let own = match self.own_class().is_of_default_band() {
+            true => Class::DEFAULT,
+            false => self.own_class(),
         };
         self.with_own_class(own).with(PINNED, true)
     }

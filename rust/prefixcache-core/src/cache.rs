@@ -747,8 +747,8 @@ impl<S: BlockStore> PrefixCache<S> {
             let table = &mut holding.tables[group.index()];
             std::mem::swap(&mut table.blocks[index], &mut taken[0]);
         }
-        // Not released with its content: a copy that nobody needs would push out what somebody does.
-        self.store.discard(&taken)?;
+        // A copy that nobody needs would push out what somebody does.
+        self.store.release_unneeded(&taken)?;
         Ok(())
     }
 
@@ -847,8 +847,9 @@ impl<S: BlockStore> PrefixCache<S> {
     /// Drops the blocks that no token from `upto[i]` on needs, where the tokens before are computed and
     /// their full blocks published. The null block stands in their places. Returns how many there were.
     ///
-    /// The [`Retention`](crate::retention::Retention) of a sequence says which of them keep their content
-    /// and which are pinned. What others hold, and what was a hit, keeps it in any case.
+    /// The [`Retention`](crate::retention::Retention) of a sequence says which of them are evicted
+    /// first, which as others are, and which are pinned. What others hold, and what was a hit, is as others are
+    /// in any case.
     pub fn drop_unneeded(
         &self,
         sequences: &mut [&mut Sequence],
@@ -891,7 +892,7 @@ impl<S: BlockStore> PrefixCache<S> {
             self.store.pin(&dropped.pinned)?;
         }
         self.store.release(&dropped.kept)?;
-        self.store.discard(&dropped.forgotten)?;
+        self.store.release_unneeded(&dropped.unneeded)?;
         dropped.clear();
         Ok(())
     }
@@ -1127,7 +1128,7 @@ struct Dropped {
     pinned: Vec<BlockId>,
     /// The pinned ones too.
     kept: Vec<BlockId>,
-    forgotten: Vec<BlockId>,
+    unneeded: Vec<BlockId>,
 }
 
 impl Dropped {
@@ -1139,8 +1140,8 @@ impl Dropped {
             if fate == Fate::Pinned {
                 self.pinned.push(block);
             }
-            if fate == Fate::Forgotten {
-                self.forgotten.push(block);
+            if fate == Fate::Unneeded {
+                self.unneeded.push(block);
             } else {
                 self.kept.push(block);
             }
@@ -1151,7 +1152,7 @@ impl Dropped {
     fn clear(&mut self) {
         self.pinned.clear();
         self.kept.clear();
-        self.forgotten.clear();
+        self.unneeded.clear();
     }
 }
 

@@ -27,7 +27,7 @@ use Ordering::Relaxed;
 pub enum Cause {
     /// It was handed out for other content, as the first in the order of eviction.
     Evicted,
-    /// Its last holder gave it up as of no use to others.
+    /// It was handed out for other content before all other, as its last holder needed it no more.
     Discarded,
     /// Its last holder released it and there was no place in line; see
     /// [`content_drops`](crate::BlockPool::content_drops).

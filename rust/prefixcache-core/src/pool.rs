@@ -410,19 +410,19 @@ impl<M: Mode> BlockStore for BlockPool<M> {
     }
 
     fn release(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        self.give_back(blocks, false)
+        self.give_back(blocks)
     }
 
     fn release_to(&self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse> {
-        self.give_back_to(blocks, queue)
+        self.give_back_to_queue(blocks, queue)
     }
 
     fn reuse_queue(&self) -> Option<&ReuseQueue> {
         self.reuse.as_ref()
     }
 
-    fn discard(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        self.give_back(blocks, true)
+    fn release_unneeded(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
+        self.give_back_unneeded(blocks)
     }
 
     fn epoch(&self) -> Epoch {

@@ -1,19 +1,19 @@
-//! Which blocks behind a window keep their content, and which of them are pinned.
+//! Which blocks behind a window are evicted before all others, and which of them are pinned.
 //!
 //! An *anchor* is a position at which a later request can stand. The blocks that it needs, and one below
-//! them, are worth keeping; the rest of what a group drops would only push others out.
+//! them, are worth keeping; the rest of what a group drops would only push others out, and goes first.
 
 use std::iter;
 
 use crate::groups::GroupSpec;
 
-/// What a sequence leaves behind. By default every block stays registered.
+/// What becomes of blocks that a sequence drops. By default they are as other free blocks are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Retention {
-    /// Every block that is dropped stays registered, as other free blocks do.
+    /// Every block that is dropped is evicted in the order of other free blocks.
     #[default]
     Everything,
-    /// Blocks of anchors stay registered; the others lose their content when they are dropped.
+    /// Blocks of anchors are evicted in that order; the others before all content.
     Anchors {
         /// Every multiple of so many tokens is an anchor too; 0 for none.
         interval: usize,
@@ -44,7 +44,7 @@ pub(crate) struct Anchors {
 /// What becomes of a block that is dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Fate {
-    Forgotten,
+    Unneeded,
     Kept,
     Pinned,
 }
@@ -76,7 +76,7 @@ impl Anchors {
         let Retention::Anchors { pins, .. } = self.retention else {
             return Fate::Kept;
         };
-        let mut fate = Fate::Forgotten;
+        let mut fate = Fate::Unneeded;
         let mut anchor = self.next(index, size);
         while let Some(length) = anchor.filter(|&length| spec.first_kept(length, size) <= index) {
             fate = Fate::Kept;

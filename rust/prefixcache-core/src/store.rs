@@ -180,7 +180,8 @@ pub trait BlockStore {
     /// that comes first in it is lost last. As long as it is asked for in order, see
     /// [`PrefixCache`](crate::cache::PrefixCache), that is so without twins of pinned blocks, without
     /// [`unpin`](Self::unpin), without a [`resize`](Self::resize) that loses more than what goes first, and when one thread makes all changes, with
-    /// [`EvictionPolicy::Lru`]. What is [discarded](Self::discard) does not count.
+    /// [`EvictionPolicy::Lru`]. What was [not needed](Self::release_unneeded)
+    /// does not count.
     fn evicts_in_order(&self) -> bool {
         false
     }
@@ -239,9 +240,9 @@ pub trait BlockStore {
     /// What the eviction policy knows, where that is [`EvictionPolicy::ReuseQueue`].
     fn reuse_queue(&self) -> Option<&ReuseQueue>;
 
-    /// [`release`](Self::release), but a block whose last hold goes loses its content, unless it is
-    /// pinned, and joins the line as a block without any.
-    fn discard(&self, blocks: &[BlockId]) -> Result<(), Misuse>;
+    /// [`release`](Self::release), but content that has no priority and no pin is evicted before all other:
+    /// what is behind a window, or a second copy. Whoever hits it ends that.
+    fn release_unneeded(&self, blocks: &[BlockId]) -> Result<(), Misuse>;
 
     /// The current epoch.
     fn epoch(&self) -> Epoch;

@@ -287,8 +287,6 @@ pub(crate) enum Fault {
     BlindDemotion,
     /// A block loses its content by a store that does not look whether its state has changed.
     BlindBlank,
-    /// A block that loses its content in its state keeps it in its record and in the index.
-    KeepDiscarded,
     /// An eviction takes a block for the one at its place without looking in which line it stands now.
     IgnoreClass,
     /// A block gets another class by a store that does not look whether its state has changed.

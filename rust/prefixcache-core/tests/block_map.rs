@@ -65,7 +65,7 @@ fn churn(pool: &impl BlockStore, seed: u64, stop: &AtomicBool) {
         }
         blocks.reverse();
         match random.below(4) {
-            0 => pool.discard(&blocks).unwrap(),
+            0 => pool.release_unneeded(&blocks).unwrap(),
             _ => pool.release(&blocks).unwrap(),
         }
     }

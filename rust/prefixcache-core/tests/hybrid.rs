@@ -134,11 +134,35 @@ fn a_hit_needs_all_of_the_full_group_and_the_window_before_its_end() {
     cache.store().release(&others).unwrap();
 }
 
+/// Takes blocks until so many cached ones are left, and gives them back without content.
+fn press(cache: &Cache, left: usize) {
+    let mut others = Vec::new();
+    let count = cache.store().num_free() - left;
+    cache.store().allocate(count, &mut others).unwrap();
+    cache.store().release(&others).unwrap();
+    assert_eq!(cached_blocks(cache), left);
+}
+
 #[test]
-fn anchors_alone_stay_behind_a_window() {
+fn all_stays_behind_a_window_while_there_is_room() {
+    let cache = cache(&[FULL, WINDOW], SIZE, 64);
+    let shared = prompt(1, 24);
+    let request = |suffix: u32| [shared.clone(), prompt(suffix, 20)].concat();
+    finish(&cache, &request(2), ANCHORS);
+    assert_eq!(finish(&cache, &request(3), ANCHORS), 24);
+    assert_eq!(finish(&cache, &request(4), ANCHORS), 24);
+    // What was hit there is needed again, and outlasts what was not.
+    press(&cache, 6 + 3 * 5 + 2 + 3 * 3);
+    assert_eq!(probe(&cache, &request(5)), 24);
+}
+
+#[test]
+fn anchors_alone_stay_behind_a_window_under_pressure() {
     let cache = cache(&[FULL, WINDOW], SIZE, 64);
     let mut tokens = prompt(1, 34);
     finish(&cache, &tokens, ANCHORS);
+    assert_eq!(cached_blocks(&cache), 8 + 8);
+    press(&cache, 8 + 3);
     // Eight full blocks, and the last three of the window: two, and one below.
     assert_eq!(cached_blocks(&cache), 8 + 3);
     assert_eq!(probe(&cache, &tokens), 32, "the same prompt again");
@@ -154,6 +178,7 @@ fn a_junction_repairs_what_the_windows_lost() {
     let shared = prompt(1, 24);
     let request = |suffix: u32| [shared.clone(), prompt(suffix, 20)].concat();
     finish(&cache, &request(2), ANCHORS);
+    press(&cache, 11 + 3);
     // The second finds the full group alone, and makes the junction its anchor.
     let second = request(3);
     assert_eq!(probe(&cache, &second), 0);
@@ -181,6 +206,7 @@ fn multiples_of_the_interval_are_anchors_whatever_the_chunks() {
         let (_, mut sequence) = serve(&cache, &tokens, retention, chunk);
         cache.drop_unneeded(&mut [&mut sequence], &[40]).unwrap();
         cache.release(&mut [&mut sequence]).unwrap();
+        press(&cache, 10 + 8);
         let hits: Vec<usize> = (1..=10)
             .map(|blocks| probe(&cache, &tokens[..blocks * SIZE]))
             .collect();
@@ -243,6 +269,7 @@ fn what_the_full_group_has_is_told_apart_from_what_the_windows_lost() {
     let cache = cache(&[FULL, WINDOW, FULL], SIZE, 96);
     let tokens = prompt(1, 40);
     finish(&cache, &tokens, ANCHORS);
+    press(&cache, 2 * 10 + 4);
     let mut shared = cache.new_sequence(tokens[..25].to_vec(), Scope::default(), vec![]);
     assert_eq!(
         cache.count_prefix_hits(&mut shared),
@@ -308,7 +335,9 @@ fn an_anchor_close_to_the_one_before_is_not_pinned() {
     finish(&cache, &prompt(1, 40), retention);
     // The prompt's last full block lies nine blocks past nothing, its end one further.
     assert_eq!(cache.store().stats().pinned_free, 3);
-    assert_eq!(cached_blocks(&cache), 10 + 5);
+    assert_eq!(cached_blocks(&cache), 10 + 10);
+    press(&cache, 10 + 4);
+    assert_eq!(cache.store().stats().pinned_free, 3);
 }
 
 #[test]

@@ -133,7 +133,7 @@ impl Script {
                 blocks.reverse();
                 // Now and then as what stands behind a window.
                 let outcome = if b & 3 == 0 {
-                    pool.discard(&blocks)
+                    pool.release_unneeded(&blocks)
                 } else if b & 3 == 1 {
                     pool.release_to(&blocks, Queue::new(b / 4 % Queue::COUNT as u8))
                 } else {

@@ -30,6 +30,8 @@ pub struct PlainPool {
 enum Tier {
     /// Without content, or never used.
     Blank,
+    /// Needed by its last holder no more.
+    Unneeded,
     /// With the eviction policy's queue, of which LRU has the first alone.
     Regular(Queue),
     /// Of another band than the default one.
@@ -46,6 +48,7 @@ struct Block {
     band: Band,
     /// The queue that it stood in last, and stands in again unless another is asked for.
     queue: Queue,
+    unneeded: bool,
     /// The tier that a free block stands in, with its neighbours there (null at the ends).
     tier: Option<Tier>,
     before: BlockId,
@@ -70,6 +73,7 @@ impl Block {
         pinned: false,
         band: Band::DEFAULT,
         queue: Queue::new(0),
+        unneeded: false,
         tier: None,
         before: BlockId::NULL,
         after: BlockId::NULL,
@@ -86,11 +90,19 @@ impl Block {
         let priority_of_pins = Band::of(80);
         if self.pinned && self.band <= priority_of_pins {
             Tier::Pinned
-        } else if self.band == Band::DEFAULT {
-            Tier::Regular(self.queue)
-        } else {
+        } else if self.band != Band::DEFAULT {
             Tier::Banded(self.band)
+        } else if self.unneeded {
+            Tier::Unneeded
+        } else {
+            Tier::Regular(self.queue)
         }
+    }
+
+    /// Makes it one of the first queue, of those of its band.
+    fn lose_queue(&mut self) {
+        self.queue = Queue::default();
+        self.unneeded = false;
     }
 }
 
@@ -125,6 +137,7 @@ struct State {
     /// First block of each bucket; within a bucket the one registered first stands first.
     buckets: Vec<BlockId>,
     blank: Line,
+    unneeded: Line,
     regular: [Line; Queue::COUNT],
     /// That of the default band stays empty.
     banded: [Line; Band::COUNT],
@@ -155,6 +168,7 @@ impl PlainPool {
             blocks: vec![Block::NEW; config.max_blocks],
             buckets: vec![BlockId::NULL; (2 * config.max_blocks).next_power_of_two()],
             blank: Line::EMPTY,
+            unneeded: Line::EMPTY,
             regular: [Line::EMPTY; _],
             banded: [Line::EMPTY; _],
             pinned: Line::EMPTY,
@@ -268,8 +282,8 @@ impl BlockStore for PlainPool {
         self.reuse.as_deref()
     }
 
-    fn discard(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        self.state.borrow_mut().discard(blocks)
+    fn release_unneeded(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
+        self.state.borrow_mut().release_unneeded(blocks)
     }
 
     fn epoch(&self) -> Epoch {
@@ -380,7 +394,7 @@ impl State {
     fn num_in_tiers(&self) -> usize {
         let lines = self.regular.iter().chain(&self.banded);
         let queued: usize = lines.map(|line| line.len).sum();
-        queued + self.pinned.len
+        self.unneeded.len + queued + self.pinned.len
     }
 
     /// Every block that the pool may ever have, but the null block.
@@ -478,6 +492,7 @@ impl State {
     /// The tiers of a band, in the order in which they are emptied.
     fn tiers_of(&self, band: Band) -> Vec<Tier> {
         match band {
+            Band::LOWEST => vec![Tier::Unneeded, Tier::Banded(band)],
             Band::DEFAULT => Queue::all().map(Tier::Regular).collect(),
             band if band == Band::of(80) => vec![Tier::Banded(band), Tier::Pinned],
             band => vec![Tier::Banded(band)],
@@ -578,26 +593,27 @@ impl State {
         self.give_up(excess, Cause::Bounded);
     }
 
-    fn discard(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
+    fn release_unneeded(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
         let (freed, outcome) = self.let_go(blocks);
         for &id in &freed {
-            let block = &self.blocks[id.index()];
-            if !block.pinned && block.band <= Band::DEFAULT {
-                self.lose(id, Cause::Discarded);
-            }
+            let has_priority = !matches!(
+                self.blocks[id.index()].own_tier(),
+                Tier::Regular(_) | Tier::Unneeded
+            );
+            self.blocks[id.index()].unneeded = self.is_cached(id) && !has_priority;
         }
         self.join_line(&freed);
         outcome
     }
 
     fn release(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        let (freed, outcome) = self.let_go(blocks);
+        let (freed, outcome) = self.let_go_needed(blocks);
         self.join_line(&freed);
         outcome
     }
 
     fn release_to(&mut self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse> {
-        let (freed, outcome) = self.let_go(blocks);
+        let (freed, outcome) = self.let_go_needed(blocks);
         for &id in &freed {
             let is_regular = matches!(self.blocks[id.index()].own_tier(), Tier::Regular(_));
             if self.reuse.is_some() && self.is_cached(id) && is_regular {
@@ -606,6 +622,14 @@ impl State {
         }
         self.join_line(&freed);
         outcome
+    }
+
+    fn let_go_needed(&mut self, blocks: &[BlockId]) -> (Vec<BlockId>, Result<(), Misuse>) {
+        let (freed, outcome) = self.let_go(blocks);
+        for &id in &freed {
+            self.blocks[id.index()].unneeded = false;
+        }
+        (freed, outcome)
     }
 
     /// Gives up a hold of each block; those that have none any more.
@@ -696,7 +720,7 @@ impl State {
             return false;
         }
         self.blocks[id.index()].pinned = pinned;
-        self.blocks[id.index()].queue = Queue::default();
+        self.blocks[id.index()].lose_queue();
         self.stats.pins += u64::from(pinned);
         self.go_to_own_tier(id);
         true
@@ -739,7 +763,7 @@ impl State {
         let block = &mut self.blocks[id.index()];
         if block.band != band {
             block.band = band;
-            block.queue = Queue::default();
+            block.lose_queue();
         }
         self.go_to_own_tier(id);
         true
@@ -975,9 +999,12 @@ impl State {
             return;
         }
         let mut later = copies[1..].iter().rev();
-        if let Some(&surplus) =
-            later.find(|id| matches!(self.blocks[id.index()].tier, Some(Tier::Regular(_))))
-        {
+        if let Some(&surplus) = later.find(|id| {
+            matches!(
+                self.blocks[id.index()].tier,
+                Some(Tier::Regular(_) | Tier::Unneeded)
+            )
+        }) {
             self.take_out(surplus, &key);
         }
     }
@@ -1046,7 +1073,7 @@ impl State {
     fn forget(&mut self, id: BlockId) {
         self.blocks[id.index()].pinned = false;
         self.blocks[id.index()].band = Band::DEFAULT;
-        self.blocks[id.index()].queue = Queue::default();
+        self.blocks[id.index()].lose_queue();
         let Some((key, _)) = self.blocks[id.index()].content.take() else {
             return;
         };
@@ -1074,6 +1101,7 @@ impl State {
     fn line(&self, tier: Tier) -> &Line {
         match tier {
             Tier::Blank => &self.blank,
+            Tier::Unneeded => &self.unneeded,
             Tier::Regular(queue) => &self.regular[queue.index()],
             Tier::Banded(band) => &self.banded[band.index()],
             Tier::Pinned => &self.pinned,
@@ -1083,6 +1111,7 @@ impl State {
     fn line_mut(&mut self, tier: Tier) -> &mut Line {
         match tier {
             Tier::Blank => &mut self.blank,
+            Tier::Unneeded => &mut self.unneeded,
             Tier::Regular(queue) => &mut self.regular[queue.index()],
             Tier::Banded(band) => &mut self.banded[band.index()],
             Tier::Pinned => &mut self.pinned,

@@ -56,6 +56,9 @@ pub(crate) type ByClass<T> = [T; Class::COUNT];
 impl Class {
     pub(crate) const COUNT: usize = 16;
 
+    /// Of content that its last holder needs no more, such as what is behind a window: it is evicted first.
+    pub(crate) const UNNEEDED: Self = Self(0);
+
     /// Of every block that was given no other: the first queue's.
     pub(crate) const DEFAULT: Self = Self(3);
 
@@ -88,6 +91,12 @@ impl Class {
     pub(crate) fn queue(self) -> Option<Queue> {
         let index = self.0.wrapping_sub(Self::DEFAULT.0);
         (usize::from(index) < Queue::COUNT).then(|| Queue::new(index))
+    }
+
+    /// Whether blocks of this class were given no priority.
+    #[inline]
+    pub(crate) fn is_of_default_band(self) -> bool {
+        self.queue().is_some() || self == Self::UNNEEDED
     }
 
     /// Whether blocks of this class are evicted after those of the default class.

@@ -432,7 +432,7 @@ impl<M: Mode> BlockPool<M> {
                 first = Some(copy);
             }
             let place = self.block(copy.id).state().place();
-            let is_free = place.is_some_and(|place| place.class.queue().is_some());
+            let is_free = place.is_some_and(|place| place.class.is_of_default_band());
             if is_free && last_free.is_none_or(|last| last.seq < copy.seq) {
                 last_free = Some(copy);
             }

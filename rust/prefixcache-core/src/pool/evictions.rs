@@ -153,6 +153,10 @@ impl<M: Mode> BlockPool<M> {
             // A copy that was taken out of the index as one too many was none that others could find.
             let is_last = spot.is_some_and(|spot| self.is_gone(spot, &content));
             if let Some(losses) = losses {
+                let cause = match class_of(at) == Class::UNNEEDED && cause == Cause::Evicted {
+                    true => Cause::Discarded,
+                    false => cause,
+                };
                 losses.lost::<M>(id, content, cause, class_of(at).band(), is_last);
             }
             if is_last && journal.is_some() {

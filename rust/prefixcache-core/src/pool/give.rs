@@ -19,6 +19,17 @@ const CHUNK: usize = 64;
 /// other half has filled up.
 const COMPACTION_STEPS: usize = 4;
 
+/// Where blocks of the default band go that have content.
+#[derive(Clone, Copy)]
+enum Destination {
+    /// To the queue in which they stood before.
+    Same,
+    /// To this queue.
+    Queue(Queue),
+    /// To where the next evictions take from.
+    Front,
+}
+
 /// Blocks on their way back into the line.
 struct Return {
     /// Blank blocks, which go to the front together at the end, in the order in which they came.
@@ -30,17 +41,14 @@ struct Return {
     queued: usize,
     /// Whether blank blocks join the end of the line.
     append: bool,
-    /// Whether blocks of the default class and below lose their content.
-    discard: bool,
-    /// Where blocks of the default class go that keep their content, if not where they stood before.
-    queue: Option<Queue>,
+    to: Destination,
     now: Tick,
     /// The first block that is not handed out; no resize changes that while the call runs.
     end: usize,
 }
 
 impl Return {
-    fn new(append: bool, discard: bool) -> Self {
+    fn new(append: bool, to: Destination) -> Self {
         Self {
             front: Chain::EMPTY,
             in_front: 0,
@@ -48,8 +56,7 @@ impl Return {
             classes: ClassSet::EMPTY,
             queued: 0,
             append,
-            discard,
-            queue: None,
+            to,
             now: Tick::default(),
             end: 0,
         }
@@ -58,12 +65,15 @@ impl Return {
     /// The state by whose class the block joins its ring, from the one that it had with its last holder.
     #[inline]
     fn reclassed(&self, last: State) -> State {
-        match self.queue {
-            Some(queue) if last.is_hashed() && last.class().queue().is_some() => {
-                last.with_own_class(Class::of(queue))
-            }
-            _ => last,
+        if !last.is_hashed() || !last.class().is_of_default_band() {
+            return last;
         }
+        let class = match self.to {
+            Destination::Front => Class::UNNEEDED,
+            Destination::Queue(queue) => Class::of(queue),
+            Destination::Same => last.class().max(Class::DEFAULT),
+        };
+        last.with_own_class(class)
     }
 }
 
@@ -73,19 +83,24 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// Gives up one hold of each block, in this order, up to the first that nobody holds.
-    /// With `discard` those whose last hold it is lose their content, unless they are of a class above the
-    /// default.
-    pub(super) fn give_back(&self, ids: &[BlockId], discard: bool) -> Result<(), Misuse> {
-        self.note_released(ids);
-        self.give_back_as(ids, Return::new(self.appends(), discard))
+    pub(super) fn give_back(&self, ids: &[BlockId]) -> Result<(), Misuse> {
+        self.give_back_to(ids, Destination::Same)
     }
 
-    /// [`Self::give_back`] of blocks that keep their content, those of the default class into this queue.
-    pub(super) fn give_back_to(&self, ids: &[BlockId], queue: Queue) -> Result<(), Misuse> {
-        let mut batch = Return::new(self.appends(), false);
-        batch.queue = self.reuse.as_ref().map(|_| queue);
+    /// [`Self::give_back`], but content of the default band is evicted before all other.
+    pub(super) fn give_back_unneeded(&self, ids: &[BlockId]) -> Result<(), Misuse> {
+        self.give_back_to(ids, Destination::Front)
+    }
+
+    /// [`Self::give_back`], but content of the default band joins this queue.
+    pub(super) fn give_back_to_queue(&self, ids: &[BlockId], queue: Queue) -> Result<(), Misuse> {
+        let queue = self.reuse.as_ref().map(|_| Destination::Queue(queue));
+        self.give_back_to(ids, queue.unwrap_or(Destination::Same))
+    }
+
+    fn give_back_to(&self, ids: &[BlockId], to: Destination) -> Result<(), Misuse> {
         self.note_released(ids);
-        self.give_back_as(ids, batch)
+        self.give_back_as(ids, Return::new(self.appends(), to))
     }
 
     /// Reads what stays the same until the call ends. The caller is inside.
@@ -110,14 +125,11 @@ impl<M: Mode> BlockPool<M> {
     /// Gives up the holds of blocks that this call itself took, which were no uses.
     #[cold]
     pub(super) fn give_back_all(&self, ids: &[BlockId]) {
-        let outcome = self.give_back_as(ids, Return::new(self.appends(), false));
+        let outcome = self.give_back_as(ids, Return::new(self.appends(), Destination::Same));
         debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");
     }
 
     fn give_back_chunk(&self, chunk: &[BlockId], batch: &mut Return) -> Result<(), Misuse> {
-        if batch.discard {
-            self.blank_all(chunk);
-        }
         self.reserve(chunk, batch);
         let outcome = chunk.iter().try_for_each(|&id| {
             self.check_held(id)?;
@@ -135,8 +147,7 @@ impl<M: Mode> BlockPool<M> {
             .filter_map(|id| self.blocks.get(id.index()))
             .map(Block::state)
         {
-            let stays = !batch.discard || state.class().is_above_default();
-            if state.holders() == 1 && (state.is_hashed() && stays || batch.append) {
+            if state.holders() == 1 && (state.is_hashed() || batch.append) {
                 let class = batch.reclassed(state).class();
                 wanted[class.index()] += 1;
                 batch.classes = batch.classes.with(class);
@@ -197,8 +208,7 @@ impl<M: Mode> BlockPool<M> {
         let block = self.block(id);
         let above = id.index() >= batch.end;
         let retired = above && self.is_retired(id);
-        let discarded = batch.discard && !last.class().is_above_default();
-        if last.is_hashed() && (retired || discarded || !self.is_current(block)) {
+        if last.is_hashed() && (retired || !self.is_current(block)) {
             let cause = if retired {
                 Cause::Resized
             } else {
@@ -228,26 +238,6 @@ impl<M: Mode> BlockPool<M> {
         step
     }
 
-    /// Takes the content from those of a chunk, up to the first that nobody holds, of which the caller has
-    /// the last hold: together, as each one's index entry lies anywhere in memory.
-    fn blank_all(&self, chunk: &[BlockId]) {
-        let held = chunk.iter().take_while(|&&id| self.check_held(id).is_ok());
-        let blanked = held.filter_map(|&id| {
-            let block = self.block(id);
-            let last = block.state();
-            let goes = last.holders() == 1
-                && last.is_hashed()
-                && !last.is_claimed()
-                && !last.class().is_above_default();
-            let done = goes && block.transition_to_blank::<M>(last) == Transition::Done;
-            done.then_some((id, last.class()))
-        });
-        let (blanked, classes): (Vec<BlockId>, Vec<Class>) = blanked.unzip();
-        if !planted(Fault::KeepDiscarded) {
-            self.lose_all(&blanked, Cause::Discarded, |at| classes[at]);
-        }
-    }
-
     /// Takes the content from a block of which the caller has the last hold; the hold stays, and the
     /// state is another in any case.
     #[cold]
@@ -256,9 +246,7 @@ impl<M: Mode> BlockPool<M> {
             if last.is_pinned() {
                 self.pins.count_ended::<M>(1);
             }
-            if !planted(Fault::KeepDiscarded) {
-                self.lose_all(&[id], cause, |_| last.class());
-            }
+            self.lose_all(&[id], cause, |_| last.class());
         }
         Transition::Raced
     }
@@ -354,7 +342,7 @@ impl<M: Mode> BlockPool<M> {
         let above = ids.iter().filter(|&&id| self.is_above(id)).count();
         self.size.count_holds_above::<M>(above);
         inside.give_at_end(credits - (moved - above));
-        let mut batch = Return::new(true, false);
+        let mut batch = Return::new(true, Destination::Same);
         self.begin_return(&mut batch);
         for chunk in ids.chunks(CHUNK) {
             let outcome = self.give_back_chunk(chunk, &mut batch);

@@ -650,77 +650,55 @@ fn band_in_place_vs_evict_and_pin_fails_without_the_look_at_the_content() {
     faults::check_with(Fault::SkipContentCheck, band_in_place_beside_evict_and_pin);
 }
 
-/// A block behind a window loses its content at the drop, is handed out again and gets other content,
-/// while one thread wants the old content and another looks.
-fn discard_beside_touch_and_lookup() {
+/// Everything is forgotten, and a block given up that another thread may have hit before.
+fn stale_release_beside_touch() {
     let pool = pool(1);
     let block = held(&pool, 1);
-    let dropping = beside(&pool, move |pool| {
-        pool.discard(&[block]).unwrap();
-        let block = allocate(pool)?;
-        let _ = pool.register(block, key(2), pool.epoch());
-        Some(block)
-    });
-    let looking = beside(&pool, |pool| (pool.lookup(&key(2)), pool.lookup(&key(1))));
-    let touched = touch(&pool, 1);
-    let recycled = dropping.join().unwrap();
-    let (new, old) = looking.join().unwrap();
-    assert!(
-        new.is_none() || old.is_none(),
-        "old content hit after new content did"
-    );
-    if let Some(hit) = touched {
-        let content = pool.block(hit).content();
-        assert_eq!(content, Content::from(&key(1)), "a hit had other content");
-        assert_eq!(recycled, None, "a block was handed out twice");
-    }
-    let held: Vec<BlockId> = touched.into_iter().chain(recycled).collect();
+    let touching = beside(&pool, |pool| touch(pool, 1));
+    pool.clear_index();
+    pool.release(&[block]).unwrap();
+    let held: Vec<BlockId> = touching.join().unwrap().into_iter().collect();
     check_rest(&pool, &held);
 }
 
 #[test]
-fn discard_vs_touch_vs_lookup() {
-    check(discard_beside_touch_and_lookup);
+fn stale_release_vs_touch() {
+    check(stale_release_beside_touch);
 }
 
 #[test]
 #[should_panic]
-fn discard_vs_touch_vs_lookup_fails_with_blind_stores() {
-    faults::check_with(Fault::BlindBlank, discard_beside_touch_and_lookup);
+fn stale_release_vs_touch_fails_with_blind_stores() {
+    faults::check_with(Fault::BlindBlank, stale_release_beside_touch);
 }
 
-#[test]
-#[should_panic]
-fn discard_vs_touch_vs_lookup_fails_when_the_content_stays() {
-    faults::check_with(Fault::KeepDiscarded, discard_beside_touch_and_lookup);
-}
-
-/// A window's blocks are dropped, one for good and one that stays registered, while another thread probes.
-fn drop_beside_probe() {
+/// What is behind a window is hit by one thread while another takes a block, which is to be another one: the
+/// hit block joins the others at its release.
+fn unneeded_beside_touch_and_evict() {
     let pool = pool(2);
-    let (kept, forgotten) = (held(&pool, 1), held(&pool, 2));
-    let probing = beside(&pool, |pool| {
-        let late = pool.lookup(&key(2));
-        (late, pool.lookup(&key(2)), pool.lookup(&key(1)))
-    });
-    pool.release(&[kept]).unwrap();
-    pool.discard(&[forgotten]).unwrap();
-    let (first, second, own) = probing.join().unwrap();
-    assert!(first.is_some() || second.is_none(), "content came back");
-    assert_eq!(own, Some(kept), "kept content was lost");
-    assert_eq!(pool.lookup(&key(2)), None, "content outlived the drop");
-    check_rest(&pool, &[]);
+    let (needed, unneeded) = (held(&pool, 1), held(&pool, 2));
+    pool.release(&[needed]).unwrap();
+    let evicting = beside(&pool, |pool| allocate(pool));
+    pool.release_unneeded(&[unneeded]).unwrap();
+    let touched = touch(&pool, 2);
+    let taken = evicting.join().unwrap();
+    if let Some(hit) = touched {
+        assert_eq!(hit, unneeded, "a hit had other content");
+        assert_ne!(taken, Some(hit), "a block was handed out twice");
+    }
+    let held: Vec<BlockId> = touched.into_iter().chain(taken).collect();
+    check_rest(&pool, &held);
 }
 
 #[test]
-fn drop_vs_probe() {
-    check(drop_beside_probe);
+fn unneeded_vs_touch_vs_evict() {
+    check(unneeded_beside_touch_and_evict);
 }
 
 #[test]
-#[should_panic(expected = "content outlived the drop")]
-fn drop_vs_probe_fails_when_the_content_stays() {
-    faults::check_with(Fault::KeepDiscarded, drop_beside_probe);
+#[should_panic]
+fn unneeded_vs_touch_vs_evict_fails_when_evicted_blocks_stay_hashed() {
+    faults::check_with(Fault::EvictHashed, unneeded_beside_touch_and_evict);
 }
 
 /// The oldest block is touched and released to another queue while a thread asks for a block. Another one is

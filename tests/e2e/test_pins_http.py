@@ -52,10 +52,13 @@ async def test_a_pinned_prefix_outlives_other_traffic(
 
 
 async def test_what_windows_lost_is_counted(tiny_checkpoint: Callable[..., Path]) -> None:
-    """Two prompts part in the middle; the second one repairs the prefix for the third."""
+    """Two prompts part in the middle; the second one repairs the prefix for the third.
+
+    The pool has no room for what is behind the windows of the first.
+    """
     shared = PROMPT[:96]
     prompts = [[*shared, *range(300 + i, 200 + i, -1)] for i in range(3)]
-    async with served_folder(tiny_checkpoint("gemma3")) as (client, _):
+    async with served_folder(tiny_checkpoint("gemma3"), prefix_cache_max_blocks=32) as (client, _):
         hits = [cached(await ask(client, prompt)) for prompt in prompts]
         stats = (await client.get("/prefix_cache/stats")).json()
         page = (await client.get("/metrics")).text

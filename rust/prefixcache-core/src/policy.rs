@@ -8,7 +8,7 @@
 //! first turn, of its second, and so on, and those on a prefix that several conversations share. For each queue
 //! the policy counts how long blocks waited until they were used again, or were given up (`reuse.rs`). From
 //! that follows, for a block that has waited for so long, the most hits for the time that it is kept
-//! (`scores.rs`): the Gittins index of its reuse.
+//! (`scores.rs`): the Gittins index of its reuse. While LRU would have hit as much (`trial.rs`), the oldest goes.
 //!
 //! A score never rises with age, and the shared prefixes have the highest of all queues. A prefix is released
 //! after what follows it and mostly outlives it, therefore, as with one line; nothing relies on that.
@@ -19,6 +19,7 @@
 mod reuse;
 mod scores;
 mod tick;
+mod trial;
 mod turns;
 
 use std::time::Duration;
@@ -165,9 +166,18 @@ impl ReuseQueue {
         self.reuse.used(hashes, now);
         // Relaxed, as everywhere here: see the module.
         if self.requests.fetch_add(1, Relaxed) % Self::INTERVAL == Self::INTERVAL - 1 {
-            self.scores.update(&self.reuse.take_counts(now));
+            self.update(now);
         }
         self.turns.turn_of(hashes)
+    }
+
+    /// Learns from the waits so far. The scores are 0, so that the oldest block goes, while that hits as much.
+    fn update(&self, now: Tick) {
+        let waiting = self.reuse.waiting(now);
+        let scores = scores::scores(&self.reuse.take_counts(&waiting));
+        let yields = self.reuse.trial.update(&scores, &waiting);
+        self.scores
+            .set(if yields { &scores::NONE } else { &scores });
     }
 
     /// How many leading blocks of a request lie on a prefix that several conversations share.

@@ -1047,6 +1047,10 @@ impl State {
             ..
         } = self.blocks[id.index()];
         let found = |key: &BlockKey| self.walk_bucket(self.bucket(key)).any(|other| other == id);
+        let cause = match cause == Cause::Evicted && self.blocks[id.index()].unneeded {
+            true => Cause::Discarded,
+            false => cause,
+        };
         let was_found = content.is_some_and(|(key, _)| found(&key));
         self.forget(id);
         if let Some((key, epoch)) = content

@@ -1,5 +1,6 @@
 //! Token hit rates of public traces, of each order of eviction and of the optimum, and the tokens that requests
-//! compute at p50, p90 and p99, up to a thousandth: `cargo bench --package prefixcache-replay -- [trace].. [percent]..`.
+//! compute at p50, p90 and p99, up to a thousandth: `cargo bench --package prefixcache-replay -- [trace].. [percent]..`,
+//! a trace by its name or by the path of its file.
 //!
 //! With `--as-json` each row is one line of JSON as well, on standard output.
 
@@ -83,7 +84,10 @@ fn print_header(percents: &[usize]) {
 }
 
 fn run_trace(name: &str, percents: &[usize], as_json: bool) -> Result<(), Box<dyn Error>> {
-    let path = PathBuf::from(FOLDER).join(format!("{name}.ptt.gz"));
+    let path = match name.ends_with(".ptt.gz") {
+        true => PathBuf::from(name),
+        false => PathBuf::from(FOLDER).join(format!("{name}.ptt.gz")),
+    };
     let reader = Reader::open(&path)?;
     let block_size = reader.block_size();
     let noted = run(Replay::new(
@@ -145,9 +149,11 @@ fn run_trace(name: &str, percents: &[usize], as_json: bool) -> Result<(), Box<dy
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let as_json = arguments.iter().any(|argument| argument == "--as-json");
-    let named: Vec<&str> = TRACES
-        .into_iter()
-        .filter(|name| arguments.iter().any(|argument| argument == name))
+    let is_trace = |name: &&str| TRACES.contains(name) || name.ends_with(".ptt.gz");
+    let named: Vec<&str> = arguments
+        .iter()
+        .map(String::as_str)
+        .filter(is_trace)
         .collect();
     let mut percents: Vec<usize> = arguments
         .iter()

@@ -25,8 +25,8 @@ struct History {
 }
 
 impl History {
-    /// One more than the turn of the last request on the way that ended there; the same turn where it is the same
-    /// request again; the first where requests went on from that end in different ways.
+    /// One more than the turn of the last request on the way that ended there; the first where requests went on
+    /// from that end in different ways.
     fn turn(&mut self, blocks: &[BlockKey]) -> u8 {
         let last = blocks
             .iter()
@@ -34,7 +34,7 @@ impl History {
         let Some(at) = last else { return 1 };
         let (turn, next) = self.ends.get_mut(&blocks[at]).unwrap();
         let Some(&block) = blocks.get(at + 1) else {
-            return *turn;
+            return turn.saturating_add(1);
         };
         next.insert(block);
         if next.len() > 1 {

@@ -1,5 +1,6 @@
 //! How long blocks of each queue wait until they are used again, counted over a sample of them.
 
+use super::trial::{Trial, Waiting};
 use super::{Queue, Tick, word};
 use crate::id::BlockHash;
 use crate::sync::{AtomicU64, Ordering};
@@ -36,6 +37,9 @@ pub(super) fn start(bucket: usize) -> u64 {
         _ => (2 + (bucket as u64 & 1)) << (bucket / 2 - 1),
     }
 }
+
+/// Something for each bucket.
+pub(super) type Row = [f64; BUCKETS];
 
 /// Waits of one queue by their age.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -83,6 +87,7 @@ pub(super) struct Reuse {
     sampled: u64,
     /// For each queue the used waits of each bucket, then the open ones; each counts [`ONE`].
     counts: Zeroed<AtomicU64>,
+    pub(super) trial: Trial,
 }
 
 impl Reuse {
@@ -92,6 +97,7 @@ impl Reuse {
             slots: Zeroed::new(SLOTS)?,
             sampled: (one_in - 1) << 16,
             counts: Zeroed::new(Queue::COUNT * BUCKETS * 2)?,
+            trial: Trial::new(max_blocks as f64 / one_in as f64)?,
         })
     }
 
@@ -114,6 +120,7 @@ impl Reuse {
             if let Some(wait) = Wait::unpack(slot.load(Relaxed)).filter(|wait| wait.name == name) {
                 slot.store(0, Relaxed);
                 self.count(wait, true, now);
+                self.trial.used(wait.queue, bucket(now.since(wait.since)));
             }
         }
     }
@@ -137,25 +144,28 @@ impl Reuse {
         }
     }
 
+    /// The sampled blocks that wait.
+    pub(super) fn waiting(&self, now: Tick) -> Waiting {
+        let mut waiting = [[0.0; BUCKETS]; Queue::COUNT];
+        let waits = self.slots.iter();
+        for wait in waits.filter_map(|slot| Wait::unpack(slot.load(Relaxed))) {
+            waiting[wait.queue.index()][bucket(now.since(wait.since))] += 1.0;
+        }
+        waiting
+    }
+
     /// All counts, with those that wait still as open; what is counted already fades a little.
-    pub(super) fn take_counts(&self, now: Tick) -> Counts {
+    pub(super) fn take_counts(&self, waiting: &Waiting) -> Counts {
         let mut all = [Waits {
             used: [0.0; BUCKETS],
             open: [0.0; BUCKETS],
         }; Queue::COUNT];
-        for (queue, waits) in all.iter_mut().enumerate() {
+        for (queue, (waits, waiting)) in all.iter_mut().zip(waiting).enumerate() {
             let first = queue * BUCKETS * 2;
-            for bucket in 0..BUCKETS {
+            for (bucket, waiting) in waiting.iter().enumerate() {
                 waits.used[bucket] = self.fade(first + bucket);
-                waits.open[bucket] = self.fade(first + BUCKETS + bucket);
+                waits.open[bucket] = self.fade(first + BUCKETS + bucket) + waiting;
             }
-        }
-        for wait in self
-            .slots
-            .iter()
-            .filter_map(|slot| Wait::unpack(slot.load(Relaxed)))
-        {
-            all[wait.queue.index()].open[bucket(now.since(wait.since))] += 1.0;
         }
         all
     }
@@ -196,7 +206,7 @@ mod tests {
         reuse.released(&[hash(3)], third, Tick::new(10));
         reuse.used(&[hash(1), hash(3), hash(9)], Tick::new(18));
         reuse.used(&[hash(1)], Tick::new(30));
-        let counts = reuse.take_counts(Tick::new(14));
+        let counts = reuse.take_counts(&reuse.waiting(Tick::new(14)));
         let mut expected = [Waits {
             used: [0.0; BUCKETS],
             open: [0.0; BUCKETS],
@@ -205,7 +215,7 @@ mod tests {
         expected[2].used[bucket(8)] = 1.0;
         expected[0].open[bucket(4)] = 1.0;
         assert_eq!(counts, expected);
-        let faded = reuse.take_counts(Tick::new(14));
+        let faded = reuse.take_counts(&reuse.waiting(Tick::new(14)));
         assert_eq!(faded[0].used[bucket(8)], 255.0 / 256.0);
     }
 
@@ -217,7 +227,7 @@ mod tests {
         reuse.released(&[one], Queue::new(1), Tick::new(0));
         reuse.released(&[BlockHash::from_bytes(other)], Queue::new(1), Tick::new(6));
         reuse.used(&[one], Tick::new(9));
-        let counts = reuse.take_counts(Tick::new(6));
+        let counts = reuse.take_counts(&reuse.waiting(Tick::new(6)));
         assert_eq!(counts[1].used, [0.0; BUCKETS]);
         assert_eq!((counts[1].open[bucket(6)], counts[1].open[0]), (1.0, 1.0));
     }

@@ -1,7 +1,7 @@
 //! What keeping a block is worth, by its queue and its age.
 
 use super::Queue;
-use super::reuse::{BUCKETS, Counts, bucket, start};
+use super::reuse::{BUCKETS, Counts, Row, bucket, start};
 use crate::sync::{AtomicU32, Ordering};
 use crate::zeroed::Zeroed;
 
@@ -27,17 +27,19 @@ impl Scores {
         f32::from_bits(self.table[queue.index() * BUCKETS + bucket(age)].load(Relaxed))
     }
 
-    pub(super) fn update(&self, counts: &Counts) {
-        for (word, score) in self.table.iter().zip(scores(counts).as_flattened()) {
+    /// Puts these scores in use.
+    pub(super) fn set(&self, scores: &[Row; Queue::COUNT]) {
+        for (word, score) in self.table.iter().zip(scores.as_flattened()) {
             word.store((*score as f32).to_bits(), Relaxed);
         }
     }
 }
 
-type Row = [f64; BUCKETS];
+/// Scores by which the oldest block goes.
+pub(super) const NONE: [Row; Queue::COUNT] = [[0.0; BUCKETS]; Queue::COUNT];
 
 /// The score of each queue at each age.
-fn scores(counts: &Counts) -> [Row; Queue::COUNT] {
+pub(super) fn scores(counts: &Counts) -> [Row; Queue::COUNT] {
     let pooled = pooled_hazard(counts);
     let last = last_worth_keeping(counts);
     let mut all = counts.map(|waits| {
@@ -126,7 +128,7 @@ mod tests {
     use super::super::reuse::Waits;
     use super::*;
 
-    const NONE: Waits = Waits {
+    const NO_WAITS: Waits = Waits {
         used: [0.0; BUCKETS],
         open: [0.0; BUCKETS],
     };
@@ -134,7 +136,7 @@ mod tests {
     #[test]
     fn nothing_known_is_a_score_of_zero() {
         assert_eq!(
-            scores(&[NONE; Queue::COUNT]),
+            scores(&[NO_WAITS; Queue::COUNT]),
             [[0.0; BUCKETS]; Queue::COUNT]
         );
     }
@@ -167,7 +169,7 @@ mod tests {
 
     #[test]
     fn blocks_that_are_used_sooner_score_more_and_old_ones_less() {
-        let mut counts = [NONE; Queue::COUNT];
+        let mut counts = [NO_WAITS; Queue::COUNT];
         counts[0].open[30] = 1000.0;
         counts[3].used[20] = 900.0;
         counts[3].open[30] = 100.0;

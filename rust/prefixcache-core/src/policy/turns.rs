@@ -94,7 +94,7 @@ impl Turns {
             return Turn::FIRST;
         };
         let Some(next) = hashes.get(index + 1).map(child_mark) else {
-            return end.turn;
+            return end.turn.next();
         };
         let child = if end.child == 0 || end.child == next {
             next

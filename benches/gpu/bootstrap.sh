@@ -11,9 +11,10 @@ python=${PYTHON:-python3}
 mkdir -p "$1"
 target=$(cd "$1" && pwd)
 
-# The pip of the folder: the interpreter may have none.
-"$python" "$(echo "$here"/wheels/pip-*.whl)/pip" install --quiet --disable-pip-version-check \
-    --no-index --no-deps --no-compile --upgrade --target "$target" "$here"/wheels/*.whl
+# Unpacked, which is all that these wheels want: the interpreter may have no pip.
+for wheel in "$here"/wheels/*.whl; do
+    "$python" -m zipfile --extract "$wheel" "$target"
+done
 rm -rf "$target/flashinfer_jit_cache"
 if [ -f "$here/kernels.tar.gz" ]; then
     tar --extract --file "$here/kernels.tar.gz" --directory "$target" --no-same-owner
@@ -22,7 +23,9 @@ cat > "$target/activate" <<END
 export PYTHONPATH=$(printf %q "$target")\${PYTHONPATH:+:\$PYTHONPATH}
 END
 PYTHONPATH=$target "$python" - <<'END'
+import importlib.metadata
 import importlib.util
+import re
 import sys
 
 import torch
@@ -35,4 +38,10 @@ packages = ("flashinfer", "flashinfer_jit_cache", "triton", "transformers", "pyt
 found = [name for name in packages if importlib.util.find_spec(name)]
 print(f"python {sys.version.split()[0]}, torch {torch.__version__}, cuda {torch.version.cuda}")
 print(f"prefixcache {prefixcache.__version__} with {', '.join(found)}")
+declared = importlib.metadata.requires("prefixcache") or []
+needed = {re.match(r"[\w.-]+", one)[0] for one in declared if "extra ==" not in one}
+installed = {one.name.replace("_", "-").lower() for one in importlib.metadata.distributions()}
+missing = {name for name in needed if name.replace("_", "-").lower() not in installed}
+if missing:
+    print(f"Neither packed nor there: {', '.join(sorted(missing))}")
 END

@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # Packs what `run.py` needs into one folder, for a machine with a GPU and no network:
 #     benches/gpu/pack.sh FOLDER [--wheel OURS.whl] [--kernels KERNELS.tar.xz]
-# KERNELS holds aot/<uri>/<uri>.so of the FlashInfer release in requirements-alone.in.
-# PYTHON (3.10 or newer, with maturin), FOR_PYTHON and LIMIT_MIB are taken from the environment.
+# KERNELS holds aot/<uri>/<uri>.so of the FlashInfer release in requirements-alone.in: a record's
+# kernels.tar.xz, or FlashInfer's own ahead-of-time build.
+# PYTHON (3.10 or newer, with maturin), FOR_PYTHON, FOR_GLIBC and LIMIT_MIB are taken from the
+# environment.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
 for_python=${FOR_PYTHON:-3.12}
-limit_mib=${LIMIT_MIB:-40}
+for_glibc=${FOR_GLIBC:-2.39}
+limit_mib=${LIMIT_MIB:-52}
 
-usage() { sed -n '2,5s/^# //p' "$0" >&2; exit 2; }
+usage() { sed -n '2,7s/^# //p' "$0" >&2; exit 2; }
 
 [ $# -ge 1 ] || usage
 folder=$1; shift
@@ -28,11 +31,16 @@ done
 [ ! -e "$folder" ] || { echo "$folder exists already: name a new folder." >&2; exit 1; }
 mkdir -p "$folder/wheels"
 
+# pip takes a wheel for one of these tags alone, not for an older one.
+platforms=(--platform manylinux2014_x86_64)
+for minor in $(seq "${for_glibc#2.}" -1 17); do
+    platforms+=(--platform "manylinux_2_${minor}_x86_64")
+done
+
 download() {
     "$python" -m pip download --quiet --disable-pip-version-check --only-binary=:all: \
         --python-version "$for_python" --implementation cp --abi "cp${for_python/./}" \
-        --abi abi3 --abi none --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
-        --platform manylinux_2_24_x86_64 --platform manylinux2014_x86_64 --dest "$folder/wheels" "$@"
+        --abi abi3 --abi none "${platforms[@]}" --dest "$folder/wheels" "$@"
 }
 
 download --constraint "$root/requirements/dev.txt" --requirement "$here/requirements.in"
@@ -44,8 +52,8 @@ else
         --wheel-dir "$folder/wheels" "$root"
 fi
 
-(cd "$root" && git ls-files -z --cached --others --exclude-standard benches/gpu tests pyproject.toml |
-    xargs -0 tar --create) | tar --extract --directory "$folder"
+(cd "$root" && git ls-files -z --cached --others --exclude-standard benches/gpu tests/gpu \
+    tests/reference ':(glob)tests/*.py' pyproject.toml | xargs -0 tar --create) | tar --extract --directory "$folder"
 if [ -n "$kernels" ]; then
     scratch=$(mktemp -d)
     trap 'rm -rf "$scratch"' EXIT

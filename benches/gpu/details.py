@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
-from record import Row
+from record import Part, Row
 from shapes import Shape
-from system import Setup, System, mixed_batch, random_model, random_prompts
+from system import Setup, System, mixed_batch, random_prompts
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from prefixcache.attention.base import AttentionSpec, kv_shape_nhd
 from prefixcache.attention.flashinfer import FlashInferAttention, load_kernels
+from prefixcache.models.decoder import DecoderModel
 from prefixcache.ops.linear import TorchLinear
 from reference import flashinfer_reference
 
@@ -26,9 +27,9 @@ _REPEATS = 20
 _SLEEP_CYCLES = 20_000_000
 
 
-def profiles(shape: Shape, setup: Setup, device: torch.device, context: int) -> Iterator[Row]:
+def profiles(shape: Shape, model: DecoderModel, setup: Setup, context: int) -> Iterator[Row]:
     """The kernels of a prefill and of a decode step that take longest, and the whole tables."""
-    model = random_model(shape, device, setup.max_model_len)
+    device = model.device
     system = System(model, setup)
     vocab = model.config.vocab_size
     prefills = -(-setup.max_seqs * context // setup.max_tokens)
@@ -81,29 +82,34 @@ def _longest(averages: Any, device: torch.device) -> list[tuple[str, float, int]
 
 def matmuls(
     shape: Shape, device: torch.device, most_rows: int, kind: str, make: type[TorchLinear]
-) -> Iterator[Row]:
+) -> Iterator[Part]:
     """Microseconds of each linear, and whether a row's bits depend on the number of rows."""
+    for name, (width, out) in _linears(shape).items():
+        what = f"{shape.name} {name} {width}x{out}, {kind}"
+        yield name, partial(_matmul_rows, what, (width, out), device, most_rows, make)
+
+
+def _matmul_rows(
+    what: str, sizes: tuple[int, int], device: torch.device, most_rows: int, make: type[TorchLinear]
+) -> Iterator[Row]:
+    width, out = sizes
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
-    for name, (width, out) in _linears(shape).items():
-        weight = torch.randn(out, width, generator=generator, device=device).to(dtype)
-        x = torch.randn(most_rows, width, generator=generator, device=device).to(dtype)
-        linear = make(weight)
-        what = f"{shape.name} {name} {width}x{out}, {kind}"
-        rows = 1
-        while rows <= most_rows:
-            us = _microseconds(lambda m=rows, x=x, linear=linear: linear(x[:m]), device)
-            yield {"section": "matmuls", "what": f"{what}, {rows} rows", "value": us, "unit": "us"}
-            rows *= 2
-        whole = linear(x)
-        differing = [
-            count
-            for count in range(1, most_rows)
-            if not torch.equal(linear(x[:count]), whole[:count])
-        ]
-        some = f", as {differing[0]} and {differing[-1]}" if differing else ""
-        unit = f"row counts below {most_rows} give other bits{some}"
-        yield {"section": "matmuls", "what": what, "value": len(differing), "unit": unit}
+    weight = torch.randn(out, width, generator=generator, device=device).to(dtype)
+    x = torch.randn(most_rows, width, generator=generator, device=device).to(dtype)
+    linear = make(weight)
+    rows = 1
+    while rows <= most_rows:
+        us = _microseconds(lambda m=rows: linear(x[:m]), device)
+        yield {"section": "matmuls", "what": f"{what}, {rows} rows", "value": us, "unit": "us"}
+        rows *= 2
+    whole = linear(x)
+    differing = [
+        count for count in range(1, most_rows) if not torch.equal(linear(x[:count]), whole[:count])
+    ]
+    some = f", as {differing[0]} and {differing[-1]}" if differing else ""
+    unit = f"row counts below {most_rows} give other bits{some}"
+    yield {"section": "matmuls", "what": what, "value": len(differing), "unit": unit}
 
 
 def _linears(shape: Shape) -> dict[str, tuple[int, int]]:
@@ -131,15 +137,17 @@ _DECODES: dict[str, dict[str, Any]] = {
     "FA3, packed heads": _FA3 | {"packs_heads": True},
 }
 
-_PLAIN_DECODES: dict[str, dict[str, Any]] = {
-    "FA2 without tensor cores": {"invariance": "off"},
+_GROUP_DECODES: dict[str, dict[str, Any]] = {
+    "FA2 without tensor cores": {"invariance": "off", "tensor_cores": False},
     "FA2 with tensor cores": {"invariance": "off", "tensor_cores": True},
 }
+# Query heads a key-value head for which the decode kernel without tensor cores is compiled too.
+_GROUPS = (2, 4, 8)
 
 
 def attention(
     shape: Shape, device: torch.device, batches: Sequence[int], context: int
-) -> Iterator[Row]:
+) -> Iterator[Part]:
     """One layer by each kernel: a chunk of `context` tokens, and decodes of some batch sizes.
 
     Decodes are planned as for a graph. What FA3 gives with packed heads must be the same bits.
@@ -147,36 +155,54 @@ def attention(
     config = shape.hf_config
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    layer = _Layer((heads, kv_heads, head_dim), device, [(0, context)])
-    yield from _layer_rows(f"{shape.name}, chunk of {context}", layer, _CHUNKS)
+    own = (heads, kv_heads, head_dim)
+    chunk = f"{shape.name}, chunk of {context}"
+    yield from _layer_parts(chunk, own, device, [(0, context)], _CHUNKS)
     for batch in batches:
         lengths = [(context, 1)] * batch
         what = f"decode of {batch} at context {context}"
-        for group in (4, 8):
-            layer = _Layer((8 * group, 8, head_dim), device, lengths)
-            yield from _layer_rows(f"{8 * group} heads on 8, {what}", layer, _PLAIN_DECODES)
-        layer = _Layer((heads, kv_heads, head_dim), device, lengths)
-        yield from _layer_rows(f"{shape.name}, {what}", layer, _DECODES)
-        plain, packed = (layer.runs(_DECODES[name])() for name in ("FA3", "FA3, packed heads"))
-        differing = int((plain != packed).sum())
-        yield {
-            "section": "attention",
-            "what": f"{shape.name}, {what}, packed heads",
-            "value": differing,
-            "unit": f"of {plain.numel()} numbers differ from those of FA3",
-            **({"ok": differing == 0} if device.type == "cuda" else {}),
-        }
+        for group in _GROUPS:
+            grouped = (8 * group, 8, head_dim)
+            name = f"{8 * group} heads on 8, {what}"
+            yield from _layer_parts(name, grouped, device, lengths, _GROUP_DECODES)
+        name = f"{shape.name}, {what}"
+        yield from _layer_parts(name, own, device, lengths, _DECODES)
+        bits = f"{name}, packed heads"
+        yield bits, partial(_packed_rows, bits, own, device, lengths)
 
 
-def _layer_rows(what: str, layer: _Layer, kinds: dict[str, dict[str, Any]]) -> Iterator[Row]:
-    for name, options in kinds.items():
-        us = _microseconds(layer.runs(options), layer.device)
-        yield {
-            "section": "attention",
-            "what": f"{what}, {name}",
-            "value": us,
-            "unit": "us a layer",
-        }
+def _layer_parts(
+    what: str,
+    heads: tuple[int, int, int],
+    device: torch.device,
+    lengths: list[tuple[int, int]],
+    kinds: dict[str, dict[str, Any]],
+) -> Iterator[Part]:
+    """The same layer by each kind of kernel."""
+    layer = cache(lambda: _Layer(heads, device, lengths))
+
+    def rows(name: str, options: dict[str, Any]) -> Iterator[Row]:
+        us = _microseconds(layer().runs(options), device)
+        yield {"section": "attention", "what": name, "value": us, "unit": "us a layer"}
+
+    for kind, options in kinds.items():
+        name = f"{what}, {kind}"
+        yield name, partial(rows, name, options)
+
+
+def _packed_rows(
+    what: str, heads: tuple[int, int, int], device: torch.device, lengths: list[tuple[int, int]]
+) -> Iterator[Row]:
+    layer = _Layer(heads, device, lengths)
+    plain, packed = (layer.runs(_DECODES[name])() for name in ("FA3", "FA3, packed heads"))
+    differing = int((plain != packed).sum())
+    yield {
+        "section": "attention",
+        "what": what,
+        "value": differing,
+        "unit": f"of {plain.numel()} numbers differ from those of FA3",
+        **({"ok": differing == 0} if device.type == "cuda" else {}),
+    }
 
 
 class _Layer:
@@ -223,10 +249,9 @@ class _Layer:
         return lambda: backend.run(0, *self._qkv)
 
 
-def sampling(shape: Shape, setup: Setup, device: torch.device, context: int) -> Iterator[Row]:
+def sampling(shape: Shape, model: DecoderModel, setup: Setup, context: int) -> Iterator[Row]:
     """A decode step with a temperature against a greedy one, and the host's time to plan."""
-    model = random_model(shape, device, setup.max_model_len)
-    system = System(model, replace(setup, prefix_caching=False))
+    system = System(model, setup)
     prompts = random_prompts(setup.max_seqs, 0, context, model.config.vocab_size, seed=9)
     times = {
         temperature: system.decode_ms(prompts, 16, temperature=temperature)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+# What of a section can fail alone: its name, and what measures its rows.
+Part = tuple[str, Callable[[], Iterator[Row]]]
 
 
 def append_row(record: Path, row: Row) -> None:

@@ -5,8 +5,10 @@
     python benches/gpu/run.py --dry-run --device cpu     # the same steps with a tiny model
 
 `rows.jsonl` of the record's folder gets the machine and then each row as it is measured, so that a
-run which is cut off loses none; the folder also keeps all that each section printed. Every section
-is a process with a time limit of its own. The table comes last.
+run which is cut off loses none. `log.txt` keeps all that sections printed, `table.md` has the rows
+to read, and `kernels.tar.xz` what FlashInfer compiled, for `pack.sh --kernels`. Every section is a
+process with a time limit of its own, and goes on in another one where it loses the device. What
+failed and the rows that decide are printed last, in 12,000 characters at most.
 """
 
 from __future__ import annotations
@@ -16,16 +18,20 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from peers import PEERS
+from progress import LOST
 from record import append_row, read_rows
 
 from prefixcache.tools.bench.machine import machine_facts
@@ -34,6 +40,18 @@ HERE = Path(__file__).parent
 TESTS = HERE.parents[1] / "tests"
 _LEAST_SECONDS = 15
 _SHOWN_LINES = 30
+# Of the summary: some consoles keep no more of a run.
+_MOST_CHARACTERS = 12_000
+_MOST_OF_A_LINE = 240
+# Sections and what their rows are called that BENCHMARKS.md asks for.
+HEADLINES = (
+    ("workload", r"cache on|on / off"),
+    ("peers", ""),
+    ("equality", ""),
+    ("steps", r"prefill|decode of (64|\d), graphs|invariant|early launches|hybrid"),
+    ("sampling", r"sampled / greedy"),
+    ("attention", r"decode of 64"),
+)
 # What a process gets to print its stacks before it is killed.
 _ABORT_SECONDS = 5
 
@@ -73,7 +91,9 @@ FULL = (
 )
 # Heads of 64, windows and soft caps have no prebuilt kernel.
 JIT = (
-    Job("compiled_kernels", seconds=240),
+    Job("jit_build", seconds=300),
+    Job("jit_keep", seconds=30),
+    Job("compiled_kernels", seconds=60),
     Job("equality", "hybrid", seconds=90),
     Job("smoke", "hybrid", seconds=60),
     Job("steps", "hybrid", seconds=60),
@@ -83,6 +103,7 @@ JIT = (
     Job("peer", "qwen3-0.6b", "nano-vllm", seconds=90),
     Job("peer", "qwen2.5-7b", "transformers", seconds=60),
     Job("tests", marks="jit", seconds=120),
+    Job("jit_keep", seconds=30),
 )
 DRY = (
     Job("smoke+kernels+steps+invariant_steps+equality+workload", "tiny", seconds=120),
@@ -92,7 +113,7 @@ DRY = (
     Job("peer", "tiny", "transformers", seconds=15),
 )
 DRY_JIT = (
-    Job("compiled_kernels", "tiny"),
+    Job("jit_build+compiled_kernels", "tiny"),
     Job("smoke+equality+steps", "tiny-hybrid", seconds=120),
     Job("peer", "tiny", "vllm", seconds=15),
     Job("peer", "tiny", "nano-vllm", seconds=15),
@@ -114,17 +135,45 @@ class Run:
         """The rows so far, one JSON object a line."""
         return self.folder / "rows.jsonl"
 
+    @property
+    def log(self) -> Path:
+        """All that sections printed, with all stacks where one was stopped."""
+        return self.folder / "log.txt"
+
     def job(self, job: Job, seconds: float) -> None:
-        """Runs one section; that it fails becomes a row after those it measured."""
-        failure = self.process(self._command(job), job.title, seconds)
-        if failure is not None:
-            row = {"section": job.section, "what": job.title, "unit": failure}
-            append_row(self.record, row if job.peer else row | {"ok": False})
+        """Runs one section; that it fails becomes a row after those it measured.
+
+        Where a process ends before all its parts were begun, another one goes on after the last.
+        """
+        end = time.monotonic() + seconds
+        with tempfile.TemporaryDirectory() as scratch:
+            progress = Path(scratch) / "begun"
+            begun = 0
+            while True:
+                failure = self.process(self._command(job, progress, begun), job.title, seconds)
+                if failure is not None:
+                    self._failed(job, failure)
+                before, begun = begun, _read_number(progress)
+                seconds = end - time.monotonic()
+                if begun <= before:
+                    return
+                if seconds < min(_LEAST_SECONDS, job.seconds):
+                    self._failed(job, f"skipped: no time left after part {begun}")
+                    return
+
+    def _failed(self, job: Job, why: str) -> None:
+        row = {"section": job.section, "what": job.title, "unit": why}
+        append_row(self.record, row if job.peer else row | {"ok": False})
 
     def process(self, command: Sequence[str | Path], title: str, seconds: float) -> str | None:
-        """Runs a command with its output in a file of the folder; says how it failed."""
-        log = self.folder / f"{title.replace(' ', '-')}.log"
-        with log.open("ab") as output:
+        """Runs a command with its output added to the log; says how it failed.
+
+        That it lost the device is no failure of its own: a row says which part did it.
+        """
+        with self.log.open("ab") as output:
+            output.write(f"\n==== {title}\n".encode())
+            begin = output.tell()
+            output.flush()
             process = subprocess.Popen(
                 command,
                 stdout=output,
@@ -142,21 +191,29 @@ class Run:
                     process.wait(_ABORT_SECONDS)
             finally:
                 _kill_group(process)
-        if status == 0:
+        if status in (0, LOST):
             return None
-        lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
+        said = self.log.read_bytes()[begin:].decode(errors="replace")
+        lines = said.strip().splitlines() or ["no output"]
         print("\n".join(lines[-_SHOWN_LINES:]), file=sys.stderr, flush=True)
         return f"stopped after {seconds:.0f} s" if status is None else f"failed: {lines[-1]}"
 
-    def _command(self, job: Job) -> list[str | Path]:
+    def _command(self, job: Job, progress: Path, begun: int) -> list[str | Path]:
         if job.section == "tests":
             options = ["-m", job.marks, "-v", "--tb=short", "-p", "no:cacheprovider"]
-            rows = ["-p", "pytest_rows", "--rows", self.record]
+            rows = ["-p", "pytest_rows", "--rows", self.record, "--progress", progress]
+            rows += ["--resume-at", str(begun)]
             pytest = [sys.executable, "-X", "faulthandler", "-m", "pytest", TESTS / "gpu"]
             return [*pytest, *options, *rows]
         given = {"device": self.device, "scale": self.scale, "shape": job.shape, "peer": job.peer}
+        given |= {"folder": str(self.folder), "progress": str(progress), "begun": begun}
         sections = [HERE / "sections.py", job.section, json.dumps(given), self.record]
         return [sys.executable, "-X", "faulthandler", *sections]
+
+
+def _read_number(file: Path) -> int:
+    """What it holds; 0 where there is no such file."""
+    return int(file.read_text()) if file.exists() else 0
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -195,10 +252,50 @@ def section_environment(jit: bool) -> dict[str, str]:
     """
     environment = dict(os.environ)
     paths = [str(HERE), str(TESTS), environment.get("PYTHONPATH", "")]
+    # Plugins that happen to be installed may not fit the pytest that is packed.
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     if importlib.util.find_spec("flashinfer_jit_cache") is not None and not jit:
         environment["FLASHINFER_DISABLE_JIT"] = "1"
     return environment
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """How many rows there are, what failed and what decides, within `_MOST_CHARACTERS`."""
+    counts = Counter(str(row["section"]) for row in rows)
+    failed = [row for row in rows if row.get("ok") is False or "value" not in row]
+    decides = [row for row in rows if row.get("ok") is not False and _is_headline(row)]
+    lines = [
+        f"{len(rows)} rows: " + ", ".join(f"{name} {count}" for name, count in counts.items()),
+        "",
+        f"Failed or not done: {len(failed)}",
+    ]
+    left = _MOST_CHARACTERS - sum(len(line) + 1 for line in lines) - 200
+    headlines = _fitting(decides, left // 2)
+    failures = _fitting(failed, left - sum(len(line) + 1 for line in headlines))
+    return "\n".join([*lines, *failures, "", "What decides:", *headlines])
+
+
+def _is_headline(row: dict[str, Any]) -> bool:
+    return any(
+        row["section"] == section and re.search(pattern, row["what"])
+        for section, pattern in HEADLINES
+    )
+
+
+def _fitting(rows: list[dict[str, Any]], most: int) -> list[str]:
+    """The first rows of those that have room, and how many have none."""
+    lines = [_line(row)[:_MOST_OF_A_LINE] for row in rows]
+    while sum(len(line) + 1 for line in lines) > most:
+        lines.pop()
+    left_out = len(rows) - len(lines)
+    return [*lines, f"and {left_out} more in the record"] if left_out else lines
+
+
+def _line(row: dict[str, Any]) -> str:
+    said = f"{row['section']}: {row['what']}: {_number(row.get('value'))} {row.get('unit', '')}"
+    floor = f", floor {_number(row['floor'])}" if "floor" in row else ""
+    return said.replace("\n", " ") + floor + (" FAILED" if row.get("ok") is False else "")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -258,8 +355,9 @@ def main() -> int:
     append_row(run.record, {"machine": facts(options.device)})
     run_all(run, _jobs(options), options.budget)
     rows = read_rows(run.record)[first + 1 :]
-    print(table(rows))
-    print(f"\n{len(rows)} rows in {time.monotonic() - begun:.0f} s, kept in {run.folder}")
+    (run.folder / "table.md").write_text(table(rows) + "\n")
+    print(summary(rows))
+    print(f"\n{time.monotonic() - begun:.0f} s, kept in {run.folder}")
     return 0 if all(row.get("ok", True) for row in rows) else 1
 
 

@@ -1,7 +1,7 @@
 """The parts of a run. Each is a process of its own, since matmuls are pinned before CUDA starts.
 
-`python sections.py NAME[+NAME...] OPTIONS RECORD`, OPTIONS in JSON; a section gives rows, which are
-added to the record as they come.
+`python sections.py NAME[+NAME...] OPTIONS RECORD`, OPTIONS in JSON. A section is made of parts, of
+which one that fails does not end the others; their rows are added to the record as they come.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import compiled
 import details
 import peers
 import torch
-from record import Row, append_row
+from progress import LOST, Progress, device_is_lost
+from record import Part, Row, append_row
 from shapes import SHAPES, Shape
 from system import Setup, System, mixed_batch, random_model, random_prompts, reference_attention
 
 from prefixcache.attention.base import AttentionGroup, AttentionSpec, kv_shape_nhd
 from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.config.model_config import RopeConfig
+from prefixcache.models.decoder import DecoderModel
 from prefixcache.ops import activation, norm, rope
 from prefixcache.ops.cuda import pin_matmul
 from prefixcache.ops.linear import TorchLinear
@@ -92,6 +95,9 @@ class Options:
     scale: str
     shape: str = ""
     peer: str = ""
+    folder: str = ""
+    progress: str = ""
+    begun: int = 0
 
     @property
     def torch_device(self) -> torch.device:
@@ -101,44 +107,33 @@ class Options:
         return torch.device(self.device)
 
 
-PREBUILT_CASES: tuple[dict[str, Any], ...] = (
-    {"num_heads": 28, "num_kv_heads": 4, "head_dim": 128},
-    {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128},
-)
-# FlashInfer compiles these, for minutes.
-COMPILED_CASES: tuple[dict[str, Any], ...] = (
-    {"num_heads": 32, "num_kv_heads": 8, "head_dim": 64},
-    {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "sliding_window": 37},
-    {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "softcap": 30.0},
-    {"num_heads": 4, "num_kv_heads": 1, "head_dim": 256, "sliding_window": 512},
-)
 # Rows, weight and residual.
 _LINEAR_SHAPES = ((70, 3584), (4608, 3584), (70, 4608))
+_HOPPER = 9
 RELATIVE_ERROR = 0.02
 ABSOLUTE_ERROR = {"cuda": 0.02, "cpu": 1e-4}
 
 
-def smoke(options: Options) -> Iterator[Row]:
+def smoke(options: Options) -> Iterator[Part]:
     """Each fused op once, then each mode: a few steps, eagerly and from graphs."""
     device = options.torch_device
     for name, check in _fused_ops(device):
-        yield _tried(name, check)
+        yield name, partial(_checked, name, check)
     scale = SCALES["dry"]
-    model = random_model(SHAPES[options.shape], device, scale.max_model_len)
-    prompts = random_prompts(4, 0, scale.context, model.config.vocab_size, seed=6)
+    prompts = random_prompts(4, 0, scale.context, _vocab(options), seed=6)
     for attention, invariant in _modes(device):
         answers: list[Any] = []
 
         def answered(setup: Setup, answers: list[Any] = answers) -> bool:
-            answers.append(System(model, setup).answer(prompts, 4, logprobs=True))
+            system = System(_model(options, scale), setup)
+            answers.append(system.answer(prompts, 4, logprobs=True))
             # Graphs add rows to a batch: bits are kept only where they are promised.
             return not setup.batch_invariant or answers[0] == answers[-1]
 
         for eager in (True, False) if device.type == "cuda" else (True,):
             setup = _setup(scale, attention=attention, batch_invariant=invariant, eager=eager)
-            mode = f"{attention}{' invariant' if invariant else ''}"
-            how = "eager" if eager else "graphs"
-            yield _tried(f"{mode}, {how}", partial(answered, setup))
+            what = f"{_mode_name(attention, invariant)}, {'eager' if eager else 'graphs'}"
+            yield what, partial(_checked, what, partial(answered, setup))
 
 
 def _fused_ops(device: torch.device) -> Iterator[tuple[str, Callable[[], bool]]]:
@@ -167,113 +162,124 @@ def _fused_ops(device: torch.device) -> Iterator[tuple[str, Callable[[], bool]]]
     yield "linear in fixed tiles", partial(same, linear, *inputs)
 
 
-def _tried(what: str, check: Callable[[], bool]) -> Row:
-    """Seconds of a check; that it fails is its row, so that the others are still tried."""
-    row: Row = {"section": "smoke", "what": what}
+def _checked(what: str, check: Callable[[], bool]) -> Iterator[Row]:
+    """Seconds of a check, and whether it holds."""
     begun = time.perf_counter()
-    try:
-        ok = check()
-    except Exception as failure:  # noqa: BLE001 - whatever a kernel raises
-        traceback.print_exc()
-        return row | {"unit": _first_line(failure), "ok": False}
-    return row | {"value": time.perf_counter() - begun, "unit": "s", "ok": ok}
+    ok = check()
+    seconds = time.perf_counter() - begun
+    yield {"section": "smoke", "what": what, "value": seconds, "unit": "s", "ok": ok}
 
 
-def _first_line(failure: Exception) -> str:
-    return f"failed: {str(failure).strip() or repr(failure)}".splitlines()[0]
-
-
-def kernels(options: Options) -> Iterator[Row]:
+def kernels(options: Options) -> Iterator[Part]:
     """FlashInfer against its torch reference, one layer, a mixed step; prebuilt kernels."""
-    for case in PREBUILT_CASES:
-        yield _kernel_row(case, options.torch_device)
+    return _kernel_parts(compiled.PREBUILT_CASES, options)
 
 
-def compiled_kernels(options: Options) -> Iterator[Row]:
-    """The same with kernels that FlashInfer must compile first."""
-    for case in COMPILED_CASES:
-        yield _kernel_row(case, options.torch_device)
+def jit_build(options: Options) -> Iterator[Part]:
+    """All kernels that FlashInfer must compile, at once."""
+    if options.device == "cuda":
+        major, _ = torch.cuda.get_device_capability()
+        yield "", partial(compiled.build_all, hopper=major == _HOPPER)
 
 
-def _kernel_row(case: dict[str, Any], device: torch.device) -> Row:
-    """One shape; that it fails is its row, so that the others are still tried."""
-    row: Row = {
+def jit_keep(options: Options) -> Iterator[Part]:
+    """The kernels that are there by now, for the next machine."""
+    if options.device == "cuda":
+        yield "", partial(compiled.keep_all, Path(options.folder))
+
+
+def compiled_kernels(options: Options) -> Iterator[Part]:
+    """`kernels` with those that FlashInfer has compiled."""
+    return _kernel_parts(compiled.COMPILED_CASES, options)
+
+
+def _kernel_parts(cases: tuple[dict[str, Any], ...], options: Options) -> Iterator[Part]:
+    for case in cases:
+        what = ", ".join(f"{key} {value}" for key, value in case.items())
+        yield what, partial(_kernel_rows, what, compiled.spec_of(case), options.torch_device)
+
+
+def _kernel_rows(what: str, spec: AttentionSpec, device: torch.device) -> Iterator[Row]:
+    error = _attention_error(spec, device)
+    yield {
         "section": "kernels",
-        "what": ", ".join(f"{key} {value}" for key, value in case.items()),
-    }
-    try:
-        error = _attention_error(AttentionSpec(scale=case["head_dim"] ** -0.5, **case), device)
-    except Exception as failure:  # noqa: BLE001 - whatever a kernel raises
-        traceback.print_exc()
-        return row | {"unit": _first_line(failure), "ok": False}
-    return row | {
+        "what": what,
         "value": error,
         "unit": f"largest error beyond {RELATIVE_ERROR:.0%}",
         "ok": error < ABSOLUTE_ERROR[device.type],
     }
 
 
-def equality(options: Options) -> Iterator[Row]:
+def equality(options: Options) -> Iterator[Part]:
     """Answers of the same prompts: cold and alone, hit, chunked, in a batch. Bits are compared."""
-    device = options.torch_device
+    for attention, invariant in _modes(options.torch_device):
+        name = _mode_name(attention, invariant)
+        yield name, partial(_equality_rows, options, name, attention, invariant)
+
+
+def _equality_rows(options: Options, name: str, attention: str, invariant: bool) -> Iterator[Row]:
     scale = SCALES[options.scale]
-    model = random_model(SHAPES[options.shape], device, scale.max_model_len)
-    vocab = model.config.vocab_size
-    prompts = random_prompts(min(scale.requests, 8), scale.shared, scale.own, vocab, seed=1)
-    for attention, invariant in _modes(device):
-        base = _setup(scale, attention=attention, batch_invariant=invariant)
-        system = System(model, base)
-        alone = []
-        for prompt in prompts:
-            system.engine.control.reset_prefix_cache()
-            alone += system.answer([prompt], scale.outputs[1], logprobs=True)
-        before = system.hit_tokens
-        hit = system.answer(prompts, scale.outputs[1], logprobs=True)
-        hits = system.hit_tokens - before
-        kept = {
-            name: getattr(system.attention, name, False)
-            for name in ("batch_invariant", "decode_matches_prefill")
+    model = _model(options, scale)
+    count = min(scale.requests, 8)
+    prompts = random_prompts(count, scale.shared, scale.own, _vocab(options), seed=1)
+    base = _setup(scale, attention=attention, batch_invariant=invariant)
+    system = System(model, base)
+    alone = []
+    for prompt in prompts:
+        system.engine.control.reset_prefix_cache()
+        alone += system.answer([prompt], scale.outputs[1], logprobs=True)
+    kept = {
+        name: getattr(system.attention, name, False)
+        for name in ("batch_invariant", "decode_matches_prefill")
+    }
+
+    def row(what: str, answers: list[Any], hits: int) -> Row:
+        differing = sum(a != b for a, b in zip(alone, answers, strict=True))
+        return {
+            "section": "equality",
+            "what": f"{options.shape}, {name}, {what}",
+            "value": differing,
+            "unit": f"of {count} answers differ; {hits} hit tokens",
+            # Where nothing is promised, the number alone is shown.
+            **({"ok": differing == 0} if kept["batch_invariant"] else {}),
+            **kept,
         }
-        del system
-        chunked = System(model, dataclasses.replace(base, max_tokens=scale.chunk, max_seqs=8))
-        chunks = chunked.answer(prompts, scale.outputs[1], logprobs=True)
-        del chunked
-        for name, answers in (("hit and batch", hit), ("chunks and batch", chunks)):
-            differing = sum(a != b for a, b in zip(alone, answers, strict=True))
-            label = f"{options.shape}, {attention}{' invariant' if invariant else ''}, {name}"
-            yield {
-                "section": "equality",
-                "what": label,
-                "value": differing,
-                "unit": f"of {len(prompts)} answers differ; {hits} hit tokens",
-                # Where nothing is promised, the number alone is shown.
-                **({"ok": differing == 0} if kept["batch_invariant"] else {}),
-                **kept,
-            }
+
+    before = system.hit_tokens
+    answers = system.answer(prompts, scale.outputs[1], logprobs=True)
+    yield row("hit and batch", answers, system.hit_tokens - before)
+    del system
+    chunked = System(model, dataclasses.replace(base, max_tokens=scale.chunk, max_seqs=8))
+    answers = chunked.answer(prompts, scale.outputs[1], logprobs=True)
+    yield row("chunks and batch", answers, chunked.hit_tokens)
 
 
-def workload(options: Options) -> Iterator[Row]:
+def workload(options: Options) -> Iterator[Part]:
     """Requests that share a long beginning, with the cache off and on; outputs long and short."""
-    device = options.torch_device
-    scale = SCALES[options.scale]
-    model = random_model(SHAPES[options.shape], device, scale.max_model_len)
-    vocab = model.config.vocab_size
-    for output in scale.outputs:
-        rates = {}
+    for output in SCALES[options.scale].outputs:
+        rates: dict[bool, float] = {}
         for cached in (False, True):
-            system = System(model, _setup(scale, attention=_fast(device), prefix_caching=cached))
-            system.answer(random_prompts(scale.requests, 0, scale.own, vocab, seed=2), 4)
-            prompts = random_prompts(scale.requests, scale.shared, scale.own, vocab, seed=3)
-            before = system.hit_tokens
-            rates[cached] = scale.requests / system.seconds(prompts, output)
-            yield {
-                "section": "workload",
-                "what": f"{options.shape}, output {output}, cache {'on' if cached else 'off'}",
-                "value": rates[cached],
-                "unit": f"requests/s; {system.hit_tokens - before} hit tokens",
-            }
-            del system
-            gc.collect()
+            what = f"output {output}, cache {'on' if cached else 'off'}"
+            yield what, partial(_workload_rows, options, output, cached, rates)
+
+
+def _workload_rows(
+    options: Options, output: int, cached: bool, rates: dict[bool, float]
+) -> Iterator[Row]:
+    device, scale, vocab = options.torch_device, SCALES[options.scale], _vocab(options)
+    setup = _setup(scale, attention=_fast(device), prefix_caching=cached)
+    system = System(_model(options, scale), setup)
+    system.answer(random_prompts(scale.requests, 0, scale.own, vocab, seed=2), 4)
+    prompts = random_prompts(scale.requests, scale.shared, scale.own, vocab, seed=3)
+    before = system.hit_tokens
+    rates[cached] = scale.requests / system.seconds(prompts, output)
+    yield {
+        "section": "workload",
+        "what": f"{options.shape}, output {output}, cache {'on' if cached else 'off'}",
+        "value": rates[cached],
+        "unit": f"requests/s; {system.hit_tokens - before} hit tokens",
+    }
+    if len(rates) == 2:
         yield {
             "section": "workload",
             "what": f"{options.shape}, output {output}, on / off",
@@ -282,85 +288,95 @@ def workload(options: Options) -> Iterator[Row]:
         }
 
 
-def steps(options: Options) -> Iterator[Row]:
+def steps(options: Options) -> Iterator[Part]:
     """A prefill, and decode steps of several batches, against the least they can take."""
-    device = options.torch_device
-    scale = SCALES[options.scale]
-    shape = SHAPES[options.shape]
-    model = random_model(shape, device, scale.max_model_len)
-    vocab = model.config.vocab_size
-    for eager in (False, True) if device.type == "cuda" else (False,):
-        setup = _setup(scale, attention=_fast(device), prefix_caching=False, eager=eager)
-        system = System(model, dataclasses.replace(setup, max_seqs=max(scale.batches)))
-        kind = "eager" if eager or device.type != "cuda" else "graphs"
-        first = random_prompts(3, 0, scale.context, vocab, seed=4)
-        times = [1000 * system.seconds([prompt], 1) for prompt in first]
-        yield _step_row(shape, f"prefill of {scale.context}", min(times), "prefill")
-        for batch in scale.batches:
-            prompts = random_prompts(batch, 0, scale.context, vocab, seed=batch)
-            ms = system.decode_ms(prompts, scale.decode_steps)
-            yield _step_row(shape, f"decode of {batch}, {kind}", ms, str(batch))
-        del system
-        gc.collect()
+    for eager in _step_kinds(options.torch_device):
+        kind = "eager" if eager else "graphs"
+        yield kind, partial(_steps_rows, options, eager, kind)
 
 
-def pdl_steps(options: Options) -> Iterator[Row]:
+def _steps_rows(options: Options, eager: bool, kind: str) -> Iterator[Row]:
+    scale, shape, vocab = SCALES[options.scale], SHAPES[options.shape], _vocab(options)
+    attention = _fast(options.torch_device)
+    setup = _setup(scale, attention=attention, prefix_caching=False, eager=eager)
+    system = System(_model(options, scale), dataclasses.replace(setup, max_seqs=max(scale.batches)))
+    first = random_prompts(3, 0, scale.context, vocab, seed=4)
+    times = [1000 * system.seconds([prompt], 1) for prompt in first]
+    yield _step_row(shape, f"prefill of {scale.context}", min(times), "prefill")
+    for batch in scale.batches:
+        prompts = random_prompts(batch, 0, scale.context, vocab, seed=batch)
+        ms = system.decode_ms(prompts, scale.decode_steps)
+        yield _step_row(shape, f"decode of {batch}, {kind}", ms, str(batch))
+
+
+def pdl_steps(options: Options) -> Iterator[Part]:
     """A decode step whose Triton kernels are launched before the ones before them end."""
     os.environ["PREFIXCACHE_PDL"] = "1"  # is read when the kernels are imported
-    device, scale, shape = options.torch_device, SCALES[options.scale], SHAPES[options.shape]
-    model = random_model(shape, device, scale.max_model_len)
-    system = System(model, _setup(scale, attention=_fast(device), prefix_caching=False))
-    prompts = random_prompts(scale.requests, 0, scale.context, model.config.vocab_size, seed=5)
-    ms = system.decode_ms(prompts, scale.decode_steps)
-    yield _step_row(shape, f"decode of {scale.requests}, early launches", ms, str(scale.requests))
+    setup = _setup(SCALES[options.scale], attention=_fast(options.torch_device))
+    setup = dataclasses.replace(setup, prefix_caching=False)
+    yield "", partial(_decode_rows, options, setup, "decode of {}, early launches")
 
 
-def invariant_steps(options: Options) -> Iterator[Row]:
+def invariant_steps(options: Options) -> Iterator[Part]:
     """Decode steps by each way to keep bits, and their equality where tiles are fixed.
 
     What they cost is the ratio to the same step of the section before.
     """
-    device, scale, shape = options.torch_device, SCALES[options.scale], SHAPES[options.shape]
-    prompts = random_prompts(scale.requests, 0, scale.context, shape.hf_config["vocab_size"], 5)
-    for fixed_tiles in (False, True) if device.type == "cuda" else (False,):
-        model = random_model(shape, device, scale.max_model_len, fixed_tiles=fixed_tiles)
-        for attention, invariant in _modes(device):
-            if device.type == "cuda" and not invariant:
+    scale = SCALES[options.scale]
+    on_cuda = options.device == "cuda"
+    for fixed_tiles in (False, True) if on_cuda else (False,):
+        for attention, invariant in _modes(options.torch_device):
+            if on_cuda and not invariant:
                 continue
-            system = System(
-                model,
-                _setup(scale, attention=attention, batch_invariant=invariant, prefix_caching=False),
+            setup = _setup(
+                scale, attention=attention, batch_invariant=invariant, prefix_caching=False
             )
-            ms = system.decode_ms(prompts, scale.decode_steps)
-            kind = f"{attention}{', fixed tiles' if fixed_tiles else ', pinned'}"
-            what = f"invariant decode of {scale.requests}, {kind}"
-            yield _step_row(shape, what, ms, str(scale.requests))
+            kind = f"{attention}, {'fixed tiles' if fixed_tiles else 'pinned'}"
+            what = f"invariant decode of {{}}, {kind}"
+            yield kind, partial(_decode_rows, options, setup, what, fixed_tiles=fixed_tiles)
             if fixed_tiles:
-                differing = _differing(system, prompts[:8], scale.outputs[1])
-                yield {
-                    "section": "equality",
-                    "what": f"{shape.name}, {kind}, in a batch",
-                    "value": differing,
-                    "unit": "of 8 answers differ",
-                    "ok": differing == 0,
-                }
-            del system
-            gc.collect()
+                yield f"{kind}, bits", partial(_fixed_tiles_rows, options, setup, kind)
 
 
-def _differing(system: System, prompts: list[list[int]], num_tokens: int) -> int:
+def _decode_rows(
+    options: Options, setup: Setup, what: str, *, fixed_tiles: bool = False
+) -> Iterator[Row]:
+    """A decode step of as many as the workload has; `what` gets their number."""
+    scale = SCALES[options.scale]
+    system = System(_model(options, scale, fixed_tiles=fixed_tiles), setup)
+    prompts = random_prompts(scale.requests, 0, scale.context, _vocab(options), seed=5)
+    ms = system.decode_ms(prompts, scale.decode_steps)
+    name = what.format(scale.requests)
+    yield _step_row(SHAPES[options.shape], name, ms, str(scale.requests))
+
+
+def _fixed_tiles_rows(options: Options, setup: Setup, kind: str) -> Iterator[Row]:
     """Answers that are others in a batch than alone, bit for bit."""
+    scale = SCALES[options.scale]
+    system = System(_model(options, scale, fixed_tiles=True), setup)
+    prompts = random_prompts(8, 0, scale.context, _vocab(options), seed=5)
+    num_tokens = scale.outputs[1]
     alone = [system.answer([prompt], num_tokens, logprobs=True)[0] for prompt in prompts]
     together = system.answer(prompts, num_tokens, logprobs=True)
-    return sum(a != b for a, b in zip(alone, together, strict=True))
+    differing = sum(a != b for a, b in zip(alone, together, strict=True))
+    yield {
+        "section": "equality",
+        "what": f"{options.shape}, {kind}, in a batch",
+        "value": differing,
+        "unit": "of 8 answers differ",
+        "ok": differing == 0,
+    }
 
 
-def peer(options: Options) -> Iterator[Row]:
+def peer(options: Options) -> Iterator[Part]:
     """The same workload by another engine, where it is installed."""
+    yield "", partial(_peer_rows, options)
+
+
+def _peer_rows(options: Options) -> Iterator[Row]:
     scale = SCALES[options.scale]
     shape = SHAPES[options.shape]
-    vocab = shape.hf_config["vocab_size"]
-    prompts = random_prompts(scale.requests, scale.shared, scale.own, vocab, seed=3)
+    prompts = random_prompts(scale.requests, scale.shared, scale.own, _vocab(options), seed=3)
     engine = peers.PEERS[options.peer].make(shape, options.torch_device, scale.max_model_len)
     for output in scale.outputs:
         seconds = engine(prompts, output)
@@ -372,46 +388,48 @@ def peer(options: Options) -> Iterator[Row]:
         }
 
 
-def profiles(options: Options) -> Iterator[Row]:
+def profiles(options: Options) -> Iterator[Part]:
     """The longest kernels of a prefill and of a decode step."""
-    scale = SCALES[options.scale]
-    setup = _setup(scale, attention=_fast(options.torch_device), prefix_caching=False)
-    yield from details.profiles(SHAPES[options.shape], setup, options.torch_device, scale.context)
+    return _explained(options, details.profiles)
 
 
-def sampling(options: Options) -> Iterator[Row]:
+def sampling(options: Options) -> Iterator[Part]:
     """Sampled against greedy steps, and the host's time to plan one."""
-    scale = SCALES[options.scale]
-    setup = _setup(scale, attention=_fast(options.torch_device))
-    yield from details.sampling(SHAPES[options.shape], setup, options.torch_device, scale.context)
+    return _explained(options, details.sampling)
 
 
-def attention(options: Options) -> Iterator[Row]:
+def _explained(options: Options, rows: Callable[..., Iterator[Row]]) -> Iterator[Part]:
+    scale, shape = SCALES[options.scale], SHAPES[options.shape]
+    setup = _setup(scale, attention=_fast(options.torch_device), prefix_caching=False)
+    yield "", lambda: rows(shape, _model(options, scale), setup, scale.context)
+
+
+def attention(options: Options) -> Iterator[Part]:
     """FA2 and FA3 side by side, one layer."""
     scale = SCALES[options.scale]
     shape, device = SHAPES[options.shape], options.torch_device
     batches = sorted({scale.requests, max(scale.batches)})
-    yield from details.attention(shape, device, batches, scale.context)
+    return details.attention(shape, device, batches, scale.context)
 
 
-def matmuls(options: Options) -> Iterator[Row]:
+def matmuls(options: Options) -> Iterator[Part]:
     """Each linear as torch runs it."""
-    yield from _matmuls(options, "as they come", TorchLinear)
+    return _matmuls(options, "as they come", TorchLinear)
 
 
-def pinned_matmuls(options: Options) -> Iterator[Row]:
+def pinned_matmuls(options: Options) -> Iterator[Part]:
     """Each linear as batch-invariant mode runs it."""
-    yield from _matmuls(options, "pinned", TorchLinear)
+    return _matmuls(options, "pinned", TorchLinear)
 
 
-def fixed_matmuls(options: Options) -> Iterator[Row]:
+def fixed_matmuls(options: Options) -> Iterator[Part]:
     """Each linear in fixed tiles."""
-    yield from _matmuls(options, "fixed tiles", _fixed_tiles(options.torch_device))
+    return _matmuls(options, "fixed tiles", _fixed_tiles(options.torch_device))
 
 
-def _matmuls(options: Options, kind: str, make: type[TorchLinear]) -> Iterator[Row]:
+def _matmuls(options: Options, kind: str, make: type[TorchLinear]) -> Iterator[Part]:
     rows = SCALES[options.scale].matmul_rows
-    yield from details.matmuls(SHAPES[options.shape], options.torch_device, rows, kind, make)
+    return details.matmuls(SHAPES[options.shape], options.torch_device, rows, kind, make)
 
 
 def _fixed_tiles(device: torch.device) -> type[TorchLinear]:
@@ -425,9 +443,11 @@ def _fixed_tiles(device: torch.device) -> type[TorchLinear]:
 
 # Their matmuls must not depend on the batch.
 PINNED = ("smoke", "equality", "invariant_steps", "pinned_matmuls")
-SECTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
+SECTIONS: dict[str, Callable[[Options], Iterator[Part]]] = {
     "smoke": smoke,
     "kernels": kernels,
+    "jit_build": jit_build,
+    "jit_keep": jit_keep,
     "compiled_kernels": compiled_kernels,
     "equality": equality,
     "workload": workload,
@@ -442,6 +462,20 @@ SECTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "pinned_matmuls": pinned_matmuls,
     "fixed_matmuls": fixed_matmuls,
 }
+
+
+@lru_cache(1)
+def _random_model(shape: str, device: torch.device, longest: int, tiles: bool) -> DecoderModel:
+    return random_model(SHAPES[shape], device, longest, fixed_tiles=tiles)
+
+
+def _model(options: Options, scale: Scale, *, fixed_tiles: bool = False) -> DecoderModel:
+    """The model that the parts of a section share."""
+    return _random_model(options.shape, options.torch_device, scale.max_model_len, fixed_tiles)
+
+
+def _vocab(options: Options) -> int:
+    return SHAPES[options.shape].hf_config["vocab_size"]
 
 
 def _setup(scale: Scale, **changes: Any) -> Setup:
@@ -469,6 +503,15 @@ def _modes(device: torch.device) -> tuple[tuple[str, bool], ...]:
         ("flashinfer-split", True),
         ("flashinfer", False),
     )
+
+
+def _mode_name(attention: str, invariant: bool) -> str:
+    return f"{attention}{' invariant' if invariant else ''}"
+
+
+def _step_kinds(device: torch.device) -> tuple[bool, ...]:
+    """Graphs, then eager steps; a CPU has those alone."""
+    return (False, True) if device.type == "cuda" else (True,)
 
 
 def _step_row(shape: Shape, what: str, ms: float, floor: str) -> Row:
@@ -510,28 +553,59 @@ def _attention_error(spec: AttentionSpec, device: torch.device) -> float:
     return float(((ours - plain).abs() - RELATIVE_ERROR * plain.abs()).clamp(min=0).max())
 
 
-def _rows(name: str, options: Options) -> Iterator[Row]:
-    """A section's rows, those before a failure included; the failure is the last one."""
+def run_sections(names: str, options: Options, record: Path, progress: Progress) -> None:
+    """Runs sections and writes their rows as they come.
+
+    A part that fails gives a row after those that it measured. Where it loses the device, the
+    process ends with `LOST`, and `progress` tells where another one goes on.
+    """
+    for name in names.split("+"):
+        _run_section(name, options, record, progress)
+    progress.end()
+
+
+def _run_section(name: str, options: Options, record: Path, progress: Progress) -> None:
     try:
-        yield from SECTIONS[name](options)
+        for what, rows in SECTIONS[name](options):
+            if progress.is_left():
+                progress.begin()
+                _run_part(name, what, rows, options, record)
+    except Exception as failure:  # noqa: BLE001 - what its parts have in common
+        append_row(record, _failure_row(name, "", failure, options))
+
+
+def _run_part(
+    name: str, what: str, rows: Callable[[], Iterator[Row]], options: Options, record: Path
+) -> None:
+    try:
+        for row in rows():
+            append_row(record, row)
     except Exception as failure:  # noqa: BLE001 - whatever a kernel or another engine raises
-        traceback.print_exc()
-        what = " ".join(part for part in (name, options.shape, options.peer) if part)
-        row: Row = {"section": name, "what": what, "unit": _first_line(failure)}
-        yield row if options.peer else row | {"ok": False}
+        append_row(record, _failure_row(name, what, failure, options))
+        if device_is_lost():
+            print("The device is lost. What is left wants another process.", flush=True)
+            os._exit(LOST)  # what is torn down would wait for the device
+    gc.collect()
+
+
+def _failure_row(name: str, part: str, failure: Exception, options: Options) -> Row:
+    traceback.print_exception(failure)
+    what = " ".join(word for word in (name, options.shape, options.peer) if word)
+    reason = f"failed: {str(failure).strip() or repr(failure)}".splitlines()[0]
+    row: Row = {"section": name, "what": f"{what}, {part}" if part else what, "unit": reason}
+    return row if options.peer else row | {"ok": False}
 
 
 def main() -> None:
-    """Runs sections and writes their rows as they come."""
+    """One process of a run."""
     names, options_json, record = sys.argv[1:]
     options = Options(**json.loads(options_json))
     if options.device == "cpu":
         torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much to waiting
     if names in PINNED and options.device == "cuda":
         pin_matmul()
-    for name in names.split("+"):
-        for row in _rows(name, options):
-            append_row(Path(record), row)
+    progress = Progress(Path(options.progress), options.begun)
+    run_sections(names, options, Path(record), progress)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,6 @@ def test_the_dry_run_needs_no_package_that_the_machine_may_lack(
         | {
             "PYTHONPATH": os.pathsep.join(paths),
             "CUDA_VISIBLE_DEVICES": "",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         },
         capture_output=True,
         text=True,
@@ -92,6 +91,7 @@ def test_a_section_that_hangs_loses_neither_its_rows_nor_its_words(
     tmp_path: Path, bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 12345
+    run = bench.Run(folder=tmp_path, environment=bench.section_environment(jit=False))
 
     class UntilItHangs(subprocess.Popen[bytes]):
         """Its limit is over as soon as it hangs."""
@@ -99,19 +99,18 @@ def test_a_section_that_hangs_loses_neither_its_rows_nor_its_words(
         def wait(self, timeout: float | None = None) -> int:
             if timeout != limit:
                 return super().wait(timeout)
-            while "hung" not in (tmp_path / "slow-part.log").read_text():
+            while "hung" not in run.log.read_text():
                 assert self.poll() is None
                 time.sleep(0.05)
             raise subprocess.TimeoutExpired(self.args, limit)
 
     monkeypatch.setattr(bench.subprocess, "Popen", UntilItHangs)
-    run = bench.Run(folder=tmp_path, environment=bench.section_environment(jit=False))
     command = [sys.executable, "-X", "faulthandler", "-c", _HANG, run.record]
     failure = run.process(command, "slow part", limit)
     assert failure == f"stopped after {limit} s"
     (row,) = _rows(tmp_path)
     assert row["what"] == "first"
-    said = (tmp_path / "slow-part.log").read_text()
+    said = run.log.read_text()
     assert "said before it hung" in said
     assert "in hangs_here" in said
     _wait_until_gone(row["child"])
@@ -125,7 +124,7 @@ def test_a_section_that_fails_is_a_row_and_the_others_are_run(
     monkeypatch.setattr(
         bench.Run,
         "_command",
-        lambda run, job: [sys.executable, "-c", scripts[job.section], run.record],
+        lambda run, job, *_: [sys.executable, "-c", scripts[job.section], run.record],
     )
     run = bench.Run(folder=tmp_path, environment=bench.section_environment(jit=False))
     jobs = [
@@ -151,12 +150,202 @@ def test_a_section_that_raises_does_not_end_those_after_it(tmp_path: Path, bench
     first, *others = _rows(tmp_path)
     assert first == {
         "section": "steps",
-        "what": "steps no such shape",
+        "what": "steps no such shape, eager",
         "unit": "failed: 'no such shape'",
         "ok": False,
     }
     assert {row["section"] for row in others} == {"kernels"}
     assert all(row["ok"] for row in others)
+
+
+_MANY_ROWS = """
+import sys
+from pathlib import Path
+from record import append_row
+record = Path(sys.argv[1])
+row = {"section": "steps", "what": "qwen2.5-7b, decode of 64, graphs", "value": 5.2, "unit": "ms"}
+append_row(record, row)
+for i in range(60):
+    row = {"section": "matmuls", "what": "x" * 300, "unit": "failed:\\n" + "y" * 3000}
+    append_row(record, row if i % 3 else row | {"ok": False})
+print("said" * 10000)
+"""
+
+
+def test_a_whole_run_leaves_few_plain_files_and_prints_what_matters_last(
+    tmp_path: Path, bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        bench.Run, "_command", lambda run, *_: [sys.executable, "-c", _MANY_ROWS, run.record]
+    )
+    monkeypatch.setattr(bench, "PEERS", {"transformers": bench.PEERS["transformers"]})
+    monkeypatch.setattr(sys, "argv", ["run.py", "--record", str(tmp_path / "record")])
+    assert bench.main() == 1
+    left = list((tmp_path / "record").iterdir())
+    assert all(file.is_file() and re.fullmatch(r"[A-Za-z0-9._-]+", file.name) for file in left)
+    # With the kernels that were compiled, all come home from where eight files do.
+    assert {file.name for file in left} | {"kernels.tar.xz"} == {
+        *("rows.jsonl", "log.txt", "table.md", "kernels.tar.xz"),
+    }
+    assert len(_rows(tmp_path / "record")) == 1 + 61 * len(bench.FULL)
+    printed = capsys.readouterr().out
+    assert 9_000 < len(printed) <= 12_000
+    failures, decides = printed.split("What decides:")
+    assert "more in the record" in failures
+    assert "decode of 64, graphs: 5.2 ms" in decides
+
+
+def test_each_headline_is_a_row_of_a_section(bench: Any, tmp_path: Path) -> None:
+    run = bench.Run(
+        folder=tmp_path, device="cpu", scale="dry", environment=bench.section_environment(jit=False)
+    )
+    run.job(bench.Job("workload+equality+steps+invariant_steps", "tiny"), 120)
+    found = {row["section"] for row in _rows(tmp_path) if bench._is_headline(row)}
+    assert found == {"workload", "equality", "steps"}
+
+
+class _Broken:
+    """A system that cannot be made in the first of two modes."""
+
+    def __init__(self, make: Any, is_broken: Any) -> None:
+        self._make, self._is_broken = make, is_broken
+
+    def __call__(self, model: Any, setup: Any) -> Any:
+        if self._is_broken(setup):
+            raise RuntimeError("CUDA error: this mode has none")
+        return self._make(model, setup)
+
+
+@pytest.mark.parametrize(
+    ("section", "is_broken", "measured"),
+    [
+        ("equality", lambda setup: setup.batch_invariant, {"tiny, reference, hit and batch"}),
+        ("invariant_steps", lambda setup: setup.batch_invariant, {"pinned"}),
+        ("workload", lambda setup: not setup.prefix_caching, {"tiny, output 8, cache on"}),
+        ("steps", lambda setup: setup.eager, {"decode of 4, graphs"}),
+    ],
+)
+def test_a_mode_that_fails_does_not_lose_those_after_it(
+    section: str,
+    is_broken: Any,
+    measured: set[str],
+    tmp_path: Path,
+    bench: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import progress
+    import sections
+
+    modes = (("reference", True), ("reference", False))
+    monkeypatch.setattr(sections, "_modes", lambda _device: modes)
+    monkeypatch.setattr(sections, "_step_kinds", lambda _device: (True, False))
+    monkeypatch.setattr(sections, "System", _Broken(sections.System, is_broken))
+    begun = progress.Progress(tmp_path / "begun", 0)
+    options = sections.Options(device="cpu", scale="dry", shape="tiny")
+    sections.run_sections(section, options, tmp_path / "rows.jsonl", begun)
+    rows = _rows(tmp_path)
+    assert "failed: CUDA error: this mode has none" in rows[0]["unit"]
+    assert rows[0]["ok"] is False
+    assert all(any(part in row["what"] for row in rows if "value" in row) for part in measured)
+    assert not (tmp_path / "begun").exists()
+
+
+def test_a_process_that_lost_its_device_ends_and_tells_where_it_was(
+    tmp_path: Path, bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import progress
+    import sections
+
+    def parts(_options: Any) -> Any:
+        yield "good", lambda: iter([{"section": "s", "what": "good", "value": 1}])
+        yield "bad", lambda: iter([{"section": "s", "what": {}["absent"]}])
+        yield "after", lambda: pytest.fail("runs on a lost device")
+
+    def end(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setitem(sections.SECTIONS, "stub", parts)
+    monkeypatch.setattr(sections, "device_is_lost", lambda: True)
+    monkeypatch.setattr(sections.os, "_exit", end)
+    options = sections.Options(device="cpu", scale="dry")
+    with pytest.raises(SystemExit) as ended:
+        sections.run_sections(
+            "stub", options, tmp_path / "rows.jsonl", progress.Progress(tmp_path / "begun", 0)
+        )
+    assert ended.value.code == progress.LOST
+    assert (tmp_path / "begun").read_text() == "2"
+    assert [row["what"] for row in _rows(tmp_path)] == ["good", "stub, bad"]
+
+
+_PARTS = """
+import os, sys
+from pathlib import Path
+from progress import LOST, Progress
+from record import append_row
+record, file, begun = sys.argv[1:]
+progress = Progress(Path(file), int(begun))
+for part in range(5):
+    if progress.is_left():
+        progress.begin()
+        append_row(Path(record), {"section": "parts", "what": f"part {part}", "value": os.getpid()})
+        if part == 1:
+            os._exit(LOST)
+        if part == 3:
+            os.abort()
+progress.end()
+"""
+
+
+def test_another_process_goes_on_after_the_part_that_ended_one(
+    tmp_path: Path, bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        bench.Run,
+        "_command",
+        lambda run, _job, *at: [sys.executable, "-c", _PARTS, run.record, *map(str, at)],
+    )
+    run = bench.Run(folder=tmp_path, environment=bench.section_environment(jit=False))
+    run.job(bench.Job("parts"), 60)
+    rows = _rows(tmp_path)
+    assert [row["what"] for row in rows] == [
+        *("part 0", "part 1", "part 2", "part 3", "parts", "part 4"),
+    ]
+    processes = [row["value"] for row in rows if "value" in row]
+    assert len(set(processes)) == 3
+    assert processes[0] == processes[1] != processes[2] == processes[3]
+
+
+_LOSES = """
+import pytest_rows
+from pathlib import Path
+tried = Path(__file__).with_name("tried")
+pytest_rows.device_is_lost = lambda: True
+def test_first(): pass
+def test_second(): assert False
+def test_third(): tried.touch()
+"""
+
+
+def test_tests_go_on_after_one_that_loses_the_device(
+    tmp_path: Path, bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tests" / "gpu"
+    folder.mkdir(parents=True)
+    (folder / "test_losing.py").write_text(_LOSES)
+    monkeypatch.setattr(bench, "TESTS", folder.parent)
+    run = bench.Run(folder=tmp_path, environment=bench.section_environment(jit=False))
+    run.job(bench.Job("tests", marks="not jit"), 60)
+    told = [(row["what"].rpartition("::")[2], row["unit"], row["ok"]) for row in _rows(tmp_path)]
+    assert told == [
+        ("test_first", "s; passed", True),
+        ("test_second", "s; failed", False),
+        ("test_third", "s; passed", True),
+    ]
+    assert (folder / "tried").exists()
+
+
+def test_plugins_that_the_machine_happens_to_have_are_not_loaded(bench: Any) -> None:
+    assert bench.section_environment(jit=True)["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] == "1"
 
 
 def test_what_the_budget_leaves_no_time_for_is_said(tmp_path: Path, bench: Any) -> None:
@@ -218,17 +407,3 @@ def test_packed_kernels_lie_where_flashinfer_asks_for_them(
     monkeypatch.delitem(sys.modules, "flashinfer_jit_cache")
     assert flashinfer_jit_cache.__version__ == "0.6.14"
     assert flashinfer_jit_cache.get_jit_cache_dir() == str(package / "aot")
-
-
-def test_the_packed_folder_holds_what_the_package_imports() -> None:
-    project = (ROOT / "pyproject.toml").read_text()
-    (declared,) = re.findall(r"^dependencies = \[\n(.*?)^\]", project, re.DOTALL | re.MULTILINE)
-    needed = set(re.findall(r'^ *"([\w-]+)', declared, re.MULTILINE))
-    # They are on such a machine, and plots are drawn elsewhere.
-    there = {"torch", "transformers", "numpy", "safetensors", "tokenizers", "huggingface_hub"}
-    packed = {
-        name
-        for file in ("requirements.in", "requirements-alone.in")
-        for name in re.findall(r"^[\w-]+", (BENCH / file).read_text(), re.MULTILINE)
-    }
-    assert needed - there - {"matplotlib"} <= packed

@@ -28,7 +28,7 @@ _MAX_TILES = 2 * 132
 _CAUSAL = 1  # of FlashInfer's MaskMode
 
 
-class _Module:
+class Module:
     """The compiled prefill ("fa2", "fa3") or decode ("plain") module."""
 
     ragged_run = None
@@ -185,8 +185,14 @@ class _Page:
         values.copy_(pool[:, 1])
 
 
-def replace_native_modules(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The flashinfer package, able to run on a CPU: pinned memory is poisoned plain memory."""
+def replace_native_modules(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any] | None = None
+) -> Any:
+    """The flashinfer package, able to run on a CPU: pinned memory is poisoned plain memory.
+
+    `make` gives another module than `Module`, of its kind and of what FlashInfer compiles it for.
+    """
+    make = make or (lambda kind, *_: Module(kind))
     empty = torch.empty
 
     def unpinned(*args: Any, **kwargs: Any) -> Tensor:
@@ -198,10 +204,10 @@ def replace_native_modules(monkeypatch: pytest.MonkeyPatch) -> Any:
     prefill, decode, page = flashinfer.prefill, flashinfer.decode, flashinfer.page
     for module in (prefill, decode):
         monkeypatch.setattr(module, "device_support_pdl", lambda _device: True)
+    monkeypatch.setattr(prefill, "gen_batch_prefill_module", lambda *asked: _Built(make(*asked)))
     monkeypatch.setattr(
-        prefill, "gen_batch_prefill_module", lambda backend, *_: _Built(_Module(backend))
+        decode, "gen_batch_decode_module", lambda *asked: _Built(make("plain", *asked))
     )
-    monkeypatch.setattr(decode, "gen_batch_decode_module", lambda *_: _Built(_Module("plain")))
     monkeypatch.setattr(page, "gen_page_module", lambda: _Built(_Page()))
     for cached in (
         prefill.get_batch_prefill_module,

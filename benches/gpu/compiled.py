@@ -36,7 +36,10 @@ def spec_of(case: dict[str, Any]) -> AttentionSpec:
 
 
 def modules_of(spec: AttentionSpec, *, hopper: bool) -> list[tuple[Any, ...]]:
-    """What FlashInfer's wrappers look modules up by: the kind, and the arguments of its maker."""
+    """What FlashInfer's wrappers look modules up by: the kind, and the arguments of its maker.
+
+    The kind is a prefill's backend, or "plain" for the decode without tensor cores.
+    """
     dtypes = (torch.bfloat16,) * 3 + (torch.int32,)
     uses = (spec.sliding_window is not None, spec.softcap is not None)
     arguments = (*dtypes, spec.head_dim, spec.head_dim, 0, *uses)
@@ -44,7 +47,7 @@ def modules_of(spec: AttentionSpec, *, hopper: bool) -> list[tuple[Any, ...]]:
     if hopper:
         modules.append(("fa3", *arguments, False))
     if not needs_tensor_cores(spec):
-        modules.append(("decode", *arguments))
+        modules.append(("plain", *arguments))
     return modules
 
 
@@ -99,7 +102,7 @@ def _jit_specs(hopper: bool) -> list[Any]:
     specs = {"page": gen_page_module()}
     for case in (*PREBUILT_CASES, *COMPILED_CASES):
         for kind, *arguments in modules_of(spec_of(case), hopper=hopper):
-            if kind == "decode":
+            if kind == "plain":
                 spec = gen_batch_decode_module(*arguments)
             else:
                 spec = gen_batch_prefill_module(kind, *arguments)

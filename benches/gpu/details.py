@@ -141,6 +141,8 @@ _GROUP_DECODES: dict[str, dict[str, Any]] = {
     "FA2 without tensor cores": {"invariance": "off", "tensor_cores": False},
     "FA2 with tensor cores": {"invariance": "off", "tensor_cores": True},
 }
+# Where keys are not split, the longest sequence is alone at the end.
+_KEYS = {name: _DECODES[name] for name in ("FA2", "FA2 with whole keys")}
 # Query heads a key-value head for which the decode kernel without tensor cores is compiled too.
 _GROUPS = (2, 4, 8)
 
@@ -167,6 +169,9 @@ def attention(
             yield from _layer_parts(name, grouped, device, lengths, _GROUP_DECODES)
         name = f"{shape.name}, {what}"
         yield from _layer_parts(name, own, device, lengths, _DECODES)
+        uneven = [(16 * context, 1), *[(context // 2, 1)] * (batch - 1)]
+        among = f"{name}, one of {16 * context} among halves"
+        yield from _layer_parts(among, own, device, uneven, _KEYS)
         bits = f"{name}, packed heads"
         yield bits, partial(_packed_rows, bits, own, device, lengths)
 
@@ -237,7 +242,8 @@ class _Layer:
             dtype=self._dtype,
             device=self.device,
             kernels=load_kernels(self.device) if on_cuda else flashinfer_reference,
-            **({} if on_cuda else {"workspace_bytes": 1 << 24}) | options,
+            workspace_bytes=None if on_cuda else 1 << 24,
+            **options,
         )
         backend.bind([self._pool])
         if self._step.num_decodes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import subprocess
 import sys
 import types
@@ -24,10 +23,9 @@ from prefixcache.attention.flashinfer import (
     load_kernels,
     make_flashinfer,
 )
-from prefixcache.attention.flashinfer_kernels import SharedMemory
+from prefixcache.attention.flashinfer_kernels import SharedMemory, needed_workspace
 from prefixcache.attention.flashinfer_plan import (
     check_supported,
-    check_workspace,
     needs_tensor_cores,
     pad_decodes,
     planned_tiles_alone,
@@ -482,27 +480,41 @@ def test_the_hosts_tables_may_be_filled_anew_once_a_step_is_planned(
     assert torch.equal(*outputs)
 
 
-def test_graphs_too_large_for_the_workspace_are_refused_at_the_start() -> None:
-    spec = AttentionSpec(num_heads=28, num_kv_heads=4, head_dim=128, scale=0.1)
-    check_workspace(spec, 256, 132, 256 << 20)
-    with pytest.raises(ConfigError, match=r"of 1024 sequences need \d+ MiB.*has 256") as refused:
-        check_workspace(spec, 1024, 132, 256 << 20)
-    fits = int(re.search(r"--max-num-seqs to (\d+)", str(refused.value)).group(1))
-    check_workspace(spec, fits, 132, 256 << 20)
-    with pytest.raises(ConfigError):
-        check_workspace(spec, fits + 1, 132, 256 << 20)
-    one_key_head = dataclasses.replace(spec, num_heads=32, num_kv_heads=1)
-    with pytest.raises(ConfigError, match=r"has 256. Use --enforce-eager.$"):
-        check_workspace(one_key_head, 1, 132, 256 << 20)
-    attention = backend(dataclasses.replace(spec, head_dim=8), workspace_bytes=1 << 20)
-    attention.bind([torch.zeros(2, 2, 4, 4, 8)])
-    with pytest.raises(ConfigError, match="enforce-eager"):
-        attention.reserve_graphs([64], max_page_indices=9)
-    attention = backend(
-        dataclasses.replace(spec, head_dim=8), workspace_bytes=1 << 20, whole_keys_from=64
-    )
-    attention.bind([torch.zeros(2, 2, 4, 4, 8)])
-    attention.reserve_graphs([64], max_page_indices=9)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "splitting"),
+    [
+        (28, 4, [1, 64, 256, 512]),  # Qwen2.5-7B
+        (64, 8, [1, 64, 256]),  # Llama 70B
+        (16, 8, [1, 64, 256, 512, 1024]),  # the plain kernel needs less
+        (32, 1, [1, 64]),  # more for one row than the others for many
+    ],
+)
+def test_graphs_split_keys_as_far_as_the_workspace_has_room_and_none_is_refused(
+    heads: int, kv_heads: int, splitting: list[int]
+) -> None:
+    made = []
+
+    class Kernels:
+        append_paged_kv_cache = staticmethod(flashinfer_reference.append_paged_kv_cache)
+        BatchPrefillWithPagedKVCacheWrapper = (
+            flashinfer_reference.BatchPrefillWithPagedKVCacheWrapper
+        )
+
+        class BatchDecodeWithPagedKVCacheWrapper(
+            flashinfer_reference.BatchDecodeWithPagedKVCacheWrapper
+        ):
+            def plan(self, *args, **kwargs):
+                made.append(not kwargs["disable_split_kv"])
+                super().plan(*args, **kwargs)
+
+    spec = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=128, scale=0.1)
+    attention = backend(spec, kernels=Kernels, workspace_bytes=needed_workspace([spec], CPU))
+    attention.bind([torch.zeros(2, 2, 4, kv_heads, 128)])
+    sizes = [1, 64, 256, 512, 1024]
+    attention.reserve_graphs(sizes, max_page_indices=1)
+    for size in sizes:
+        attention.plan_graph(batch_of([SlowSequence(3, 1, (1,), True)], page_size=4), size)
+    assert [size for size, splits in zip(sizes, made, strict=True) if splits] == splitting
 
 
 def test_kernels_that_cannot_be_built_say_what_to_install(caplog) -> None:
@@ -561,7 +573,7 @@ def test_decode_goes_to_tensor_cores_for_groups_without_a_plain_kernel() -> None
         g: needs_tensor_cores(AttentionSpec(num_heads=g, num_kv_heads=1, head_dim=64, scale=1))
         for g in range(1, 17)
     }
-    assert [g for g, needed in groups.items() if not needed] == [1, 2, 3, 4, 8]
+    assert [g for g, needed in groups.items() if not needed] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

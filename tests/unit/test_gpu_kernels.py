@@ -16,11 +16,9 @@ import torch
 
 pytest.importorskip("flashinfer")
 
-import flashinfer.decode
-import flashinfer.prefill
+import flashinfer
 
-import native_flashinfer
-from native_flashinfer import replace_native_modules
+from native_flashinfer import Module, replace_native_modules
 from prefixcache.attention.flashinfer import FlashInferAttention
 from reference.paged_attention import SlowSequence, batch_of
 
@@ -64,19 +62,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_what_is_built_first_is_what_the_modes_ask_for(
     hopper: bool, compiled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = replace_native_modules(monkeypatch)
     asked: set[tuple[Any, ...]] = set()
 
-    def prefill(backend: str, *arguments: Any) -> Any:
-        asked.add((backend, *arguments))
-        return native_flashinfer._Built(native_flashinfer._Module(backend))
+    def make(*wanted: Any) -> Any:
+        asked.add(wanted)
+        return Module(wanted[0])
 
-    def decode(*arguments: Any) -> Any:
-        asked.add(("decode", *arguments))
-        return native_flashinfer._Built(native_flashinfer._Module("plain"))
-
-    monkeypatch.setattr(flashinfer.prefill, "gen_batch_prefill_module", prefill)
-    monkeypatch.setattr(flashinfer.decode, "gen_batch_decode_module", decode)
+    kernels = replace_native_modules(monkeypatch, make)
     for case in compiled.COMPILED_CASES:
         asked.clear()
         spec = compiled.spec_of(case)

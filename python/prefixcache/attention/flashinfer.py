@@ -23,11 +23,11 @@ from torch import Tensor
 from prefixcache.attention.base import AttentionBatch, AttentionSpec, kv_shape_nhd
 from prefixcache.attention.flashinfer_kernels import (
     LAYOUT,
-    WORKSPACE_BYTES,
     KernelMaker,
     MakeKernel,
     PoolTable,
     SharedMemory,
+    needed_workspace,
 )
 from prefixcache.attention.flashinfer_plan import can_pack_heads, check_supported
 from prefixcache.attention.flashinfer_planner import GraphTables, KernelPart, Planner
@@ -59,8 +59,9 @@ class FlashInferAttention:
     Tables of a window leave out the pages behind it, by a number that grows with the step's
     positions: in the invariant modes by whole tiles of FA3 (see `align_tables`).
 
-    In mode "off", `tensor_cores` takes FA2's tensor-core kernel for decodes of all groups of query
-    heads, and captured decodes of `whole_keys_from` rows or more do not split keys.
+    In mode "off", `tensor_cores` says whether decodes take FA2's tensor-core kernel, which by
+    default they do from 4 query heads a key-value head on. Captured decodes of `whole_keys_from`
+    rows or more do not split keys, nor do those that the workspace has no room for.
 
     `batch_invariant` and `decode_matches_prefill` tell what is really kept: without FA3, which is
     for Hopper devices alone, nothing is. `kernels` is the flashinfer module or its stand-in.
@@ -80,11 +81,11 @@ class FlashInferAttention:
         kernels: Any,
         invariance: Invariance = "off",
         packs_heads: bool = False,
-        tensor_cores: bool = False,
+        tensor_cores: bool | None = None,
         whole_keys_from: int | None = None,
         hopper: bool = True,
         memory: SharedMemory | None = None,
-        workspace_bytes: int = WORKSPACE_BYTES,
+        workspace_bytes: int | None = None,
         leader: FlashInferAttention | None = None,
     ) -> None:
         self.name = "flashinfer"
@@ -100,6 +101,7 @@ class FlashInferAttention:
         if leader is not None:
             self.memory, self.planner = leader.memory, leader.planner
             return
+        workspace_bytes = workspace_bytes or needed_workspace([spec], device)
         self.memory = memory or SharedMemory(device, workspace_bytes)
         makes = KernelMaker(
             spec,
@@ -239,7 +241,7 @@ def make_flashinfer(
         invariance=invariance,
         packs_heads=packs_heads,
         hopper=major == _HOPPER,
-        memory=SharedMemory(device),
+        memory=SharedMemory(device, needed_workspace(specs, device)),
     )
     leaders: dict[AttentionSpec, FlashInferAttention] = {}
     backends: list[FlashInferAttention] = []

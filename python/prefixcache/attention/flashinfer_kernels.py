@@ -16,16 +16,16 @@ from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.flashinfer_plan import (
     KernelRows,
     KeyCounts,
-    check_workspace,
     needs_tensor_cores,
+    parts_bytes,
     plan_options,
     planned_tiles_alone,
 )
 
 LAYOUT = "NHD"
 # Partial results of split keys. FlashInfer recommends 128 MiB; wide models take more in large
-# batches, and it says so in an error when the workspace is too small.
-WORKSPACE_BYTES = 256 << 20
+# batches.
+_WORKSPACE_BYTES = 256 << 20
 # What every FlashInfer wrapper makes for itself until it is given a shared one.
 _PLAN_BYTES = 8 << 20
 # A captured decode plans at most a tile for each head of each row, by seven int32 (PrefillSM90Plan
@@ -37,6 +37,22 @@ _H200_MULTIPROCESSORS = 132
 PoolTable = tuple[Tensor, Tensor, Tensor]
 
 
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; elsewhere those of the one that plans are tried for."""
+    if device.type != "cuda":
+        return _H200_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def needed_workspace(specs: Sequence[AttentionSpec], device: torch.device) -> int:
+    """Room for the parts of captured decodes that split keys, in large batches of most models.
+
+    In small ones of all models, since those need it to fill the device.
+    """
+    count = num_multiprocessors(device)
+    return max(_WORKSPACE_BYTES, *(parts_bytes(spec, 1, count) for spec in specs))
+
+
 class SharedMemory:
     """What the backends of all groups of a model have in common: one kernel runs at a time.
 
@@ -45,8 +61,8 @@ class SharedMemory:
     all groups are planned before the first one runs.
     """
 
-    def __init__(self, device: torch.device, workspace_bytes: int = WORKSPACE_BYTES) -> None:
-        self.workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        self.workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._pool_shape = (0, 0)
         self._pool_table: PoolTable = (self.workspace, self.workspace, self.workspace)
 
@@ -187,7 +203,7 @@ class KernelMaker:
         prefill_backend: str,
         split_keys: bool,
         whole_keys_from: int | None,
-        tensor_cores: bool,
+        tensor_cores: bool | None,
         memory: SharedMemory,
     ) -> None:
         def plans() -> Tensor:
@@ -200,7 +216,8 @@ class KernelMaker:
         self._whole_keys_from = whole_keys_from
         self._group_size = spec.num_heads // spec.num_kv_heads
         self._pins = device.type == "cuda"
-        self._tensor_cores = tensor_cores or needs_tensor_cores(spec)
+        self._tensor_cores = needs_tensor_cores(spec) if tensor_cores is None else tensor_cores
+        self._num_multiprocessors = num_multiprocessors(device)
         self._options = plan_options(spec, dtype) | {"disable_split_kv": not split_keys}
         self._workspace = memory.workspace
         self._prefill_plans = plans()
@@ -245,18 +262,6 @@ class KernelMaker:
             pins=self._pins,
         )
 
-    def check_workspace(self, sizes: Sequence[int]) -> None:
-        """Raises `ConfigError` when the workspace cannot hold captured decodes of these sizes."""
-        num_seqs = max(filter(self._splits, sizes), default=0)
-        if self._tensor_cores and num_seqs:
-            device = self._workspace.device
-            count = (
-                torch.cuda.get_device_properties(device).multi_processor_count
-                if device.type == "cuda"
-                else _H200_MULTIPROCESSORS
-            )
-            check_workspace(self._spec, num_seqs, count, len(self._workspace))
-
     def _make_prefill(
         self,
         kind: type[_Prefill],
@@ -286,9 +291,17 @@ class KernelMaker:
         return plans[: _PLAN_BYTES_OF_DEVICE + _PLAN_BYTES_OF_HEAD * rows * self._spec.num_heads]
 
     def _splits(self, captured_rows: int) -> bool:
-        """Whether decodes may split keys: not where enough rows fill the device without."""
+        """Whether decodes may split keys; a graph reserves room for as many parts as it may have.
+
+        So many rows that there is none nearly fill the device without.
+        """
         whole_from = self._whole_keys_from
-        return self._splits_keys and (whole_from is None or captured_rows < whole_from)
+        if not self._splits_keys or (whole_from is not None and captured_rows >= whole_from):
+            return False
+        if not captured_rows or not self._tensor_cores:
+            return True
+        needed = parts_bytes(self._spec, captured_rows, self._num_multiprocessors)
+        return needed <= len(self._workspace)
 
     def _sizes(self, page_size: int) -> dict[str, Any]:
         return {

@@ -5,7 +5,6 @@ Letters of shapes: S sequences, N page indices. Pages of a step are CSR, as in `
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,8 +30,9 @@ _TILE_SIZES = (16, 64, 128)
 # in FA3's other kernels.
 _TILE_GRID = 384
 
-# Query heads a key-value head for which the decode kernel without tensor cores is compiled.
-_PLAIN_DECODE_GROUPS = frozenset({1, 2, 3, 4, 8})
+# The plain decode kernel computes each query head apart: from 4 heads a key-value head on it would
+# wait for its arithmetic, and not for memory. It is compiled for few groups of heads at all.
+_PLAIN_DECODE_GROUPS = frozenset({1, 2, 3})
 
 
 class KeyCounts(Tensor):
@@ -197,30 +197,18 @@ def planned_tiles_alone(plan_info: Sequence[int], num_rows: int, group_size: int
     return [tiles, *plan_info[_LAUNCHED_TILES + 1 :]]
 
 
-def check_workspace(
-    spec: AttentionSpec, num_seqs: int, num_multiprocessors: int, workspace_bytes: int
-) -> None:
-    """Raises `ConfigError` when a captured FA2 decode with split keys has no room for its parts."""
-
-    def needed(count: int) -> int:
-        rows = spec.num_heads // spec.num_kv_heads
-        tile = next((size for size in _TILE_SIZES if rows <= size), _TILE_SIZES[-1])
-        tiles = max(
-            2 * num_multiprocessors // spec.num_kv_heads, -(-count * rows // tile) + count - 1
-        )
-        return spec.num_heads * tiles * tile * (spec.head_dim + 1) * 4
-
-    if needed(num_seqs) > workspace_bytes:
-        fits = bisect.bisect_right(range(num_seqs), workspace_bytes, key=needed) - 1
-        advice = f"Set --max-num-seqs to {fits} at most, or use" if fits > 0 else "Use"
-        raise ConfigError(
-            f"CUDA graphs of {num_seqs} sequences need {needed(num_seqs) >> 20} MiB of "
-            f"FlashInfer's workspace, which has {workspace_bytes >> 20}. {advice} --enforce-eager."
-        )
+def parts_bytes(spec: AttentionSpec, num_rows: int, num_multiprocessors: int) -> int:
+    """What a captured FA2 decode of so many rows with split keys takes of the workspace."""
+    group = spec.num_heads // spec.num_kv_heads
+    tile = next((size for size in _TILE_SIZES if group <= size), _TILE_SIZES[-1])
+    tiles = max(
+        2 * num_multiprocessors // spec.num_kv_heads, -(-num_rows * group // tile) + num_rows - 1
+    )
+    return spec.num_heads * tiles * tile * (spec.head_dim + 1) * 4
 
 
 def needs_tensor_cores(spec: AttentionSpec) -> bool:
-    """Whether decode must take the tensor-core kernel: the plain one lacks this group size."""
+    """Whether decode takes the tensor-core kernel: the plain one is slower, or there is none."""
     return spec.num_heads // spec.num_kv_heads not in _PLAIN_DECODE_GROUPS
 
 

@@ -146,7 +146,6 @@ class Planner:
 
     def reserve_graphs(self, sizes: Sequence[int], tables: GraphTables) -> None:
         """Makes the kernels of captured decodes of `sizes` rows, which read `tables`."""
-        self._makes.check_workspace(sizes)
         make = self._make_decode or self._makes.prefill
         self._graphs = {size: make(self._page_size, tables.rows(size)) for size in sizes}
 

@@ -116,7 +116,10 @@ def test_help_imports_nothing_heavy():
         (["serve", "--drain-seconds", "-1"], "--drain-seconds"),
         (["serve", "--max-step-ms", "nan"], "--max-step-ms must be a finite number"),
         (["serve", "--max-num-seqs", "9" * 5000], "--max-num-seqs"),
-        (["serve", "--max-num-seqs", "4096"], "--max-num-batched-tokens must be at least max_num"),
+        (
+            ["serve", "--max-num-seqs", "9", "--max-num-batched-tokens", "8"],
+            "--max-num-batched-tokens must be at least max_num_seqs (9), got 8",
+        ),
         (["serve", "--attention", "best"], "--attention must be 'auto', 'torch'"),
         (["serve", "--api-key", ""], "API key"),
         (["serve", "--api-key", "a", "--admin-api-key", "a"], "--admin-api-key"),

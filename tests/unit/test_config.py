@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
@@ -455,6 +456,29 @@ def test_cache_sizes_are_checked(arguments: dict[str, int], named: str) -> None:
 def test_scheduler_limits_are_checked(arguments: dict[str, int], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         SchedulerConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "expected"),
+    [
+        ({}, "cpu", (64, 2048, 250)),
+        ({}, "cuda", (256, 8192, 0)),
+        ({"max_step_ms": 40.0}, "cuda", (256, 8192, 40)),
+        ({"max_step_ms": 0.0}, "cpu", (64, 2048, 0)),
+        # What is not said makes room for what is.
+        ({"max_num_batched_tokens": 32}, "cpu", (32, 32, 250)),
+        ({"max_num_batched_tokens": 100}, "cuda", (100, 100, 0)),
+        ({"max_num_seqs": 4096}, "cpu", (4096, 4096, 250)),
+        ({"max_num_seqs": 4096}, "cuda", (4096, 8192, 0)),
+    ],
+)
+def test_the_limits_of_a_step_go_by_the_device_where_nothing_is_said(
+    given: dict[str, Any], device: str, expected: tuple[int, int, float]
+) -> None:
+    config = EngineConfig(scheduler=SchedulerConfig(**given))
+    assert astuple(config.scheduler.limits(device)) == expected
+    assert astuple(config.on(device).scheduler.limits()) == expected
+    assert config.on(device).on("cpu") == config.on(device)
 
 
 def test_context_length_is_the_models_unless_less_is_asked() -> None:

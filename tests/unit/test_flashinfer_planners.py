@@ -1,6 +1,6 @@
 """Our plans through FlashInfer's own compiled planners, where those are: they need no GPU.
 
-`benches/gpu/run.py --jit` brings them home, FlashInfer's ahead-of-time build makes them.
+`benches/gpu/run.py --jit` packs them, FlashInfer's ahead-of-time build makes them.
 """
 
 from __future__ import annotations

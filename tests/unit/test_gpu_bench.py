@@ -183,7 +183,7 @@ def test_a_whole_run_leaves_few_plain_files_and_prints_what_matters_last(
     assert bench.main() == 1
     left = list((tmp_path / "record").iterdir())
     assert all(file.is_file() and re.fullmatch(r"[A-Za-z0-9._-]+", file.name) for file in left)
-    # With the kernels that were compiled, all come home from where eight files do.
+    # Some machines give back eight files.
     assert {file.name for file in left} | {"kernels.tar.xz"} == {
         *("rows.jsonl", "log.txt", "table.md", "kernels.tar.xz"),
     }

@@ -1,4 +1,4 @@
-"""The kernels that a GPU run builds first: those that are asked for later, and brought home."""
+"""The kernels that a GPU run builds first: those that are asked for later, and kept."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_what_is_built_first_is_what_the_modes_ask_for(
         assert asked == set(compiled.modules_of(spec, hopper=hopper))
 
 
-def test_kernels_are_built_at_once_and_come_home_as_the_next_prebuilt_ones(tmp_path: Path) -> None:
+def test_kernels_are_built_at_once_and_packed_as_the_next_prebuilt_ones(tmp_path: Path) -> None:
     tools, packages = tmp_path / "tools", tmp_path / "packages"
     tools.mkdir()
     (tools / "ninja").write_text(_NINJA.format(python=sys.executable))

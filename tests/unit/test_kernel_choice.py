@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from prefixcache.attention.base import AttentionGroup, AttentionSpec
 from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.build import build
+from prefixcache.exceptions import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,20 @@ def test_the_fastest_that_keep_what_was_promised(
     assert (built.engine._runner._attention.name, built.batch_invariant) == expected
     ours = built.engine._runner._model.loaded._stack is not None
     assert ours == (expected[0] == "cpu")
+
+
+def test_what_is_asked_for_and_not_kept_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+    config = EngineConfig.from_flags(
+        model=str(tiny_checkpoint()),
+        num_blocks=32,
+        device="cpu",
+        attention="torch",
+        batch_invariant=True,
+    )
+    with pytest.raises(ConfigError, match="batch_invariant cannot be kept on cpu by attention tor"):
+        build(config)
+    unsaid = dataclasses.replace(config, batch_invariant=None)
+    assert not build(unsaid).batch_invariant
 
 
 @pytest.mark.parametrize(("head_dim", "expected"), [(24, "torch"), (512, "cpu"), (528, "torch")])

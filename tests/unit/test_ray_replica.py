@@ -562,6 +562,8 @@ async def test_the_ingress_answers_as_one_server(deployed: Deployed, folder: Pat
         assert [one["replica"] for one in info["replicas"]] == ["a", "b"]
         # Those of the engine, of the server and of Ray.
         assert {"num_blocks", "host", "replica_cpus"} <= info["flags"].keys()
+        # What nobody said is shown as the device has it.
+        assert info["flags"]["max_step_ms"] == 250
         page = (await client.get("/metrics")).text
         assert 'replica="a"' in page
         assert 'replica="b"' in page

@@ -297,13 +297,6 @@ def test_a_wrong_limit_is_named(value: float) -> None:
         SchedulerConfig(max_step_ms=value)
 
 
-def test_the_limit_is_on_by_default_on_a_cpu_alone() -> None:
-    assert SchedulerConfig().step_limit("cpu") == 250
-    assert SchedulerConfig().step_limit("cuda") == 0
-    assert SchedulerConfig(max_step_ms=40).step_limit("cuda") == 40
-    assert SchedulerConfig(max_step_ms=0).step_limit("cpu") == 0
-
-
 def test_the_budget_of_tokens_holds_too() -> None:
     budget = StepBudget(20, LIMIT, learned(([(0, 100)], 0.001)))
     budget.add_decode(5)

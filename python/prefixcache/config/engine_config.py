@@ -7,7 +7,7 @@ torch.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -39,7 +39,6 @@ SchedulingPolicy = Literal["fcfs", "priority", "cache-aware"]
 Attention = Literal["auto", "torch", "cpu", "flashinfer", "flashinfer-split", "flashinfer-packed"]
 
 MAX_BLOCK_SIZE = 256
-_CPU_STEP_MS = 250
 _MOST_BYTES = 2**62
 _DIGITS = re.compile(r"[0-9]{1,10}")
 _SIZE = re.compile(r"(\d{0,30}\.?\d{1,30})\s*(([KMGT])(i?)B?|B)?", re.IGNORECASE)
@@ -301,6 +300,20 @@ class ElasticConfig(Checked):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """Of a step; `max_step_ms` 0 sets no limit."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_step_ms: float
+
+
+_CPU_LIMITS = StepLimits(max_num_seqs=64, max_num_batched_tokens=2048, max_step_ms=250)
+# Those of vLLM: smaller steps leave a GPU idle.
+_CUDA_LIMITS = StepLimits(max_num_seqs=256, max_num_batched_tokens=8192, max_step_ms=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(Checked):
     """Order of starts and limits of a step. `max_model_len` None takes the model's context length.
 
@@ -314,7 +327,7 @@ class SchedulerConfig(Checked):
     `max_wait_steps` steps, for blocks that another one is computing.
 
     While answers are under way, chunks of prompts are so short that a step takes `max_step_ms` at
-    most, as far as earlier steps tell. None is 250 on a CPU and no limit on CUDA.
+    most, as far as earlier steps tell. The limits of a step that are None go by the device.
     """
 
     scheduling_policy: SchedulingPolicy = flag(
@@ -328,8 +341,12 @@ class SchedulerConfig(Checked):
         "Seconds after which a request is passed by no later one under cache-aware scheduling.",
         "Scheduling",
     )
-    max_num_seqs: PositiveInt = flag(64, "Most sequences of a step.", "Scheduling")
-    max_num_batched_tokens: PositiveInt = flag(2048, "Most tokens of a step.", "Scheduling")
+    max_num_seqs: PositiveInt | None = flag(
+        None, "Most sequences of a step.", "Scheduling", shown="64 on a CPU, 256 on CUDA"
+    )
+    max_num_batched_tokens: PositiveInt | None = flag(
+        None, "Most tokens of a step.", "Scheduling", shown="2048 on a CPU, 8192 on CUDA"
+    )
     max_step_ms: NonNegativeFloat | None = flag(
         None,
         "Most milliseconds of a step while answers are under way; 0 sets no limit.",
@@ -355,18 +372,27 @@ class SchedulerConfig(Checked):
 
     def check_together(self) -> None:
         """Raises `FieldError`."""
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        limits = self.limits()
+        if limits.max_num_batched_tokens < limits.max_num_seqs:
             raise FieldError(
                 "max_num_batched_tokens",
-                f"must be at least max_num_seqs ({self.max_num_seqs}), "
-                f"got {self.max_num_batched_tokens}.",
+                f"must be at least max_num_seqs ({limits.max_num_seqs}), "
+                f"got {limits.max_num_batched_tokens}.",
             )
 
-    def step_limit(self, device_type: str) -> float:
-        """`max_step_ms` on that type of device, 0 for no limit."""
-        if self.max_step_ms is not None:
-            return self.max_step_ms
-        return _CPU_STEP_MS if device_type == "cpu" else 0
+    def limits(self, device: str = "cpu") -> StepLimits:
+        """What is given, and otherwise the usual beside it on a device as "cpu" or "cuda:0"."""
+        usual = _CUDA_LIMITS if device.startswith("cuda") else _CPU_LIMITS
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        return StepLimits(
+            max_num_seqs=seqs or min(usual.max_num_seqs, tokens or usual.max_num_seqs),
+            max_num_batched_tokens=tokens or max(usual.max_num_batched_tokens, seqs or 0),
+            max_step_ms=usual.max_step_ms if self.max_step_ms is None else self.max_step_ms,
+        )
+
+    def on(self, device: str) -> SchedulerConfig:
+        """The same with the limits of that device."""
+        return replace(self, **asdict(self.limits(device)))
 
     def context_length(self, model: ModelConfig) -> int:
         """Most tokens of a sequence. Raises `ConfigError` when more is asked than the model has."""
@@ -387,7 +413,8 @@ class EngineConfig(Checked):
 
     `attention` names a backend of `attention/registry.py`; "auto" takes the best one for the
     device. `batch_invariant` None is on for a CPU and off for CUDA, where its cost is not known
-    yet; off, the fastest kernels are taken, whether they keep it or not.
+    yet; off, the fastest kernels are taken, whether they keep it or not. True is refused where it
+    cannot be kept: by attention "torch", and on CUDA without FA3, which is for Hopper devices.
     """
 
     model: Annotated[str, MinLen(1)] = flag(
@@ -416,7 +443,7 @@ class EngineConfig(Checked):
     attention: Attention = flag("auto", "Attention backend.", "Model")
     batch_invariant: bool | None = flag(
         None,
-        "Answers whose bits do not depend on the batch.",
+        "Answers whose bits do not depend on the batch; an error where they would.",
         "Model",
         shown="on for a CPU, off for CUDA",
     )
@@ -433,6 +460,10 @@ class EngineConfig(Checked):
         """
         return build(cls, named(cls, flags))
 
+    def on(self, device: str) -> EngineConfig:
+        """The same with what is usual on that device where nothing is said."""
+        return replace(self, scheduler=self.scheduler.on(device))
+
     def retention_interval(self, *, has_full_attention: bool) -> int | None:
         """`cache.prefix_cache_retention_interval` or its default; None keeps every block.
 
@@ -442,7 +473,7 @@ class EngineConfig(Checked):
         if interval is not None:
             return None if interval == "none" else interval
         if self.cache.pin_swa_tokens:
-            return self.scheduler.max_num_batched_tokens
+            return self.scheduler.limits().max_num_batched_tokens
         return 0 if has_full_attention else None
 
     def keeps_batch_invariant(self, device_type: str) -> bool:

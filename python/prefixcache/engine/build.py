@@ -85,6 +85,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     folder = folder or resolve_model(config.model, config.revision)
     model_config = read_config(config.model, folder)
     device = choose_device(config)
+    config = config.on(device.type)
     dtype = choose_dtype(config.dtype, model_config.checkpoint_dtype, device)
     tokenizer = Tokenizer.from_folder(folder)
     cpu = _kernel_threads(config, device)
@@ -122,7 +123,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     eos_token_ids = tokens_that_end(tokenizer, model_config)
     losses = LossReader(cache)
     parts = EngineParts(
-        scheduler=_make_scheduler(config, cache, runner, max_model_len, device),
+        scheduler=_make_scheduler(config, cache, runner, max_model_len),
         cache=cache,
         runner=runner,
         make_detokenizer=Detokenizers(tokenizer),
@@ -195,9 +196,8 @@ def _make_scheduler(
     cache: CacheManager,
     runner: ModelRunner,
     max_model_len: int,
-    device: torch.device,
 ) -> Scheduler:
-    max_step_ms = config.scheduler.step_limit(device.type)
+    max_step_ms = config.scheduler.limits().max_step_ms
     return Scheduler(
         config.scheduler,
         cache,
@@ -235,6 +235,7 @@ def _log_choices(config: EngineConfig, parts: EngineParts, kv: KVTensors, cpu: C
     """What was chosen where nothing was said, in one line."""
     threads = "" if kv.device.type != "cpu" else f" with {torch.get_num_threads()} threads"
     kernels = "" if cpu is None else f" ({cpu.instructions})"
+    limits = config.scheduler.limits()
     logger.info(
         "%s on %s%s%s, attention %s. KV cache: %d blocks of %d tokens (%.2f GiB)%s, "
         "prefix cache %s, eviction %s. A sequence has at most %d tokens, a step %d sequences and "
@@ -251,8 +252,8 @@ def _log_choices(config: EngineConfig, parts: EngineParts, kv: KVTensors, cpu: C
         "on" if parts.scheduler.caches_prefixes else "off",
         config.cache.eviction_policy,
         parts.scheduler.max_num_tokens,
-        config.scheduler.max_num_seqs,
-        config.scheduler.max_num_batched_tokens,
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
     )
 
 
@@ -305,7 +306,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
         num_blocks,
         config.cache.block_size,
         kinds,
-        chunk=config.scheduler.max_num_batched_tokens,
+        chunk=config.scheduler.limits().max_num_batched_tokens,
         most=longest,
     )
     if longest == room:
@@ -386,6 +387,7 @@ def _kernel_threads(config: EngineConfig, device: torch.device) -> Cpu | None:
 
 
 def _attention(config: EngineConfig, model: DecoderModel, cpu: Cpu | None) -> GroupedAttention:
+    """Raises `ConfigError` where it cannot keep what is asked for."""
     options = AttentionOptions(
         device=model.device,
         dtype=model.dtype,
@@ -393,7 +395,14 @@ def _attention(config: EngineConfig, model: DecoderModel, cpu: Cpu | None) -> Gr
         cpu=cpu,
     )
     groups = attention_groups(kv_layout(model.config), model.attention_spec)
-    return make_attention(config.attention, groups, options)
+    attention = make_attention(config.attention, groups, options)
+    if config.batch_invariant and not attention.batch_invariant:
+        raise ConfigError(
+            f"batch_invariant cannot be kept on {model.device} by attention {attention.name}. It "
+            "is on a CPU by attention cpu, and on CUDA by flashinfer where the device is a Hopper "
+            "one (compute capability 9.0): use one of these, or leave --batch-invariant out."
+        )
+    return attention
 
 
 def _runner(
@@ -405,13 +414,13 @@ def _runner(
     device: torch.device,
 ) -> ModelRunner:
     """A runner without graphs: those need the KV tensors."""
+    limits = config.scheduler.limits()
+    max_tokens = limits.max_num_batched_tokens
     return ModelRunner(
         model,
         attention,
-        max_tokens=config.scheduler.max_num_batched_tokens,
-        max_seqs=config.scheduler.max_num_seqs,
-        max_pages=layout.most_pages(
-            max_model_len, config.scheduler.max_num_batched_tokens, config.cache.block_size
-        ),
+        max_tokens=max_tokens,
+        max_seqs=limits.max_num_seqs,
+        max_pages=layout.most_pages(max_model_len, max_tokens, config.cache.block_size),
         device=device,
     )

@@ -112,14 +112,15 @@ def trial_blocks(
 
     Binds `attention` to a pool of the null block alone. Raises `OutOfMemoryError`.
     """
+    limits = config.scheduler.limits(model.device.type)
     null_block = kv_tensors(config, model, attention, 1)
     null_block.allocate()
     memory = measure(
         lambda: run_largest_step(
             model,
             attention,
-            max_tokens=config.scheduler.max_num_batched_tokens,
-            max_seqs=config.scheduler.max_num_seqs,
+            max_tokens=limits.max_num_batched_tokens,
+            max_seqs=limits.max_num_seqs,
             max_model_len=max_model_len,
             block_size=config.cache.block_size,
             device=model.device,
@@ -149,7 +150,7 @@ def make_graphs(
         capture = CudaCapture(model.device)
     if capture is None or config.enforce_eager or not attention.has_graphs:
         return None
-    max_seqs = config.scheduler.max_num_seqs
+    max_seqs = config.scheduler.limits(model.device.type).max_num_seqs
     sizes = graph_sizes(max_seqs)
     layout = kv_layout(model.config)
     max_pages = layout.most_pages(max_model_len, 1, config.cache.block_size)

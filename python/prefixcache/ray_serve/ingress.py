@@ -58,7 +58,9 @@ class Ingress:
             rules=access_rules(options),
             model_dirs=ModelDirs(options.allowed_model_dirs),
             limits=server_limits(options),
-            flags=shown_values(config) | shown_values(options) | shown_values(ray_options),
+            flags=shown_values(config.on(about["device"]))
+            | shown_values(options)
+            | shown_values(ray_options),
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -260,6 +260,7 @@ class EngineReplica:
             "batch_invariant": built.batch_invariant,
             "dtype": built.dtype,
             "activations": built.activations,
+            "device": built.device,
             "max_model_len": built.max_model_len,
             "weights": None if weights is None else dataclasses.asdict(weights),
             "prefix_hash": dataclasses.asdict(control.prefix_hash_info()),

@@ -45,7 +45,7 @@ class Admission:
     ) -> None:
         self._cache = cache
         self._block_size = cache.block_size
-        self._max_chunk = config.max_num_batched_tokens
+        self._max_chunk = config.limits().max_num_batched_tokens
         self._in_flight = in_flight
         self._global_threshold = config.global_cache_hit_threshold
         self.enabled = enable_prefix_caching

@@ -110,9 +110,10 @@ class Scheduler:
         self._cache = cache
         self._step_times = step_times
         self._max_step_seconds = max_step_ms / 1000
-        self._max_num_seqs = config.max_num_seqs
-        self._max_num_batched_tokens = config.max_num_batched_tokens
-        self._limits = Limits(cache, config.max_num_batched_tokens, max_model_len=max_model_len)
+        limits = config.limits()
+        self._max_num_seqs = limits.max_num_seqs
+        self._max_num_batched_tokens = limits.max_num_batched_tokens
+        self._limits = Limits(cache, limits.max_num_batched_tokens, max_model_len=max_model_len)
         self._publishes = enable_prefix_caching
         shares = config.share_in_flight and enable_prefix_caching
         self._in_flight = InFlight(cache, max_wait_steps=config.max_wait_steps) if shares else None
@@ -120,7 +121,7 @@ class Scheduler:
             cache, config, self._in_flight, enable_prefix_caching=enable_prefix_caching
         )
         self._states: dict[str, RequestState] = {}
-        self._jobs = Jobs(config.max_num_seqs)
+        self._jobs = Jobs(limits.max_num_seqs)
         self._max_running_per_client = config.max_running_per_key
         self._waiting = self._make_queue(config, clock)
         self._running: list[RequestState] = []

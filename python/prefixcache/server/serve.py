@@ -106,7 +106,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
                 model_dirs=model_dirs,
                 lifecycle=lifecycle,
                 limits=server_limits(options),
-                flags={**shown_values(config), **shown_values(options)},
+                flags=shown_values(config.on(built.device)) | shown_values(options),
                 tracing=tracing,
                 diagnostics=_diagnostics(built, options),
                 events=events,

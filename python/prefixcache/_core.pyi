@@ -942,12 +942,10 @@ class TraceReplay:
     def history(self) -> dict[str, int]:
         """Of the trace so far, and of a cache without a bound.
 
-        requests, hinted_requests (with hints of their own), input_tokens, unique_blocks,
+        requests, input_tokens, unique_blocks,
         block_references (full blocks of the prompts, each as often as it was asked for),
         hit_requests, hit_tokens. RuntimeError without a history.
         """
-    def lru(self, sizes: _Sequence[int]) -> list[dict[str, int]]:
-        """hit_requests, hit_tokens and evictions of LRU caches of so many blocks."""
     def optimum(self, sizes: _Sequence[int]) -> list[dict[str, int]]:
         """hit_requests and hit_tokens of the best that a cache of so many blocks can do."""
 

@@ -303,30 +303,11 @@ ms_per_request=None, objective_ms=None, max_delay_ms=None)")]
         let (replay, history) = self.running(&stage)?;
         let dict = PyDict::new(py);
         dict.set_item("requests", history.num_requests())?;
-        dict.set_item("hinted_requests", history.num_hinted())?;
         dict.set_item("input_tokens", history.input_tokens())?;
         dict.set_item("unique_blocks", history.num_unique_blocks())?;
         dict.set_item("block_references", replay.block_references())?;
         set_hits(&dict, history.infinite())?;
         Ok(dict)
-    }
-
-    /// What LRU caches of these sizes find.
-    fn lru<'py>(
-        &self,
-        py: Python<'py>,
-        sizes: Numbers<names::Sizes>,
-    ) -> PyResult<Vec<Bound<'py, PyDict>>> {
-        let stage = self.use_stage()?;
-        let (_, history) = self.running(&stage)?;
-        let found = py.detach(|| history.lru(&sizes.0));
-        let each = found.into_iter().map(|lru| {
-            let dict = PyDict::new(py);
-            set_hits(&dict, lru.hits)?;
-            dict.set_item("evictions", lru.evictions)?;
-            Ok(dict)
-        });
-        each.collect()
     }
 
     /// What caches of these sizes find at most, whatever order they evict in.

@@ -18,8 +18,8 @@ use crate::errors::IntoPyErr;
 use crate::exclusive::Exclusive;
 use crate::writer::{Threads, Writer, Writing};
 
-/// Blocks of events that the writer receives in one call for a reader that is late: below a millisecond.
-const RECEIVED_AT_ONCE: usize = 1 << 11;
+/// Blocks of events that the writer receives in one call for a reader that is late: about half a millisecond.
+const RECEIVED_AT_ONCE: usize = 1 << 10;
 
 /// A sequence that outlives its Python object where its blocks cannot be given back at once.
 pub type SharedSequence = Arc<Exclusive<Sequence>>;

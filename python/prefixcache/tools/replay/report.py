@@ -104,8 +104,6 @@ def remarks(report: Report) -> list[str]:
             "The rows of a recording are predictions, at its own size and policy too: requests one "
             "after the other, none of which holds blocks beside another."
         )
-    if any(row.one_pass for trace in report.traces for row in trace.rows):
-        found.append("LRU without hints and waiting: all sizes in one pass, from stack distances.")
     return found
 
 

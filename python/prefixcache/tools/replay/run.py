@@ -73,10 +73,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One cache. Rates are of all prompts' tokens and of requests, from 0 to 1.
-
-    `one_pass` says that it was computed from stack distances instead of being run.
-    """
+    """One cache. Rates are of all prompts' tokens and of requests, from 0 to 1."""
 
     setting: Setting
     size: Size
@@ -87,14 +84,12 @@ class Row:
     evictions: int
     optimum: float | None
     latency: Latency | None = None
-    one_pass: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
     """Token hit rates at every whole percent of the trace's blocks, from 1 to 100."""
 
-    lru: tuple[float, ...]
     optimum: tuple[float, ...]
 
 
@@ -120,7 +115,7 @@ class TraceResult:
 
 @dataclass(slots=True)
 class _Run:
-    """A trace's caches, some of which are run and some looked up in the history."""
+    """A trace's caches."""
 
     replay: TraceReplay
     numbers: dict[tuple[Setting, Size], int] = field(default_factory=dict)
@@ -137,8 +132,7 @@ def replay_trace(
 ) -> TraceResult:
     """Runs a trace at each setting and size. Raises `ReplayError` with file and line.
 
-    LRU caches are looked up in one pass over the trace where nothing else differs; the others run
-    beside each other. Sizes in percent need a pass of their own before those run.
+    The caches run side by side. Sizes in percent need a pass before that, which counts the blocks.
     """
     start = time.perf_counter()
     try:
@@ -176,13 +170,8 @@ def trace_bytes(path: Path) -> int:
 
 
 def num_passes(cells: Sequence[tuple[Setting, Size]], bounds: bool) -> int:
-    """How often a trace is read, if it holds no hints of its own."""
-    run = [size for setting, size in cells if not (bounds and _is_one_pass(setting))]
-    return 1 + (bounds and any(size.is_percent for size in run))
-
-
-def _is_one_pass(setting: Setting) -> bool:
-    return setting.eviction_policy == "lru" and not setting.hints and setting.model is None
+    """How often a trace is read."""
+    return 1 + (bounds and any(size.is_percent for _, size in cells))
 
 
 def _passes(
@@ -200,20 +189,16 @@ def _passes(
         return _Run(made)
 
     run = opened(with_history=bounds)
-    pending = [cell for cell in cells if not (bounds and _is_one_pass(cell[0]))]
-    if not bounds or not any(size.is_percent for _, size in pending):
-        _add(run, pending, 0)
-        pending = []
+    has_percent = any(size.is_percent for _, size in cells)
+    if not has_percent:
+        _add(run, cells, 0)
     _advance(run, progress)
     if not bounds:
         return run, None, None
     history, unique = run.replay, run.replay.history()["unique_blocks"]
-    if history.history()["hinted_requests"]:
-        pending = [cell for cell in cells if cell not in run.numbers]
-    if pending:
-        done = run.numbers
+    if has_percent:
         run = opened(with_history=False)
-        _add(run, [*done, *pending], unique)
+        _add(run, cells, unique)
         _advance(run, progress)
     return run, history, unique
 
@@ -244,10 +229,9 @@ def _result(
     tokens = max(facts["input_tokens"], 1)
     sizes = [size.blocks(unique or 0) for _, size in cells]
     optimum = [one["hit_tokens"] / tokens for one in history.optimum(sizes)] if history else None
-    lru = history.lru(sizes) if history else None
     rows = [
         _row(
-            run.replay.outcome(run.numbers[cell]) if cell in run.numbers else (lru or [])[at],
+            run.replay.outcome(run.numbers[cell]),
             cell,
             sizes[at],
             facts,
@@ -289,7 +273,6 @@ def _row(
         evictions=found["evictions"],
         optimum=optimum,
         latency=_latency(found, setting) if "end_ms" in found else None,
-        one_pass="requests" not in found,
     )
 
 
@@ -306,7 +289,4 @@ def _latency(found: dict[str, Any], setting: Setting) -> Latency:
 
 def _curve(history: TraceReplay, unique: int, tokens: int) -> Curve:
     sizes = [max(1, round(unique * percent / 100)) for percent in range(1, 101)]
-    return Curve(
-        lru=tuple(one["hit_tokens"] / tokens for one in history.lru(sizes)),
-        optimum=tuple(one["hit_tokens"] / tokens for one in history.optimum(sizes)),
-    )
+    return Curve(tuple(one["hit_tokens"] / tokens for one in history.optimum(sizes)))

@@ -14,11 +14,38 @@ const MAX_TOKENS: usize = 1 << 13;
 #[derive(Clone, Debug)]
 pub(super) struct Mirror {
     block_size: usize,
-    /// Places in `blocks`.
-    places: HashMap<Name, u32>,
+    /// Indices into `blocks`.
+    places: Places,
     blocks: Vec<Block>,
     /// Those of `blocks[i]` begin at `i * block_size`.
     tokens: Vec<u32>,
+}
+
+/// A map in [`SHARDS`] parts. A map that grows moves all its entries within one call, and a reader's lock is held
+/// for that long: a part of a million blocks' names has about four thousand.
+#[derive(Clone, Debug)]
+struct Places(Vec<HashMap<Name, u32>>);
+
+/// See [`Places`].
+const SHARDS: usize = 256;
+
+impl Places {
+    fn new() -> Self {
+        Self(vec![HashMap::new(); SHARDS])
+    }
+
+    /// The part of a name: its hash is evenly spread already.
+    fn of(&mut self, name: &Name) -> &mut HashMap<Name, u32> {
+        &mut self.0[name.0.0 as usize % SHARDS]
+    }
+
+    fn get(&self, name: &Name) -> Option<u32> {
+        self.0[name.0.0 as usize % SHARDS].get(name).copied()
+    }
+
+    fn clear(&mut self) {
+        self.0.iter_mut().for_each(HashMap::clear);
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +69,7 @@ impl Mirror {
     pub(super) fn new(block_size: usize) -> Self {
         Self {
             block_size,
-            places: HashMap::new(),
+            places: Places::new(),
             blocks: Vec::new(),
             tokens: Vec::new(),
         }
@@ -83,7 +110,7 @@ impl Mirror {
     /// Whether the block is new.
     fn insert(&mut self, name: Name, parent: Option<ShortHash>, tokens: &[u32]) -> bool {
         let place = self.blocks.len() as u32;
-        if *self.places.entry(name).or_insert(place) != place {
+        if *self.places.of(&name).entry(name).or_insert(place) != place {
             return false;
         }
         self.blocks.push(Block { name, parent });
@@ -103,7 +130,7 @@ impl Mirror {
 
     /// Whether the block was there. The last one takes its place.
     fn remove(&mut self, name: &Name) -> bool {
-        let Some(place) = self.places.remove(name) else {
+        let Some(place) = self.places.of(name).remove(name) else {
             return false;
         };
         let (place, size) = (place as usize, self.block_size);
@@ -113,7 +140,8 @@ impl Mirror {
             .copy_within(last * size..(last + 1) * size, place * size);
         self.tokens.truncate(last * size);
         if let Some(moved) = self.blocks.get(place) {
-            self.places.insert(moved.name, place as u32);
+            let name = moved.name;
+            self.places.of(&name).insert(name, place as u32);
         }
         true
     }
@@ -127,7 +155,7 @@ impl Mirror {
         let mut roots = Vec::new();
         for (place, block) in (0..).zip(&self.blocks) {
             let parent = block.parent().and_then(|parent| self.places.get(&parent));
-            match parent.map(|&parent| &mut first[parent as usize]) {
+            match parent.map(|parent| &mut first[parent as usize]) {
                 Some(first) => next[place as usize] = std::mem::replace(first, place),
                 None => roots.push(place),
             }
@@ -229,5 +257,22 @@ impl Iterator for Snapshot {
         };
         self.told += run.hashes.len();
         Some(run)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn growing_moves_a_small_part_of_the_names() {
+        let mut places = Places::new();
+        for number in 0..1_u32 << 16 {
+            let hash =
+                crate::BlockHash::from_bytes(*blake3::hash(&number.to_le_bytes()).as_bytes());
+            let name = (ShortHash::from(&hash), crate::id::GroupId::new(0));
+            places.of(&name).insert(name, number);
+        }
+        assert!(places.0.iter().all(|part| part.len() < 1 << 9));
     }
 }

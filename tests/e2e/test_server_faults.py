@@ -105,8 +105,9 @@ async def test_a_dead_engine_is_unavailable(tokenizer):
 
 async def test_what_nobody_expected_is_logged_and_not_shown(tokenizer, caplog):
     engine = FakeEngine(says)
+    app = fake_app(engine, tokenizer)
     del engine.max_model_len
-    async with client_of(fake_app(engine, tokenizer)) as client:
+    async with client_of(app) as client:
         response = await client.get("/v1/models")
     assert response.status_code == 500
     assert "max_model_len" not in response.text

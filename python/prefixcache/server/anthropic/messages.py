@@ -25,7 +25,8 @@ from prefixcache.server.http.fields import RequestFields
 from prefixcache.server.jobs.answers import answer_in_events
 from prefixcache.server.jobs.caching import CachingControls, anthropic_controls
 from prefixcache.server.jobs.context import Call, new_call, tell_unknown
-from prefixcache.server.jobs.job_maker import Job, JobMaker, fields_named
+from prefixcache.server.jobs.field_names import fields_named
+from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.parts import one_object, wrong
 from prefixcache.server.jobs.sampling_fields import SamplingFields
 from prefixcache.server.openai.chat import chat_job, chat_plan
@@ -170,7 +171,9 @@ def messages_router(maker: JobMaker) -> APIRouter:
         with fields_named(_NAMES):
             maker.check_model(parsed.chat.model)
             plan = await chat_plan(maker, parsed.chat, len(body))
-            ids = await maker.encode(plan.prompt, param="messages", add_special_tokens=False)
+            ids = await maker.encoder.encode(
+                plan.prompt, param="messages", add_special_tokens=False
+            )
         return {"input_tokens": len(ids)}
 
     return router

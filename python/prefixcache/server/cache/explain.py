@@ -12,8 +12,8 @@ from fastapi import APIRouter, Request, Response
 
 from prefixcache.server.cache.prompt_body import prompt_job
 from prefixcache.server.http.json_text import json_response, object_json
-from prefixcache.server.jobs.diagnosis import Diagnosis, check_may_ask
-from prefixcache.server.jobs.job_maker import JobMaker, diagnostics_off
+from prefixcache.server.jobs.diagnosis import Diagnosis, check_may_ask, diagnostics_off
+from prefixcache.server.jobs.job_maker import JobMaker
 from prefixcache.server.openai.response_store import ResponseStore
 
 

@@ -12,7 +12,8 @@ from fastapi import APIRouter, Request
 from prefixcache.diagnostics.advice import Summary, summarize
 from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.exceptions import InvalidRequestError
-from prefixcache.server.jobs.job_maker import JobMaker, diagnostics_off
+from prefixcache.server.jobs.diagnosis import diagnostics_off
+from prefixcache.server.jobs.job_maker import JobMaker
 
 _MOST = 1000
 

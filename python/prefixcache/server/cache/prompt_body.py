@@ -14,7 +14,9 @@ from prefixcache.server.http.body import parse_fields, parse_object, read_body
 from prefixcache.server.http.errors import has_anthropic_header
 from prefixcache.server.http.fields import RequestFields
 from prefixcache.server.jobs.context import Call, new_call, tell_unknown
-from prefixcache.server.jobs.job_maker import Job, JobMaker, fields_named, parse_prompts
+from prefixcache.server.jobs.encode import parse_prompts
+from prefixcache.server.jobs.field_names import fields_named
+from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.openai.chat import chat_job, chat_names
 from prefixcache.server.openai.completions import completion_job
 from prefixcache.server.openai.protocol import ChatRequest, CompletionRequest

@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from prefixcache.exceptions import FieldError
 from prefixcache.server.http.errors import ApiError, error_response, speaks_anthropic
 from prefixcache.server.options.cross_origin import CrossOrigin
+from prefixcache.types.cache_scope import CacheScope
 
 _PUBLIC_PATHS = frozenset({"/dashboard", "/health", "/ping", "/ready"})
 _PUBLIC_PREFIX = "/dashboard/assets/"
@@ -111,13 +112,19 @@ class Caller:
     is_admin: bool = False
     namespace: str | None = None
 
-    def own_salt(self, salt: str | None) -> str | None:
-        """The salt as the cache knows it: with API keys, the same text is another one for each."""
-        return salt if salt is None or self.namespace is None else f"{self.namespace}:{salt}"
+    def scope(self, salt: str | None, affinity: str | None) -> CacheScope:
+        """The scope of a request with these; with API keys the same text is another for each."""
+        if self.namespace is None:
+            return CacheScope(salt=salt, affinity=affinity)
+        return CacheScope(
+            salt=self._own(salt),
+            owner=f"key:{self.namespace}" if salt is None else None,
+            client=self.namespace,
+            affinity=self._own(affinity),
+        )
 
-    def owner(self, salt: str | None) -> str | None:
-        """Whose budget a request's retention hints count against; None leaves it to the salt."""
-        return None if salt is not None or self.namespace is None else f"key:{self.namespace}"
+    def _own(self, text: str | None) -> str | None:
+        return None if text is None else f"{self.namespace}:{text}"
 
 
 def is_host_name(host: str) -> bool:

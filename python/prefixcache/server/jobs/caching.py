@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 from prefixcache.config.checked import shown
 from prefixcache.exceptions import InvalidRequestError
+from prefixcache.server.jobs.sampling_fields import SamplingFields
 from prefixcache.types.retention_range import RetentionRange
 
 _SECONDS = {"5m": 300, "30m": 1800, "1h": 3600, "12h": 12 * 3600, "24h": 24 * 3600}
@@ -76,6 +77,18 @@ class PromptCaching:
 
     retention: tuple[RetentionRange, ...] = ()
     write_upto: int | None = None
+
+
+def caching_controls(fields: SamplingFields, marked: Iterable[Marked] = ()) -> CachingControls:
+    """What OpenAI's caching fields of a body ask; `marked` are the breakpoints of its content."""
+    options = fields.prompt_cache_options
+    return openai_controls(
+        marked,
+        mode=None if options is None else options.mode,
+        ttl=None if options is None else options.ttl,
+        has_options=options is not None,
+        retention=fields.prompt_cache_retention,
+    )
 
 
 def openai_controls(

@@ -192,6 +192,13 @@ def anthropic_comparison(found: Comparison) -> dict[str, Any] | None:
     return {"cache_miss_reason": reason}
 
 
+def diagnostics_off(param: str) -> InvalidRequestError:
+    """The error for asking `param` of a server without diagnostics."""
+    return InvalidRequestError(
+        f"{param} needs a server whose --diagnostics-memory is not 0.", param=param
+    )
+
+
 def check_may_ask(caller: Caller, salt: str | None, what: str) -> None:
     """Raises `InvalidRequestError` where `what` would tell a client of other clients' prompts."""
     if salt is None and caller.namespace is not None and not caller.is_admin:

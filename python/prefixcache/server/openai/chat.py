@@ -14,16 +14,18 @@ from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.server.http.body import parse_fields, parse_object, read_body
 from prefixcache.server.jobs.answers import Choice, answer, streaming
-from prefixcache.server.jobs.caching import CachingControls, Place, changed_behind, marked_parts
-from prefixcache.server.jobs.context import Call, new_call, tell_unknown
-from prefixcache.server.jobs.job_maker import (
-    Job,
-    JobMaker,
+from prefixcache.server.jobs.caching import (
+    CachingControls,
+    Place,
     caching_controls,
-    fields_named,
-    sampling_params,
+    changed_behind,
+    marked_parts,
 )
+from prefixcache.server.jobs.context import Call, new_call, tell_unknown
+from prefixcache.server.jobs.field_names import fields_named
+from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.logprobs import chat_logprobs, prompt_logprobs
+from prefixcache.server.jobs.params import sampling_params
 from prefixcache.server.jobs.sampling_fields import StreamOptions
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.server.openai.protocol import ChatFields, ChatRequest
@@ -136,7 +138,7 @@ async def chat_job(
     `size` is that of the body. `controls` stand in for those that the fields hold.
     """
     maker.check_model(fields.model)
-    params, kept = _params(maker, fields), maker.num_kept(fields)
+    params, kept = _params(maker, fields), maker.encoder.num_kept(fields)
     plan, source = await _sourced_plan(maker, fields, size, params.structured_output)
     special = fields.add_special_tokens is True
     if controls is None:
@@ -145,7 +147,7 @@ async def chat_job(
     def rendered_with(changed: Place) -> str:
         return _planned(maker.served, fields, size, params.structured_output, changed)[0].prompt
 
-    encoded = await maker.encode_chat(
+    encoded = await maker.encoder.encode_chat(
         source,
         controls,
         rendered_with,

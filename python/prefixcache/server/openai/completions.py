@@ -15,18 +15,13 @@ from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.server.http.body import parse_fields, parse_object, read_body
 from prefixcache.server.jobs.answers import Choice, answer, streaming
-from prefixcache.server.jobs.caching import prompt_caching
+from prefixcache.server.jobs.caching import caching_controls, prompt_caching
 from prefixcache.server.jobs.context import Call, new_call, tell_unknown
-from prefixcache.server.jobs.job_maker import (
-    Job,
-    JobMaker,
-    caching_controls,
-    check_num_sequences,
-    fields_named,
-    parse_prompts,
-    sampling_params,
-)
+from prefixcache.server.jobs.encode import parse_prompts
+from prefixcache.server.jobs.field_names import fields_named
+from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.logprobs import ScoredToken, completion_logprobs, prompt_logprobs
+from prefixcache.server.jobs.params import check_num_sequences, sampling_params
 from prefixcache.server.jobs.sampling_fields import StreamOptions
 from prefixcache.server.openai.protocol import CompletionRequest
 from prefixcache.text.tokenization.tokenizer import Tokenizer
@@ -71,7 +66,7 @@ async def completion_job(
 ) -> Job:
     """The requests of a completion, checked."""
     maker.check_model(fields.model)
-    params, kept = _params(maker, fields), maker.num_kept(fields)
+    params, kept = _params(maker, fields), maker.encoder.num_kept(fields)
     check_num_sequences(len(prompts), params.n)
     prompts = await _stripped(maker, prompts)
     caching = prompt_caching(caching_controls(fields), ())
@@ -95,7 +90,9 @@ async def _encoded(
     maker: JobMaker, prompts: Sequence[str | TokenIds], special: bool, kept: int | None
 ) -> list[TokenIds]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    encoded = await maker.encode_all(texts, param="prompt", add_special_tokens=special, last=kept)
+    encoded = await maker.encoder.encode_all(
+        texts, param="prompt", add_special_tokens=special, last=kept
+    )
     following = iter(encoded)
     first = slice(None if kept is None else -kept, None)
     return [next(following) if isinstance(prompt, str) else prompt[first] for prompt in prompts]

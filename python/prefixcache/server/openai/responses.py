@@ -23,7 +23,8 @@ from prefixcache.server.http.paging import page
 from prefixcache.server.jobs.answers import answer_in_events
 from prefixcache.server.jobs.caching import CachingControls, marked_parts, openai_controls
 from prefixcache.server.jobs.context import Call, new_call, tell_unknown
-from prefixcache.server.jobs.job_maker import Job, JobMaker, fields_named
+from prefixcache.server.jobs.field_names import fields_named
+from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.sampling_fields import SamplingFields, StreamOptions
 from prefixcache.server.openai.chat import chat_job, chat_plan
 from prefixcache.server.openai.protocol import ChatRequest
@@ -224,7 +225,9 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
         with fields_named(_NAMES):
             maker.check_model(chat.model)
             plan = await chat_plan(maker, chat, size)
-            ids = await maker.encode(plan.prompt, param="messages", add_special_tokens=False)
+            ids = await maker.encoder.encode(
+                plan.prompt, param="messages", add_special_tokens=False
+            )
         return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
     @router.get(f"{RESPONSES_PATH}/{{response_id}}")

@@ -10,7 +10,8 @@ from starlette.responses import Response
 from prefixcache.server.http.body import parse_fields, parse_object, read_body
 from prefixcache.server.http.json_text import json_response, list_json, text_json
 from prefixcache.server.jobs.context import tell_unknown
-from prefixcache.server.jobs.job_maker import JobMaker, check_ids
+from prefixcache.server.jobs.job_maker import JobMaker
+from prefixcache.server.jobs.params import check_ids
 from prefixcache.server.openai.chat import chat_plan
 from prefixcache.server.openai.protocol import (
     DetokenizeRequest,
@@ -59,9 +60,9 @@ async def _token_ids(
     if isinstance(fields, TokenizeChatRequest):
         special = fields.add_special_tokens is True
         plan = await chat_plan(maker, fields, size)
-        return await maker.encode(plan.prompt, param="messages", add_special_tokens=special)
+        return await maker.encoder.encode(plan.prompt, param="messages", add_special_tokens=special)
     special = fields.add_special_tokens is not False
-    return await maker.encode(fields.prompt, param="prompt", add_special_tokens=special)
+    return await maker.encoder.encode(fields.prompt, param="prompt", add_special_tokens=special)
 
 
 def _told(maker: JobMaker, ids: TokenIds, with_names: bool) -> bytes:

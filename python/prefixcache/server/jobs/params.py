@@ -1,0 +1,106 @@
+"""From the fields of a body to checked sampling options."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from prefixcache.exceptions import InvalidRequestError
+from prefixcache.server.jobs.sampling_fields import SamplingFields
+from prefixcache.server.jobs.served_model import ServedModel
+from prefixcache.server.options.limits import MAX_SEQUENCES
+from prefixcache.text.tokenization.bad_words import with_bad_words
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.token_ids import TokenIds
+
+# Fields of a body that are sampling options as they are.
+_PASSED_ON = (
+    SamplingFields.model_fields.keys() & {one.name for one in dataclasses.fields(SamplingParams)}
+) - {"max_tokens", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"}
+
+
+def sampling_params(
+    fields: SamplingFields,
+    served: ServedModel,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> SamplingParams:
+    """Checked sampling options. What the request leaves out comes from the model's defaults."""
+    _check_stream_fields(fields)
+    given = {name: getattr(fields, name) for name in _PASSED_ON}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    params = SamplingParams(
+        **{**served.generation.sampling_options(), **chosen},
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        stop=_stop_strings(fields.stop),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        logit_bias=_logit_bias(fields.logit_bias or {}),
+        structured_output=fields.structured_output and fields.structured_output[1],
+        allowed_token_ids=_tuple_or_none(fields.allowed_token_ids),
+        bad_words=tuple(fields.bad_words or ()),
+    )
+    check_ids(params.stop_token_ids, served.tokenizer, "stop_token_ids")
+    return with_bad_words(params, served.tokenizer)
+
+
+def _check_stream_fields(fields: SamplingFields) -> None:
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "prompt_logprobs cannot be streamed; set stream to false.", param="prompt_logprobs"
+        )
+    if fields.stream_options is not None and not fields.stream:
+        raise InvalidRequestError("stream_options needs stream to be true.", param="stream_options")
+
+
+def check_num_sequences(num_prompts: int, n: int) -> None:
+    """Raises `InvalidRequestError` for more answers than one request may ask for."""
+    if num_prompts * n > MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts with n={n} are more than {MAX_SEQUENCES} answers.",
+            param="n" if n > 1 else "prompt",
+        )
+
+
+def check_ids(token_ids: Sequence[int], tokenizer: Tokenizer, param: str) -> None:
+    """Raises `InvalidRequestError` for ids outside the vocabulary."""
+    wrong = next((i for i in token_ids if not 0 <= i < tokenizer.vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"{param} holds the token id {wrong}; ids are from 0 to {tokenizer.vocab_size - 1}.",
+            param=param,
+        )
+
+
+def fitting_max_tokens(params: SamplingParams, prompt: TokenIds, limit: int | None) -> int | None:
+    """`params.max_tokens`, or what fits behind the prompt where that is less."""
+    if limit is None or params.max_tokens is None:
+        return params.max_tokens
+    return min(params.max_tokens, max(limit - len(prompt), min(params.max_tokens, 1)))
+
+
+def choice_params(params: SamplingParams, max_tokens: int | None) -> tuple[SamplingParams, ...]:
+    """The options of each of `params.n` choices, which share all but their seeds."""
+    fitted = dataclasses.replace(params, max_tokens=max_tokens)
+    if params.seed is None:
+        return (fitted.for_choice(0),) * params.n
+    return tuple(fitted.for_choice(choice) for choice in range(params.n))
+
+
+def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def _tuple_or_none(values: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token_id): value for token_id, value in bias.items()}
+    except ValueError:
+        raise InvalidRequestError(
+            "logit_bias must map token ids to numbers.", param="logit_bias"
+        ) from None

@@ -25,11 +25,11 @@ def refused(bench: Bench, name: str, prompt: list[int], threshold: float | None)
     bench.add(name, prompt, cache=CacheOptions(hit_threshold=threshold))
     before = bench.cache.stats()
     bench.run()
-    refusals = bench.scheduler.take_refused()
-    if not refusals:
+    rejected = bench.scheduler.take_rejected()
+    if not rejected:
         return False
-    ((refusal),) = refusals
-    assert (refusal.request_id, refusal.finish_reason) == (name, "cache_threshold")
+    ((request_id, ending),) = rejected
+    assert (request_id, ending.finish_reason) == (name, "cache_threshold")
     assert bench.answers[name] == []
     assert bench.cache.num_free_blocks == bench.cache.num_blocks - 1
     assert bench.cache.stats()["allocations"] == before["allocations"]
@@ -67,7 +67,7 @@ def test_a_refusal_says_how_many_tokens_were_cached() -> None:
     bench = warmed(16)
     bench.add("a", prompt_of(40), cache=CacheOptions(hit_threshold=0.41))
     bench.run()
-    assert [r.num_cached_tokens for r in bench.scheduler.take_refused()] == [16]
+    assert [end.num_cached_tokens for _, end in bench.scheduler.take_rejected()] == [16]
 
 
 @pytest.mark.parametrize("length", [1, 3, 4])
@@ -89,7 +89,7 @@ def test_without_reading_the_ratio_is_zero() -> None:
     bench = warmed(16)
     bench.add("a", prompt_of(16), cache=CacheOptions(read=False, hit_threshold=0.1))
     bench.run()
-    assert [r.finish_reason for r in bench.scheduler.take_refused()] == ["cache_threshold"]
+    assert [end.finish_reason for _, end in bench.scheduler.take_rejected()] == ["cache_threshold"]
     off = Bench(enable_prefix_caching=False)
     assert refused(off, "a", prompt_of(16), 0.1)
 
@@ -99,7 +99,7 @@ def test_a_prompt_that_is_computed_for_its_log_probabilities_has_no_hits() -> No
     cache = CacheOptions(hit_threshold=0.5)
     bench.add("a", prompt_of(20), cache=cache, params={"prompt_logprobs": 1})
     bench.run()
-    assert [one.finish_reason for one in bench.scheduler.take_refused()] == ["cache_threshold"]
+    assert [end.finish_reason for _, end in bench.scheduler.take_rejected()] == ["cache_threshold"]
     assert not refused(bench, "b", prompt_of(20), 0.5)
 
 
@@ -138,7 +138,7 @@ def test_a_preempted_request_whose_blocks_were_recycled_is_not_recomputed(
     threshold: float,
 ) -> None:
     bench = preempted(24, threshold)
-    assert [r.finish_reason for r in bench.scheduler.take_refused()] == ["cache_threshold"]
+    assert [end.finish_reason for _, end in bench.scheduler.take_rejected()] == ["cache_threshold"]
     sent = bench.answers["second"]
     assert len(sent) == 9
     assert sent == answer_alone(PROMPT, 9)
@@ -148,20 +148,20 @@ def test_a_preempted_request_whose_blocks_were_recycled_is_not_recomputed(
 @pytest.mark.parametrize("threshold", [0.3, 1.0])
 def test_a_preempted_request_whose_blocks_are_still_there_goes_on(threshold: float) -> None:
     bench = preempted(12, threshold)
-    assert not bench.scheduler.take_refused()
+    assert not bench.scheduler.take_rejected()
     assert bench.answers["second"] == answer_alone(PROMPT, 24)
 
 
 def test_a_preempted_request_without_a_threshold_is_recomputed() -> None:
     bench = preempted(24, 0.0)
-    assert not bench.scheduler.take_refused()
+    assert not bench.scheduler.take_rejected()
     assert bench.answers["second"] == answer_alone(PROMPT, 24)
 
 
 def test_a_returning_request_needs_no_more_than_its_threshold() -> None:
     """One of its four blocks is left: a quarter is enough for who asked for a quarter."""
     bench = preempted(24, 0.25)
-    assert not bench.scheduler.take_refused()
+    assert not bench.scheduler.take_rejected()
     assert bench.answers["second"] == answer_alone(PROMPT, 24)
 
 

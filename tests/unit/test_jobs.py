@@ -155,7 +155,7 @@ def test_a_refused_request_waits_no_more() -> None:
     bench = Bench()
     bench.add("a", prompt_of(8), cache=CacheOptions(hit_threshold=0.5))
     bench.step()
-    assert len(bench.scheduler.take_refused()) == 1
+    assert len(bench.scheduler.take_rejected()) == 1
     assert (bench.scheduler.queue_length, bench.scheduler.has_job("a")) == (0, False)
 
 

@@ -32,7 +32,7 @@ from prefixcache.text.grammar.grammars import Grammars
 from prefixcache.text.grammar.guide import Grammar, Guide
 from prefixcache.text.grammar.trial import Trial
 from prefixcache.text.tokenization.detokenizer import IncrementalDetokenizer
-from prefixcache.types.request import ErrorCode, FinishReason, Request, RequestOutput
+from prefixcache.types.request import Ending, Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan, SubmittedStep
 from prefixcache.types.structured_output import StructuredOutput
@@ -239,7 +239,7 @@ class Engine:
         """Ends requests and frees their blocks; unknown ids are passed over."""
         known = self._scheduler.finish(request_ids)
         self._note_usage()
-        return [self._end(request_id, "abort") for request_id in known]
+        return [self._end(request_id, Ending("abort")) for request_id in known]
 
     def abort_all(self) -> None:
         """Ends all requests."""
@@ -287,17 +287,7 @@ class Engine:
         if self.control.is_halted:
             return outputs
         plan = self._scheduler.schedule()
-        refused = self._scheduler.take_refused()
-        outputs += [
-            self._end(
-                r.request_id,
-                r.finish_reason,
-                num_cached_tokens=r.num_cached_tokens,
-                error=r.error,
-                code=r.error_code,
-            )
-            for r in refused
-        ]
+        outputs += [self._end(*rejected) for rejected in self._scheduler.take_rejected()]
         if plan.sequences:
             self._note_begun(plan)
             self._submit(plan)
@@ -417,7 +407,7 @@ class Engine:
             return answer.push(result, cached, written, missed)
         except Exception as error:
             logger.exception("Request %s failed.", scheduled.request_id)
-            return answer.end("error", error=_named(error))
+            return answer.end(_failed(error))
 
     def _fail_steps(self, error: Exception) -> list[RequestOutput]:
         """Ends the requests of all steps in flight; the device must then compute an empty step.
@@ -430,7 +420,7 @@ class Engine:
         if self._runner.runs_ahead:
             # Steps before it were published in the order of the device's work, which has failed.
             self._cache.reset()
-        return [self._end(request_id, "error", error=_named(error)) for request_id in failed]
+        return [self._end(request_id, _failed(error)) for request_id in failed]
 
     def _prove_device_alive(self, cause: Exception) -> None:
         try:
@@ -448,23 +438,15 @@ class Engine:
         except Exception as error:
             logger.exception("Request %s failed.", request_id)
             self._scheduler.finish([request_id])
-            return self._end(request_id, "error", error=_named(error))
+            return self._end(request_id, _failed(error))
 
-    def _end(
-        self,
-        request_id: str,
-        reason: FinishReason,
-        *,
-        num_cached_tokens: int | None = None,
-        error: str | None = None,
-        code: ErrorCode | None = None,
-    ) -> RequestOutput:
+    def _end(self, request_id: str, ending: Ending) -> RequestOutput:
         answer = self._answers.pop(request_id)
         try:
-            output = answer.end(reason, num_cached_tokens, error=error, code=code)
+            output = answer.end(ending)
         except Exception as failure:
             logger.exception("Request %s failed.", request_id)
-            output = answer.end("error", error=_named(failure))
+            output = answer.end(_failed(failure))
         answer.observe(output, time.monotonic(), self.metrics)
         return output
 
@@ -584,6 +566,6 @@ def _check_token_ids(token_ids: TokenIds, vocab_size: int) -> None:
         )
 
 
-def _named(error: Exception) -> str:
-    """What callers are told: the text of an error may quote another request of the step."""
-    return f"{type(error).__name__}, of which the log says more"
+def _failed(error: Exception) -> Ending:
+    """Names the error alone: its text may quote another request of the step."""
+    return Ending("error", error=f"{type(error).__name__}, of which the log says more")

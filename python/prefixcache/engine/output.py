@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from prefixcache.metrics import Metrics
 from prefixcache.text.tokenization.detokenizer import IncrementalDetokenizer
-from prefixcache.types.request import ErrorCode, FinishReason, Request, RequestOutput, TokenLogprobs
+from prefixcache.types.request import Ending, FinishReason, Request, RequestOutput, TokenLogprobs
 from prefixcache.types.step_plan import SequenceOutput
 
 
@@ -74,14 +74,14 @@ class Answer:
         windows kept from being hits.
         """
         if output.token_id is None:
-            return self.end("error", error=output.error, code=output.error_code)
+            return self.end(Ending("error", error=output.error, error_code=output.error_code))
         self._num_cached_tokens, self._num_written_tokens = num_cached_tokens, num_written_tokens
         token_id, first = output.token_id, not self._num_tokens
         self._num_tokens += 1
         stop_id = token_id in self.request.params.stop_token_ids
         ended_by_token = stop_id or token_id in self._eos_token_ids
         if not self._max_tokens:  # nothing but the prompt was asked for
-            return self.end("length")
+            return self.end(Ending("length"))
         text = self._detokenizer.push((token_id,), ended_by_token=ended_by_token)
         finish_reason = self._finish_reason(ended_by_token)
         if finish_reason is not None and self._detokenizer.stopped_by is None:
@@ -101,30 +101,20 @@ class Answer:
             stop_reason=self._detokenizer.stopped_by or (token_id if stop_id else None),
         )
 
-    def end(
-        self,
-        reason: FinishReason,
-        num_cached_tokens: int | None = None,
-        *,
-        error: str | None = None,
-        code: ErrorCode | None = None,
-    ) -> RequestOutput:
-        """The last output of an answer that no token ended. After an error no text is added.
-
-        `num_cached_tokens`, where given, are those of a request that was refused.
-        """
-        if num_cached_tokens is not None:
-            self._num_cached_tokens = num_cached_tokens
+    def end(self, ending: Ending) -> RequestOutput:
+        """The last output of an answer that no token ended. After an error no text is added."""
+        if ending.num_cached_tokens is not None:
+            self._num_cached_tokens = ending.num_cached_tokens
         return RequestOutput(
             request_id=self.request.request_id,
-            text="" if reason == "error" else self._detokenizer.finish(),
+            text="" if ending.finish_reason == "error" else self._detokenizer.finish(),
             prompt_logprobs=None if self._max_tokens else self._take_prompt_logprobs(),
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_cached_tokens=self._num_cached_tokens,
             num_written_tokens=self._num_written_tokens,
-            finish_reason=reason,
-            error=error,
-            error_code=code,
+            finish_reason=ending.finish_reason,
+            error=ending.error,
+            error_code=ending.error_code,
         )
 
     def observe(self, output: RequestOutput, now: float, metrics: Metrics) -> None:

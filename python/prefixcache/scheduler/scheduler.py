@@ -41,22 +41,8 @@ from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestProgress, RequestState
 from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.text.grammar.guide import Guide
-from prefixcache.types.request import CacheOptions, ErrorCode, FinishReason, Request
+from prefixcache.types.request import CacheOptions, Ending, Request
 from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan, SubmittedStep
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A request that was accepted, but is not started (any more); `error` says why it failed.
-
-    `num_cached_tokens` of its prompt were cached when it first started, or was refused.
-    """
-
-    request_id: str
-    finish_reason: FinishReason
-    num_cached_tokens: int = 0
-    error: str | None = None
-    error_code: ErrorCode | None = None
 
 
 @dataclass(slots=True)
@@ -126,7 +112,7 @@ class Scheduler:
         self._waiting = self._make_queue(config, clock)
         self._running: list[RequestState] = []
         self.steps_in_flight: deque[StepInFlight] = deque()
-        self._refused: list[Refusal] = []
+        self._rejected: list[tuple[str, Ending]] = []
         self._serials = itertools.count()
         self.num_preemptions = 0
 
@@ -241,7 +227,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step.
 
-        It is empty only when nothing waits or runs, when all was refused, when nothing can be
+        It is empty only when nothing waits or runs, when all was rejected, when nothing can be
         planned until the step in flight is completed, or until `wait_for_guides` has waited.
         """
         self._cache.demote_expired()
@@ -305,7 +291,7 @@ class Scheduler:
         self._jobs.clear()
         self._waiting.clear()
         self._running.clear()
-        self._refused.clear()
+        self._rejected.clear()
         self._states.clear()
 
     def finish(self, request_ids: Iterable[str], *, ended_well: Collection[str] = ()) -> list[str]:
@@ -358,10 +344,10 @@ class Scheduler:
         if self._step_times is not None:
             self._step_times.observe(plan, seconds)
 
-    def take_refused(self) -> list[Refusal]:
-        """Requests that `schedule` gave up on since the last call."""
-        refused, self._refused = self._refused, []
-        return refused
+    def take_rejected(self) -> list[tuple[str, Ending]]:
+        """The ids of requests that `schedule` gave up on since the last call, and why."""
+        rejected, self._rejected = self._rejected, []
+        return rejected
 
     def num_cached_tokens(self, request_id: str) -> int:
         """Prompt tokens that came from the cache when the request first started."""
@@ -479,7 +465,7 @@ class Scheduler:
                 continue
             self._waiting.take(state)
             if verdict is not Verdict.STARTED:
-                self._put_aside(state, verdict)
+                self._reject(state, verdict)
                 continue
             self._waiting.forget_hits()
             self._jobs.start(state.request, state.turn)
@@ -505,21 +491,21 @@ class Scheduler:
         if state is not None and state.request.cache.read:
             self._in_flight.foresee(state)
 
-    def _put_aside(self, state: RequestState, verdict: Verdict) -> None:
+    def _reject(self, state: RequestState, verdict: Verdict) -> None:
         """Ends a request that may not start; one that waits for blocks is woken by their owner."""
         if verdict is Verdict.WAITS_FOR_BLOCKS:
             return
-        self._refused.append(self._refusal(state, verdict))
+        self._rejected.append((state.request_id, self._ending(state, verdict)))
         del self._states[state.request_id]
         self._jobs.remove(state.request, waited=True)
         self._cache.free([state.request_id])
 
-    def _refusal(self, state: RequestState, verdict: Verdict) -> Refusal:
+    def _ending(self, state: RequestState, verdict: Verdict) -> Ending:
         cached = state.num_cached_tokens or 0
         if verdict is Verdict.BELOW_THRESHOLD:
-            return Refusal(state.request_id, "cache_threshold", cached)
+            return Ending("cache_threshold", cached)
         error = self._limits.describe_lack(state.num_tokens)
-        return Refusal(state.request_id, "error", cached, error, "insufficient_kv_cache")
+        return Ending("error", cached, error, "insufficient_kv_cache")
 
     def _stops_waiting(self, request_id: str) -> bool:
         """Takes a request out of where it waits; tells whether it waited."""

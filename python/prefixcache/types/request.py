@@ -135,6 +135,20 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """How a request ends that no token ends; `error` says why it failed.
+
+    `num_cached_tokens` of its prompt were cached when it first started or was rejected; None where
+    the answer counts them itself.
+    """
+
+    finish_reason: FinishReason
+    num_cached_tokens: int | None = None
+    error: str | None = None
+    error_code: ErrorCode | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log probabilities at one position: the token taken, then the likeliest ones.
 

@@ -13,10 +13,10 @@ use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::{BlockId, GroupId};
 use prefixcache_core::ledger::Ledger;
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
-use prefixcache_core::retention::{Pins, Retention};
+use prefixcache_core::pool::{Writer, Mode, Shared, SingleWriter};
+use prefixcache_core::sequence::retention::{Pins, Retention};
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Moves, PoolConfig};
+use prefixcache_core::store::{BlockKey, BlockStore, Lookup, FreeOrder, Moves, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
 use prefixcache_oracle::plain_ledger::{Hinting, PlainLedger};
 
@@ -179,7 +179,7 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
                 1 => format!("{:?}", cache.new_weight_version(None)),
                 2 | 3 => format!("{:?}", cache.pin(sequence, tokens / BLOCK_SIZE * BLOCK_SIZE)),
                 4 => format!("{:?}", cache.unpin(sequence)),
-                5 => format!("{:?}", cache.store().demote(usize::from(b / 8))),
+                5 => format!("{:?}", cache.store_mut().demote(usize::from(b / 8))),
                 _ => format!(
                     "{:?} {:?}",
                     cache.count_prefix_hits(sequence),
@@ -238,7 +238,7 @@ fn run<M: Mode>(groups: Groups, config: PoolConfig, calls: &[[u8; 3]]) {
     let mut tested = {
         let mut ledger = Ledger::new(SHARE).unwrap();
         ledger.set_time(Duration::ZERO);
-        Side::new(groups, BlockPool::<M>::with_ring_capacity(config, 512).unwrap(), ledger)
+        Side::new(groups, Writer::<M>::with_ring_capacity(config, 512).unwrap(), ledger)
     };
     for &call in calls {
         assert_eq!(tested.call(call), plain.call(call), "{call:?} came to something else");

@@ -10,6 +10,9 @@ mod committing;
 mod dropping;
 mod publishing;
 mod reading;
+pub mod tables;
+
+use std::time::Duration;
 
 use crate::error::{
     Argument, Broken, CacheError, InvalidArgument, Misuse, ResizeError, SequenceFault,
@@ -17,11 +20,13 @@ use crate::error::{
 use crate::groups::GroupSpec;
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
 use crate::id::{BlockHash, GroupId};
+use crate::ledger::{Ledger, LedgerStats};
 use crate::naming::Namer;
-use crate::sequence::{BlockHashes, Sequence};
-use crate::store::{BlockStore, Moves};
-use crate::sync::{Arc, AtomicU64, OnceLock, Ordering};
-use crate::weights::{CurrentWeights, WeightsName};
+use crate::pool::{AnyReader, AnyWriter, Mode, MultiWriter, Reader, Writer};
+use crate::sequence::{BlockHashes, Home, Sequence};
+use crate::store::{BlockStore, Lookup, Moves};
+use crate::sync::{Arc, Ordering};
+use crate::weights::WeightsName;
 
 pub use publishing::Twin;
 
@@ -34,46 +39,61 @@ pub struct CacheStats {
     pub hits: u64,
 }
 
-/// The root hash of a cache without a scope, under the weights of this name.
-fn whole_root(config: &HashConfig, weights: &str) -> BlockHash {
-    hash::root(config, &Scope::default(), weights)
-}
-
-/// A prefix cache over a pool `S`; as safe to share between threads as that pool is.
+/// A prefix cache over a pool `S`, which says what can be done with it: a [`Writer`](crate::Writer) may change
+/// it and is the only one, of [`MultiWriter`](crate::MultiWriter)s each thread has a clone, and a cache over
+/// [`Reader`](crate::Reader)s ([`PrefixCache::reader`]) can be cloned and counts hits.
 #[derive(Debug)]
 pub struct PrefixCache<S> {
     store: S,
-    hash_config: Arc<HashConfig>,
-    weights: CurrentWeights,
-    queries: AtomicU64,
-    hits: AtomicU64,
-    /// What names blocks for the eviction policy, where it goes by names.
-    namer: OnceLock<Namer>,
+    home: Arc<Home>,
+    hints: Option<Box<Ledger>>,
 }
 
-impl<S: BlockStore> PrefixCache<S> {
-    /// A cache over an unused pool.
-    pub fn new(hash_config: HashConfig, store: S) -> Result<Self, InvalidArgument> {
-        hash_config.check()?;
-        Ok(Self {
-            store,
-            weights: CurrentWeights::new(None, |name| whole_root(&hash_config, name)),
-            hash_config: Arc::new(hash_config),
-            queries: AtomicU64::new(0),
-            hits: AtomicU64::new(0),
-            namer: OnceLock::new(),
-        })
+impl<S: Clone> Clone for PrefixCache<S> {
+    fn clone(&self) -> Self {
+        // Hints are for one writer, which is no clone.
+        self.over(self.store.clone())
     }
+}
 
-    /// This cache with a name for the weights that it begins with.
-    #[must_use]
-    pub fn with_weights(self, name: WeightsName) -> Self {
-        Self {
-            weights: CurrentWeights::new(Some(name), |name| whole_root(&self.hash_config, name)),
-            ..self
+impl<S> PrefixCache<S> {
+    fn over<T>(&self, store: T) -> PrefixCache<T> {
+        let home = Arc::clone(&self.home);
+        PrefixCache {
+            store,
+            home,
+            hints: None,
         }
     }
+}
 
+impl<M: Mode> PrefixCache<Writer<M>> {
+    /// The cache to count hits in, for other threads.
+    #[must_use]
+    pub fn reader(&self) -> PrefixCache<Reader<M>> {
+        self.over(self.store.reader())
+    }
+}
+
+impl PrefixCache<AnyWriter> {
+    /// The cache to count hits in, for other threads.
+    #[must_use]
+    pub fn reader(&self) -> PrefixCache<AnyReader> {
+        self.over(self.store.reader())
+    }
+}
+
+impl From<PrefixCache<MultiWriter>> for PrefixCache<AnyWriter> {
+    fn from(cache: PrefixCache<MultiWriter>) -> Self {
+        Self {
+            store: AnyWriter::Many(cache.store),
+            home: cache.home,
+            hints: None,
+        }
+    }
+}
+
+impl<S: Lookup> PrefixCache<S> {
     /// The pool below.
     pub fn store(&self) -> &S {
         &self.store
@@ -81,13 +101,13 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// Tokens in a block.
     pub fn block_size(&self) -> usize {
-        self.hash_config.block_size
+        self.home.config.block_size
     }
 
     /// The hash before the first block under the current weights, from which others can compute the
     /// hashes that this cache has.
     pub fn root_hash(&self, scope: &Scope) -> BlockHash {
-        hash::in_scope(self.weights.get().root, scope)
+        hash::in_scope(self.home.weights.get().root, scope)
     }
 
     /// The hashes of the full blocks of `tokens` under the current weights.
@@ -105,16 +125,14 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// A sequence that holds nothing yet, its full blocks hashed.
     pub fn new_sequence(&self, tokens: Vec<u32>, scope: Scope, extras: Extras) -> Sequence {
-        let config = Arc::clone(&self.hash_config);
-        let weights = self.weights.get();
-        Sequence::new(config, scope, weights, tokens, extras, self.namer.get())
+        Sequence::new(&self.home, scope, tokens, extras)
     }
 
     /// Lets the eviction policy go by names under a key instead of hashes, for sequences made from now on: a
     /// recording that has these names can then be replayed. Once in a cache's life.
     pub fn name_blocks(&self, key: [u8; 32]) -> Result<(), InvalidArgument> {
         let namer = Namer::new(key, self.block_size())?;
-        let set = self.namer.set(namer);
+        let set = self.home.namer.set(namer);
         set.map_err(|_| InvalidArgument::new("key", "must be given once"))
     }
 
@@ -127,19 +145,17 @@ impl<S: BlockStore> PrefixCache<S> {
         scope: Scope,
         hashes: BlockHashes,
     ) -> Sequence {
-        let config = Arc::clone(&self.hash_config);
-        let weights = self.weights.get();
-        Sequence::hashed(config, scope, weights, tokens, hashes, self.namer.get())
+        Sequence::hashed(&self.home, scope, tokens, hashes)
     }
 
     /// The kind of a group that the cache has.
     pub(crate) fn group_spec(&self, group: GroupId) -> GroupSpec {
-        self.hash_config.groups.specs()[group.index()]
+        self.home.config.groups.specs()[group.index()]
     }
 
     /// Fails unless the cache has this group.
     pub(crate) fn check_group(&self, group: GroupId) -> Result<(), InvalidArgument> {
-        let groups = self.hash_config.groups.count();
+        let groups = self.home.config.groups.count();
         if group.index() < groups {
             return Ok(());
         }
@@ -147,76 +163,22 @@ impl<S: BlockStore> PrefixCache<S> {
         Err(InvalidArgument::new("group", reason))
     }
 
-    /// Forgets everything cached, in constant time. Sequences keep their blocks and publish no more.
-    pub fn clear_cache_index(&self) {
-        self.store.clear_index();
-    }
-
-    /// Forgets everything cached, and hashes under other weights from now on: those of this name, or of the
-    /// next version's number. Returns the version.
-    ///
-    /// A name may come back. Content of before does not: it is of an earlier epoch, as are the sequences
-    /// that hold blocks, which publish no more.
-    pub fn new_weight_version(&self, name: Option<WeightsName>) -> u64 {
-        // Before the clear: a thread that sees the new epoch sees the new weights too, as the version's
-        // store is released by the clear's.
-        let root_of = |name: &str| whole_root(&self.hash_config, name);
-        let version = self.weights.change(name, root_of);
-        self.store.clear_index();
-        version
-    }
-
     /// Counts the changes of the weights; 0 at first.
     pub fn weight_version(&self) -> u64 {
-        self.weights.version()
+        self.home.weights.version()
     }
 
     /// What every hash calls the weights of now: their name, or the version's digits.
     pub fn weights_name(&self) -> String {
-        self.weights.get().name.clone()
-    }
-
-    /// Sets the number of blocks as [`BlockStore::resize`] does.
-    pub fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError> {
-        self.store.resize(num_blocks)
-    }
-
-    /// Begins one slice of a shrink that keeps what is worth most: see [`BlockStore::begin_moves`].
-    pub fn begin_moves(
-        &self,
-        num_blocks: usize,
-        most: usize,
-        moves: &mut Moves,
-    ) -> Result<(), ResizeError> {
-        self.store.begin_moves(num_blocks, most, moves)
-    }
-
-    /// Ends the slice, whose KV was copied. Returns how many blocks moved.
-    pub fn finish_moves(&self, moves: &mut Moves) -> Result<usize, ResizeError> {
-        self.store.finish_moves(moves)
-    }
-
-    /// Takes the slice back.
-    pub fn abort_moves(&self, moves: &mut Moves) -> Result<(), Misuse> {
-        self.store.abort_moves(moves)
-    }
-
-    /// Gives up the content of the `count` free blocks that would lose it first. Returns how many there were.
-    pub fn release_cached(&self, count: usize) -> usize {
-        self.store.release_cached(count)
-    }
-
-    /// Bounds the free blocks that keep their content, as [`BlockStore::set_max_cached`] does.
-    pub fn set_max_cached(&self, blocks: Option<usize>) {
-        self.store.set_max_cached(blocks);
+        self.home.weights.get().name.clone()
     }
 
     /// Lifetime counts in tokens; the pool counts blocks.
     pub fn stats(&self) -> CacheStats {
         // Relaxed: counters that order nothing.
         CacheStats {
-            queries: self.queries.load(Ordering::Relaxed),
-            hits: self.hits.load(Ordering::Relaxed),
+            queries: self.home.queries.load(Ordering::Relaxed),
+            hits: self.home.hits.load(Ordering::Relaxed),
         }
     }
 
@@ -248,7 +210,7 @@ impl<S: BlockStore> PrefixCache<S> {
         sequence: &Sequence,
         argument: Argument,
     ) -> Result<(), CacheError> {
-        if Arc::ptr_eq(&sequence.hash_config, &self.hash_config) {
+        if Arc::ptr_eq(&sequence.home, &self.home) {
             return Ok(());
         }
         Err(fault(argument, SequenceFault::OtherCache))
@@ -269,6 +231,126 @@ impl<S: BlockStore> PrefixCache<S> {
         idle.map_or(Ok(()), |index| {
             let argument = Argument::element("sequences", index);
             Err(fault(argument, SequenceFault::NotCommitted))
+        })
+    }
+}
+
+impl<S: BlockStore> PrefixCache<S> {
+    /// A cache over an unused pool.
+    pub fn new(hash_config: HashConfig, store: S) -> Result<Self, InvalidArgument> {
+        hash_config.check()?;
+        let home = Arc::new(Home::new(hash_config, None));
+        Ok(Self {
+            store,
+            home,
+            hints: None,
+        })
+    }
+
+    /// This cache, before its first use, with a name for the weights that it begins with.
+    #[must_use]
+    pub fn with_weights(self, name: WeightsName) -> Self {
+        let home = Home::new(self.home.config.clone(), Some(name));
+        Self {
+            home: Arc::new(home),
+            ..self
+        }
+    }
+
+    /// This cache with retention hints, which may raise up to this `share` of the pool, from 0 to 1, for each
+    /// owner.
+    ///
+    /// They need one writer. Without this call hints are not looked at.
+    pub fn with_hints(self, share: f64) -> Result<Self, InvalidArgument> {
+        if !self.store.is_at_rest() {
+            let reason = "need a pool that one thread writes to";
+            return Err(InvalidArgument::new("hints", reason));
+        }
+        let hints = Some(Box::new(Ledger::new(share)?));
+        Ok(Self { hints, ..self })
+    }
+
+    /// The pool below, to change.
+    pub fn store_mut(&mut self) -> &mut S {
+        &mut self.store
+    }
+
+    /// Forgets everything cached, in constant time. Sequences keep their blocks and publish no more.
+    pub fn clear_cache_index(&mut self) {
+        self.store.clear_index();
+    }
+
+    /// Forgets everything cached, and hashes under other weights from now on: those of this name, or of the
+    /// next version's number. Returns the version.
+    ///
+    /// A name may come back. Content of before does not: it is of an earlier epoch, as are the sequences
+    /// that hold blocks, which publish no more.
+    pub fn new_weight_version(&mut self, name: Option<WeightsName>) -> u64 {
+        // Before the clear: a thread that sees the new epoch sees the new weights too, as the version's
+        // store is released by the clear's.
+        let version = self.home.change_weights(name);
+        self.store.clear_index();
+        version
+    }
+
+    /// Sets the number of blocks as [`BlockStore::resize`] does.
+    pub fn resize(&mut self, num_blocks: usize) -> Result<usize, ResizeError> {
+        self.store.resize(num_blocks)
+    }
+
+    /// Begins one slice of a shrink that keeps what is worth most: see [`BlockStore::begin_moves`].
+    pub fn begin_moves(
+        &mut self,
+        num_blocks: usize,
+        most: usize,
+        moves: &mut Moves,
+    ) -> Result<(), ResizeError> {
+        self.store.begin_moves(num_blocks, most, moves)
+    }
+
+    /// Ends the slice, whose KV was copied. Returns how many blocks moved.
+    pub fn finish_moves(&mut self, moves: &mut Moves) -> Result<usize, ResizeError> {
+        self.store.finish_moves(moves)
+    }
+
+    /// Takes the slice back.
+    pub fn abort_moves(&mut self, moves: &mut Moves) -> Result<(), Misuse> {
+        self.store.abort_moves(moves)
+    }
+
+    /// Gives up the content of the `count` free blocks that would lose it first. Returns how many there were.
+    pub fn release_cached(&mut self, count: usize) -> usize {
+        self.store.release_cached(count)
+    }
+
+    /// Bounds the free blocks that keep their content, as [`BlockStore::set_max_cached`] does.
+    pub fn set_max_cached(&mut self, blocks: Option<usize>) {
+        self.store.set_max_cached(blocks);
+    }
+
+    /// Sets the time that TTLs, evictions and the eviction policy go by, and ends the use of the system's clock.
+    pub fn set_time(&mut self, now: Duration) {
+        self.store.set_time(now);
+        if let Some(hints) = &mut self.hints {
+            hints.set_time(now);
+        }
+    }
+
+    /// Gives content whose TTL has ended the priority that it has without, of `most` blocks at most, those that
+    /// ended first. Returns how many moved. To be called before each step of a scheduler.
+    pub fn demote_expired(&mut self, most: usize) -> usize {
+        let Self { store, hints, .. } = self;
+        hints
+            .as_mut()
+            .map_or(0, |hints| hints.demote_expired(store, most))
+    }
+
+    /// Forgets the hints of what the pool has evicted, and says how many there are.
+    pub fn hint_stats(&mut self) -> LedgerStats {
+        let Self { store, hints, .. } = self;
+        hints.as_mut().map_or_else(LedgerStats::default, |hints| {
+            hints.forget_lost(store);
+            hints.stats()
         })
     }
 }

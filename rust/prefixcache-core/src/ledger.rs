@@ -31,7 +31,7 @@ use crate::error::InvalidArgument;
 use crate::hints::{Hints, Owner, Wish};
 use crate::id::{BlockId, Epoch};
 use crate::sequence::{Holding, Sequence};
-use crate::store::{BlockKey, BlockStore};
+use crate::store::{BlockKey, BlockStore, Lookup};
 
 use entries::{Ends, Entries, Entry, Line, NEVER, Time};
 use key_hashing::KeyHashing;
@@ -141,7 +141,7 @@ impl Ledger {
     }
 
     /// Content of ended epochs can be hit no more.
-    fn follow_epoch(&mut self, store: &impl BlockStore) {
+    fn follow_epoch(&mut self, store: &impl Lookup) {
         if self.epoch == store.epoch() {
             return;
         }
@@ -154,7 +154,7 @@ impl Ledger {
 
     /// Forgets what was asked for content that the pool has lost since the last call, be it back or not: it came
     /// back without a band.
-    pub fn forget_lost(&mut self, store: &impl BlockStore) {
+    pub fn forget_lost(&mut self, store: &mut impl BlockStore) {
         self.follow_epoch(store);
         while let Some(key) = store.take_hinted_loss() {
             if store.band(&key) != Some(self.band(&key)) {
@@ -175,7 +175,7 @@ impl Ledger {
     // Use.
 
     /// Lets the hits of a committed sequence begin their TTLs anew. To be called after the commit.
-    pub fn note_hits(&mut self, store: &impl BlockStore, sequence: &Sequence) {
+    pub fn note_hits(&mut self, store: &mut impl BlockStore, sequence: &Sequence) {
         let Some(holding) = &sequence.holding else {
             return;
         };
@@ -185,7 +185,7 @@ impl Ledger {
         }
         let now = self.clock.now();
         for index in (0..holding.num_hits).rev() {
-            for (group, _) in sequence.hash_config.groups.each() {
+            for (group, _) in sequence.config().groups.each() {
                 let table = &holding.tables[group.index()];
                 if index >= table.first && store.held_band(table.blocks[index]) != Band::DEFAULT {
                     let key = BlockKey::new(sequence.hashes()[index], group);
@@ -195,7 +195,7 @@ impl Ledger {
         }
     }
 
-    fn refresh(&mut self, store: &impl BlockStore, key: &BlockKey, now: Time) {
+    fn refresh(&mut self, store: &mut impl BlockStore, key: &BlockKey, now: Time) {
         let mut next = self.contents.get(key).copied();
         while let Some(at) = next {
             next = self.entries.next_of_content(at);
@@ -227,7 +227,7 @@ impl Ledger {
 
     /// Does what a sequence's hints ask for, with what it has published. To be called before its release,
     /// while it holds its blocks.
-    pub fn keep(&mut self, store: &impl BlockStore, sequence: &Sequence) {
+    pub fn keep(&mut self, store: &mut impl BlockStore, sequence: &Sequence) {
         let (Some(hints), Some(holding)) = (&sequence.hints, &sequence.holding) else {
             return;
         };
@@ -251,14 +251,14 @@ impl Ledger {
     /// is raised too.
     fn raisable(
         &self,
-        store: &impl BlockStore,
+        store: &impl Lookup,
         sequence: &Sequence,
         hints: &Hints,
         holding: &Holding,
     ) -> Vec<Raise> {
-        let size = sequence.hash_config.block_size;
+        let size = sequence.config().block_size;
         let full = holding.num_published;
-        let groups = &sequence.hash_config.groups;
+        let groups = &sequence.config().groups;
         let mut ended = vec![false; groups.count()];
         let mut raised = Vec::new();
         for index in 0..hints.raised_blocks(full, size) {
@@ -296,18 +296,18 @@ impl Ledger {
 
     fn raise(
         &mut self,
-        store: &impl BlockStore,
+        store: &mut impl BlockStore,
         sequence: &Sequence,
         hints: &Hints,
         raise: &Raise,
         now: Time,
     ) {
-        let spec = sequence.hash_config.groups.specs()[raise.key.group.index()];
+        let spec = sequence.config().groups.specs()[raise.key.group.index()];
         let full = sequence
             .holding
             .as_ref()
             .map_or(0, |holding| holding.num_published);
-        let size = sequence.hash_config.block_size;
+        let size = sequence.config().block_size;
         let at = self.entry(raise.key, Some(hints.owner()));
         for wish in hints.raising(raise.index, spec, full, size) {
             self.entries.get_mut(at).ask(wish.band, ttl(wish), now);
@@ -322,19 +322,19 @@ impl Ledger {
     /// Lowers what the sequence itself has computed, and nobody asked for.
     fn lower(
         &mut self,
-        store: &impl BlockStore,
+        store: &mut impl BlockStore,
         sequence: &Sequence,
         hints: &Hints,
         holding: &Holding,
         now: Time,
     ) {
-        let size = sequence.hash_config.block_size;
+        let size = sequence.config().block_size;
         let full = holding.num_published;
         for index in (holding.num_hits..full).rev() {
             let Some(wish) = hints.lowering(index, size) else {
                 return;
             };
-            for (group, _) in sequence.hash_config.groups.each() {
+            for (group, _) in sequence.config().groups.each() {
                 let table = &holding.tables[group.index()];
                 if index >= table.first {
                     let key = BlockKey::new(sequence.hashes()[index], group);
@@ -346,7 +346,7 @@ impl Ledger {
 
     fn lower_one(
         &mut self,
-        store: &impl BlockStore,
+        store: &mut impl BlockStore,
         key: BlockKey,
         held: BlockId,
         wish: Wish,
@@ -396,7 +396,7 @@ impl Ledger {
     // Ending.
 
     /// Ends what an owner used longest ago, down to `most`.
-    fn keep_to(&mut self, store: &impl BlockStore, owner: Owner, most: usize) {
+    fn keep_to(&mut self, store: &mut impl BlockStore, owner: Owner, most: usize) {
         while let Some(ends) = self.owners.get(&owner).copied()
             && ends.len > most
             && let Some(at) = ends.front()
@@ -408,7 +408,7 @@ impl Ledger {
     /// Gives content whose TTL has ended the band that it has without, of `most` entries at most, those
     /// that ended first. Returns how many blocks moved to another band. To be called now and then, such as
     /// before each step of a scheduler.
-    pub fn demote_expired(&mut self, store: &impl BlockStore, most: usize) -> usize {
+    pub fn demote_expired(&mut self, store: &mut impl BlockStore, most: usize) -> usize {
         self.forget_lost(store);
         let now = self.clock.now();
         let mut moved = 0;
@@ -428,7 +428,7 @@ impl Ledger {
     ///
     /// What ended later is dropped in its own turn, even where that is over too: content goes from line to line
     /// in the order in which its levels ended, so that a prompt's last blocks are always before its first ones.
-    fn expire(&mut self, store: &impl BlockStore, at: u32, due: Time) -> bool {
+    fn expire(&mut self, store: &mut impl BlockStore, at: u32, due: Time) -> bool {
         let key = self.entries.get(at).key;
         let before = self.band(&key);
         self.unschedule(at);
@@ -444,7 +444,7 @@ impl Ledger {
     }
 
     /// Ends an entry; whether its content moved to another band.
-    fn end(&mut self, store: &impl BlockStore, at: u32) -> bool {
+    fn end(&mut self, store: &mut impl BlockStore, at: u32) -> bool {
         let key = self.entries.get(at).key;
         let before = self.band(&key);
         self.unschedule(at);
@@ -453,7 +453,7 @@ impl Ledger {
     }
 
     /// Gives content the band that it should have now, if it is there and still of the band `before`.
-    fn move_from(&self, store: &impl BlockStore, key: &BlockKey, before: Band) -> bool {
+    fn move_from(&self, store: &mut impl BlockStore, key: &BlockKey, before: Band) -> bool {
         let after = self.band(key);
         after != before
             && store.band(key) == Some(before)

@@ -10,10 +10,10 @@ use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::GroupId;
 use prefixcache_core::ledger::{Ledger, MAX_OWNERS};
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{BlockPool, SingleWriter};
-use prefixcache_core::retention::{Pins, Retention};
+use prefixcache_core::pool::Writer;
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig};
+use prefixcache_core::sequence::retention::{Pins, Retention};
+use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -23,7 +23,7 @@ const SIZE: usize = 4;
 const BLOCKS: usize = 8;
 
 struct Served {
-    cache: PrefixCache<BlockPool<SingleWriter>>,
+    cache: PrefixCache<Writer>,
     ledger: Ledger,
 }
 
@@ -59,7 +59,7 @@ impl Served {
             block_size: SIZE,
             groups,
         };
-        let cache = PrefixCache::new(hashing, BlockPool::new(config).unwrap()).unwrap();
+        let cache = PrefixCache::new(hashing, Writer::new(config).unwrap()).unwrap();
         let mut served = Self {
             cache,
             ledger: Ledger::new(share).unwrap(),
@@ -92,7 +92,7 @@ impl Served {
             .commit_prefix_plan(sequence, hits, rest + 1)
             .unwrap();
         assert_eq!(taken, Some(hits), "nothing is refused");
-        self.ledger.note_hits(self.cache.store(), sequence);
+        self.ledger.note_hits(self.cache.store_mut(), sequence);
     }
 
     fn end(&mut self, mut sequence: Sequence) {
@@ -104,9 +104,8 @@ impl Served {
         self.cache
             .mark_blocks_filled(&mut [&mut *sequence], &[upto])
             .unwrap();
-        self.cache
-            .release_with_hints(&mut self.ledger, &mut [sequence])
-            .unwrap();
+        self.ledger.keep(self.cache.store_mut(), sequence);
+        self.cache.release(&mut [sequence]).unwrap();
         self.cache.validate().unwrap();
     }
 
@@ -120,7 +119,7 @@ impl Served {
         let prompts = pools * self.cache.store().num_blocks() / BLOCKS + 1;
         for number in 0..prompts {
             self.serve(1000 + number as u32, "", &[]);
-            self.ledger.demote_expired(self.cache.store(), 16);
+            self.ledger.demote_expired(self.cache.store_mut(), 16);
         }
     }
 
@@ -264,10 +263,8 @@ fn the_ledger_is_bounded_whoever_asks() {
             .cache
             .mark_blocks_filled(&mut [&mut sequence], &[BLOCKS * SIZE])
             .unwrap();
-        served
-            .cache
-            .release_with_hints(&mut served.ledger, &mut [&mut sequence])
-            .unwrap();
+        served.ledger.keep(served.cache.store_mut(), &sequence);
+        served.cache.release(&mut [&mut sequence]).unwrap();
         let most = MAX_OWNERS * 64;
         assert!(
             served.ledger.len() <= most,
@@ -311,12 +308,12 @@ fn a_slice_of_what_has_ended_leaves_prefixes() {
     let mut served = Served::new(60, 0.5);
     served.serve(1, "one", &[hint(None, 90, Some(1))]);
     served.at(5);
-    assert_eq!(served.ledger.demote_expired(served.cache.store(), 5), 5);
+    assert_eq!(served.ledger.demote_expired(served.cache.store_mut(), 5), 5);
     // Those of the end are as any others now.
     let prompts = 60 / BLOCKS as u32;
     (0..prompts).for_each(|number| served.serve(1000 + number, "", &[]));
     assert_eq!(served.hits(1), 3);
-    assert_eq!(served.ledger.demote_expired(served.cache.store(), 5), 3);
+    assert_eq!(served.ledger.demote_expired(served.cache.store_mut(), 5), 3);
 }
 
 #[test]
@@ -455,8 +452,8 @@ fn what_ends_late_ends_in_the_order_of_its_time() {
     };
     served.serve(1, "one", &[head, rest]);
     served.at(4000);
-    served.ledger.demote_expired(served.cache.store(), 256);
-    served.cache.store().release_cached(1);
+    served.ledger.demote_expired(served.cache.store_mut(), 256);
+    served.cache.store_mut().release_cached(1);
     assert_eq!(served.linear_hits(&prompt(1)), BLOCKS - 1);
     served.check_counts([prompt(1)]);
 }
@@ -465,16 +462,16 @@ fn what_ends_late_ends_in_the_order_of_its_time() {
 fn what_comes_back_is_nobodys() {
     let mut served = Served::new(40, 1.0);
     served.serve(1, "one", &[hint(Some((BLOCKS - 1) * SIZE), 95, None)]);
-    served.cache.store().release_cached(2);
+    served.cache.store_mut().release_cached(2);
     served.serve(1, "one", &[hint(None, 55, None)]);
-    served.cache.store().release_cached(2);
+    served.cache.store_mut().release_cached(2);
     served.check_counts([prompt(1)]);
     assert_eq!(served.linear_hits(&prompt(1)), BLOCKS - 2);
 
     // It counts against no share, either: the younger prompt keeps its priority.
     let mut served = Served::new(2 * BLOCKS + 2, 0.5);
     served.serve(1, "one", &[hint(None, 95, None)]);
-    served.cache.store().release_cached(BLOCKS);
+    served.cache.store_mut().release_cached(BLOCKS);
     served.serve(2, "one", &[hint(None, 95, None)]);
     assert_eq!(served.ledger.stats().hinted, BLOCKS);
     assert_eq!(served.ledger.stats().demoted, 0);
@@ -543,15 +540,15 @@ proptest! {
                     served.at(now);
                 }
                 Event::Expire(most) => {
-                    served.ledger.demote_expired(served.cache.store(), most);
+                    served.ledger.demote_expired(served.cache.store_mut(), most);
                 }
                 Event::Evict(count) => {
-                    served.cache.store().release_cached(count);
+                    served.cache.store_mut().release_cached(count);
                 }
                 Event::Clear => served.cache.clear_cache_index(),
             }
             served.check_counts((0..6).map(|number| related(number, BLOCKS)));
-            served.ledger.forget_lost(served.cache.store());
+            served.ledger.forget_lost(served.cache.store_mut());
             let cached = served.cache.store().cached_blocks().len();
             prop_assert!(served.ledger.stats().hinted <= cached);
         }

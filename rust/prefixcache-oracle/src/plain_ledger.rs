@@ -15,11 +15,11 @@ pub trait Hinting {
     /// Sets the time.
     fn set_time(&mut self, now: Duration);
     /// After a commit.
-    fn note_hits(&mut self, store: &impl BlockStore, sequence: &Sequence);
+    fn note_hits(&mut self, store: &mut impl BlockStore, sequence: &Sequence);
     /// Before a release.
-    fn keep(&mut self, store: &impl BlockStore, sequence: &Sequence);
+    fn keep(&mut self, store: &mut impl BlockStore, sequence: &Sequence);
     /// Demotes what has ended.
-    fn demote_expired(&mut self, store: &impl BlockStore, most: usize) -> usize;
+    fn demote_expired(&mut self, store: &mut impl BlockStore, most: usize) -> usize;
     /// What it tells of itself.
     fn stats(&self) -> LedgerStats;
 }
@@ -29,15 +29,15 @@ impl Hinting for Ledger {
         Self::set_time(self, now);
     }
 
-    fn note_hits(&mut self, store: &impl BlockStore, sequence: &Sequence) {
+    fn note_hits(&mut self, store: &mut impl BlockStore, sequence: &Sequence) {
         Self::note_hits(self, store, sequence);
     }
 
-    fn keep(&mut self, store: &impl BlockStore, sequence: &Sequence) {
+    fn keep(&mut self, store: &mut impl BlockStore, sequence: &Sequence) {
         Self::keep(self, store, sequence);
     }
 
-    fn demote_expired(&mut self, store: &impl BlockStore, most: usize) -> usize {
+    fn demote_expired(&mut self, store: &mut impl BlockStore, most: usize) -> usize {
         Self::demote_expired(self, store, most)
     }
 
@@ -112,7 +112,7 @@ impl PlainLedger {
     }
 
     /// Only what is there, with the band that was asked for, was asked for.
-    fn forget_lost(&mut self, store: &impl BlockStore) {
+    fn forget_lost(&mut self, store: &mut impl BlockStore) {
         if self.epoch != store.epoch() {
             self.epoch = store.epoch();
             self.asked.clear();
@@ -147,13 +147,13 @@ impl PlainLedger {
     }
 
     /// Removes an entry; whether its content moved to another band.
-    fn end(&mut self, store: &impl BlockStore, at: usize) -> bool {
+    fn end(&mut self, store: &mut impl BlockStore, at: usize) -> bool {
         let before = self.band(&self.asked[at].key);
         let key = self.asked.remove(at).key;
         self.move_from(store, &key, before)
     }
 
-    fn move_from(&self, store: &impl BlockStore, key: &BlockKey, before: Band) -> bool {
+    fn move_from(&self, store: &mut impl BlockStore, key: &BlockKey, before: Band) -> bool {
         let after = self.band(key);
         after != before
             && store.band(key) == Some(before)
@@ -162,7 +162,7 @@ impl PlainLedger {
 
     fn ask(
         &mut self,
-        store: &impl BlockStore,
+        store: &mut impl BlockStore,
         key: BlockKey,
         owner: Option<Owner>,
         wishes: &[(Band, Option<Time>)],
@@ -254,7 +254,7 @@ impl PlainLedger {
             .filter(|&band| band < Band::DEFAULT)
     }
 
-    fn lower(&mut self, store: &impl BlockStore, sequence: &Sequence, hints: &[Hint]) {
+    fn lower(&mut self, store: &mut impl BlockStore, sequence: &Sequence, hints: &[Hint]) {
         let size = self.block_size;
         let published: Vec<_> = self.published(sequence).collect();
         // Groups in their order, blocks from the last on.
@@ -284,7 +284,7 @@ impl Hinting for PlainLedger {
         self.now = now.as_millis() as Time;
     }
 
-    fn note_hits(&mut self, store: &impl BlockStore, sequence: &Sequence) {
+    fn note_hits(&mut self, store: &mut impl BlockStore, sequence: &Sequence) {
         let hits = sequence.num_hits() / self.block_size;
         self.forget_lost(store);
         if hits == 0 {
@@ -315,7 +315,7 @@ impl Hinting for PlainLedger {
         }
     }
 
-    fn keep(&mut self, store: &impl BlockStore, sequence: &Sequence) {
+    fn keep(&mut self, store: &mut impl BlockStore, sequence: &Sequence) {
         let Some(hints) = sequence.hints().filter(|_| sequence.is_committed()) else {
             return;
         };
@@ -357,7 +357,7 @@ impl Hinting for PlainLedger {
         }
     }
 
-    fn demote_expired(&mut self, store: &impl BlockStore, most: usize) -> usize {
+    fn demote_expired(&mut self, store: &mut impl BlockStore, most: usize) -> usize {
         self.forget_lost(store);
         let mut moved = 0;
         for _ in 0..most {

@@ -43,7 +43,7 @@ impl<S: BlockStore> PrefixCache<S> {
     /// more, all or none. Returns the hit tokens really taken: the longest length up to `hit_tokens`
     /// that hits. None when blocks are lacking, and then nothing has changed.
     pub fn commit_prefix_plan(
-        &self,
+        &mut self,
         sequence: &mut Sequence,
         hit_tokens: usize,
         num_tokens: usize,
@@ -55,7 +55,7 @@ impl<S: BlockStore> PrefixCache<S> {
     /// not need the whole prefix get slots for the first chunk alone, and for the next ones by
     /// [`Self::ensure_slots`].
     pub fn commit_in_chunks(
-        &self,
+        &mut self,
         sequence: &mut Sequence,
         hit_tokens: usize,
         num_tokens: usize,
@@ -76,6 +76,7 @@ impl<S: BlockStore> PrefixCache<S> {
             whole: num_tokens.div_ceil(self.block_size()),
             near: near.div_ceil(self.block_size()),
         };
+        self.reclaim();
         let Some(Taken { hits, tables }) =
             self.take(&sequence.hashes()[..hit_blocks], new_blocks)?
         else {
@@ -84,8 +85,8 @@ impl<S: BlockStore> PrefixCache<S> {
         let reuse = self.store.reuse_queue();
         let turn = reuse.map_or(Turn::FIRST, |reuse| reuse.begin(sequence.names()));
         let hit_tokens = hits * self.block_size();
-        let any_whole = self.hash_config.groups.any_whole();
-        let all_whole = self.hash_config.groups.all_whole();
+        let any_whole = self.home.config.groups.any_whole();
+        let all_whole = self.home.config.groups.all_whole();
         sequence.holding = Some(Holding {
             epoch,
             tables,
@@ -98,6 +99,11 @@ impl<S: BlockStore> PrefixCache<S> {
             num_prompt: sequence.hashes().len(),
         });
         self.count_query(sequence.num_tokens(), hit_tokens);
+        let Self { store, hints, .. } = self;
+        if let Some(hints) = hints {
+            // The TTLs of what it hits begin again.
+            hints.note_hits(store, sequence);
+        }
         Ok(Some(hit_tokens))
     }
 
@@ -141,18 +147,18 @@ impl<S: BlockStore> PrefixCache<S> {
     /// Takes the blocks that the longest hit within `hashes` needs, and new blocks; None when blocks are
     /// lacking.
     pub(super) fn take(
-        &self,
+        &mut self,
         hashes: &[BlockHash],
         new: NewBlocks,
     ) -> Result<Option<Taken>, Misuse> {
-        if self.hash_config.groups.is_one_full() {
+        if self.home.config.groups.is_one_full() {
             return Ok(self.take_for_one(hashes, new.whole));
         }
         let mut most = hashes;
         loop {
             let length = self.longest_hit(most);
             let keys = self.needed_keys(&hashes[..length]);
-            let specs = self.hash_config.groups.specs();
+            let specs = self.home.config.groups.specs();
             let num_new = specs.iter().map(|&spec| new.of(spec)).sum();
             let mut blocks = Vec::new();
             let Ok(taken) = self
@@ -177,7 +183,7 @@ impl<S: BlockStore> PrefixCache<S> {
     }
 
     /// The common case: one group, which needs the whole prefix.
-    fn take_for_one(&self, hashes: &[BlockHash], num_new: usize) -> Option<Taken> {
+    fn take_for_one(&mut self, hashes: &[BlockHash], num_new: usize) -> Option<Taken> {
         let likely_new = self.store.num_free().min(num_new);
         let mut blocks = Vec::with_capacity(hashes.len() + likely_new);
         let key = |&hash| BlockKey::new(hash, GroupId::default());
@@ -191,7 +197,7 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// The blocks that a hit of these hashes needs, group by group.
     fn needed_keys(&self, hashes: &[BlockHash]) -> Vec<BlockKey> {
-        let groups = self.hash_config.groups.each();
+        let groups = self.home.config.groups.each();
         groups
             .flat_map(|(group, spec)| {
                 let needed = &hashes[self.first_needed(spec, hashes.len())..];
@@ -207,7 +213,7 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// The table of each group, out of the hits that each needs and then the new blocks of each.
     fn split(&self, blocks: &[BlockId], length: usize, new: NewBlocks) -> Vec<Table> {
-        let specs = self.hash_config.groups.specs();
+        let specs = self.home.config.groups.specs();
         let num_hits = |spec| length - self.first_needed(spec, length);
         let all_hits: usize = specs.iter().map(|&spec| num_hits(spec)).sum();
         let (mut hits, mut fresh) = blocks.split_at(all_hits);
@@ -226,14 +232,16 @@ impl<S: BlockStore> PrefixCache<S> {
 
     pub(super) fn count_query(&self, queries: usize, hits: usize) {
         // Relaxed: counters that order nothing.
-        self.queries.fetch_add(queries as u64, Ordering::Relaxed);
-        self.hits.fetch_add(hits as u64, Ordering::Relaxed);
+        self.home
+            .queries
+            .fetch_add(queries as u64, Ordering::Relaxed);
+        self.home.hits.fetch_add(hits as u64, Ordering::Relaxed);
     }
 
     /// Gives each sequence `counts[i]` more slots, in order. Returns how many leading sequences got
     /// all of theirs; it stops at the first that could not, which is unchanged as all after it.
     pub fn append_slots(
-        &self,
+        &mut self,
         sequences: &mut [&mut Sequence],
         counts: &[usize],
     ) -> Result<usize, CacheError> {
@@ -246,6 +254,7 @@ impl<S: BlockStore> PrefixCache<S> {
             }
             self.check_num_slots(argument, count)?;
         }
+        self.reclaim();
         let mut batch = sequences.iter_mut().zip(counts);
         let mut scratch = Vec::new();
         Ok(batch
@@ -261,7 +270,7 @@ impl<S: BlockStore> PrefixCache<S> {
     /// leading sequences have theirs; it stops at the first that could not get them, which is
     /// unchanged as all after it.
     pub fn ensure_slots(
-        &self,
+        &mut self,
         sequences: &mut [&mut Sequence],
         upto: &[usize],
     ) -> Result<usize, CacheError> {
@@ -270,6 +279,7 @@ impl<S: BlockStore> PrefixCache<S> {
         for (index, &upto) in upto.iter().enumerate() {
             self.check_num_slots(Argument::element("upto", index), upto)?;
         }
+        self.reclaim();
         let mut batch = sequences.iter_mut().zip(upto);
         let mut scratch = Vec::new();
         Ok(batch
@@ -279,7 +289,7 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// Gives a committed sequence slots for its first `upto` tokens in every group; false when blocks are
     /// lacking. `scratch` is empty before and after.
-    fn grow(&self, sequence: &mut Sequence, upto: usize, scratch: &mut Vec<BlockId>) -> bool {
+    fn grow(&mut self, sequence: &mut Sequence, upto: usize, scratch: &mut Vec<BlockId>) -> bool {
         let Some(holding) = &mut sequence.holding else {
             return false;
         };
@@ -293,7 +303,12 @@ impl<S: BlockStore> PrefixCache<S> {
     }
 
     /// Allocates blocks until each table has `blocks` of them; false when they are lacking.
-    fn grow_tables(&self, tables: &mut [Table], blocks: usize, scratch: &mut Vec<BlockId>) -> bool {
+    fn grow_tables(
+        &mut self,
+        tables: &mut [Table],
+        blocks: usize,
+        scratch: &mut Vec<BlockId>,
+    ) -> bool {
         let missing = |table: &Table| blocks.saturating_sub(table.blocks.len());
         if let [table] = tables {
             let count = missing(table);
@@ -313,7 +328,7 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// Adds one token to each sequence.
     pub fn append_tokens(
-        &self,
+        &mut self,
         sequences: &mut [&mut Sequence],
         tokens: &[u32],
     ) -> Result<(), CacheError> {
@@ -323,12 +338,5 @@ impl<S: BlockStore> PrefixCache<S> {
             sequence.extend(std::slice::from_ref(token));
         }
         Ok(())
-    }
-
-    /// The most blocks that a sequence of `num_tokens` holds at once: see
-    /// [`Groups::most_blocks`](crate::groups::Groups::most_blocks).
-    pub fn most_blocks(&self, num_tokens: usize, chunk: usize) -> usize {
-        let groups = &self.hash_config.groups;
-        groups.most_blocks(num_tokens, chunk, self.block_size())
     }
 }

@@ -1,57 +1,56 @@
 //! Dropping: giving blocks back, and what keeps their content.
 
+use std::cmp::Reverse;
+
 use super::committing::{NewBlocks, Taken};
 use super::{PrefixCache, check_len};
 use crate::error::{Argument, CacheError, InvalidArgument, Misuse};
 use crate::id::{BlockHash, BlockId};
-use crate::ledger::Ledger;
-use crate::policy::{Queue, ReuseQueue};
-use crate::retention::Fate;
-use crate::sequence::{Holding, Sequence, Table};
-use crate::store::{BlockKey, BlockStore};
+use crate::policy::Queue;
+use crate::sequence::retention::Fate;
+use crate::sequence::{Abandoned, Holding, Sequence, Table};
+use crate::store::{BlockKey, BlockStore, Lookup};
 
 impl<S: BlockStore> PrefixCache<S> {
-    /// Gives all blocks of each sequence back, the tail first, so that it is evicted before the head.
-    pub fn release(&self, sequences: &mut [&mut Sequence]) -> Result<(), CacheError> {
+    /// Gives all blocks of each sequence back, the tail first, so that it is evicted before the head. What the
+    /// sequences' hints ask for is done before, where the cache looks at hints.
+    pub fn release(&mut self, sequences: &mut [&mut Sequence]) -> Result<(), CacheError> {
         self.check_committed(sequences)?;
+        let Self { store, hints, .. } = self;
+        for sequence in &*sequences {
+            if let Some(hints) = hints {
+                hints.keep(store, sequence);
+            }
+            debug_assert!(
+                !store.is_at_rest()
+                    || !store.evicts_in_order()
+                    || falls_in_priority(store, sequence),
+                "a block's priority is above that of one before it in its prompt"
+            );
+        }
         for sequence in sequences {
             if let Some(holding) = sequence.holding.take() {
-                match self.store.reuse_queue() {
-                    None => self.release_all(holding)?,
-                    Some(reuse) => self.release_to_queues(holding, sequence.names(), reuse)?,
-                }
+                self.release_all(holding, sequence.names())?;
             }
         }
         Ok(())
     }
 
-    /// [`Self::release`] of sequences that may have hints, which act before it.
-    pub fn release_with_hints(
-        &self,
-        ledger: &mut Ledger,
-        sequences: &mut [&mut Sequence],
-    ) -> Result<(), CacheError> {
-        self.check_committed(sequences)?;
-        for sequence in &*sequences {
-            ledger.keep(&self.store, sequence);
+    /// Gives back what sequences held that were dropped.
+    pub fn reclaim(&mut self) {
+        while let Some(Abandoned { holding, names }) = self.home.abandoned.pop() {
+            let outcome = self.release_all(holding, &names);
+            debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");
         }
-        self.release(sequences)
     }
 
-    fn release_all(&self, holding: Holding) -> Result<(), Misuse> {
-        for table in holding.tables {
-            self.store.release(&table.into_held_from_the_end())?;
-        }
-        Ok(())
-    }
-
-    /// Gives each block to the queue that the policy has for it.
-    fn release_to_queues(
-        &self,
-        holding: Holding,
-        names: &[BlockHash],
-        reuse: &ReuseQueue,
-    ) -> Result<(), Misuse> {
+    /// Gives each block back, to the queue that the policy has for it.
+    fn release_all(&mut self, holding: Holding, names: &[BlockHash]) -> Result<(), Misuse> {
+        let Some(reuse) = self.store.reuse_queue() else {
+            let mut tables = holding.tables.into_iter();
+            return tables
+                .try_for_each(|table| self.store.release(&table.into_held_from_the_end()));
+        };
         let names = &names[..holding.num_published];
         let shared = reuse.count_shared(names);
         for table in holding.tables {
@@ -61,18 +60,20 @@ impl<S: BlockStore> PrefixCache<S> {
             self.store.release_to(&tail, Queue::of_turn(holding.turn))?;
             self.store.release_to(&head, Queue::SHARED)?;
         }
-        reuse.end(names, holding.turn, holding.num_prompt, shared);
+        if let Some(reuse) = self.store.reuse_queue() {
+            reuse.end(names, holding.turn, holding.num_prompt, shared);
+        }
         Ok(())
     }
 
     /// Drops the blocks that no token from `upto[i]` on needs, where the tokens before are computed and
     /// their full blocks published. The null block stands in their places. Returns how many there were.
     ///
-    /// The [`Retention`](crate::retention::Retention) of a sequence says which of them are evicted
+    /// The [`Retention`](crate::sequence::retention::Retention) of a sequence says which of them are evicted
     /// first, which as others are, and which are pinned. What others hold, and what was a hit, is as others are
     /// in any case.
     pub fn drop_unneeded(
-        &self,
+        &mut self,
         sequences: &mut [&mut Sequence],
         upto: &[usize],
     ) -> Result<usize, CacheError> {
@@ -86,42 +87,32 @@ impl<S: BlockStore> PrefixCache<S> {
             }
         }
         let mut dropped = Dropped::default();
-        let mut count = 0;
+        let (mut count, size) = (0, self.block_size());
         for (sequence, &upto) in sequences.iter_mut().zip(upto) {
             let Sequence {
                 holding, anchors, ..
             } = &mut **sequence;
             let Some(holding) = holding else { continue };
-            let specs = self.hash_config.groups.specs();
+            let specs = self.home.config.groups.specs();
             for (table, &spec) in holding.tables.iter_mut().zip(specs) {
-                let end = anchors.first_held(spec, upto, self.block_size());
+                let end = anchors.first_held(spec, upto, size);
                 if table.first < end {
                     count += end - table.first;
                     dropped.sort(table, end, |index| match index < holding.num_hits {
-                        true => anchors.fate(spec, index, self.block_size()).max(Fate::Kept),
-                        false => anchors.fate(spec, index, self.block_size()),
+                        true => anchors.fate(spec, index, size).max(Fate::Kept),
+                        false => anchors.fate(spec, index, size),
                     });
-                    self.give_up(&mut dropped)?;
+                    dropped.give_up(&mut self.store)?;
                 }
             }
         }
         Ok(count)
     }
 
-    fn give_up(&self, dropped: &mut Dropped) -> Result<(), Misuse> {
-        if !dropped.pinned.is_empty() {
-            self.store.pin(&dropped.pinned)?;
-        }
-        self.store.release(&dropped.kept)?;
-        self.store.release_unneeded(&dropped.unneeded)?;
-        dropped.clear();
-        Ok(())
-    }
-
     /// Pins what the sequences' anchors need, as far as it was published and is held; the end of what was
     /// published is an anchor too. To be called before the release of a request that ended well.
     /// Returns how many pins are new.
-    pub fn pin_anchors(&self, sequences: &[&mut Sequence]) -> Result<usize, CacheError> {
+    pub fn pin_anchors(&mut self, sequences: &[&mut Sequence]) -> Result<usize, CacheError> {
         self.check_committed(sequences)?;
         let mut pinned = 0;
         let size = self.block_size();
@@ -131,7 +122,7 @@ impl<S: BlockStore> PrefixCache<S> {
             };
             let anchors = &sequence.anchors;
             let lengths: Vec<usize> = anchors.pinned_upto(holding.num_published, size).collect();
-            for (table, &spec) in holding.tables.iter().zip(self.hash_config.groups.specs()) {
+            for (table, &spec) in holding.tables.iter().zip(self.home.config.groups.specs()) {
                 let own = match spec.needs_whole_prefix() {
                     // The last anchor's blocks are those of all.
                     true if anchors.pins_prefix() => &lengths[lengths.len().saturating_sub(1)..],
@@ -151,7 +142,7 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// Pins the blocks that the longest hit within the first `num_tokens` tokens needs, whether the
     /// sequence holds them or not. Returns how many pins are new.
-    pub fn pin(&self, sequence: &mut Sequence, num_tokens: usize) -> Result<usize, CacheError> {
+    pub fn pin(&mut self, sequence: &mut Sequence, num_tokens: usize) -> Result<usize, CacheError> {
         self.check_owner(sequence, "sequence".into())?;
         self.refresh(sequence);
         let full = num_tokens.min(sequence.num_tokens()) / self.block_size();
@@ -171,11 +162,11 @@ impl<S: BlockStore> PrefixCache<S> {
     }
 
     /// Takes the pins off the sequence's cached blocks. Returns how many were pinned.
-    pub fn unpin(&self, sequence: &mut Sequence) -> Result<usize, CacheError> {
+    pub fn unpin(&mut self, sequence: &mut Sequence) -> Result<usize, CacheError> {
         self.check_owner(sequence, "sequence".into())?;
         self.refresh(sequence);
         let mut unpinned = 0;
-        for (group, _) in self.hash_config.groups.each() {
+        for (group, _) in self.home.config.groups.each() {
             let keys = sequence.hashes().iter();
             let keys = keys.map(|&hash| BlockKey::new(hash, group));
             // Of all blocks, as pinned anchors may stand anywhere.
@@ -196,9 +187,26 @@ impl<S: BlockStore> PrefixCache<S> {
     }
 
     /// Moves the oldest `count` free pinned blocks to the regular tier. Returns how many there were.
-    pub fn demote(&self, count: usize) -> usize {
+    pub fn demote(&mut self, count: usize) -> usize {
         self.store.demote(count)
     }
+}
+
+/// Whether no published block of the sequence has a higher priority than the one before it in its table.
+fn falls_in_priority(store: &impl Lookup, sequence: &Sequence) -> bool {
+    let holding = sequence.holding.iter();
+    let tables = holding.flat_map(|holding| {
+        let published = |table: &'_ Table| table.first..holding.num_published.max(table.first);
+        holding
+            .tables
+            .iter()
+            .map(move |table| &table.blocks[published(table)])
+    });
+    let specs = sequence.config().groups.specs();
+    let mut whole = tables
+        .zip(specs)
+        .filter(|(_, spec)| spec.needs_whole_prefix());
+    whole.all(|(blocks, _)| blocks.is_sorted_by_key(|&block| Reverse(store.held_band(block))))
 }
 
 /// Blocks that a sequence drops, by what becomes of them, those of its end first.
@@ -228,9 +236,15 @@ impl Dropped {
         table.first = end;
     }
 
-    fn clear(&mut self) {
+    fn give_up(&mut self, store: &mut impl BlockStore) -> Result<(), Misuse> {
+        if !self.pinned.is_empty() {
+            store.pin(&self.pinned)?;
+        }
+        store.release(&self.kept)?;
+        store.release_unneeded(&self.unneeded)?;
         self.pinned.clear();
         self.kept.clear();
         self.unneeded.clear();
+        Ok(())
     }
 }

@@ -32,7 +32,7 @@ impl<S: BlockStore> PrefixCache<S> {
     ///
     /// A sequence that was committed before the index was last cleared publishes nothing.
     pub fn mark_blocks_filled(
-        &self,
+        &mut self,
         sequences: &mut [&mut Sequence],
         upto: &[usize],
     ) -> Result<Vec<Twin>, CacheError> {
@@ -54,7 +54,7 @@ impl<S: BlockStore> PrefixCache<S> {
     }
 
     fn publish(
-        &self,
+        &mut self,
         sequence: &mut Sequence,
         number: usize,
         upto: usize,
@@ -67,7 +67,7 @@ impl<S: BlockStore> PrefixCache<S> {
         let hashes = &sequence.hashes.as_slice()[..full];
         // Blocks of a scope are not told of: whoever knows their hashes can find out what they hold.
         let is_open = sequence.scope == Scope::default();
-        let journal = self.store.journal().filter(|_| is_open);
+        let is_told = is_open && self.store.journal().is_some();
         let mut new = Vec::new();
         let outcome = self.register_all(holding, hashes, |group, index, outcome| {
             if let Registration::Twin(holder) = outcome {
@@ -77,11 +77,11 @@ impl<S: BlockStore> PrefixCache<S> {
                     index,
                     holder,
                 });
-            } else if journal.is_some() && outcome == Registration::New {
+            } else if is_told && outcome == Registration::New {
                 new.push((group, index));
             }
         });
-        if let Some(journal) = journal {
+        if let Some(journal) = self.store.journal().filter(|_| is_told) {
             self.tell_stored(journal, new, hashes, &sequence.tokens);
         }
         outcome?;
@@ -94,18 +94,18 @@ impl<S: BlockStore> PrefixCache<S> {
     /// outcome of each.
     #[inline]
     fn register_all(
-        &self,
+        &mut self,
         holding: &Holding,
         hashes: &[BlockHash],
         mut done: impl FnMut(GroupId, usize, Registration),
     ) -> Result<(), Misuse> {
         for index in holding.num_published..hashes.len() {
             if let Some(&soon) = hashes.get(index + EXPECT_AHEAD) {
-                for (group, _) in self.hash_config.groups.each() {
-                    self.store.expect(&BlockKey::new(soon, group));
+                for (group, _) in self.home.config.groups.each() {
+                    self.store.prefetch(&BlockKey::new(soon, group));
                 }
             }
-            for (table, (group, _)) in holding.tables.iter().zip(self.hash_config.groups.each()) {
+            for (table, (group, _)) in holding.tables.iter().zip(self.home.config.groups.each()) {
                 if index < table.first {
                     continue;
                 }
@@ -138,7 +138,7 @@ impl<S: BlockStore> PrefixCache<S> {
     /// Swaps a published block of a sequence for `block`, its twin that hits, and gives the own one up,
     /// which loses its content unless others hold it.
     pub fn replace_block(
-        &self,
+        &mut self,
         sequence: &mut Sequence,
         group: GroupId,
         index: usize,

@@ -4,9 +4,9 @@ use super::PrefixCache;
 use crate::error::CacheError;
 use crate::id::{BlockHash, GroupId};
 use crate::sequence::{BlockHashes, Sequence};
-use crate::store::{BlockKey, BlockStore};
+use crate::store::{BlockKey, Lookup};
 
-impl<S: BlockStore> PrefixCache<S> {
+impl<S: Lookup> PrefixCache<S> {
     /// How many leading tokens hit, in full blocks: the longest length of which every group has the
     /// blocks that it needs. Changes nothing.
     pub fn probe(&self, hashes: &BlockHashes) -> usize {
@@ -43,7 +43,7 @@ impl<S: BlockStore> PrefixCache<S> {
         max_tokens: usize,
     ) -> Result<usize, CacheError> {
         let hashes = self.asked_hashes(sequence, max_tokens)?;
-        if !self.hash_config.groups.any_whole() {
+        if !self.home.config.groups.any_whole() {
             return Ok(0);
         }
         Ok(self.longest_whole_hit(hashes) * self.block_size())
@@ -71,7 +71,7 @@ impl<S: BlockStore> PrefixCache<S> {
     /// others are asked in turns, each for its longest length up to that of the one before, until all
     /// agree.
     pub(super) fn longest_hit(&self, hashes: &[BlockHash]) -> usize {
-        let groups = &self.hash_config.groups;
+        let groups = &self.home.config.groups;
         let mut length = self.longest_whole_hit(hashes);
         let others = || groups.each().filter(|(_, spec)| !spec.needs_whole_prefix());
         loop {
@@ -89,7 +89,7 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// Leading blocks that all groups have which need the whole prefix.
     fn longest_whole_hit(&self, hashes: &[BlockHash]) -> usize {
-        let groups = self.hash_config.groups.each();
+        let groups = self.home.config.groups.each();
         let whole = groups.filter(|(_, spec)| spec.needs_whole_prefix());
         whole.fold(hashes.len(), |length, (group, _)| {
             self.count_leading_hits(group, &hashes[..length])
@@ -100,7 +100,13 @@ impl<S: BlockStore> PrefixCache<S> {
     fn count_leading_hits(&self, group: GroupId, hashes: &[BlockHash]) -> usize {
         let key = |hash: &BlockHash| BlockKey::new(*hash, group);
         if self.keeps_prefixes() {
-            return hashes.partition_point(|hash| self.is_hit(key(hash)));
+            let length = hashes.partition_point(|hash| self.is_hit(key(hash)));
+            debug_assert!(
+                !self.store.is_at_rest()
+                    || length == self.store.count_leading(hashes.iter().map(key)),
+                "content of group {group:?} was evicted out of order"
+            );
+            return length;
         }
         self.store.count_leading(hashes.iter().map(key))
     }
@@ -108,27 +114,10 @@ impl<S: BlockStore> PrefixCache<S> {
     /// Whether a block of a group that needs the whole prefix hits only if all blocks before it do, so that
     /// a binary search finds the last hit.
     ///
-    /// To show: for a block that hits and each position before it, there is a block with the content
-    /// of that position that is lost later. "Held" is later than every place in line, the pinned tier
-    /// later than the regular one, and within a tier the end later than the front.
-    ///
-    /// 1. Whoever holds a block holds one for each position before it: hits are taken from the first
-    ///    position on, and blocks are published in order. All of them can be found: a copy too many is
-    ///    taken out of the index only while it is free, and for one that is held.
-    /// 2. A sequence is released tail first. So when its block joins the line, the blocks before it
-    ///    are still held, or join the line behind it: in the same tier by the order of release, and
-    ///    never in an earlier tier, because of 3. A touch takes the blocks before it along.
-    /// 3. Among the blocks that a sequence holds, the pinned ones come first. `pin` pins from the first
-    ///    position on, and where a key has one block alone, all who hold that key hold the pin. A pin
-    ///    beside a twin ends the order instead, and so does unpinning, which may leave pins behind it.
-    /// 4. `demote` takes the oldest pinned blocks, so those that follow a block go before it, and it
-    ///    appends them to the regular tier in that order.
-    /// 5. A shrink by moves loses what an eviction would take, from the front of the line, and what moves
-    ///    keeps its place. A resize ends the order if it loses what stands behind content that stays, or
-    ///    leaves blocks to holders, whose later registrations have gaps. So does a full ring, which loses
-    ///    what was released last. A clear takes everything, and the order is whole again.
-    ///
-    /// A commit looks at every block again: beside a writer a count may be out of date in any case.
+    /// Who holds a block holds those before it in its prompt, and gives it back before them, so it stands
+    /// before them in the eviction order as long as its priority is not above theirs. The pool notes where
+    /// that ends ([`Lookup::evicts_in_order`]); debug builds check it where a count is exact
+    /// (`count_leading_hits`) and where blocks join the order (`PrefixCache::release`).
     fn keeps_prefixes(&self) -> bool {
         self.store.evicts_in_order()
     }
@@ -137,10 +126,18 @@ impl<S: BlockStore> PrefixCache<S> {
     pub fn counts_by_bisection(&self) -> bool {
         self.keeps_prefixes()
             && self
-                .hash_config
+                .home
+                .config
                 .groups
                 .each()
                 .all(|(_, spec)| spec.needs_whole_prefix())
+    }
+
+    /// The most blocks that a sequence of `num_tokens` holds at once: see
+    /// [`Groups::most_blocks`](crate::groups::Groups::most_blocks).
+    pub fn most_blocks(&self, num_tokens: usize, chunk: usize) -> usize {
+        let groups = &self.home.config.groups;
+        groups.most_blocks(num_tokens, chunk, self.block_size())
     }
 
     pub(super) fn is_hit(&self, key: BlockKey) -> bool {
@@ -150,7 +147,7 @@ impl<S: BlockStore> PrefixCache<S> {
     /// A sequence that holds nothing follows the current weights.
     pub(super) fn refresh(&self, sequence: &mut Sequence) {
         if !self.hashes_are_current(sequence) {
-            sequence.rehash(self.weights.get());
+            sequence.rehash(self.home.weights.get());
         }
     }
 

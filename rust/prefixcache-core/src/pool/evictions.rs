@@ -3,14 +3,14 @@
 use std::time::Duration;
 
 use super::BlockPool;
+use super::index::Spot;
 use crate::band::Band;
 use crate::block::{Class, Content};
 use crate::error::{InvalidArgument, ListenError};
 use crate::events::{EventReader, Journal};
 use crate::id::BlockId;
-use crate::index::Spot;
 use crate::losses::{Cause, Loss, Losses, ReuseGaps};
-use crate::store::{BlockKey, BlockStore};
+use crate::store::{BlockKey, Lookup};
 use crate::sync::{Fault, Mode, SingleWriter, planted};
 
 /// The most losses that a log may hold: 4 GiB of them.
@@ -21,7 +21,7 @@ impl BlockPool<SingleWriter> {
     /// in a pool's life, before anything is cached: of that the reader would never know.
     ///
     /// Of one writer alone, whose changes have an order.
-    pub fn keep_journal(&self, block_size: usize) -> Result<EventReader, ListenError> {
+    pub(super) fn keep_journal(&self, block_size: usize) -> Result<EventReader, ListenError> {
         if self.contents.cached() > 0 {
             return Err(ListenError::Late);
         }
@@ -72,7 +72,7 @@ impl<M: Mode> BlockPool<M> {
 
     /// Sets the time of losses and policy, and ends the use of the system's clock: with times that are given, the
     /// same calls have the same outcome.
-    pub fn set_time(&self, now: Duration) {
+    pub(super) fn set_time(&self, now: Duration) {
         self.clock.set(now);
         if let Some(reuse) = self.reuse_queue() {
             reuse.set_time(now);

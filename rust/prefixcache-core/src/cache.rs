@@ -14,8 +14,8 @@ use crate::error::{
 use crate::events::Journal;
 use crate::groups::GroupSpec;
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
+use crate::hints::RetentionTable;
 use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
-use crate::ledger::Ledger;
 use crate::naming::Namer;
 use crate::policy::{Queue, ReuseQueue, Turn};
 use crate::retention::Fate;
@@ -807,12 +807,12 @@ impl<S: BlockStore> PrefixCache<S> {
     /// [`Self::release`] of sequences that may have hints, which act before it.
     pub fn release_with_hints(
         &self,
-        ledger: &mut Ledger,
+        table: &mut RetentionTable,
         sequences: &mut [&mut Sequence],
     ) -> Result<(), CacheError> {
         self.check_committed(sequences)?;
         for sequence in &*sequences {
-            ledger.keep(&self.store, sequence);
+            table.keep(&self.store, sequence);
         }
         self.release(sequences)
     }

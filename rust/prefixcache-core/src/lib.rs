@@ -1,10 +1,9 @@
 #![doc = include_str!("../README.md")]
 #![warn(missing_docs)]
 
-pub mod band;
 mod block;
 pub mod cache;
-mod clock;
+pub mod clock;
 mod credits;
 pub mod digests;
 pub mod error;
@@ -15,7 +14,6 @@ pub mod hash;
 pub mod hints;
 pub mod id;
 mod index;
-pub mod ledger;
 pub mod losses;
 pub mod naming;
 pub mod policy;
@@ -33,6 +31,7 @@ mod zeroed;
 pub use cache::PrefixCache;
 pub use groups::{GroupSpec, Groups};
 pub use hash::{Extras, HashConfig, Scope};
+pub use hints::band;
 pub use id::{BlockHash, BlockId, GroupId};
 pub use policy::EvictionPolicy;
 pub use pool::{BlockPool, Shared, SingleWriter};

@@ -81,8 +81,8 @@ use crate::losses::{Cause, Losses};
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
 use crate::ring::{Ring, VacatedSlots};
 use crate::stats::StoreStats;
-use crate::store::{BlockKey, BlockStore, Moves, PoolConfig, Registration};
-use crate::sync::{AtomicU64, OnceLock, Ordering, OwnLine};
+use crate::store::{BlockKey, BlockStore, HintedChange, Moves, PoolConfig, Registration};
+use crate::sync::{AtomicBool, AtomicU64, OnceLock, Ordering, OwnLine};
 use crate::zeroed::Zeroed;
 
 pub use crate::sync::{Mode, Shared, SingleWriter};
@@ -121,8 +121,10 @@ pub struct BlockPool<M: Mode> {
     losses: OnceLock<Losses>,
     /// Where what can be found is told of.
     journal: OnceLock<Journal>,
-    /// Content with another band than the default that was lost, until a ledger takes note of it.
-    hinted_losses: SegQueue<BlockKey>,
+    /// Whether any content was ever given a band.
+    gives_bands: AtomicBool,
+    /// What became of content with another band than the default, until a retention table takes note of it.
+    hinted: SegQueue<HintedChange>,
 }
 
 /// The slots that a call's blocks have vacated. Neighbours mostly are of one class.
@@ -259,9 +261,10 @@ impl<M: Mode> BlockPool<M> {
     }
 
     fn allocate_memory(config: PoolConfig, ring_capacity: usize) -> Option<Self> {
+        let clock = Clock::default();
         let reuse = match config.eviction_policy {
             EvictionPolicy::Lru => None,
-            EvictionPolicy::ReuseQueue => Some(ReuseQueue::new(config.max_blocks)?),
+            EvictionPolicy::ReuseQueue => Some(ReuseQueue::new(config.max_blocks, clock.clone())?),
         };
         let rings: Option<Vec<_>> = Class::all()
             .map(|class| {
@@ -286,10 +289,11 @@ impl<M: Mode> BlockPool<M> {
             counters: Counters::default(),
             pins: pins::PinCounts::default(),
             reuse,
-            clock: Clock::new(),
+            clock,
             losses: OnceLock::new(),
             journal: OnceLock::new(),
-            hinted_losses: SegQueue::new(),
+            gives_bands: AtomicBool::new(false),
+            hinted: SegQueue::new(),
         };
         pool.credits.give::<M>(config.num_blocks - 1);
         Some(pool)
@@ -357,6 +361,19 @@ impl<M: Mode> BlockStore for BlockPool<M> {
         self.find(key)
     }
 
+    #[inline]
+    fn lookup_held(&self, key: &BlockKey, held: BlockId) -> Option<BlockId> {
+        if self.is_only_copy(held) {
+            debug_assert_eq!(self.find(key), Some(held));
+            return Some(held);
+        }
+        self.find(key)
+    }
+
+    fn key_of(&self, block: BlockId) -> BlockKey {
+        self.block(block).key()
+    }
+
     fn count_leading(&self, keys: impl Iterator<Item = BlockKey> + Clone) -> usize {
         let mut count = 0;
         self.find_leading(keys, |_| {
@@ -395,8 +412,12 @@ impl<M: Mode> BlockStore for BlockPool<M> {
         self.journal.get()
     }
 
-    fn take_hinted_loss(&self) -> Option<BlockKey> {
-        self.hinted_losses.pop()
+    fn take_hinted_change(&self) -> Option<HintedChange> {
+        self.hinted.pop()
+    }
+
+    fn clock(&self) -> &Clock {
+        &self.clock
     }
 
     fn register(

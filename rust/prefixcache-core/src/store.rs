@@ -34,8 +34,10 @@
 
 use std::collections::HashMap;
 use std::iter;
+use std::time::Duration;
 
 use crate::band::Band;
+use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
 use crate::events::Journal;
 use crate::id::{BlockHash, BlockId, Epoch, GroupId, MAX_BLOCKS};
@@ -149,6 +151,20 @@ pub(crate) struct Plan {
     pub(crate) made_from: Option<(u64, Tick, u64)>,
 }
 
+/// What happened to content with a band.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HintedChange {
+    /// The block has lost it.
+    Evicted(BlockId),
+    /// It is in another block.
+    Moved {
+        /// Where it was.
+        from: BlockId,
+        /// Where it is.
+        to: BlockId,
+    },
+}
+
 /// What became of a registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
@@ -170,6 +186,15 @@ pub enum Registration {
 pub trait BlockStore {
     /// The block that hits for `key`, held or free. A retired or recycled block never hits.
     fn lookup(&self, key: &BlockKey) -> Option<BlockId>;
+
+    /// [`lookup`](Self::lookup) of a key that was registered with `held`, which the caller holds: no look into the
+    /// index where that is the only copy. The null block stands for none.
+    fn lookup_held(&self, key: &BlockKey, _held: BlockId) -> Option<BlockId> {
+        self.lookup(key)
+    }
+
+    /// The key that a block with content is found by.
+    fn key_of(&self, block: BlockId) -> BlockKey;
 
     /// How many of the leading `keys` hit.
     fn count_leading(&self, keys: impl Iterator<Item = BlockKey> + Clone) -> usize {
@@ -213,10 +238,18 @@ pub trait BlockStore {
         None
     }
 
-    /// The next content that was lost while its band was not the default one, or a copy of it: what an owner of
-    /// bands has to forget. Each is told once.
-    fn take_hinted_loss(&self) -> Option<BlockKey> {
+    /// The next block that lost content, or got it from another block, while the content's band was not the default
+    /// one: whoever gives bands has to forget it. Each change is reported once.
+    fn take_hinted_change(&self) -> Option<HintedChange> {
         None
+    }
+
+    /// The clock that all that belongs to the pool goes by.
+    fn clock(&self) -> &Clock;
+
+    /// Sets the time of the [clock](Self::clock).
+    fn set_time(&self, now: Duration) {
+        self.clock().set(now);
     }
 
     /// Says that `key` will be registered soon, so that its place may be fetched. Changes nothing.
@@ -269,7 +302,7 @@ pub trait BlockStore {
     /// The band of the copy that hits for `key`, whether it is pinned or not.
     fn band(&self, key: &BlockKey) -> Option<Band>;
 
-    /// The band of a held block, whether it is pinned or not.
+    /// The band of a block's content, whether it is pinned or not.
     fn held_band(&self, block: BlockId) -> Band;
 
     /// Gives the copy that hits for `key` this band; a free one that has to stand in another line moves to

@@ -8,8 +8,8 @@ use prefixcache_core::cache;
 use prefixcache_core::error::{Argument, CacheError, ResizeError};
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{Extras, HashConfig, Scope};
+use prefixcache_core::hints::RetentionTable;
 use prefixcache_core::id::BlockId;
-use prefixcache_core::ledger::Ledger;
 use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::{BlockPool, BlockState, Mode};
 use prefixcache_core::sequence as core;
@@ -161,7 +161,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         max_cached_blocks: Option<Number<names::MaxCachedBlocks>>,
     ) -> PyResult<Self> {
         let share = retention_budget.map_or(RETENTION_BUDGET, |share| share.0);
-        let ledger = Ledger::new(share).map_err(IntoPyErr::into_py_err)?;
+        let table = RetentionTable::new(share).map_err(IntoPyErr::into_py_err)?;
         let pool = PoolConfig {
             eviction_policy: eviction_policy.0,
             ..pool_config(num_blocks, max_blocks, free_order.0)
@@ -183,7 +183,7 @@ retention_budget=0.2, max_cached_blocks=None)"
             groups: groups.map_err(IntoPyErr::into_py_err)?,
         };
         let weights = weights.map(|name| name.0);
-        let cache = Cache::new(hashing, weights, pool, threads.0, ledger)?;
+        let cache = Cache::new(hashing, weights, pool, threads.0, table)?;
         let bound = max_cached_blocks.map(|most| most.0);
         on!(cache.core()?, |core| core.set_max_cached(bound));
         Ok(Self(Arc::new(cache)))
@@ -320,10 +320,10 @@ retention_budget=0.2, max_cached_blocks=None)"
         let chunk = chunk.map_or(num_tokens, |chunk| chunk.0);
         let sequence = &mut *sequence.use_as("sequence")?;
         let work = hit_tokens.saturating_add(num_tokens);
-        let taken = self.0.write_with_ledger(|core, ledger| {
+        let taken = self.0.write_with_table(|core, table| {
             run_on_tokens(py, work, || {
                 let plan = (hit_tokens, num_tokens, chunk);
-                on!(core, |cache| commit(cache, ledger, sequence, plan))
+                on!(core, |cache| commit(cache, table, sequence, plan))
             })
         })?;
         taken.map_err(IntoPyErr::into_py_err)
@@ -460,10 +460,10 @@ retention_budget=0.2, max_cached_blocks=None)"
         let mut batch: Vec<&mut core::Sequence> =
             batch.iter_mut().map(|sequence| &mut **sequence).collect();
         let work = batch.iter().map(|sequence| sequence.num_slots()).sum();
-        let released = self.0.write_with_ledger(|core, ledger| {
+        let released = self.0.write_with_table(|core, table| {
             run_on_tokens(py, work, || {
-                on!(core, |cache| match ledger {
-                    Some(ledger) => cache.release_with_hints(ledger, &mut batch),
+                on!(core, |cache| match table {
+                    Some(table) => cache.release_with_hints(table, &mut batch),
                     None => cache.release(&mut batch),
                 })
             })
@@ -477,9 +477,9 @@ retention_budget=0.2, max_cached_blocks=None)"
     #[pyo3(signature = (max_blocks=None), text_signature = "($self, max_blocks=256)")]
     fn demote_expired(&self, max_blocks: Option<Number<names::MaxBlocks>>) -> PyResult<usize> {
         let most = max_blocks.map_or(EXPIRED_AT_ONCE, |most| most.0);
-        self.0.write_with_ledger(|core, ledger| {
-            ledger.map_or(0, |ledger| {
-                on!(core, |cache| ledger.demote_expired(cache.store(), most))
+        self.0.write_with_table(|core, table| {
+            table.map_or(0, |table| {
+                on!(core, |cache| table.demote_expired(cache.store(), most))
             })
         })
     }
@@ -487,12 +487,9 @@ retention_budget=0.2, max_cached_blocks=None)"
     /// Set the time that TTLs, losses and the eviction policy go by, in seconds, and end the use of the clock.
     fn set_time(&self, seconds: One<names::Seconds, Duration>) -> PyResult<()> {
         let now = seconds.0;
-        self.0.write_with_ledger(|core, ledger| {
-            on!(core, |cache| cache.store().set_time(now));
-            if let Some(ledger) = ledger {
-                ledger.set_time(now);
-            }
-        })
+        let (core, _writing) = self.0.core_to_write()?;
+        on!(core, |cache| cache.store().set_time(now));
+        Ok(())
     }
 
     /// Let the eviction policy go by the names that a `BlockNamer` with this key gives blocks, not by hashes.
@@ -507,7 +504,7 @@ retention_budget=0.2, max_cached_blocks=None)"
     /// Forget everything cached, in constant time. Sequences keep their blocks and publish no more.
     fn clear_cache_index(&self) -> PyResult<()> {
         self.0
-            .write_with_ledger(|core, _| on!(core, |cache| cache.clear_cache_index()))
+            .write_with_table(|core, _| on!(core, |cache| cache.clear_cache_index()))
     }
 
     /// Forget everything cached, and hash under other weights from now on, by their name if they have one.
@@ -518,7 +515,7 @@ retention_budget=0.2, max_cached_blocks=None)"
     ) -> PyResult<u64> {
         let name = weights.map(|name| name.0);
         self.0
-            .write_with_ledger(|core, _| on!(core, |cache| cache.new_weight_version(name)))
+            .write_with_table(|core, _| on!(core, |cache| cache.new_weight_version(name)))
     }
 
     /// Counts the changes of the weights; 0 at first.
@@ -571,7 +568,7 @@ retention_budget=0.2, max_cached_blocks=None)"
     /// Set the number of blocks, the null block counted. Returns how many above it are still held.
     fn resize(&self, py: Python<'_>, num_blocks: Number<names::NumBlocks>) -> PyResult<usize> {
         let num_blocks = num_blocks.0;
-        let busy = self.0.write_with_ledger(|core, _| {
+        let busy = self.0.write_with_table(|core, _| {
             let work = core.num_blocks().max(num_blocks);
             run(py, work, || on!(core, |cache| cache.resize(num_blocks)))
         })?;
@@ -628,7 +625,7 @@ retention_budget=0.2, max_cached_blocks=None)"
     /// Give up the content of the `count` free blocks that would lose it first. How many there were.
     fn release_cached(&self, py: Python<'_>, count: Number<names::Count>) -> PyResult<usize> {
         let count = count.0;
-        self.0.write_with_ledger(|core, _| {
+        self.0.write_with_table(|core, _| {
             let work = count.min(core.num_blocks());
             run(py, work, || on!(core, |cache| cache.release_cached(count)))
         })
@@ -902,13 +899,13 @@ impl PrefixCache {
 /// Commits a sequence, and lets the TTLs of what it hits begin anew.
 fn commit<M: Mode>(
     cache: &cache::PrefixCache<BlockPool<M>>,
-    ledger: Option<&mut Ledger>,
+    table: Option<&mut RetentionTable>,
     sequence: &mut core::Sequence,
     (hit_tokens, num_tokens, chunk): (usize, usize, usize),
 ) -> Result<Option<usize>, CacheError> {
     let taken = cache.commit_in_chunks(sequence, hit_tokens, num_tokens, chunk)?;
-    if let Some(ledger) = ledger {
-        ledger.note_hits(cache.store(), sequence);
+    if let Some(table) = table {
+        table.note_hits(cache.store(), sequence);
     }
     Ok(taken)
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use prefixcache_core::cache;
 use prefixcache_core::events::{EventReader, Journal, MAX_UNTAKEN};
 use prefixcache_core::hash::HashConfig;
-use prefixcache_core::ledger::{Ledger, LedgerStats};
+use prefixcache_core::hints::{HintStats, RetentionTable};
 use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockStore, Moves, PoolConfig};
@@ -48,7 +48,7 @@ pub(crate) use on;
 /// What a sequence knows of its cache, which may be collected before it.
 pub struct Cache {
     core: Core,
-    writer: Writer<Ledger>,
+    writer: Writer<RetentionTable>,
     hints: HintCounts,
     closed: AtomicBool,
     abandoned: Abandoned,
@@ -58,12 +58,12 @@ pub struct Cache {
     pub events: OnceLock<Exclusive<EventReader>>,
 }
 
-/// What the writer's ledger says of itself, for all threads. Relaxed, all of it: the counts are for people.
+/// What the writer's table says of itself, for all threads. Relaxed, all of it: the counts are for people.
 #[derive(Default)]
 pub struct HintCounts([AtomicU64; 3]);
 
 impl HintCounts {
-    fn publish(&self, stats: LedgerStats) {
+    fn publish(&self, stats: HintStats) {
         let counts = [stats.hinted as u64, stats.demoted, stats.expired];
         for (count, now) in self.0.iter().zip(counts) {
             count.store(now, Ordering::Relaxed);
@@ -115,11 +115,11 @@ impl Cache {
         weights: Option<WeightsName>,
         pool: PoolConfig,
         threads: Threads,
-        ledger: Ledger,
+        table: RetentionTable,
     ) -> PyResult<Self> {
         Ok(Self {
             core: Core::new(hashing, weights, pool, threads)?,
-            writer: Writer::new(threads, ledger),
+            writer: Writer::new(threads, table),
             hints: HintCounts::default(),
             closed: AtomicBool::new(false),
             abandoned: Abandoned::default(),
@@ -138,7 +138,7 @@ impl Cache {
     }
 
     /// The cache, to change while the second value lives.
-    pub fn core_to_write(&self) -> PyResult<(&Core, Writing<'_, Ledger>)> {
+    pub fn core_to_write(&self) -> PyResult<(&Core, Writing<'_, RetentionTable>)> {
         let (core, writing) = (self.core()?, self.writer.write()?);
         for sequence in self.abandoned.take_all() {
             core.release_collected(&sequence);
@@ -161,19 +161,19 @@ impl Cache {
     }
 
     /// The cache, which no single writer changes while the second value lives.
-    pub fn core_at_rest(&self) -> PyResult<(&Core, Writing<'_, Ledger>)> {
+    pub fn core_at_rest(&self) -> PyResult<(&Core, Writing<'_, RetentionTable>)> {
         Ok((self.core()?, self.writer.pause()?))
     }
 
-    /// Calls `work`, which changes the cache, with the ledger of a single writer.
-    pub fn write_with_ledger<T>(
+    /// Calls `work`, which changes the cache, with the table of a single writer.
+    pub fn write_with_table<T>(
         &self,
-        work: impl FnOnce(&Core, Option<&mut Ledger>) -> T,
+        work: impl FnOnce(&Core, Option<&mut RetentionTable>) -> T,
     ) -> PyResult<T> {
         let (core, mut writing) = self.core_to_write()?;
         let outcome = work(core, writing.as_mut().map(|seat| &mut seat.own));
         if let Some(seat) = &mut writing {
-            on!(core, |cache| seat.own.forget_lost(cache.store()));
+            on!(core, |cache| seat.own.forget_evicted(cache.store()));
             self.hints.publish(seat.own.stats());
         }
         Ok(outcome)
@@ -184,7 +184,7 @@ impl Cache {
         self.hints.get()
     }
 
-    /// Whether any thread may write, so that there is no ledger.
+    /// Whether any thread may write, so that there is no table.
     pub fn is_shared(&self) -> bool {
         self.writer.is_shared()
     }

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use prefixcache_core::error::{CacheError, InvalidArgument, ListenError, PoolError};
+use prefixcache_core::hints::RetentionTable;
 use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::BlockHash;
-use prefixcache_core::ledger::Ledger;
 use prefixcache_core::losses::{Loss, LostBlock};
 use prefixcache_core::{
     BlockPool, BlockStore, EvictionPolicy, Extras, Groups, HashConfig, PoolConfig, PrefixCache,
@@ -85,7 +85,7 @@ pub enum ConfigError {
 /// A cache, and what its requests found.
 pub struct Cache {
     cache: PrefixCache<BlockPool<SingleWriter>>,
-    ledger: Ledger,
+    table: RetentionTable,
     /// What is said of every prompt, whatever the trace says.
     hints: Vec<Hint>,
     num_blocks: usize,
@@ -125,7 +125,7 @@ impl Cache {
         })?;
         Ok(Self {
             cache: PrefixCache::new(hash_config()?, pool)?,
-            ledger: Ledger::new(1.0)?,
+            table: RetentionTable::new(1.0)?,
             hints: config.hints.clone(),
             num_blocks: config.num_blocks,
             block_size,
@@ -187,11 +187,8 @@ impl Cache {
     }
 
     fn set_time(&mut self, now: Duration) {
-        if let Some(reuse) = self.cache.store().reuse_queue() {
-            reuse.set_time(now);
-        }
-        self.ledger.set_time(now);
-        self.ledger.demote_expired(self.cache.store(), MAX_EXPIRED);
+        self.cache.store().set_time(now);
+        self.table.demote_expired(self.cache.store(), MAX_EXPIRED);
     }
 
     fn run_blocks(&mut self, waiting: &mut Waiting) -> Result<usize, CacheError> {
@@ -206,11 +203,11 @@ impl Cache {
             Some(hit_slots),
             "a pool that nobody else uses has room"
         );
-        self.ledger.note_hits(cache.store(), sequence);
+        self.table.note_hits(cache.store(), sequence);
         let length = self.add_answer(sequence, &waiting.answer)?;
         self.cache.mark_blocks_filled(&mut [sequence], &[length])?;
-        let ledger = &mut self.ledger;
-        self.cache.release_with_hints(ledger, &mut [sequence])?;
+        let table = &mut self.table;
+        self.cache.release_with_hints(table, &mut [sequence])?;
         Ok(hits)
     }
 

@@ -5,8 +5,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use prefixcache_core::error::{CacheError, InvalidArgument, PoolError, ResizeError};
+use prefixcache_core::hints::RetentionTable;
 use prefixcache_core::hints::{Hints, Owner};
-use prefixcache_core::ledger::Ledger;
 use prefixcache_core::retention::{Pins, Retention};
 use prefixcache_core::store::{BlockStore, Moves, PoolConfig};
 use prefixcache_core::{
@@ -172,7 +172,7 @@ struct Request {
 /// The cache of a replay, and what the server's cache manager does around it.
 struct Cache {
     cache: PrefixCache<BlockPool<SingleWriter>>,
-    ledger: Ledger,
+    table: RetentionTable,
     moves: Moves,
     block_size: usize,
     merges_twins: bool,
@@ -207,7 +207,7 @@ impl Cache {
         cache.set_max_cached(header.max_cached_blocks);
         Ok(Self {
             cache,
-            ledger: Ledger::new(header.retention_budget).map_err(told)?,
+            table: RetentionTable::new(header.retention_budget).map_err(told)?,
             moves: Moves::default(),
             block_size: header.block_size,
             merges_twins: header.merge_twins,
@@ -222,7 +222,6 @@ impl Cache {
     fn set_time(&mut self, time_ms: u64) {
         let now = Duration::from_micros(time_ms.saturating_mul(1000).saturating_add(500));
         self.cache.store().set_time(now);
-        self.ledger.set_time(now);
     }
 
     fn counters(&self) -> Counters {
@@ -266,7 +265,7 @@ impl Cache {
                 Ok(())
             }
             Event::Expire {} => {
-                self.ledger
+                self.table
                     .demote_expired(self.cache.store(), EXPIRED_AT_ONCE);
                 Ok(())
             }
@@ -428,8 +427,7 @@ impl Cache {
             self.cache
                 .commit_in_chunks(&mut sequence.sequence, hit, new, chunk.unwrap_or(new));
         if matches!(outcome, Ok(Some(_))) {
-            self.ledger
-                .note_hits(self.cache.store(), &sequence.sequence);
+            self.table.note_hits(self.cache.store(), &sequence.sequence);
             self.rest_queries += (tokens - full.min(tokens)) as u64 * u64::from(sequence.is_hashed);
         }
         self.requests.insert(id, sequence);
@@ -505,7 +503,7 @@ impl Cache {
         let mut taken = self.take(ids)?;
         let outcome = self
             .cache
-            .release_with_hints(&mut self.ledger, &mut sequences(&mut taken));
+            .release_with_hints(&mut self.table, &mut sequences(&mut taken));
         self.put_back(ids, taken);
         Ok(outcome?)
     }
@@ -524,7 +522,7 @@ impl Cache {
         }
         let mut held: Vec<&mut Sequence> = sequences(&mut taken);
         held.retain(|sequence| sequence.is_committed());
-        Ok(self.cache.release_with_hints(&mut self.ledger, &mut held)?)
+        Ok(self.cache.release_with_hints(&mut self.table, &mut held)?)
     }
 
     // Size.

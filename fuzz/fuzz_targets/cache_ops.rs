@@ -11,14 +11,14 @@ use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Extras, Scope};
 use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::{BlockId, GroupId};
-use prefixcache_core::ledger::Ledger;
+use prefixcache_core::hints::RetentionTable;
 use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::{Writer, Mode, Shared, SingleWriter};
 use prefixcache_core::sequence::retention::{Pins, Retention};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockKey, BlockStore, Lookup, FreeOrder, Moves, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
-use prefixcache_oracle::plain_ledger::{Hinting, PlainLedger};
+use prefixcache_oracle::plain_retention::{Hinting, PlainRetention};
 
 const BLOCK_SIZE: usize = 4;
 
@@ -48,7 +48,7 @@ fuzz_target!(|input: (u8, Vec<[u8; 3]>)| {
 /// A cache and its requests.
 struct Side<S, H> {
     cache: PrefixCache<S>,
-    ledger: H,
+    table: H,
     /// Milliseconds.
     time: u64,
     sequences: Vec<Sequence>,
@@ -56,7 +56,7 @@ struct Side<S, H> {
 }
 
 impl<S: BlockStore, H: Hinting> Side<S, H> {
-    fn new(groups: Groups, store: S, ledger: H) -> Self {
+    fn new(groups: Groups, store: S, table: H) -> Self {
         let config = HashConfig {
             model: "model".into(),
             revision: String::new(),
@@ -67,7 +67,7 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
         };
         Self {
             cache: PrefixCache::new(config, store).unwrap(),
-            ledger,
+            table,
             time: 0,
             sequences: Vec::new(),
             moves: Moves::default(),
@@ -105,7 +105,7 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
                 let chunk = 1 + usize::from(b >> 4);
                 let taken = cache.commit_in_chunks(sequence, hits, new, chunk);
                 if let Ok(Some(_)) = taken {
-                    self.ledger.note_hits(cache.store(), sequence);
+                    self.table.note_hits(cache.store(), sequence);
                 }
                 format!("{taken:?}")
             }
@@ -127,7 +127,7 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
             }
             6 => {
                 let pinned = cache.pin_anchors(&[&mut *sequence]);
-                self.ledger.keep(cache.store(), sequence);
+                self.table.keep(cache.store(), sequence);
                 let outcome = cache.release(&mut [sequence]);
                 if outcome.is_ok() && b & 1 == 0 {
                     self.sequences.swap_remove(at);
@@ -155,8 +155,8 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
             }
             9 if a & 12 == 12 => {
                 self.time += u64::from(b >> 3) * 100;
-                self.ledger.set_time(Duration::from_millis(self.time));
-                format!("{}", self.ledger.demote_expired(cache.store(), usize::from(b & 7)))
+                self.cache.store_mut().set_time(Duration::from_millis(self.time));
+                format!("{}", self.table.demote_expired(cache.store(), usize::from(b & 7)))
             }
             9 if a & 4 == 4 => {
                 sequence.set_hints(hints(a, b));
@@ -207,7 +207,7 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
             .map(|sequence| [0, 1, 2].map(|group| sequence.block_table(group)))
             .collect();
         let pool = (store.free_order(), store.cached_blocks(), store.stats());
-        let stats = (self.cache.stats(), self.ledger.stats());
+        let stats = (self.cache.stats(), self.table.stats());
         format!("{:?} {tables:?} {pool:?} {stats:?}", self.hits())
     }
 }
@@ -232,11 +232,11 @@ const SHARE: f64 = 0.3;
 
 fn run<M: Mode>(groups: Groups, config: PoolConfig, calls: &[[u8; 3]]) {
     let mut plain = {
-        let ledger = PlainLedger::new(groups.clone(), BLOCK_SIZE, SHARE);
-        Side::new(groups.clone(), PlainPool::new(config).unwrap(), ledger)
+        let table = PlainRetention::new(groups.clone(), BLOCK_SIZE, SHARE);
+        Side::new(groups.clone(), PlainPool::new(config).unwrap(), table)
     };
     let mut tested = {
-        let mut ledger = Ledger::new(SHARE).unwrap();
+        let mut ledger = RetentionTable::new(SHARE).unwrap();
         ledger.set_time(Duration::ZERO);
         Side::new(groups, Writer::<M>::with_ring_capacity(config, 512).unwrap(), ledger)
     };

@@ -6,6 +6,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use prefixcache_core::clock::Clock;
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
 use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue};
 use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
@@ -214,7 +215,7 @@ fn print_evictions_as_json() {
 fn print_policy_calls() {
     println!("\nThe policy's part of a request of {REQUEST} blocks that nobody asked for before");
     for max_blocks in [10_000, 1_000_000] {
-        let policy = ReuseQueue::new(max_blocks).unwrap();
+        let policy = ReuseQueue::new(max_blocks, Clock::default()).unwrap();
         let mut times = [const { Vec::new() }; 3];
         for round in 0..500 {
             policy.set_time(Duration::from_millis(100 * round as u64));

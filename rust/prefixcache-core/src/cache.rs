@@ -19,8 +19,8 @@ use crate::error::{
 };
 use crate::groups::GroupSpec;
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
+use crate::hints::{HintStats, RetentionTable};
 use crate::id::{BlockHash, GroupId};
-use crate::ledger::{Ledger, LedgerStats};
 use crate::naming::Namer;
 use crate::pool::{AnyReader, AnyWriter, Mode, MultiWriter, Reader, Writer};
 use crate::sequence::{BlockHashes, Home, Sequence};
@@ -46,7 +46,7 @@ pub struct CacheStats {
 pub struct PrefixCache<S> {
     store: S,
     home: Arc<Home>,
-    hints: Option<Box<Ledger>>,
+    hints: Option<Box<RetentionTable>>,
 }
 
 impl<S: Clone> Clone for PrefixCache<S> {
@@ -266,7 +266,7 @@ impl<S: BlockStore> PrefixCache<S> {
             let reason = "need a pool that one thread writes to";
             return Err(InvalidArgument::new("hints", reason));
         }
-        let hints = Some(Box::new(Ledger::new(share)?));
+        let hints = Some(Box::new(RetentionTable::new(share)?));
         Ok(Self { hints, ..self })
     }
 
@@ -331,9 +331,6 @@ impl<S: BlockStore> PrefixCache<S> {
     /// Sets the time that TTLs, evictions and the eviction policy go by, and ends the use of the system's clock.
     pub fn set_time(&mut self, now: Duration) {
         self.store.set_time(now);
-        if let Some(hints) = &mut self.hints {
-            hints.set_time(now);
-        }
     }
 
     /// Gives content whose TTL has ended the priority that it has without, of `most` blocks at most, those that
@@ -346,10 +343,10 @@ impl<S: BlockStore> PrefixCache<S> {
     }
 
     /// Forgets the hints of what the pool has evicted, and says how many there are.
-    pub fn hint_stats(&mut self) -> LedgerStats {
+    pub fn hint_stats(&mut self) -> HintStats {
         let Self { store, hints, .. } = self;
-        hints.as_mut().map_or_else(LedgerStats::default, |hints| {
-            hints.forget_lost(store);
+        hints.as_mut().map_or_else(HintStats::default, |hints| {
+            hints.forget_evicted(store);
             hints.stats()
         })
     }

@@ -1,10 +1,9 @@
 #![doc = include_str!("../README.md")]
 #![warn(missing_docs)]
 
-pub mod band;
 mod block;
 pub mod cache;
-mod clock;
+pub mod clock;
 pub mod digests;
 pub mod error;
 pub mod events;
@@ -12,7 +11,6 @@ pub mod groups;
 pub mod hash;
 pub mod hints;
 pub mod id;
-pub mod ledger;
 pub mod losses;
 pub mod naming;
 pub mod policy;
@@ -27,6 +25,7 @@ pub use cache::PrefixCache;
 pub use cache::tables::TableBuffers;
 pub use groups::{GroupSpec, Groups};
 pub use hash::{Extras, HashConfig, Scope};
+pub use hints::band;
 pub use id::{BlockHash, BlockId, GroupId};
 pub use policy::EvictionPolicy;
 pub use pool::{MultiWriter, Reader, Writer};

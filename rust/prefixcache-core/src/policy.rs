@@ -136,9 +136,9 @@ impl ReuseQueue {
 
     /// For a pool of up to `max_blocks`; None when there is no memory.
     #[must_use]
-    pub fn new(max_blocks: usize) -> Option<Self> {
+    pub fn new(max_blocks: usize, clock: Clock) -> Option<Self> {
         Some(Self {
-            clock: Clock::new(),
+            clock,
             stamps: Zeroed::new(max_blocks)?,
             children: Zeroed::new((CHILDREN * max_blocks).next_power_of_two())?,
             turns: turns::Turns::new()?,
@@ -148,8 +148,7 @@ impl ReuseQueue {
         })
     }
 
-    /// Sets the time, and ends the use of the system's clock: with times that are given, the same calls have
-    /// the same outcome.
+    /// Sets the time of the clock.
     pub fn set_time(&self, now: Duration) {
         self.clock.set(now);
     }

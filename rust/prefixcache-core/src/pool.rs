@@ -79,8 +79,8 @@ use crate::id::{BlockId, Epoch};
 use crate::losses::{Cause, Losses};
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
 use crate::store::sealed::Sealed;
-use crate::store::{BlockKey, Lookup, PoolConfig, StoreStats};
-use crate::sync::{AtomicU64, OnceLock, Ordering, OwnLine};
+use crate::store::{BlockKey, HintedChange, Lookup, PoolConfig, StoreStats};
+use crate::sync::{AtomicBool, AtomicU64, OnceLock, Ordering, OwnLine};
 use crate::zeroed::Zeroed;
 use credits::Credits;
 use free_stack::{FreeStack, FreshRun};
@@ -124,8 +124,10 @@ pub struct BlockPool<M: Mode> {
     losses: OnceLock<Losses>,
     /// Where what can be found is told of.
     journal: OnceLock<Journal>,
-    /// Content with another band than the default that was lost, until a ledger takes note of it.
-    hinted_losses: SegQueue<BlockKey>,
+    /// Whether any content was ever given a band.
+    gives_bands: AtomicBool,
+    /// What became of content with another band than the default, until a retention table takes note of it.
+    hinted: SegQueue<HintedChange>,
 }
 
 /// The slots that a call's blocks have vacated. Neighbours mostly are of one class.
@@ -262,9 +264,10 @@ impl<M: Mode> BlockPool<M> {
     }
 
     fn allocate_memory(config: PoolConfig, ring_capacity: usize) -> Option<Self> {
+        let clock = Clock::default();
         let reuse = match config.eviction_policy {
             EvictionPolicy::Lru => None,
-            EvictionPolicy::ReuseQueue => Some(ReuseQueue::new(config.max_blocks)?),
+            EvictionPolicy::ReuseQueue => Some(ReuseQueue::new(config.max_blocks, clock.clone())?),
         };
         let rings: Option<Vec<_>> = Class::all()
             .map(|class| {
@@ -289,10 +292,11 @@ impl<M: Mode> BlockPool<M> {
             counters: Counters::default(),
             pins: pins::PinCounts::default(),
             reuse,
-            clock: Clock::new(),
+            clock,
             losses: OnceLock::new(),
             journal: OnceLock::new(),
-            hinted_losses: SegQueue::new(),
+            gives_bands: AtomicBool::new(false),
+            hinted: SegQueue::new(),
         };
         pool.credits.give::<M>(config.num_blocks - 1);
         Some(pool)
@@ -367,8 +371,8 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// The next content that was lost with another band than the default one.
-    fn take_hinted_loss(&self) -> Option<BlockKey> {
-        self.hinted_losses.pop()
+    fn take_hinted_change(&self) -> Option<HintedChange> {
+        self.hinted.pop()
     }
 
     /// Fetches the place of `key` in the index.
@@ -409,8 +413,25 @@ impl<M: Mode> BlockPool<M> {
 impl<M: Mode> Sealed for BlockPool<M> {}
 
 impl<M: Mode> Lookup for BlockPool<M> {
+    fn clock(&self) -> &Clock {
+        &self.clock
+    }
+
     fn lookup(&self, key: &BlockKey) -> Option<BlockId> {
         self.find(key)
+    }
+
+    #[inline]
+    fn lookup_held(&self, key: &BlockKey, held: BlockId) -> Option<BlockId> {
+        if self.is_only_copy(held) {
+            debug_assert_eq!(self.find(key), Some(held));
+            return Some(held);
+        }
+        self.find(key)
+    }
+
+    fn key_of(&self, block: BlockId) -> BlockKey {
+        self.block(block).key()
     }
 
     fn count_leading(&self, keys: impl Iterator<Item = BlockKey> + Clone) -> usize {

@@ -37,6 +37,7 @@ use std::iter;
 use std::time::Duration;
 
 use crate::band::Band;
+use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
 use crate::events::Journal;
 use crate::id::{BlockHash, BlockId, Epoch, GroupId, MAX_BLOCKS};
@@ -149,6 +150,20 @@ pub(crate) struct Plan {
     pub(crate) made_from: Option<(u64, Tick, u64)>,
 }
 
+/// What happened to content with a band.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HintedChange {
+    /// The block has lost it.
+    Evicted(BlockId),
+    /// It is in another block.
+    Moved {
+        /// Where it was.
+        from: BlockId,
+        /// Where it is.
+        to: BlockId,
+    },
+}
+
 /// What became of a registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
@@ -216,6 +231,15 @@ pub trait Lookup: sealed::Sealed {
     /// The block that hits for `key`, held or free. A retired or recycled block never hits.
     fn lookup(&self, key: &BlockKey) -> Option<BlockId>;
 
+    /// [`lookup`](Self::lookup) of a key that was registered with `held`, which the caller holds: no look into the
+    /// index where that is the only copy. The null block stands for none.
+    fn lookup_held(&self, key: &BlockKey, _held: BlockId) -> Option<BlockId> {
+        self.lookup(key)
+    }
+
+    /// The key that a block with content is found by.
+    fn key_of(&self, block: BlockId) -> BlockKey;
+
     /// How many of the leading `keys` hit.
     fn count_leading(&self, keys: impl Iterator<Item = BlockKey> + Clone) -> usize {
         keys.take_while(|key| self.lookup(key).is_some()).count()
@@ -232,6 +256,9 @@ pub trait Lookup: sealed::Sealed {
         false
     }
 
+    /// The clock that all that belongs to the pool goes by.
+    fn clock(&self) -> &Clock;
+
     /// The current epoch.
     fn epoch(&self) -> Epoch;
 
@@ -244,7 +271,7 @@ pub trait Lookup: sealed::Sealed {
     /// The band of the copy that hits for `key`, whether it is pinned or not.
     fn band(&self, key: &BlockKey) -> Option<Band>;
 
-    /// The band of a held block, whether it is pinned or not.
+    /// The band of a block's content, whether it is pinned or not.
     fn held_band(&self, block: BlockId) -> Band;
 
     /// What the eviction policy knows, where that is [`EvictionPolicy::ReuseQueue`].
@@ -322,9 +349,9 @@ pub trait BlockStore: Lookup {
         None
     }
 
-    /// The next content that was lost while its band was not the default one, or a copy of it: what an owner of
-    /// bands has to forget. Each is told once.
-    fn take_hinted_loss(&mut self) -> Option<BlockKey> {
+    /// The next block that lost content, or got it from another block, while the content's band was not the default
+    /// one: whoever gives bands has to forget it. Each change is reported once.
+    fn take_hinted_change(&mut self) -> Option<HintedChange> {
         None
     }
 
@@ -427,7 +454,9 @@ pub trait BlockStore: Lookup {
     /// eviction order.
     fn set_max_cached(&mut self, blocks: Option<usize>);
 
-    /// Sets the time of evictions and policy, and ends the use of the system's clock: with times that are given,
+    /// Sets the time of the [clock](Lookup::clock), and ends the use of the system's: with times that are given,
     /// the same calls have the same outcome.
-    fn set_time(&mut self, now: Duration);
+    fn set_time(&mut self, now: Duration) {
+        self.clock().set(now);
+    }
 }

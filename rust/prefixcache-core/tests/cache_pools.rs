@@ -11,9 +11,9 @@ use std::time::Duration;
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Scope};
+use prefixcache_core::hints::RetentionTable;
 use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::BlockId;
-use prefixcache_core::ledger::Ledger;
 use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::{Shared, SingleWriter, Writer};
 use prefixcache_core::sequence::Sequence;
@@ -21,7 +21,7 @@ use prefixcache_core::sequence::retention::{Pins, Retention};
 use prefixcache_core::store::{BlockStore, FreeOrder, Lookup, Moves, PoolConfig};
 use prefixcache_core::weights::WeightsName;
 use prefixcache_oracle::plain::PlainPool;
-use prefixcache_oracle::plain_ledger::{Hinting, PlainLedger};
+use prefixcache_oracle::plain_retention::{Hinting, PlainRetention};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
@@ -157,7 +157,7 @@ fn in_order(step: &Step) -> bool {
 
 struct Driver<S, H> {
     cache: PrefixCache<S>,
-    ledger: H,
+    table: H,
     live: Vec<Sequence>,
     /// Milliseconds.
     time: u64,
@@ -168,7 +168,7 @@ struct Driver<S, H> {
 }
 
 impl<S: BlockStore, H: Hinting> Driver<S, H> {
-    fn new(groups: &Groups, store: S, ledger: H) -> Self {
+    fn new(groups: &Groups, store: S, table: H) -> Self {
         let hashing = HashConfig {
             model: String::new(),
             revision: String::new(),
@@ -179,7 +179,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
         };
         Self {
             cache: PrefixCache::new(hashing, store).unwrap(),
-            ledger,
+            table,
             live: Vec::new(),
             time: 0,
             moves: Moves::default(),
@@ -218,7 +218,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             }
             Step::Expire { seconds, most } => {
                 self.pass(1000 * seconds);
-                let moved = self.ledger.demote_expired(self.cache.store_mut(), most);
+                let moved = self.table.demote_expired(self.cache.store_mut(), most);
                 self.answer(moved);
             }
             Step::BeginMoves { num_blocks, most } => self.begin_moves(num_blocks, most),
@@ -250,10 +250,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
     fn pass(&mut self, millis: u64) {
         self.time += millis;
         let now = Duration::from_millis(self.time);
-        self.ledger.set_time(now);
-        if let Some(reuse) = self.cache.store().reuse_queue() {
-            reuse.set_time(now);
-        }
+        self.cache.store_mut().set_time(now);
     }
 
     fn begin_moves(&mut self, num_blocks: usize, most: usize) {
@@ -299,7 +296,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
                 .commit_prefix_plan(&mut sequence, hits, len - hits + 1);
             self.answer((hits, &plan));
             if plan.unwrap().is_some() {
-                self.ledger.note_hits(self.cache.store_mut(), &sequence);
+                self.table.note_hits(self.cache.store_mut(), &sequence);
                 self.live.push(sequence);
             }
         }
@@ -321,7 +318,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             .commit_in_chunks(&mut sequence, hits, rest, chunk);
         self.answer((hits, &plan));
         let Ok(Some(mut computed)) = plan else { return };
-        self.ledger.note_hits(self.cache.store_mut(), &sequence);
+        self.table.note_hits(self.cache.store_mut(), &sequence);
         while computed < len {
             let upto = len.min(computed + chunk);
             let batch = &mut [&mut sequence];
@@ -379,7 +376,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
                 self.fill(&mut sequence);
                 let pinned = self.cache.pin_anchors(&[&mut sequence]);
                 self.answer(pinned);
-                self.ledger.keep(self.cache.store_mut(), &sequence);
+                self.table.keep(self.cache.store_mut(), &sequence);
                 self.cache.release(&mut [&mut sequence]).unwrap();
                 return;
             }
@@ -428,7 +425,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             store.free_order(),
             store.cached_blocks(),
             store.stats(),
-            (self.cache.stats(), self.ledger.stats()),
+            (self.cache.stats(), self.table.stats()),
             tables,
         );
         self.answer(seen);
@@ -469,10 +466,10 @@ const SHARE: f64 = 0.25;
 fn answers<S: BlockStore>(
     groups: &Groups,
     store: S,
-    ledger: impl Hinting,
+    table: impl Hinting,
     steps: &[Step],
 ) -> Vec<String> {
-    run(Driver::new(groups, store, ledger), steps)
+    run(Driver::new(groups, store, table), steps)
 }
 
 fn run<S: BlockStore>(mut driver: Driver<S, impl Hinting>, steps: &[Step]) -> Vec<String> {
@@ -487,16 +484,16 @@ fn check(groups: &Groups, order: Order, steps: &[Step]) -> Result<(), TestCaseEr
         free_order: order.0,
         eviction_policy: order.1,
     };
-    let plain_ledger = PlainLedger::new(groups.clone(), BLOCK_SIZE, SHARE);
-    let plain = answers(groups, PlainPool::new(config).unwrap(), plain_ledger, steps);
-    let ledger = || Ledger::new(SHARE).unwrap();
+    let plain_table = PlainRetention::new(groups.clone(), BLOCK_SIZE, SHARE);
+    let plain = answers(groups, PlainPool::new(config).unwrap(), plain_table, steps);
+    let table = || RetentionTable::new(SHARE).unwrap();
     let mut single = Writer::<SingleWriter>::with_ring_capacity(config, 128).unwrap();
     let reader = single.keep_journal(BLOCK_SIZE).unwrap();
-    let mut single = Driver::new(groups, single, ledger());
+    let mut single = Driver::new(groups, single, table());
     single.told = Some(Told::new(reader, BLOCK_SIZE));
     same(&plain, &run(single, steps))?;
     let shared = Writer::<Shared>::with_ring_capacity(config, 128).unwrap();
-    same(&plain, &answers(groups, shared, ledger(), steps))
+    same(&plain, &answers(groups, shared, table(), steps))
 }
 
 /// Shows the first answers that differ.
@@ -569,7 +566,7 @@ fn small_cache() -> SmallCache {
     Driver::new(
         &Groups::full(1).unwrap(),
         Writer::new(PoolConfig::new(7)).unwrap(),
-        Ledger::new(SHARE).unwrap(),
+        RetentionTable::new(SHARE).unwrap(),
     )
     .cache
 }

@@ -7,7 +7,7 @@ use prefixcache_core::groups::Groups;
 use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::{SingleWriter, Writer};
-use prefixcache_core::store::{Lookup, PoolConfig};
+use prefixcache_core::store::{BlockStore, PoolConfig};
 
 #[path = "common/random.rs"]
 mod random;
@@ -91,9 +91,9 @@ fn hit_rate(policy: EvictionPolicy, mut next: Next, seed: u64) -> f64 {
     let mut random = Random(seed);
     let (mut hits, mut asked) = (0, 0);
     for at in 0..REQUESTS {
-        if let Some(reuse) = cache.store().reuse_queue() {
-            reuse.set_time(Duration::from_millis(400 * at as u64));
-        }
+        cache
+            .store_mut()
+            .set_time(Duration::from_millis(400 * at as u64));
         let prompt = next(&mut random);
         let len = prompt.len();
         let mut sequence = cache.new_sequence(prompt, Scope::default(), vec![]);

@@ -5,4 +5,4 @@
 pub mod differential;
 pub mod hashes;
 pub mod plain;
-pub mod plain_ledger;
+pub mod plain_retention;

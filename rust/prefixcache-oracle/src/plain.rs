@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use prefixcache_core::band::Band;
+use prefixcache_core::clock::Clock;
 use prefixcache_core::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
 use prefixcache_core::id::{BlockId, Epoch};
 use prefixcache_core::losses::{Cause, Loss, LostBlock};
@@ -23,6 +24,7 @@ use prefixcache_core::store::{
 pub struct PlainPool {
     state: State,
     reuse: Option<Arc<ReuseQueue>>,
+    clock: Clock,
 }
 
 /// A free block's place: the end of a line of free blocks that it stands in.
@@ -146,7 +148,7 @@ struct State {
     stats: StoreStats,
     /// For [`EvictionPolicy::ReuseQueue`]; shared, as a caller may ask for it at any time.
     reuse: Option<Arc<ReuseQueue>>,
-    now: Duration,
+    clock: Clock,
     /// What was lost since it was last asked for, if somebody listens.
     losses: Option<Vec<Loss>>,
 }
@@ -155,9 +157,13 @@ impl PlainPool {
     /// A pool whose blocks are all free and without content.
     pub fn new(config: PoolConfig) -> Result<Self, InvalidArgument> {
         config.check()?;
+        let clock = Clock::default();
+        clock.set(Duration::ZERO);
         let reuse = match config.eviction_policy {
             EvictionPolicy::Lru => None,
-            EvictionPolicy::ReuseQueue => ReuseQueue::new(config.max_blocks).map(Arc::new),
+            EvictionPolicy::ReuseQueue => {
+                ReuseQueue::new(config.max_blocks, clock.clone()).map(Arc::new)
+            }
         };
         let mut state = State {
             config,
@@ -175,11 +181,15 @@ impl PlainPool {
             epoch: Epoch::default(),
             stats: StoreStats::default(),
             reuse: reuse.clone(),
-            now: Duration::ZERO,
+            clock: clock.clone(),
             losses: None,
         };
         state.move_end(config.num_blocks);
-        Ok(Self { state, reuse })
+        Ok(Self {
+            state,
+            reuse,
+            clock,
+        })
     }
 
     /// Remembers what is lost from now on.
@@ -254,6 +264,15 @@ impl Lookup for PlainPool {
     fn band(&self, key: &BlockKey) -> Option<Band> {
         let state = &self.state;
         state.lookup(key).map(|id| state.blocks[id.index()].band)
+    }
+
+    fn clock(&self) -> &Clock {
+        &self.clock
+    }
+
+    fn key_of(&self, block: BlockId) -> BlockKey {
+        let content = self.state.blocks[block.index()].content;
+        content.expect("the block has content").0
     }
 
     fn held_band(&self, block: BlockId) -> Band {
@@ -376,13 +395,6 @@ impl BlockStore for PlainPool {
         state.max_cached = blocks.unwrap_or(usize::MAX);
         state.keep_bound();
     }
-
-    fn set_time(&mut self, now: Duration) {
-        self.state.now = now;
-        if let Some(reuse) = &self.reuse {
-            reuse.set_time(now);
-        }
-    }
 }
 
 impl State {
@@ -422,7 +434,7 @@ impl State {
     /// The time since the last use of content that can be hit, if somebody listens.
     fn age(&self, id: BlockId) -> Option<Duration> {
         let is_known = self.losses.is_some() && self.is_cached(id);
-        is_known.then(|| self.now - self.blocks[id.index()].life.used)
+        is_known.then(|| self.clock.now() - self.blocks[id.index()].life.used)
     }
 
     fn is_retired(&self, id: BlockId) -> bool {
@@ -484,7 +496,7 @@ impl State {
         let block = &mut self.blocks[id.index()];
         block.holders += 1;
         block.life.hits += 1;
-        block.life.used = self.now;
+        block.life.used = self.clock.now();
         self.stats.touches += 1;
         self.stats.pinned_hits += u64::from(self.blocks[id.index()].pinned);
     }
@@ -639,7 +651,7 @@ impl State {
             self.check_held(id)?;
             let block = &mut self.blocks[id.index()];
             block.holders -= 1;
-            block.life.used = self.now;
+            block.life.used = self.clock.now();
             if block.holders == 0 {
                 freed.push(id);
             }
@@ -817,7 +829,7 @@ impl State {
         }
         for id in held {
             self.count_eviction(id);
-            self.blocks[id.index()].life.used = self.now;
+            self.blocks[id.index()].life.used = self.clock.now();
             self.lose(id, Cause::Resized);
         }
         self.stats.lost_to_resize += self.stats.evictions - before;
@@ -1024,7 +1036,7 @@ impl State {
             None => self.buckets[bucket] = id,
             Some(last) => self.blocks[last.index()].next_in_bucket = id,
         }
-        let (born, used) = (self.now, self.now);
+        let (born, used) = (self.clock.now(), self.clock.now());
         let block = &mut self.blocks[id.index()];
         block.content = Some((key, self.epoch));
         block.life = Life {
@@ -1063,8 +1075,8 @@ impl State {
                 cause,
                 band: if pinned { band.max(Band::of(80)) } else { band },
                 hits: life.hits,
-                age: self.now - life.born,
-                idle: self.now - life.used,
+                age: self.clock.now() - life.born,
+                idle: self.clock.now() - life.used,
                 is_last,
             });
             if let Some(losses) = &mut self.losses {

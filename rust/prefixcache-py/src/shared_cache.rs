@@ -7,7 +7,8 @@ use prefixcache_core::PrefixCache;
 use prefixcache_core::error::InvalidArgument;
 use prefixcache_core::events::{EventReader, Journal, MAX_UNTAKEN};
 use prefixcache_core::hash::HashConfig;
-use prefixcache_core::ledger::LedgerStats;
+use prefixcache_core::hints::HintStats;
+
 use prefixcache_core::pool::{self, AnyReader, AnyWriter, MultiWriter};
 use prefixcache_core::store::{BlockStore, Lookup, Moves, PoolConfig};
 use prefixcache_core::weights::WeightsName;
@@ -44,7 +45,7 @@ pub struct Cache {
 pub struct HintCounts([AtomicU64; 3]);
 
 impl HintCounts {
-    fn publish(&self, stats: LedgerStats) {
+    fn publish(&self, stats: HintStats) {
         let counts = [stats.hinted as u64, stats.demoted, stats.expired];
         for (count, now) in self.0.iter().zip(counts) {
             count.store(now, Ordering::Relaxed);

@@ -12,7 +12,7 @@ use crate::id::{BlockId, Epoch};
 use crate::store::{BlockKey, MAX_COPIES, Registration};
 use crate::sync::{AtomicU64, Fault, Mode, Ordering, OwnLine, planted, prefetch};
 
-use Ordering::{Acquire, Release};
+use Ordering::{Acquire, Relaxed, Release};
 
 /// Keys that are looked up together.
 const BATCH: usize = 16;
@@ -351,6 +351,10 @@ impl<M: Mode> BlockPool<M> {
         match twin {
             _ if !entered => Registration::Stale,
             Some(other) => {
+                if !M::SHARED {
+                    block.note_copy();
+                    self.block(other.id).note_copy();
+                }
                 self.note_twins_above_default(spot, &content);
                 Registration::Twin(other.id)
             }
@@ -524,7 +528,10 @@ impl<M: Mode> BlockPool<M> {
     /// Gives the copy that hits for `key` this band, and a free one the last place of it; whether there
     /// is one. The caller may hold `held`.
     pub(super) fn set_band(&self, key: &BlockKey, held: BlockId, band: Band) -> bool {
-        let Some(hit) = self.find(key) else {
+        // Relaxed: the thread that gives bands evicts too.
+        self.gives_bands.store(true, Relaxed);
+        let is_alone = self.is_only_copy(held);
+        let Some(hit) = is_alone.then_some(held).or_else(|| self.find(key)) else {
             return false;
         };
         let change = |state: State| match state.own_class().band() == band {
@@ -536,10 +543,21 @@ impl<M: Mode> BlockPool<M> {
         if band < Band::DEFAULT {
             // What follows the content in other requests may be of a higher band.
             self.contents.disorder();
-        } else if !held.is_null() {
+        } else if !held.is_null() && !is_alone {
             self.note_twins_of(key);
         }
         true
+    }
+
+    /// Whether a block that the caller holds is the one that hits for its content, and no other was ever registered
+    /// with that. Always false where several threads register.
+    #[inline]
+    pub(super) fn is_only_copy(&self, id: BlockId) -> bool {
+        if M::SHARED || id.is_null() {
+            return false;
+        }
+        let block = self.block(id);
+        block.seq() != 0 && !block.is_copied() && self.is_current(block) && !self.is_retired(id)
     }
 
     /// Gives a block, which the caller holds if it is `held`, the class and the pin that `change` makes of

@@ -10,8 +10,8 @@ use crate::error::{InvalidArgument, ListenError};
 use crate::events::{EventReader, Journal};
 use crate::id::BlockId;
 use crate::losses::{Cause, Loss, Losses, ReuseGaps};
-use crate::store::{BlockKey, Lookup};
-use crate::sync::{Fault, Mode, SingleWriter, planted};
+use crate::store::{BlockKey, HintedChange};
+use crate::sync::{Fault, Mode, Ordering::Relaxed, SingleWriter, planted};
 
 /// The most losses that a log may hold: 4 GiB of them.
 const MAX_CAPACITY: usize = 1 << 26;
@@ -70,15 +70,6 @@ impl<M: Mode> BlockPool<M> {
         self.losses.get().map(Losses::gaps).unwrap_or_default()
     }
 
-    /// Sets the time of losses and policy, and ends the use of the system's clock: with times that are given, the
-    /// same calls have the same outcome.
-    pub(super) fn set_time(&self, now: Duration) {
-        self.clock.set(now);
-        if let Some(reuse) = self.reuse_queue() {
-            reuse.set_time(now);
-        }
-    }
-
     /// A call begins that registers, hits, gives back or loses content.
     #[inline]
     pub(super) fn tell_time_of_batch(&self) {
@@ -119,6 +110,9 @@ impl<M: Mode> BlockPool<M> {
         if let Some(losses) = self.losses.get() {
             losses.moved(from, to);
         }
+        if self.reports_bands() && self.block(from).state().own_class().band() != Band::DEFAULT {
+            self.hinted.push(HintedChange::Moved { from, to });
+        }
     }
 
     pub(super) fn note_cleared(&self) {
@@ -130,6 +124,13 @@ impl<M: Mode> BlockPool<M> {
         }
     }
 
+    /// Whether content may have a band that a hint gave it. Pins alone are reported to nobody.
+    #[inline]
+    fn reports_bands(&self) -> bool {
+        // Relaxed: the one thread that gives bands also evicts.
+        self.gives_bands.load(Relaxed)
+    }
+
     /// [`Self::forget_all`], and tells of it. `class_of` says of which class each block was, by its place in `ids`.
     #[inline]
     pub(super) fn lose_all(
@@ -139,7 +140,8 @@ impl<M: Mode> BlockPool<M> {
         class_of: impl Fn(usize) -> Class,
     ) -> u64 {
         let (losses, journal) = (self.losses.get(), self.journal.get());
-        let is_hinted = |at| class_of(at).band() != Band::DEFAULT;
+        let reports_bands = self.reports_bands();
+        let is_hinted = |at| reports_bands && class_of(at).band() != Band::DEFAULT;
         if losses.is_none() && journal.is_none() && !(0..ids.len()).any(is_hinted) {
             return self.forget_all(ids);
         }
@@ -148,7 +150,7 @@ impl<M: Mode> BlockPool<M> {
             let id = ids[at];
             let content = self.block(id).content();
             if is_hinted(at) {
-                self.hinted_losses.push(content.key());
+                self.hinted.push(HintedChange::Evicted(id));
             }
             // A copy that was taken out of the index as one too many was none that others could find.
             let is_last = spot.is_some_and(|spot| self.is_gone(spot, &content));

@@ -202,6 +202,9 @@ impl<M: Mode> BlockPool<M> {
             return;
         };
         to.write_content(&content, from.epoch(), from.seq());
+        if from.is_copied() {
+            to.note_copy();
+        }
         if let Some(reuse) = &self.reuse {
             reuse.take_place(one.from, one.to);
         }

@@ -21,17 +21,20 @@ use std::time::Duration;
 use super::index::Spot;
 use super::writer::{changes_through, lookup_through};
 use super::{BlockMap, BlockPool, Mode, Reader, Shared, Writer};
-use crate::band::Band;
 use crate::block::{Block, Content};
+use crate::clock::Clock;
 use crate::error::{
     Broken, Exhausted, InvalidArgument, ListenError, Misuse, PoolError, ResizeError,
 };
 use crate::events::Journal;
+use crate::hints::Band;
 use crate::id::{BlockId, Epoch};
 use crate::losses::{Loss, ReuseGaps};
 use crate::policy::{Queue, ReuseQueue};
 use crate::store::sealed::Sealed;
-use crate::store::{BlockKey, BlockStore, Lookup, Moves, PoolConfig, Registration, StoreStats};
+use crate::store::{
+    BlockKey, BlockStore, HintedChange, Lookup, Moves, PoolConfig, Registration, StoreStats,
+};
 use crate::sync::Arc;
 
 /// A right to change a pool that others have too: each thread clones its own.

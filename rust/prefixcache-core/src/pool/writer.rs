@@ -1,16 +1,18 @@
 //! Who may change a pool, and who may look at it.
 
 use std::ops::Deref;
-use std::time::Duration;
 
 use super::{BlockPool, Mode, SingleWriter};
-use crate::band::Band;
+use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, ListenError, Misuse, PoolError, ResizeError};
 use crate::events::{EventReader, Journal};
+use crate::hints::Band;
 use crate::id::{BlockId, Epoch};
 use crate::policy::{Queue, ReuseQueue};
 use crate::store::sealed::Sealed;
-use crate::store::{BlockKey, BlockStore, Lookup, Moves, PoolConfig, Registration, StoreStats};
+use crate::store::{
+    BlockKey, BlockStore, HintedChange, Lookup, Moves, PoolConfig, Registration, StoreStats,
+};
 use crate::sync::Arc;
 
 /// The right to change a pool, which makes the pool.
@@ -118,6 +120,18 @@ macro_rules! lookup_through {
             $through!(self, |pool| pool.evicts_in_order())
         }
 
+        fn lookup_held(&self, key: &BlockKey, held: BlockId) -> Option<BlockId> {
+            $through!(self, |pool| pool.lookup_held(key, held))
+        }
+
+        fn key_of(&self, block: BlockId) -> BlockKey {
+            $through!(self, |pool| pool.key_of(block))
+        }
+
+        fn clock(&self) -> &Clock {
+            $through!(self, |pool| pool.clock())
+        }
+
         fn epoch(&self) -> Epoch {
             $through!(self, |pool| pool.epoch())
         }
@@ -185,8 +199,8 @@ macro_rules! changes_through {
             $through!(self, |pool| pool.begin_registrations());
         }
 
-        fn take_hinted_loss(&mut self) -> Option<BlockKey> {
-            $through!(self, |pool| pool.take_hinted_loss())
+        fn take_hinted_change(&mut self) -> Option<HintedChange> {
+            $through!(self, |pool| pool.take_hinted_change())
         }
 
         fn prefetch(&mut self, key: &BlockKey) {
@@ -257,10 +271,6 @@ macro_rules! changes_through {
 
         fn set_max_cached(&mut self, blocks: Option<usize>) {
             $through!(self, |pool| pool.set_max_cached(blocks));
-        }
-
-        fn set_time(&mut self, now: Duration) {
-            $through!(self, |pool| pool.set_time(now));
         }
     };
 }

@@ -45,6 +45,11 @@ impl Band {
         Self(band as u8)
     }
 
+    /// The band with this number, from 0.
+    pub(crate) const fn new(index: u8) -> Self {
+        Self(index)
+    }
+
     /// The band's number, from 0.
     #[must_use]
     pub const fn index(self) -> usize {

@@ -1,19 +1,14 @@
-//! The obvious ledger of retention hints: a list of who asked for what, searched from end to end.
-
-use std::time::Duration;
+//! The obvious table of retention hints: a list of who asked for what, searched from end to end.
 
 use prefixcache_core::band::Band;
 use prefixcache_core::groups::{GroupSpec, Groups};
-use prefixcache_core::hints::{Hint, Owner};
+use prefixcache_core::hints::{Hint, HintStats, MAX_OWNERS, Owner, RetentionTable};
 use prefixcache_core::id::{BlockId, Epoch, GroupId};
-use prefixcache_core::ledger::{Ledger, LedgerStats, MAX_OWNERS};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockKey, BlockStore};
 
-/// A ledger of hints, as a driver of several pools calls it.
+/// A retention table, as a driver of several pools calls it.
 pub trait Hinting {
-    /// Sets the time.
-    fn set_time(&mut self, now: Duration);
     /// After a commit.
     fn note_hits(&mut self, store: &mut impl BlockStore, sequence: &Sequence);
     /// Before a release.
@@ -21,14 +16,10 @@ pub trait Hinting {
     /// Demotes what has ended.
     fn demote_expired(&mut self, store: &mut impl BlockStore, most: usize) -> usize;
     /// What it tells of itself.
-    fn stats(&self) -> LedgerStats;
+    fn stats(&self) -> HintStats;
 }
 
-impl Hinting for Ledger {
-    fn set_time(&mut self, now: Duration) {
-        Self::set_time(self, now);
-    }
-
+impl Hinting for RetentionTable {
     fn note_hits(&mut self, store: &mut impl BlockStore, sequence: &Sequence) {
         Self::note_hits(self, store, sequence);
     }
@@ -41,7 +32,7 @@ impl Hinting for Ledger {
         Self::demote_expired(self, store, most)
     }
 
-    fn stats(&self) -> LedgerStats {
+    fn stats(&self) -> HintStats {
         Self::stats(self)
     }
 }
@@ -79,9 +70,9 @@ fn later<T: Ord>(one: Option<T>, other: Option<T>) -> Option<T> {
     Some(one?.max(other?))
 }
 
-/// The slow ledger.
+/// The slow table.
 #[derive(Debug)]
-pub struct PlainLedger {
+pub struct PlainRetention {
     groups: Groups,
     block_size: usize,
     share: f64,
@@ -94,8 +85,8 @@ pub struct PlainLedger {
     expired: u64,
 }
 
-impl PlainLedger {
-    /// A ledger of a cache with these groups and this block size.
+impl PlainRetention {
+    /// A table of a cache with these groups and this block size.
     #[must_use]
     pub fn new(groups: Groups, block_size: usize, share: f64) -> Self {
         Self {
@@ -112,7 +103,7 @@ impl PlainLedger {
     }
 
     /// Only what is there, with the band that was asked for, was asked for.
-    fn forget_lost(&mut self, store: &mut impl BlockStore) {
+    fn forget_evicted(&mut self, store: &mut impl BlockStore) {
         if self.epoch != store.epoch() {
             self.epoch = store.epoch();
             self.asked.clear();
@@ -138,6 +129,16 @@ impl PlainLedger {
     fn note_use(&mut self, at: usize) {
         self.uses += 1;
         (self.asked[at].used, self.asked[at].set) = (self.uses, self.uses);
+    }
+
+    fn refresh(&mut self, key: &BlockKey, owner: Owner) {
+        if let Some(at) = self.find(key, Some(owner)) {
+            let ends = self.asked[at].levels.map(|level| self.end_of(level?.0));
+            for (level, end) in self.asked[at].levels.iter_mut().zip(ends) {
+                *level = level.map(|(ttl, old)| (ttl, later(old, end)));
+            }
+            self.note_use(at);
+        }
     }
 
     fn find(&self, key: &BlockKey, owner: Option<Owner>) -> Option<usize> {
@@ -279,17 +280,15 @@ fn wish(hint: &Hint) -> (Band, Option<Time>) {
     (Band::of(hint.priority), ttl)
 }
 
-impl Hinting for PlainLedger {
-    fn set_time(&mut self, now: Duration) {
-        self.now = now.as_millis() as Time;
-    }
-
+impl Hinting for PlainRetention {
     fn note_hits(&mut self, store: &mut impl BlockStore, sequence: &Sequence) {
         let hits = sequence.num_hits() / self.block_size;
-        self.forget_lost(store);
+        self.forget_evicted(store);
         if hits == 0 {
             return;
         }
+        // One owner's count as used after those of the owner before.
+        let mut used: Vec<(Owner, Vec<BlockKey>)> = Vec::new();
         for index in (0..hits).rev() {
             for (group, _) in self.groups.clone().each() {
                 let block = sequence.block_table(group.index())[index];
@@ -301,17 +300,19 @@ impl Hinting for PlainLedger {
                     if self.asked[at].key != key {
                         continue;
                     }
-                    if self.asked[at].owner.is_none() {
+                    let Some(owner) = self.asked[at].owner else {
                         self.end(store, at);
                         continue;
+                    };
+                    match used.iter_mut().find(|(other, _)| *other == owner) {
+                        Some((_, keys)) => keys.push(key),
+                        None => used.push((owner, vec![key])),
                     }
-                    let ends = self.asked[at].levels.map(|level| self.end_of(level?.0));
-                    for (level, end) in self.asked[at].levels.iter_mut().zip(ends) {
-                        *level = level.map(|(ttl, old)| (ttl, later(old, end)));
-                    }
-                    self.note_use(at);
                 }
             }
+        }
+        for (owner, keys) in used {
+            keys.iter().for_each(|key| self.refresh(key, owner));
         }
     }
 
@@ -319,7 +320,7 @@ impl Hinting for PlainLedger {
         let Some(hints) = sequence.hints().filter(|_| sequence.is_committed()) else {
             return;
         };
-        self.forget_lost(store);
+        self.forget_evicted(store);
         if sequence.epoch() != Some(self.epoch) {
             return;
         }
@@ -358,7 +359,7 @@ impl Hinting for PlainLedger {
     }
 
     fn demote_expired(&mut self, store: &mut impl BlockStore, most: usize) -> usize {
-        self.forget_lost(store);
+        self.forget_evicted(store);
         let mut moved = 0;
         for _ in 0..most {
             let due = self.asked.iter().enumerate();
@@ -384,11 +385,11 @@ impl Hinting for PlainLedger {
         moved
     }
 
-    fn stats(&self) -> LedgerStats {
+    fn stats(&self) -> HintStats {
         let mut contents: Vec<BlockKey> = self.asked.iter().map(|one| one.key).collect();
         contents.sort_by_key(|key| (key.hash, key.group));
         contents.dedup();
-        LedgerStats {
+        HintStats {
             hinted: contents.len(),
             demoted: self.demoted,
             expired: self.expired,

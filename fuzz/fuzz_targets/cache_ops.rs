@@ -32,12 +32,7 @@ fuzz_target!(|input: (u8, Vec<[u8; 3]>)| {
     let groups = [vec![full], vec![full, window(7)], vec![window(1), full, window(16)], vec![window(9)]];
     let groups = Groups::new(groups[usize::from(choice >> 1 & 3)].clone()).unwrap();
     let num_blocks = 8 + usize::from(choice >> 3) * 3;
-    let config = PoolConfig {
-        num_blocks,
-        max_blocks: num_blocks + ROOM,
-        free_order: FreeOrder::default(),
-        eviction_policy: EvictionPolicy::default(),
-    };
+    let config = PoolConfig::new(num_blocks).with_max_blocks(num_blocks + ROOM);
     if choice & 1 == 0 {
         run::<Shared>(groups, config, &calls);
     } else {
@@ -57,14 +52,7 @@ struct Side<S, H> {
 
 impl<S: BlockStore, H: Hinting> Side<S, H> {
     fn new(groups: Groups, store: S, table: H) -> Self {
-        let config = HashConfig {
-            model: "model".into(),
-            revision: String::new(),
-            kv_dtype: String::new(),
-            arithmetic: String::new(),
-            block_size: BLOCK_SIZE,
-            groups,
-        };
+        let config = HashConfig::new(BLOCK_SIZE, groups).with_model("model", "", "");
         Self {
             cache: PrefixCache::new(config, store).unwrap(),
             table,
@@ -90,11 +78,11 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
 
     /// Makes one call, to the request that `a` names; what came back.
     fn call(&mut self, [what, a, b]: [u8; 3]) -> String {
-        let cache = &self.cache;
         if what % 10 == 0 || self.sequences.is_empty() {
             self.sequences.push(self.new_sequence([what, a, b]));
             return String::new();
         }
+        let cache = &mut self.cache;
         let at = usize::from(a) % self.sequences.len();
         let sequence = &mut self.sequences[at];
         let tokens = sequence.num_tokens();
@@ -105,7 +93,7 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
                 let chunk = 1 + usize::from(b >> 4);
                 let taken = cache.commit_in_chunks(sequence, hits, new, chunk);
                 if let Ok(Some(_)) = taken {
-                    self.table.note_hits(cache.store(), sequence);
+                    self.table.note_hits(cache.store_mut(), sequence);
                 }
                 format!("{taken:?}")
             }
@@ -127,7 +115,7 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
             }
             6 => {
                 let pinned = cache.pin_anchors(&[&mut *sequence]);
-                self.table.keep(cache.store(), sequence);
+                self.table.keep(cache.store_mut(), sequence);
                 let outcome = cache.release(&mut [sequence]);
                 if outcome.is_ok() && b & 1 == 0 {
                     self.sequences.swap_remove(at);
@@ -135,7 +123,7 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
                 format!("{pinned:?} {outcome:?}")
             }
             7 if b & 8 == 0 => {
-                let pins = (b & 1 == 0).then_some(Pins { min_distance: 2, prefix: b & 2 == 0 });
+                let pins = (b & 1 == 0).then_some(Pins::new(2, b & 2 == 0));
                 let interval = usize::from(b >> 4);
                 sequence.set_retention(Retention::Anchors { interval, pins });
                 sequence.add_anchor(usize::from(a ^ b) % 48);
@@ -155,8 +143,8 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
             }
             9 if a & 12 == 12 => {
                 self.time += u64::from(b >> 3) * 100;
-                self.cache.store_mut().set_time(Duration::from_millis(self.time));
-                format!("{}", self.table.demote_expired(cache.store(), usize::from(b & 7)))
+                cache.store_mut().set_time(Duration::from_millis(self.time));
+                format!("{}", self.table.demote_expired(cache.store_mut(), usize::from(b & 7)))
             }
             9 if a & 4 == 4 => {
                 sequence.set_hints(hints(a, b));
@@ -236,9 +224,9 @@ fn run<M: Mode>(groups: Groups, config: PoolConfig, calls: &[[u8; 3]]) {
         Side::new(groups.clone(), PlainPool::new(config).unwrap(), table)
     };
     let mut tested = {
-        let mut ledger = RetentionTable::new(SHARE).unwrap();
-        ledger.set_time(Duration::ZERO);
-        Side::new(groups, Writer::<M>::with_ring_capacity(config, 512).unwrap(), ledger)
+        let mut pool = Writer::<M>::with_ring_capacity(config, 512).unwrap();
+        pool.set_time(Duration::ZERO);
+        Side::new(groups, pool, RetentionTable::new(SHARE).unwrap())
     };
     for &call in calls {
         assert_eq!(tested.call(call), plain.call(call), "{call:?} came to something else");

@@ -26,8 +26,8 @@ fn run<M: Mode>(choice: u8, steps: &[[u8; 3]]) {
     let config = config(4 + usize::from(choice >> 3) * 2, order, policy);
     let pool = |ring| Writer::<M>::with_ring_capacity(config, ring).unwrap();
     if choice & 4 == 0 {
-        assert_same_as_plain(config, &pool(LONG_RING), steps);
+        assert_same_as_plain(config, &mut pool(LONG_RING), steps);
     } else {
-        assert_conserves(&pool(SHORT_RING), steps);
+        assert_conserves(&mut pool(SHORT_RING), steps);
     }
 }

@@ -177,11 +177,9 @@ fn evict_against_cached(mut report: impl FnMut(&str, usize, Vec<Duration>)) {
         let mut plain = PlainPool::new(config).unwrap();
         report("plain", cached, evictions(&mut plain, cached, || {}));
         for (name, eviction_policy, listens) in FORMS {
-            let mut pool = Writer::<SingleWriter>::in_mode(PoolConfig {
-                eviction_policy,
-                ..config
-            })
-            .unwrap();
+            let mut pool =
+                Writer::<SingleWriter>::in_mode(config.with_eviction_policy(eviction_policy))
+                    .unwrap();
             if listens {
                 pool.listen(4 * EVICTED, &[]).unwrap();
             }

@@ -32,6 +32,7 @@ pub use publishing::Twin;
 
 /// Lifetime counts of the cache, in tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CacheStats {
     /// Tokens of the sequences that were committed.
     pub queries: u64,

@@ -18,6 +18,7 @@ pub struct Exhausted {
 
 /// A block id that the call cannot accept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum Misuse {
     /// The null block is never handed out, so it can be neither held nor given back.
     #[error("block 0 is the null block")]
@@ -93,6 +94,7 @@ impl InvalidArgument {
 
 /// Why a pool was not made.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum PoolError {
     /// An argument outside its range.
     #[error(transparent)]
@@ -107,6 +109,7 @@ pub enum PoolError {
 
 /// Why a pool keeps no log of losses, or not another one.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum ListenError {
     /// An argument outside its range.
     #[error(transparent)]
@@ -127,6 +130,7 @@ pub enum ListenError {
 
 /// Why a pool kept its size.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum ResizeError {
     /// A size that the pool cannot have.
     #[error(transparent)]
@@ -146,6 +150,7 @@ pub struct Broken(pub String);
 
 /// What is wrong with the use of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum SequenceFault {
     /// Another cache made the sequence.
     #[error("belongs to another cache")]
@@ -160,6 +165,7 @@ pub enum SequenceFault {
 
 /// A call that the cache refused. Nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum CacheError {
     /// An argument outside its range.
     #[error(transparent)]

@@ -36,6 +36,7 @@ use Ordering::Relaxed;
 
 /// The order in which free blocks of the default class are evicted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum EvictionPolicy {
     /// The one that was not used for the longest time.
     #[default]

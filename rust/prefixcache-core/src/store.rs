@@ -65,6 +65,7 @@ impl BlockKey {
 
 /// Where a released block without a valid hash goes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum FreeOrder {
     /// To the front: it is reused before any cached block (vLLM since #42656).
     #[default]
@@ -75,6 +76,7 @@ pub enum FreeOrder {
 
 /// The size and order of a pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PoolConfig {
     /// Blocks, the null block counted.
     pub num_blocks: usize,
@@ -95,6 +97,27 @@ impl PoolConfig {
             max_blocks: num_blocks,
             free_order: FreeOrder::default(),
             eviction_policy: EvictionPolicy::default(),
+        }
+    }
+
+    /// This, but a pool that `resize` may take up to `max_blocks`, the null block counted.
+    #[must_use]
+    pub fn with_max_blocks(self, max_blocks: usize) -> Self {
+        Self { max_blocks, ..self }
+    }
+
+    /// This, in another order of released blocks.
+    #[must_use]
+    pub fn with_free_order(self, free_order: FreeOrder) -> Self {
+        Self { free_order, ..self }
+    }
+
+    /// This, under another eviction policy.
+    #[must_use]
+    pub fn with_eviction_policy(self, eviction_policy: EvictionPolicy) -> Self {
+        Self {
+            eviction_policy,
+            ..self
         }
     }
 
@@ -167,6 +190,7 @@ pub enum HintedChange {
 /// What became of a registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
+#[non_exhaustive]
 pub enum Registration {
     /// The block is the first to hold the key, and hits from now on.
     New,

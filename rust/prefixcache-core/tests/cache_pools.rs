@@ -169,14 +169,7 @@ struct Driver<S, H> {
 
 impl<S: BlockStore, H: Hinting> Driver<S, H> {
     fn new(groups: &Groups, store: S, table: H) -> Self {
-        let hashing = HashConfig {
-            model: String::new(),
-            revision: String::new(),
-            kv_dtype: String::new(),
-            arithmetic: String::new(),
-            block_size: BLOCK_SIZE,
-            groups: groups.clone(),
-        };
+        let hashing = HashConfig::new(BLOCK_SIZE, groups.clone());
         Self {
             cache: PrefixCache::new(hashing, store).unwrap(),
             table,
@@ -478,12 +471,10 @@ fn run<S: BlockStore>(mut driver: Driver<S, impl Hinting>, steps: &[Step]) -> Ve
 }
 
 fn check(groups: &Groups, order: Order, steps: &[Step]) -> Result<(), TestCaseError> {
-    let config = PoolConfig {
-        num_blocks: MAX_BLOCKS * 3 / 4,
-        max_blocks: MAX_BLOCKS,
-        free_order: order.0,
-        eviction_policy: order.1,
-    };
+    let config = PoolConfig::new(MAX_BLOCKS * 3 / 4)
+        .with_max_blocks(MAX_BLOCKS)
+        .with_free_order(order.0)
+        .with_eviction_policy(order.1);
     let plain_table = PlainRetention::new(groups.clone(), BLOCK_SIZE, SHARE);
     let plain = answers(groups, PlainPool::new(config).unwrap(), plain_table, steps);
     let table = || RetentionTable::new(SHARE).unwrap();
@@ -509,10 +500,7 @@ fn same(plain: &[String], other: &[String]) -> Result<(), TestCaseError> {
 }
 
 fn retention(interval: usize, pins: bool) -> Retention {
-    let pins = pins.then_some(Pins {
-        min_distance: 2,
-        prefix: interval.is_multiple_of(2),
-    });
+    let pins = pins.then_some(Pins::new(2, interval.is_multiple_of(2)));
     Retention::Anchors { interval, pins }
 }
 

@@ -51,14 +51,7 @@ impl Served {
     }
 
     fn with(config: PoolConfig, share: f64, groups: Groups) -> Self {
-        let hashing = HashConfig {
-            model: String::new(),
-            revision: String::new(),
-            kv_dtype: String::new(),
-            arithmetic: String::new(),
-            block_size: SIZE,
-            groups,
-        };
+        let hashing = HashConfig::new(SIZE, groups);
         let cache = PrefixCache::new(hashing, Writer::new(config).unwrap()).unwrap();
         let mut served = Self {
             cache,
@@ -171,10 +164,7 @@ impl Served {
 #[test]
 fn a_hinted_prefix_outlives_ten_pools_and_goes_once_its_ttl_ends() {
     for eviction_policy in [EvictionPolicy::Lru, EvictionPolicy::ReuseQueue] {
-        let config = PoolConfig {
-            eviction_policy,
-            ..PoolConfig::new(101)
-        };
+        let config = PoolConfig::new(101).with_eviction_policy(eviction_policy);
         let mut served = Served::with(config, 0.2, Groups::full(1).unwrap());
         served.serve(1, "one", &[hint(Some(6 * SIZE), 60, Some(600))]);
         served.fill(10);

@@ -18,23 +18,13 @@ const ANCHORS: Retention = Retention::Anchors {
 };
 const PINNED: Retention = Retention::Anchors {
     interval: 0,
-    pins: Some(Pins {
-        min_distance: 0,
-        prefix: true,
-    }),
+    pins: Some(Pins::new(0, true)),
 };
 
 type Cache = PrefixCache<Writer>;
 
 fn cache(groups: &[GroupSpec], block_size: usize, num_blocks: usize) -> Cache {
-    let config = HashConfig {
-        model: String::new(),
-        revision: String::new(),
-        kv_dtype: String::new(),
-        arithmetic: String::new(),
-        block_size,
-        groups: Groups::new(groups.to_vec()).unwrap(),
-    };
+    let config = HashConfig::new(block_size, Groups::new(groups.to_vec()).unwrap());
     let pool = PoolConfig::new(num_blocks + 1);
     let pool = Writer::with_ring_capacity(pool, 1 << 12).unwrap();
     PrefixCache::new(config, pool).unwrap()
@@ -339,10 +329,7 @@ fn an_anchor_close_to_the_one_before_is_not_pinned() {
     let mut cache = cache(&[FULL, WINDOW], SIZE, 64);
     let retention = Retention::Anchors {
         interval: 0,
-        pins: Some(Pins {
-            min_distance: 9,
-            prefix: false,
-        }),
+        pins: Some(Pins::new(9, false)),
     };
     finish(&mut cache, &prompt(1, 40), retention);
     // The prompt's last full block lies nine blocks past nothing, its end one further.

@@ -19,14 +19,10 @@ fn resets() -> usize {
 type Cache<M> = PrefixCache<Writer<M>>;
 
 fn cache<M: Mode>(num_blocks: usize) -> Cache<M> {
-    let hashing = HashConfig {
-        model: String::new(),
-        revision: String::new(),
-        kv_dtype: String::new(),
-        arithmetic: String::new(),
-        block_size: BLOCK_SIZE,
-        groups: Groups::new(vec![GroupSpec::FullAttention]).unwrap(),
-    };
+    let hashing = HashConfig::new(
+        BLOCK_SIZE,
+        Groups::new(vec![GroupSpec::FullAttention]).unwrap(),
+    );
     PrefixCache::new(
         hashing,
         Writer::in_mode(PoolConfig::new(num_blocks)).unwrap(),

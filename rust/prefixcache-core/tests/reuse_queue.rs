@@ -74,19 +74,9 @@ fn mixture(mut parts: Vec<Next>) -> Next {
 
 /// Hit blocks, in percent of all.
 fn hit_rate(policy: EvictionPolicy, mut next: Next, seed: u64) -> f64 {
-    let config = PoolConfig {
-        eviction_policy: policy,
-        ..PoolConfig::new(NUM_BLOCKS)
-    };
+    let config = PoolConfig::new(NUM_BLOCKS).with_eviction_policy(policy);
     let pool = Writer::<SingleWriter>::in_mode(config).unwrap();
-    let hashes = HashConfig {
-        model: String::new(),
-        revision: String::new(),
-        kv_dtype: String::new(),
-        arithmetic: String::new(),
-        block_size: 1,
-        groups: Groups::full(1).unwrap(),
-    };
+    let hashes = HashConfig::new(1, Groups::full(1).unwrap());
     let mut cache = PrefixCache::new(hashes, pool).unwrap();
     let mut random = Random(seed);
     let (mut hits, mut asked) = (0, 0);

@@ -58,12 +58,10 @@ impl<M: Mode> World<M> {
         eviction_policy: EvictionPolicy,
         ring: Option<usize>,
     ) -> (Self, Writer<M>) {
-        let config = PoolConfig {
-            num_blocks: BLOCKS,
-            max_blocks: BLOCKS + 100,
-            free_order,
-            eviction_policy,
-        };
+        let config = PoolConfig::new(BLOCKS)
+            .with_max_blocks(BLOCKS + 100)
+            .with_free_order(free_order)
+            .with_eviction_policy(eviction_policy);
         let writer = match ring {
             Some(slots) => Writer::with_ring_capacity(config, slots),
             None => Writer::in_mode(config),

@@ -99,14 +99,7 @@ struct Replay<S> {
 
 impl<S: BlockStore> Replay<S> {
     fn new(config: &Config, store: S) -> Self {
-        let hashing = HashConfig {
-            model: String::new(),
-            revision: String::new(),
-            kv_dtype: String::new(),
-            arithmetic: String::new(),
-            block_size: config.block_size,
-            groups: config.groups(),
-        };
+        let hashing = HashConfig::new(config.block_size, config.groups());
         Self {
             cache: PrefixCache::new(hashing, store).unwrap(),
             sequences: HashMap::new(),

@@ -28,12 +28,10 @@ pub fn config(
     free_order: FreeOrder,
     eviction_policy: EvictionPolicy,
 ) -> PoolConfig {
-    PoolConfig {
-        num_blocks: max_blocks - max_blocks / 4,
-        max_blocks,
-        free_order,
-        eviction_policy,
-    }
+    PoolConfig::new(max_blocks - max_blocks / 4)
+        .with_max_blocks(max_blocks)
+        .with_free_order(free_order)
+        .with_eviction_policy(eviction_policy)
 }
 
 fn key(number: u8) -> BlockKey {

@@ -159,12 +159,9 @@ impl PlainPool {
         config.check()?;
         let clock = Clock::default();
         clock.set(Duration::ZERO);
-        let reuse = match config.eviction_policy {
-            EvictionPolicy::Lru => None,
-            EvictionPolicy::ReuseQueue => {
-                ReuseQueue::new(config.max_blocks, clock.clone()).map(Arc::new)
-            }
-        };
+        let has_queues = config.eviction_policy == EvictionPolicy::ReuseQueue;
+        let reuse = has_queues.then(|| ReuseQueue::new(config.max_blocks, clock.clone()));
+        let reuse = reuse.flatten().map(Arc::new);
         let mut state = State {
             config,
             num_blocks: config.num_blocks,
@@ -668,20 +665,17 @@ impl State {
             self.forget(id);
         }
         // Leaving blocks without content stand nowhere.
-        match self.config.free_order {
-            FreeOrder::UnhashedFirst => {
-                for &id in rest.iter().rev() {
-                    if !self.is_above(id) {
-                        self.push_front(id);
-                    }
+        if self.config.free_order == FreeOrder::Append {
+            let stays = |id: &&BlockId| self.is_cached(**id) || !self.is_above(**id);
+            let kept: Vec<BlockId> = freed.iter().filter(stays).copied().collect();
+            self.push_back_all(&kept);
+        } else {
+            for &id in rest.iter().rev() {
+                if !self.is_above(id) {
+                    self.push_front(id);
                 }
-                self.push_back_all(&cached);
             }
-            FreeOrder::Append => {
-                let stays = |id: &&BlockId| self.is_cached(**id) || !self.is_above(**id);
-                let kept: Vec<BlockId> = freed.iter().filter(stays).copied().collect();
-                self.push_back_all(&kept);
-            }
+            self.push_back_all(&cached);
         }
         self.keep_bound();
     }

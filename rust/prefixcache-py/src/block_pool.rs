@@ -155,7 +155,7 @@ max_blocks=None)"
         let pool = &mut *self.writer.write()?;
         let register = |(&block, key)| match pool.register(block, key, epoch) {
             Ok(Registration::Twin(holder)) => Ok(Some(holder.get())),
-            Ok(Registration::New | Registration::Already | Registration::Stale) => Ok(None),
+            Ok(_) => Ok(None),
             Err(misuse) => Err(misuse),
         };
         let all = blocks.iter().zip(keys);

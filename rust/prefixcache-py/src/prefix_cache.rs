@@ -88,12 +88,9 @@ pub fn pool_config(
     free_order: FreeOrder,
 ) -> PoolConfig {
     let num_blocks = num_blocks.0;
-    PoolConfig {
-        num_blocks,
-        max_blocks: max_blocks.map_or(num_blocks, |most| most.0),
-        free_order,
-        eviction_policy: EvictionPolicy::default(),
-    }
+    PoolConfig::new(num_blocks)
+        .with_max_blocks(max_blocks.map_or(num_blocks, |most| most.0))
+        .with_free_order(free_order)
 }
 
 /// A kind, a colon and a name.
@@ -160,10 +157,8 @@ retention_budget=0.2, max_cached_blocks=None)"
         max_cached_blocks: Option<Number<names::MaxCachedBlocks>>,
     ) -> PyResult<Self> {
         let share = retention_budget.map_or(RETENTION_BUDGET, |share| share.0);
-        let pool = PoolConfig {
-            eviction_policy: eviction_policy.0,
-            ..pool_config(num_blocks, max_blocks, free_order.0)
-        };
+        let pool = pool_config(num_blocks, max_blocks, free_order.0)
+            .with_eviction_policy(eviction_policy.0);
         let groups = match (groups, num_groups) {
             (Some(_), Some(_)) => {
                 let reason = "must not be given beside groups, which says how many there are";
@@ -172,14 +167,12 @@ retention_budget=0.2, max_cached_blocks=None)"
             (Some(specs), None) => Groups::new(specs.0),
             (None, count) => Groups::full(count.map_or(1, |count| count.0.into())),
         };
-        let hashing = HashConfig {
-            model: model.to_owned(),
-            revision: revision.to_owned(),
-            kv_dtype: kv_dtype.to_owned(),
-            arithmetic: arithmetic.to_owned(),
-            block_size: block_size.map_or(16, |size| size.0),
-            groups: groups.map_err(IntoPyErr::into_py_err)?,
-        };
+        let hashing = HashConfig::new(
+            block_size.map_or(16, |size| size.0),
+            groups.map_err(IntoPyErr::into_py_err)?,
+        )
+        .with_model(model, kv_dtype, arithmetic)
+        .with_revision(revision);
         let weights = weights.map(|name| name.0);
         let cache = Cache::new(hashing, weights, pool, threads.0, share)?;
         let bound = max_cached_blocks.map(|most| most.0);

@@ -90,10 +90,7 @@ impl Sequence {
         min_pin_blocks: Option<Number<names::MinPinBlocks>>,
         pin_prefix: bool,
     ) -> PyResult<()> {
-        let pins = pin.then(|| Pins {
-            min_distance: min_pin_blocks.map_or(0, |least| least.0),
-            prefix: pin_prefix,
-        });
+        let pins = pin.then(|| Pins::new(min_pin_blocks.map_or(0, |least| least.0), pin_prefix));
         let retention = match interval {
             None if pin => return Err(out_of_range("interval", "must not be None with pin")),
             None => Retention::Everything,

@@ -117,10 +117,10 @@ fn event_hash(hash: &BlockHash) -> u64 {
 impl Cache {
     /// A cache without content, for traces of this block size.
     pub fn new(config: &CacheConfig, block_size: usize) -> Result<Self, ConfigError> {
-        let pool = Writer::new(PoolConfig {
-            eviction_policy: config.eviction_policy,
-            ..PoolConfig::new(config.num_blocks.saturating_add(1))
-        })?;
+        let pool = Writer::new(
+            PoolConfig::new(config.num_blocks.saturating_add(1))
+                .with_eviction_policy(config.eviction_policy),
+        )?;
         Ok(Self {
             cache: PrefixCache::new(hash_config()?, pool)?.with_hints(1.0)?,
             hints: config.hints.clone(),
@@ -250,14 +250,7 @@ impl Cache {
 }
 
 fn hash_config() -> Result<HashConfig, InvalidArgument> {
-    Ok(HashConfig {
-        model: "trace".into(),
-        revision: String::new(),
-        kv_dtype: String::new(),
-        arithmetic: String::new(),
-        block_size: BLOCK_SIZE,
-        groups: Groups::full(1)?,
-    })
+    Ok(HashConfig::new(BLOCK_SIZE, Groups::full(1)?).with_model("trace", "", ""))
 }
 
 fn tokens(blocks: &[BlockKey]) -> Vec<u32> {

@@ -15,6 +15,7 @@ const EXPECT_AHEAD: usize = 8;
 
 /// A block that was registered while another block already held the same content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Twin {
     /// Which of the sequences of the call.
     pub sequence: usize,

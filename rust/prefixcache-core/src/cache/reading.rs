@@ -157,3 +157,51 @@ impl<S: Lookup> PrefixCache<S> {
         sequence.is_committed() || sequence.weight_version == self.weight_version()
     }
 }
+
+#[cfg(all(test, debug_assertions, not(any(loom, shuttle))))]
+mod tests {
+    use super::*;
+    use crate::error::CacheError;
+    use crate::groups::Groups;
+    use crate::hash::{HashConfig, Scope};
+    use crate::hints::Band;
+    use crate::pool::Writer;
+    use crate::store::{BlockStore, PoolConfig};
+    use crate::sync::{Fault, faults};
+
+    /// A cache of six blocks, and a committed sequence of three of its own.
+    fn filled() -> Result<(PrefixCache<Writer>, Sequence), CacheError> {
+        let config = HashConfig::new(1, Groups::full(1)?);
+        let pool = Writer::new(PoolConfig::new(7)).expect("there is memory");
+        let mut cache = PrefixCache::new(config, pool)?;
+        let mut sequence = cache.new_sequence(vec![1, 2, 3], Scope::default(), Vec::new());
+        cache.commit_prefix_plan(&mut sequence, 0, 3)?;
+        cache.mark_blocks_filled(&mut [&mut sequence], &[3])?;
+        Ok((cache, sequence))
+    }
+
+    #[test]
+    #[should_panic(expected = "was evicted out of order")]
+    fn a_count_fails_where_the_pool_does_not_note_that_the_order_ends() {
+        faults::plant(Fault::KeepOrder);
+        let (mut cache, mut whole) = filled().unwrap();
+        cache.release(&mut [&mut whole]).unwrap();
+        cache.pin(&mut whole, 3).unwrap();
+        let mut head = cache.new_sequence(vec![1], Scope::default(), Vec::new());
+        cache.unpin(&mut head).unwrap();
+        let mut other = cache.new_sequence(vec![9; 4], Scope::default(), Vec::new());
+        cache.commit_prefix_plan(&mut other, 0, 4).unwrap();
+        let _ = cache.count_prefix_hits(&mut whole);
+    }
+
+    #[test]
+    #[should_panic(expected = "priority is above")]
+    fn a_release_fails_where_a_block_has_a_higher_priority_than_the_one_before_it() {
+        let (mut cache, mut whole) = filled().unwrap();
+        let key = BlockKey::new(whole.hashes()[1], GroupId::default());
+        let highest = Band::all().last().unwrap();
+        let block = whole.block_table(0)[1];
+        cache.store_mut().set_band(&key, block, highest);
+        let _ = cache.release(&mut [&mut whole]);
+    }
+}

@@ -53,8 +53,10 @@ impl Contents {
 
     /// Says that content of this epoch may be lost out of order.
     pub(super) fn disorder(&self) {
-        // Release: whoever reads it sees the change that it stands for.
-        self.disordered.store(self.epoch().get() + 1, Release);
+        if !planted(Fault::KeepOrder) {
+            // Release: whoever reads it sees the change that it stands for.
+            self.disordered.store(self.epoch().get() + 1, Release);
+        }
     }
 
     /// Whether all content of this epoch is lost in order.

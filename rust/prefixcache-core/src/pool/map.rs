@@ -17,6 +17,7 @@ const MAX_AGE_BOUNDS: usize = 64;
 
 /// What a block is, of several the last that is true.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum BlockState {
     /// Nobody holds it, and what it has can be hit no more.
     Free,

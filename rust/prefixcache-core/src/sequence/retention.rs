@@ -9,6 +9,7 @@ use crate::groups::GroupSpec;
 
 /// What becomes of blocks that a sequence drops. By default they are as other free blocks are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Retention {
     /// Every block that is dropped is evicted in the order of other free blocks.
     #[default]
@@ -24,11 +25,23 @@ pub enum Retention {
 
 /// How anchors are pinned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Pins {
     /// An anchor fewer than so many blocks past the one before is not pinned.
     pub min_distance: usize,
     /// Whether groups that need the whole prefix pin it, up to the last pinned anchor.
     pub prefix: bool,
+}
+
+impl Pins {
+    /// Pins of all anchors that are at least `min_distance` blocks past the one before, and of the `prefix` or not.
+    #[must_use]
+    pub const fn new(min_distance: usize, prefix: bool) -> Self {
+        Self {
+            min_distance,
+            prefix,
+        }
+    }
 }
 
 /// A sequence's anchors, and what becomes of their blocks.

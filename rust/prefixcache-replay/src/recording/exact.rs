@@ -183,21 +183,18 @@ impl Cache {
         let groups = header.groups.iter().map(super::events::Group::spec);
         let refused = |reason: String| Fault::new("header", format!("is refused: {reason}"));
         let told = |error: InvalidArgument| refused(error.to_string());
-        let hashing = HashConfig {
-            model: "recording".into(),
-            revision: String::new(),
-            kv_dtype: String::new(),
-            arithmetic: String::new(),
-            block_size: header.block_size,
-            groups: Groups::new(groups.collect()).map_err(told)?,
-        };
+        let hashing = HashConfig::new(
+            header.block_size,
+            Groups::new(groups.collect()).map_err(told)?,
+        )
+        .with_model("recording", "", "");
         hashing.check().map_err(told)?;
-        let pool = Writer::new(PoolConfig {
-            num_blocks: header.num_blocks,
-            max_blocks: header.max_blocks,
-            free_order: header.free_order.into(),
-            eviction_policy: header.eviction_policy.into(),
-        });
+        let pool = Writer::new(
+            PoolConfig::new(header.num_blocks)
+                .with_max_blocks(header.max_blocks)
+                .with_free_order(header.free_order.into())
+                .with_eviction_policy(header.eviction_policy.into()),
+        );
         let pool = pool.map_err(|error: PoolError| refused(error.to_string()))?;
         let cache = PrefixCache::new(hashing, pool);
         let cache = cache.and_then(|cache| cache.with_hints(header.retention_budget));
@@ -564,10 +561,8 @@ fn retention(windows: Windows, may_pin: bool) -> Retention {
     let Some(interval) = windows.interval else {
         return Retention::Everything;
     };
-    let pins = (windows.pin && may_pin).then_some(Pins {
-        min_distance: windows.min_pin_blocks,
-        prefix: windows.pin_prefix,
-    });
+    let pins =
+        (windows.pin && may_pin).then_some(Pins::new(windows.min_pin_blocks, windows.pin_prefix));
     Retention::Anchors { interval, pins }
 }
 

@@ -95,14 +95,8 @@ impl Engine<'_> {
 }
 
 fn new_cache() -> Outcome<Cache> {
-    let config = HashConfig {
-        model: "toy".into(),
-        revision: String::new(),
-        kv_dtype: "u32".into(),
-        arithmetic: "u32".into(),
-        block_size: BLOCK_SIZE,
-        groups: Groups::new(vec![GroupSpec::FullAttention])?,
-    };
+    let config = HashConfig::new(BLOCK_SIZE, Groups::new(vec![GroupSpec::FullAttention])?)
+        .with_model("toy", "u32", "u32");
     Ok(PrefixCache::new(
         config,
         Writer::new(PoolConfig::new(NUM_BLOCKS))?,

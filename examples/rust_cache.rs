@@ -8,20 +8,20 @@ use std::error::Error;
 use std::thread;
 
 use prefixcache_core::{
-    BlockPool, Extras, GroupId, GroupSpec, Groups, HashConfig, PoolConfig, PrefixCache, Scope,
-    Sequence, SingleWriter, TableBuffers,
+    Extras, GroupId, GroupSpec, Groups, HashConfig, PoolConfig, PrefixCache, Scope, Sequence,
+    TableBuffers, Writer,
 };
 
 const BLOCK_SIZE: usize = 16;
 const NUM_BLOCKS: usize = 64;
 const NEW_TOKENS: usize = 20;
 
-type Cache = PrefixCache<BlockPool<SingleWriter>>;
+type Cache = PrefixCache<Writer>;
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
 /// Owns the memory of the KV: here a number for each slot.
 struct Engine<'a> {
-    cache: &'a Cache,
+    cache: &'a mut Cache,
     kv: Vec<u32>,
     wrong_table: bool,
 }
@@ -48,7 +48,7 @@ impl Engine<'_> {
     }
 
     /// Takes the hits of a prompt and slots for the rest. Its last token is computed in any case.
-    fn admit(&self, sequence: &mut Sequence) -> Outcome<usize> {
+    fn admit(&mut self, sequence: &mut Sequence) -> Outcome<usize> {
         let count = sequence.num_tokens();
         let most = (count - 1) / BLOCK_SIZE * BLOCK_SIZE;
         let hits = self.cache.count_prefix_hits(sequence)?.min(most);
@@ -105,11 +105,11 @@ fn new_cache() -> Outcome<Cache> {
     };
     Ok(PrefixCache::new(
         config,
-        BlockPool::new(PoolConfig::new(NUM_BLOCKS))?,
+        Writer::new(PoolConfig::new(NUM_BLOCKS))?,
     )?)
 }
 
-fn new_engine(cache: &Cache) -> Engine<'_> {
+fn new_engine(cache: &mut Cache) -> Engine<'_> {
     let kv = vec![0; NUM_BLOCKS * BLOCK_SIZE];
     Engine {
         cache,
@@ -120,14 +120,15 @@ fn new_engine(cache: &Cache) -> Engine<'_> {
 
 fn main() -> Outcome<()> {
     let prompt: Vec<u32> = (0..100).map(|index| 7 * index % 256).collect();
-    let (cold_hits, cold) = new_engine(&new_cache()?).generate(&prompt)?;
+    let (cold_hits, cold) = new_engine(&mut new_cache()?).generate(&prompt)?;
 
-    let cache = new_cache()?;
+    let mut cache = new_cache()?;
+    let reader = cache.reader();
     let hashes = cache.compute_block_hashes(&prompt, &Scope::default(), Extras::new());
-    let probe = || (0..10_000).map(|_| cache.probe(&hashes)).max();
+    let probe = || (0..10_000).map(|_| reader.probe(&hashes)).max();
     let (answers, seen) = thread::scope(|scope| {
         let watcher = scope.spawn(probe);
-        let mut engine = new_engine(&cache);
+        let mut engine = new_engine(&mut cache);
         let mut answers = vec![engine.generate(&prompt), engine.generate(&prompt)];
         engine.wrong_table = true;
         answers.push(engine.generate(&prompt));

@@ -13,10 +13,10 @@ use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::{BlockId, GroupId};
 use prefixcache_core::hints::RetentionTable;
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
-use prefixcache_core::retention::{Pins, Retention};
+use prefixcache_core::pool::{Writer, Mode, Shared, SingleWriter};
+use prefixcache_core::sequence::retention::{Pins, Retention};
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Moves, PoolConfig};
+use prefixcache_core::store::{BlockKey, BlockStore, Lookup, FreeOrder, Moves, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
 use prefixcache_oracle::plain_retention::{Hinting, PlainRetention};
 
@@ -155,7 +155,7 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
             }
             9 if a & 12 == 12 => {
                 self.time += u64::from(b >> 3) * 100;
-                self.cache.store().set_time(Duration::from_millis(self.time));
+                self.cache.store_mut().set_time(Duration::from_millis(self.time));
                 format!("{}", self.table.demote_expired(cache.store(), usize::from(b & 7)))
             }
             9 if a & 4 == 4 => {
@@ -179,7 +179,7 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
                 1 => format!("{:?}", cache.new_weight_version(None)),
                 2 | 3 => format!("{:?}", cache.pin(sequence, tokens / BLOCK_SIZE * BLOCK_SIZE)),
                 4 => format!("{:?}", cache.unpin(sequence)),
-                5 => format!("{:?}", cache.store().demote(usize::from(b / 8))),
+                5 => format!("{:?}", cache.store_mut().demote(usize::from(b / 8))),
                 _ => format!(
                     "{:?} {:?}",
                     cache.count_prefix_hits(sequence),
@@ -236,10 +236,9 @@ fn run<M: Mode>(groups: Groups, config: PoolConfig, calls: &[[u8; 3]]) {
         Side::new(groups.clone(), PlainPool::new(config).unwrap(), table)
     };
     let mut tested = {
-        let table = RetentionTable::new(SHARE).unwrap();
-        let pool = BlockPool::<M>::with_ring_capacity(config, 512).unwrap();
-        pool.set_time(Duration::ZERO);
-        Side::new(groups, pool, table)
+        let mut ledger = RetentionTable::new(SHARE).unwrap();
+        ledger.set_time(Duration::ZERO);
+        Side::new(groups, Writer::<M>::with_ring_capacity(config, 512).unwrap(), ledger)
     };
     for &call in calls {
         assert_eq!(tested.call(call), plain.call(call), "{call:?} came to something else");

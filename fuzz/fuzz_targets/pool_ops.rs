@@ -8,7 +8,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
+use prefixcache_core::pool::{Writer, Mode, Shared, SingleWriter};
 use prefixcache_core::store::FreeOrder;
 use prefixcache_oracle::differential::{assert_conserves, assert_same_as_plain, config};
 
@@ -24,7 +24,7 @@ fn run<M: Mode>(choice: u8, steps: &[[u8; 3]]) {
     let order = if choice & 2 == 0 { FreeOrder::UnhashedFirst } else { FreeOrder::Append };
     let policy = if choice & 8 == 0 { EvictionPolicy::Lru } else { EvictionPolicy::ReuseQueue };
     let config = config(4 + usize::from(choice >> 3) * 2, order, policy);
-    let pool = |ring| BlockPool::<M>::with_ring_capacity(config, ring).unwrap();
+    let pool = |ring| Writer::<M>::with_ring_capacity(config, ring).unwrap();
     if choice & 4 == 0 {
         assert_same_as_plain(config, &pool(LONG_RING), steps);
     } else {

@@ -13,8 +13,8 @@ use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::hints::{Hint, Hints, Owner, RetentionTable};
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
 use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue};
-use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
-use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig};
+use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
+use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
 
 /// Blocks of one request: a prompt of 32k tokens.
@@ -35,7 +35,7 @@ fn keys(first: usize, count: usize) -> Vec<BlockKey> {
 }
 
 /// Takes blocks, registers them under `keys` and releases them.
-fn cache(pool: &impl BlockStore, keys: &[BlockKey]) {
+fn cache(pool: &mut impl BlockStore, keys: &[BlockKey]) {
     let mut blocks: Vec<BlockId> = Vec::with_capacity(keys.len());
     pool.allocate(keys.len(), &mut blocks).unwrap();
     for (&block, &key) in blocks.iter().zip(keys) {
@@ -47,7 +47,7 @@ fn cache(pool: &impl BlockStore, keys: &[BlockKey]) {
 
 /// One turn of the busy writer: a request that hits is taken and given back, and one that does not
 /// evicts. `hot` stays cached, as it is taken again and again.
-fn write_turn(pool: &impl BlockStore, hot: &[BlockKey], turn: usize) {
+fn write_turn(pool: &mut impl BlockStore, hot: &[BlockKey], turn: usize) {
     let mut blocks = Vec::with_capacity(REQUEST);
     let _ = pool.commit(hot.iter().copied(), 0, &mut blocks);
     pool.release(&blocks).unwrap();
@@ -68,10 +68,11 @@ fn report(name: &str, mut samples: Vec<Duration>) {
 }
 
 /// Times `probe` for two seconds while `write` runs in another thread.
-fn beside_writer(name: &str, write: impl Fn(usize) + Sync, probe: impl Fn() -> usize) {
+fn beside_writer(name: &str, mut write: impl FnMut(usize) + Send, probe: impl Fn() -> usize) {
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        scope.spawn(|| {
+        let stop = &stop;
+        scope.spawn(move || {
             let mut turn = 0;
             while !stop.load(Ordering::Relaxed) {
                 write(turn);
@@ -94,22 +95,24 @@ fn probe_beside_writer() {
     println!("\nA probe of {PROBE} blocks beside a thread that evicts {REQUEST} at a time");
     let hot = keys(0, REQUEST);
     let config = PoolConfig::new(1 << 17);
-    let lock_free = BlockPool::<Shared>::new(config).unwrap();
-    fill(&lock_free, 1 << 17);
-    let write = |turn| write_turn(&lock_free, &hot, turn);
-    let probe = || lock_free.count_leading(hot[..PROBE].iter().copied());
+    let mut lock_free = Writer::<Shared>::in_mode(config).unwrap();
+    fill(&mut lock_free, 1 << 17);
+    let reader = lock_free.reader();
+    let write = |turn| write_turn(&mut lock_free, &hot, turn);
+    let probe = || reader.count_leading(hot[..PROBE].iter().copied());
     beside_writer("shared", write, probe);
-    let single = BlockPool::<SingleWriter>::new(config).unwrap();
-    fill(&single, 1 << 17);
-    let probe = || single.count_leading(hot[..PROBE].iter().copied());
+    let mut single = Writer::<SingleWriter>::in_mode(config).unwrap();
+    fill(&mut single, 1 << 17);
+    let reader = single.reader();
+    let probe = || reader.count_leading(hot[..PROBE].iter().copied());
     beside_writer(
         "single writer",
-        |turn| write_turn(&single, &hot, turn),
+        |turn| write_turn(&mut single, &hot, turn),
         probe,
     );
     let mutex = Mutex::new(PlainPool::new(config).unwrap());
-    fill(&*mutex.lock().unwrap(), 1 << 17);
-    let write = |turn| write_turn(&*mutex.lock().unwrap(), &hot, turn);
+    fill(&mut *mutex.lock().unwrap(), 1 << 17);
+    let write = |turn| write_turn(&mut *mutex.lock().unwrap(), &hot, turn);
     let probe = || {
         mutex
             .lock()
@@ -120,7 +123,7 @@ fn probe_beside_writer() {
 }
 
 /// Fills a pool with cached blocks, but for one request's.
-fn fill(pool: &impl BlockStore, num_blocks: usize) {
+fn fill(pool: &mut impl BlockStore, num_blocks: usize) {
     for first in (0..num_blocks - REQUEST).step_by(REQUEST) {
         cache(pool, &keys(first, REQUEST));
     }
@@ -143,7 +146,7 @@ fn inform(reuse: &ReuseQueue, round: usize) {
 }
 
 /// How long evictions take out of a pool that is full of `cached` blocks; `between` is called after each.
-fn evictions(pool: &impl BlockStore, cached: usize, between: impl Fn()) -> Vec<Duration> {
+fn evictions(pool: &mut impl BlockStore, cached: usize, between: impl Fn()) -> Vec<Duration> {
     cache(pool, &keys(0, cached));
     let evict = |round| {
         let mut blocks = Vec::with_capacity(EVICTED);
@@ -175,10 +178,10 @@ const FORMS: [(&str, EvictionPolicy, bool); 3] = [
 fn evict_against_cached(mut report: impl FnMut(&str, usize, Vec<Duration>)) {
     for cached in [1_000, 10_000, 100_000, 1_000_000] {
         let config = PoolConfig::new(cached + 1);
-        let plain = PlainPool::new(config).unwrap();
-        report("plain", cached, evictions(&plain, cached, || {}));
+        let mut plain = PlainPool::new(config).unwrap();
+        report("plain", cached, evictions(&mut plain, cached, || {}));
         for (name, eviction_policy, listens) in FORMS {
-            let pool = BlockPool::<SingleWriter>::new(PoolConfig {
+            let mut pool = Writer::<SingleWriter>::in_mode(PoolConfig {
                 eviction_policy,
                 ..config
             })
@@ -186,8 +189,9 @@ fn evict_against_cached(mut report: impl FnMut(&str, usize, Vec<Duration>)) {
             if listens {
                 pool.listen(4 * EVICTED, &[]).unwrap();
             }
-            let read = || pool.take_losses(EVICTED, &mut Vec::new());
-            report(name, cached, evictions(&pool, cached, read));
+            let reader = pool.reader();
+            let read = || reader.take_losses(EVICTED, &mut Vec::new());
+            report(name, cached, evictions(&mut pool, cached, read));
             assert_eq!(pool.content_drops(), 0, "content was dropped");
         }
     }
@@ -254,12 +258,11 @@ fn print_hints() {
         block_size: 1,
         groups: Groups::full(1).unwrap(),
     };
-    let caches = [(); 2].map(|()| {
-        let pool = BlockPool::<SingleWriter>::new(PoolConfig::new(5 * BLOCKS)).unwrap();
+    let mut caches = [(); 2].map(|()| {
+        let pool = Writer::new(PoolConfig::new(5 * BLOCKS)).unwrap();
         let cache = PrefixCache::new(hashing.clone(), pool).unwrap();
         (cache, RetentionTable::new(1.0).unwrap())
     });
-    let mut caches = caches;
     for round in 0..200 {
         for (at, (cache, table)) in caches.iter_mut().enumerate() {
             let tokens = (0..BLOCKS as u32).collect();
@@ -277,15 +280,14 @@ fn print_hints() {
             let start = Instant::now();
             let plan = cache.commit_prefix_plan(&mut sequence, hits, BLOCKS - hits);
             assert_eq!(plan.unwrap(), Some(hits));
-            table.note_hits(cache.store(), &sequence);
+            table.note_hits(cache.store_mut(), &sequence);
             let committed = start.elapsed();
             cache
                 .mark_blocks_filled(&mut [&mut sequence], &[BLOCKS])
                 .unwrap();
             let start = Instant::now();
-            cache
-                .release_with_hints(table, &mut [&mut sequence])
-                .unwrap();
+            table.keep(cache.store_mut(), &sequence);
+            cache.release(&mut [&mut sequence]).unwrap();
             if round > 0 {
                 commits[at].push(committed);
                 releases[at].push(start.elapsed());
@@ -301,8 +303,8 @@ fn print_hints() {
 /// One cold block at the head of the line, and all others behind it released again and again.
 fn dead_run<M: Mode>(name: &str) {
     let blocks = 1 << 20;
-    let pool = BlockPool::<M>::new(PoolConfig::new(blocks + 1)).unwrap();
-    cache(&pool, &keys(0, blocks));
+    let mut pool = Writer::<M>::in_mode(PoolConfig::new(blocks + 1)).unwrap();
+    cache(&mut pool, &keys(0, blocks));
     let all = keys(0, blocks - REQUEST);
     let mut releases = Vec::new();
     for chunk in (0..4).flat_map(|_| all.chunks(REQUEST)) {

@@ -140,8 +140,8 @@ pub(crate) struct Raising {
 impl Raising {
     /// Of each group, for all blocks that the sequence has published.
     pub(crate) fn of_groups(hints: &Hints, sequence: &Sequence, holding: &Holding) -> Vec<Self> {
-        let (full, size) = (holding.num_published, sequence.hash_config.block_size);
-        let specs = sequence.hash_config.groups.specs();
+        let (full, size) = (holding.num_published, sequence.config().block_size);
+        let specs = sequence.config().groups.specs();
         let of = |spec: &GroupSpec| {
             let range = |hint: &Hint| {
                 let end = hint.end_block(full, size);

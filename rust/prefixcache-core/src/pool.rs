@@ -53,40 +53,44 @@
 
 mod bound;
 mod content;
+mod credits;
 mod evictions;
+mod free_stack;
 mod give;
+mod index;
 mod map;
-#[cfg(all(test, loom))]
-mod models;
 mod moves;
+mod multi_writer;
 mod pins;
-#[cfg(all(test, shuttle, not(loom)))]
-mod schedules;
+mod ring;
 mod size;
 mod take;
 mod validate;
+mod writer;
 
 use crossbeam_queue::SegQueue;
 
 use crate::band::Band;
 use crate::block::{Block, ByClass, Class, ClassSet, Content, Place};
 use crate::clock::Clock;
-use crate::credits::Credits;
-use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, PoolError, ResizeError};
+use crate::error::{Broken, InvalidArgument, Misuse, PoolError};
 use crate::events::Journal;
-use crate::free_stack::{FreeStack, FreshRun};
 use crate::id::{BlockId, Epoch};
-use crate::index::Index;
 use crate::losses::{Cause, Losses};
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
-use crate::ring::{Ring, VacatedSlots};
-use crate::stats::StoreStats;
-use crate::store::{BlockKey, BlockStore, HintedChange, Moves, PoolConfig, Registration};
+use crate::store::sealed::Sealed;
+use crate::store::{BlockKey, HintedChange, Lookup, PoolConfig, StoreStats};
 use crate::sync::{AtomicBool, AtomicU64, OnceLock, Ordering, OwnLine};
 use crate::zeroed::Zeroed;
+use credits::Credits;
+use free_stack::{FreeStack, FreshRun};
+use index::Index;
+use ring::{Ring, VacatedSlots};
 
 pub use crate::sync::{Mode, Shared, SingleWriter};
 pub use map::{BlockMap, BlockState};
+pub use multi_writer::{AnyReader, AnyWriter, MultiWriter};
+pub use writer::{Reader, Writer};
 
 use Ordering::{Acquire, Relaxed};
 
@@ -96,10 +100,9 @@ const MIN_RING: usize = 1 << 18;
 /// Ring slots for each block: the rest is room for vacant slots.
 const SLOTS_PER_BLOCK: usize = 4;
 
-/// A pool of blocks that any number of threads may use: see the [module](self).
+/// A pool of blocks as any number of threads may look at it: see the [module](self).
 ///
-/// With [`SingleWriter`] one thread at a time may call the methods that change the pool (its caller
-/// sees to that), and any number may call [`lookup`](BlockStore::lookup) beside it.
+/// A [`Writer`] makes it and alone can change it; a [`Reader`] keeps it for others.
 pub struct BlockPool<M: Mode> {
     config: PoolConfig,
     blocks: Zeroed<Block>,
@@ -237,7 +240,7 @@ impl<M: Mode> BlockPool<M> {
     /// A pool whose blocks are all free and without content.
     ///
     /// Fails when a size is out of range or there is no memory for `max_blocks` blocks.
-    pub fn new(config: PoolConfig) -> Result<Self, PoolError> {
+    fn new(config: PoolConfig) -> Result<Self, PoolError> {
         config.check()?;
         let slots = config
             .max_blocks
@@ -250,7 +253,7 @@ impl<M: Mode> BlockPool<M> {
     ///
     /// For tests and measurements: a ring of fewer than four slots a block can fill up, and then
     /// releases drop content ([`Self::content_drops`]).
-    pub fn with_ring_capacity(config: PoolConfig, ring_capacity: usize) -> Result<Self, PoolError> {
+    fn with_ring_capacity(config: PoolConfig, ring_capacity: usize) -> Result<Self, PoolError> {
         config.check()?;
         if !ring_capacity.is_power_of_two() || ring_capacity > 1 << 32 {
             let reason = format!("must be a power of two up to 2^32, not {ring_capacity}");
@@ -342,6 +345,57 @@ impl<M: Mode> BlockPool<M> {
         }
     }
 
+    /// Forgets every hash.
+    fn clear_index(&self) {
+        self.contents.clear::<M>();
+        self.note_cleared();
+        self.classes.mark_stale::<M>();
+    }
+
+    /// Takes the pins off the oldest `count` free blocks of the pinned line; how many there were.
+    fn demote(&self, count: usize) -> usize {
+        let demoted = self.unpin_oldest(count);
+        self.pins.count_demoted::<M>(demoted);
+        demoted
+    }
+
+    /// Gives up the content of the `count` free blocks that would lose it first; how many there were.
+    fn release_cached(&self, count: usize) -> usize {
+        self.give_up(count, Cause::Evicted)
+    }
+
+    /// Bounds the blocks that stand in line with content.
+    fn set_max_cached(&self, blocks: Option<usize>) {
+        self.bound.set(blocks);
+        self.keep_bound();
+    }
+
+    /// The next content that was lost with another band than the default one.
+    fn take_hinted_change(&self) -> Option<HintedChange> {
+        self.hinted.pop()
+    }
+
+    /// Fetches the place of `key` in the index.
+    fn prefetch(&self, key: &BlockKey) {
+        let spot = self.index.spot(&Content::from(key), self.epoch());
+        self.index.prefetch(spot);
+    }
+
+    /// Says that a batch of registrations begins.
+    fn begin_registrations(&self) {
+        self.tell_time_of_batch();
+    }
+
+    /// Takes `count` blocks from the front of the line, all or none.
+    #[cfg(test)]
+    fn allocate(
+        &self,
+        count: usize,
+        out: &mut Vec<BlockId>,
+    ) -> Result<(), crate::error::Exhausted> {
+        self.commit(std::iter::empty(), count, out).map(|_| ())
+    }
+
     /// Fails unless somebody holds the block.
     fn check_held(&self, id: BlockId) -> Result<(), Misuse> {
         if id.is_null() {
@@ -356,7 +410,13 @@ impl<M: Mode> BlockPool<M> {
     }
 }
 
-impl<M: Mode> BlockStore for BlockPool<M> {
+impl<M: Mode> Sealed for BlockPool<M> {}
+
+impl<M: Mode> Lookup for BlockPool<M> {
+    fn clock(&self) -> &Clock {
+        &self.clock
+    }
+
     fn lookup(&self, key: &BlockKey) -> Option<BlockId> {
         self.find(key)
     }
@@ -390,124 +450,8 @@ impl<M: Mode> BlockStore for BlockPool<M> {
             && self.contents.is_in_order()
     }
 
-    fn commit(
-        &self,
-        keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
-        num_new: usize,
-        out: &mut Vec<BlockId>,
-    ) -> Result<usize, Exhausted> {
-        self.take(keys, num_new, out)
-    }
-
-    fn expect(&self, key: &BlockKey) {
-        let spot = self.index.spot(&Content::from(key), self.epoch());
-        self.index.prefetch(spot);
-    }
-
-    fn begin_registrations(&self) {
-        self.tell_time_of_batch();
-    }
-
-    fn journal(&self) -> Option<&Journal> {
-        self.journal.get()
-    }
-
-    fn take_hinted_change(&self) -> Option<HintedChange> {
-        self.hinted.pop()
-    }
-
-    fn clock(&self) -> &Clock {
-        &self.clock
-    }
-
-    fn register(
-        &self,
-        block: BlockId,
-        key: BlockKey,
-        epoch: Epoch,
-    ) -> Result<Registration, Misuse> {
-        self.check_held(block)?;
-        self.enter(block, key, epoch)
-    }
-
-    fn release(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        self.give_back(blocks)
-    }
-
-    fn release_to(&self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse> {
-        self.give_back_to_queue(blocks, queue)
-    }
-
-    fn reuse_queue(&self) -> Option<&ReuseQueue> {
-        self.reuse.as_ref()
-    }
-
-    fn release_unneeded(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        self.give_back_unneeded(blocks)
-    }
-
     fn epoch(&self) -> Epoch {
         self.contents.epoch()
-    }
-
-    fn clear_index(&self) {
-        self.contents.clear::<M>();
-        self.note_cleared();
-        self.classes.mark_stale::<M>();
-    }
-
-    fn pin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
-        self.pin_all(blocks)
-    }
-
-    fn unpin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
-        self.unpin_all(blocks)
-    }
-
-    fn band(&self, key: &BlockKey) -> Option<Band> {
-        self.band_of(key)
-    }
-
-    fn held_band(&self, block: BlockId) -> Band {
-        self.block(block).state().own_class().band()
-    }
-
-    fn set_band(&self, key: &BlockKey, held: BlockId, band: Band) -> bool {
-        self.set_band_of(key, held, band)
-    }
-
-    fn demote(&self, count: usize) -> usize {
-        let demoted = self.unpin_oldest(count);
-        self.pins.count_demoted::<M>(demoted);
-        demoted
-    }
-
-    fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError> {
-        self.config.check_num_blocks(num_blocks)?;
-        self.resize_to(num_blocks)
-    }
-
-    fn begin_moves(
-        &self,
-        num_blocks: usize,
-        most: usize,
-        moves: &mut Moves,
-    ) -> Result<(), ResizeError> {
-        self.config.check_num_blocks(num_blocks)?;
-        self.begin(num_blocks, most, moves)
-    }
-
-    fn finish_moves(&self, moves: &mut Moves) -> Result<usize, ResizeError> {
-        self.finish(moves)
-    }
-
-    fn release_cached(&self, count: usize) -> usize {
-        self.give_up(count, Cause::Evicted)
-    }
-
-    fn set_max_cached(&self, blocks: Option<usize>) {
-        self.bound.set(blocks);
-        self.keep_bound();
     }
 
     fn num_blocks(&self) -> usize {
@@ -516,6 +460,23 @@ impl<M: Mode> BlockStore for BlockPool<M> {
 
     fn num_free(&self) -> usize {
         self.credits.available()
+    }
+
+    fn band(&self, key: &BlockKey) -> Option<Band> {
+        let hit = self.find(key)?;
+        Some(self.block(hit).state().own_class().band())
+    }
+
+    fn held_band(&self, block: BlockId) -> Band {
+        self.block(block).state().own_class().band()
+    }
+
+    fn reuse_queue(&self) -> Option<&ReuseQueue> {
+        self.reuse.as_ref()
+    }
+
+    fn journal(&self) -> Option<&Journal> {
+        self.journal.get()
     }
 
     fn free_order(&self) -> Vec<BlockId> {

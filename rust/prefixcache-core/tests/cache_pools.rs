@@ -15,10 +15,10 @@ use prefixcache_core::hints::RetentionTable;
 use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::BlockId;
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
-use prefixcache_core::retention::{Pins, Retention};
+use prefixcache_core::pool::{Shared, SingleWriter, Writer};
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockStore, FreeOrder, Moves, PoolConfig};
+use prefixcache_core::sequence::retention::{Pins, Retention};
+use prefixcache_core::store::{BlockStore, FreeOrder, Lookup, Moves, PoolConfig};
 use prefixcache_core::weights::WeightsName;
 use prefixcache_oracle::plain::PlainPool;
 use prefixcache_oracle::plain_retention::{Hinting, PlainRetention};
@@ -218,7 +218,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             }
             Step::Expire { seconds, most } => {
                 self.pass(1000 * seconds);
-                let moved = self.table.demote_expired(self.cache.store(), most);
+                let moved = self.table.demote_expired(self.cache.store_mut(), most);
                 self.answer(moved);
             }
             Step::BeginMoves { num_blocks, most } => self.begin_moves(num_blocks, most),
@@ -250,7 +250,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
     fn pass(&mut self, millis: u64) {
         self.time += millis;
         let now = Duration::from_millis(self.time);
-        self.cache.store().set_time(now);
+        self.cache.store_mut().set_time(now);
     }
 
     fn begin_moves(&mut self, num_blocks: usize, most: usize) {
@@ -296,7 +296,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
                 .commit_prefix_plan(&mut sequence, hits, len - hits + 1);
             self.answer((hits, &plan));
             if plan.unwrap().is_some() {
-                self.table.note_hits(self.cache.store(), &sequence);
+                self.table.note_hits(self.cache.store_mut(), &sequence);
                 self.live.push(sequence);
             }
         }
@@ -318,7 +318,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             .commit_in_chunks(&mut sequence, hits, rest, chunk);
         self.answer((hits, &plan));
         let Ok(Some(mut computed)) = plan else { return };
-        self.table.note_hits(self.cache.store(), &sequence);
+        self.table.note_hits(self.cache.store_mut(), &sequence);
         while computed < len {
             let upto = len.min(computed + chunk);
             let batch = &mut [&mut sequence];
@@ -376,7 +376,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
                 self.fill(&mut sequence);
                 let pinned = self.cache.pin_anchors(&[&mut sequence]);
                 self.answer(pinned);
-                self.table.keep(self.cache.store(), &sequence);
+                self.table.keep(self.cache.store_mut(), &sequence);
                 self.cache.release(&mut [&mut sequence]).unwrap();
                 return;
             }
@@ -487,12 +487,12 @@ fn check(groups: &Groups, order: Order, steps: &[Step]) -> Result<(), TestCaseEr
     let plain_table = PlainRetention::new(groups.clone(), BLOCK_SIZE, SHARE);
     let plain = answers(groups, PlainPool::new(config).unwrap(), plain_table, steps);
     let table = || RetentionTable::new(SHARE).unwrap();
-    let single = BlockPool::<SingleWriter>::with_ring_capacity(config, 128).unwrap();
+    let mut single = Writer::<SingleWriter>::with_ring_capacity(config, 128).unwrap();
     let reader = single.keep_journal(BLOCK_SIZE).unwrap();
     let mut single = Driver::new(groups, single, table());
     single.told = Some(Told::new(reader, BLOCK_SIZE));
     same(&plain, &run(single, steps))?;
-    let shared = BlockPool::<Shared>::with_ring_capacity(config, 128).unwrap();
+    let shared = Writer::<Shared>::with_ring_capacity(config, 128).unwrap();
     same(&plain, &answers(groups, shared, table(), steps))
 }
 
@@ -560,18 +560,18 @@ proptest! {
 
 const PROMPT: [u32; 6] = [1, 2, 3, 4, 5, 6];
 
-type SmallCache = PrefixCache<BlockPool<SingleWriter>>;
+type SmallCache = PrefixCache<Writer>;
 
 fn small_cache() -> SmallCache {
     Driver::new(
         &Groups::full(1).unwrap(),
-        BlockPool::new(PoolConfig::new(7)).unwrap(),
+        Writer::new(PoolConfig::new(7)).unwrap(),
         RetentionTable::new(SHARE).unwrap(),
     )
     .cache
 }
 
-fn commit(cache: &SmallCache, tokens: &[u32]) -> Sequence {
+fn commit(cache: &mut SmallCache, tokens: &[u32]) -> Sequence {
     let mut sequence = cache.new_sequence(tokens.to_vec(), Scope::default(), vec![]);
     let plan = cache.commit_prefix_plan(&mut sequence, 0, tokens.len());
     assert_eq!(plan.unwrap(), Some(0));
@@ -579,7 +579,7 @@ fn commit(cache: &SmallCache, tokens: &[u32]) -> Sequence {
 }
 
 /// A sequence of three blocks of its own, published and held.
-fn commit_and_fill(cache: &SmallCache) -> Sequence {
+fn commit_and_fill(cache: &mut SmallCache) -> Sequence {
     let mut sequence = commit(cache, &PROMPT);
     cache
         .mark_blocks_filled(&mut [&mut sequence], &[PROMPT.len()])
@@ -588,7 +588,7 @@ fn commit_and_fill(cache: &SmallCache) -> Sequence {
 }
 
 /// A released sequence of three cached blocks.
-fn cached(cache: &SmallCache) -> Sequence {
+fn cached(cache: &mut SmallCache) -> Sequence {
     let mut sequence = commit_and_fill(cache);
     cache.release(&mut [&mut sequence]).unwrap();
     assert_eq!(
@@ -600,35 +600,35 @@ fn cached(cache: &SmallCache) -> Sequence {
 
 #[test]
 fn a_head_that_loses_its_pin_is_missed_though_its_tail_stays() {
-    let cache = small_cache();
-    let mut whole = cached(&cache);
+    let mut cache = small_cache();
+    let mut whole = cached(&mut cache);
     assert_eq!(cache.pin(&mut whole, PROMPT.len()).unwrap(), 3);
     let mut head = cache.new_sequence(PROMPT[..BLOCK_SIZE].to_vec(), Scope::default(), vec![]);
     assert_eq!(cache.unpin(&mut head).unwrap(), 1);
-    commit(&cache, &[9; 4 * BLOCK_SIZE]);
+    commit(&mut cache, &[9; 4 * BLOCK_SIZE]);
     assert_eq!(cache.store().cached_blocks().len(), 2);
     assert_eq!(cache.count_prefix_hits(&mut whole).unwrap(), 0);
-    assert!(!bisects(&cache));
+    assert!(!bisects(&mut cache));
 }
 
 /// Hits are found by bisection as long as the pool says so.
-fn bisects(cache: &SmallCache) -> bool {
+fn bisects(cache: &mut SmallCache) -> bool {
     cache.store().evicts_in_order()
 }
 
 #[test]
 fn a_pin_and_a_demotion_leave_the_bisection_on() {
-    let cache = small_cache();
-    let mut whole = cached(&cache);
+    let mut cache = small_cache();
+    let mut whole = cached(&mut cache);
     assert_eq!(cache.pin(&mut whole, PROMPT.len()).unwrap(), 3);
     assert_eq!(cache.demote(1), 1);
     assert_eq!(cache.resize(7), Ok(0));
-    assert!(bisects(&cache));
+    assert!(bisects(&mut cache));
 }
 
 #[test]
 fn what_ends_the_bisection_ends_it_until_the_next_clear() {
-    let ends: [fn(&SmallCache, &mut Sequence); 4] = [
+    let ends: [fn(&mut SmallCache, &mut Sequence); 4] = [
         |cache, whole| assert_eq!(cache.unpin(whole).unwrap(), 3),
         // What a request holds goes before what stays in line.
         |cache, whole| {
@@ -648,42 +648,42 @@ fn what_ends_the_bisection_ends_it_until_the_next_clear() {
         },
     ];
     for end in ends {
-        let cache = small_cache();
-        let mut whole = cached(&cache);
+        let mut cache = small_cache();
+        let mut whole = cached(&mut cache);
         assert_eq!(cache.pin(&mut whole, PROMPT.len()).unwrap(), 3);
-        assert!(bisects(&cache));
-        end(&cache, &mut whole);
-        assert!(!bisects(&cache));
+        assert!(bisects(&mut cache));
+        end(&mut cache, &mut whole);
+        assert!(!bisects(&mut cache));
         cache.clear_cache_index();
-        assert!(bisects(&cache));
+        assert!(bisects(&mut cache));
     }
 }
 
 #[test]
 fn a_shrink_that_moves_leaves_the_bisection_on() {
-    let cache = small_cache();
-    let mut blank = commit(&cache, &PROMPT);
+    let mut cache = small_cache();
+    let mut blank = commit(&mut cache, &PROMPT);
     cache.release(&mut [&mut blank]).unwrap();
-    let mut whole = cached(&cache);
+    let mut whole = cached(&mut cache);
     let mut moves = Moves::default();
     // The head stands in the last of three blocks, and the shrunk pool has two.
     cache.begin_moves(3, 8, &mut moves).unwrap();
     assert_eq!(moves.under_way.len(), 1);
     assert_eq!(cache.finish_moves(&mut moves), Ok(1));
     assert_eq!(cache.resize(3), Ok(0));
-    assert!(bisects(&cache));
+    assert!(bisects(&mut cache));
     assert_eq!(cache.count_prefix_hits(&mut whole).unwrap(), 2 * BLOCK_SIZE);
 }
 
 #[test]
 fn a_head_that_is_retired_is_missed_though_its_tail_stays() {
-    let cache = small_cache();
+    let mut cache = small_cache();
     // Blank blocks come back tail first, so that the head gets the highest id.
-    let mut blank = commit(&cache, &PROMPT);
+    let mut blank = commit(&mut cache, &PROMPT);
     cache.release(&mut [&mut blank]).unwrap();
-    let mut whole = cached(&cache);
+    let mut whole = cached(&mut cache);
     assert_eq!(cache.resize(3), Ok(0));
     assert_eq!(cache.store().cached_blocks().len(), 2);
     assert_eq!(cache.count_prefix_hits(&mut whole).unwrap(), 0);
-    assert!(!bisects(&cache));
+    assert!(!bisects(&mut cache));
 }

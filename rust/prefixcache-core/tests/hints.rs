@@ -10,10 +10,10 @@ use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::hints::{MAX_OWNERS, RetentionTable};
 use prefixcache_core::id::GroupId;
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{BlockPool, SingleWriter};
-use prefixcache_core::retention::{Pins, Retention};
+use prefixcache_core::pool::Writer;
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig};
+use prefixcache_core::sequence::retention::{Pins, Retention};
+use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -23,7 +23,7 @@ const SIZE: usize = 4;
 const BLOCKS: usize = 8;
 
 struct Served {
-    cache: PrefixCache<BlockPool<SingleWriter>>,
+    cache: PrefixCache<Writer>,
     table: RetentionTable,
 }
 
@@ -59,7 +59,7 @@ impl Served {
             block_size: SIZE,
             groups,
         };
-        let cache = PrefixCache::new(hashing, BlockPool::new(config).unwrap()).unwrap();
+        let cache = PrefixCache::new(hashing, Writer::new(config).unwrap()).unwrap();
         let mut served = Self {
             cache,
             table: RetentionTable::new(share).unwrap(),
@@ -70,7 +70,9 @@ impl Served {
 
     /// Sets the time, in seconds.
     fn at(&mut self, seconds: u64) {
-        self.cache.store().set_time(Duration::from_secs(seconds));
+        self.cache
+            .store_mut()
+            .set_time(Duration::from_secs(seconds));
     }
 
     fn begin(&mut self, tokens: &[u32], owner: &str, hints: &[Hint]) -> Sequence {
@@ -92,7 +94,7 @@ impl Served {
             .commit_prefix_plan(sequence, hits, rest + 1)
             .unwrap();
         assert_eq!(taken, Some(hits), "nothing is refused");
-        self.table.note_hits(self.cache.store(), sequence);
+        self.table.note_hits(self.cache.store_mut(), sequence);
     }
 
     fn end(&mut self, mut sequence: Sequence) {
@@ -104,9 +106,8 @@ impl Served {
         self.cache
             .mark_blocks_filled(&mut [&mut *sequence], &[upto])
             .unwrap();
-        self.cache
-            .release_with_hints(&mut self.table, &mut [sequence])
-            .unwrap();
+        self.table.keep(self.cache.store_mut(), sequence);
+        self.cache.release(&mut [sequence]).unwrap();
         self.cache.validate().unwrap();
     }
 
@@ -120,7 +121,7 @@ impl Served {
         let prompts = pools * self.cache.store().num_blocks() / BLOCKS + 1;
         for number in 0..prompts {
             self.serve(1000 + number as u32, "", &[]);
-            self.table.demote_expired(self.cache.store(), 16);
+            self.table.demote_expired(self.cache.store_mut(), 16);
         }
     }
 
@@ -264,10 +265,8 @@ fn the_ledger_is_bounded_whoever_asks() {
             .cache
             .mark_blocks_filled(&mut [&mut sequence], &[BLOCKS * SIZE])
             .unwrap();
-        served
-            .cache
-            .release_with_hints(&mut served.table, &mut [&mut sequence])
-            .unwrap();
+        served.table.keep(served.cache.store_mut(), &sequence);
+        served.cache.release(&mut [&mut sequence]).unwrap();
         let most = MAX_OWNERS * 64;
         assert!(served.table.len() <= most, "{} entries", served.table.len());
     }
@@ -307,12 +306,12 @@ fn a_slice_of_what_has_ended_leaves_prefixes() {
     let mut served = Served::new(60, 0.5);
     served.serve(1, "one", &[hint(None, 90, Some(1))]);
     served.at(5);
-    assert_eq!(served.table.demote_expired(served.cache.store(), 5), 5);
+    assert_eq!(served.table.demote_expired(served.cache.store_mut(), 5), 5);
     // Those of the end are as any others now.
     let prompts = 60 / BLOCKS as u32;
     (0..prompts).for_each(|number| served.serve(1000 + number, "", &[]));
     assert_eq!(served.hits(1), 3);
-    assert_eq!(served.table.demote_expired(served.cache.store(), 5), 3);
+    assert_eq!(served.table.demote_expired(served.cache.store_mut(), 5), 3);
 }
 
 #[test]
@@ -451,8 +450,8 @@ fn what_ends_late_ends_in_the_order_of_its_time() {
     };
     served.serve(1, "one", &[head, rest]);
     served.at(4000);
-    served.table.demote_expired(served.cache.store(), 256);
-    served.cache.store().release_cached(1);
+    served.table.demote_expired(served.cache.store_mut(), 256);
+    served.cache.store_mut().release_cached(1);
     assert_eq!(served.linear_hits(&prompt(1)), BLOCKS - 1);
     served.check_counts([prompt(1)]);
 }
@@ -461,16 +460,16 @@ fn what_ends_late_ends_in_the_order_of_its_time() {
 fn what_comes_back_is_nobodys() {
     let mut served = Served::new(40, 1.0);
     served.serve(1, "one", &[hint(Some((BLOCKS - 1) * SIZE), 95, None)]);
-    served.cache.store().release_cached(2);
+    served.cache.store_mut().release_cached(2);
     served.serve(1, "one", &[hint(None, 55, None)]);
-    served.cache.store().release_cached(2);
+    served.cache.store_mut().release_cached(2);
     served.check_counts([prompt(1)]);
     assert_eq!(served.linear_hits(&prompt(1)), BLOCKS - 2);
 
     // It counts against no share, either: the younger prompt keeps its priority.
     let mut served = Served::new(2 * BLOCKS + 2, 0.5);
     served.serve(1, "one", &[hint(None, 95, None)]);
-    served.cache.store().release_cached(BLOCKS);
+    served.cache.store_mut().release_cached(BLOCKS);
     served.serve(2, "one", &[hint(None, 95, None)]);
     assert_eq!(served.table.stats().hinted, BLOCKS);
     assert_eq!(served.table.stats().demoted, 0);
@@ -539,15 +538,15 @@ proptest! {
                     served.at(now);
                 }
                 Event::Expire(most) => {
-                    served.table.demote_expired(served.cache.store(), most);
+                    served.table.demote_expired(served.cache.store_mut(), most);
                 }
                 Event::Evict(count) => {
-                    served.cache.store().release_cached(count);
+                    served.cache.store_mut().release_cached(count);
                 }
                 Event::Clear => served.cache.clear_cache_index(),
             }
             served.check_counts((0..6).map(|number| related(number, BLOCKS)));
-            served.table.forget_evicted(served.cache.store());
+            served.table.forget_evicted(served.cache.store_mut());
             let cached = served.cache.store().cached_blocks().len();
             prop_assert!(served.table.stats().hinted <= cached);
         }

@@ -6,7 +6,7 @@ use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::Groups;
 use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{BlockPool, SingleWriter};
+use prefixcache_core::pool::{SingleWriter, Writer};
 use prefixcache_core::store::{BlockStore, PoolConfig};
 
 #[path = "common/random.rs"]
@@ -78,7 +78,7 @@ fn hit_rate(policy: EvictionPolicy, mut next: Next, seed: u64) -> f64 {
         eviction_policy: policy,
         ..PoolConfig::new(NUM_BLOCKS)
     };
-    let pool = BlockPool::<SingleWriter>::new(config).unwrap();
+    let pool = Writer::<SingleWriter>::in_mode(config).unwrap();
     let hashes = HashConfig {
         model: String::new(),
         revision: String::new(),
@@ -87,12 +87,12 @@ fn hit_rate(policy: EvictionPolicy, mut next: Next, seed: u64) -> f64 {
         block_size: 1,
         groups: Groups::full(1).unwrap(),
     };
-    let cache = PrefixCache::new(hashes, pool).unwrap();
+    let mut cache = PrefixCache::new(hashes, pool).unwrap();
     let mut random = Random(seed);
     let (mut hits, mut asked) = (0, 0);
     for at in 0..REQUESTS {
         cache
-            .store()
+            .store_mut()
             .set_time(Duration::from_millis(400 * at as u64));
         let prompt = next(&mut random);
         let len = prompt.len();

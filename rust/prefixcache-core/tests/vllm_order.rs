@@ -10,7 +10,7 @@ use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::id::BlockId;
-use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
+use prefixcache_core::pool::{Shared, SingleWriter, Writer};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockStore, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
@@ -236,10 +236,10 @@ fn plain_pool() {
 
 #[test]
 fn block_pool_with_a_single_writer() {
-    replay(|config| BlockPool::<SingleWriter>::with_ring_capacity(config, 256).unwrap());
+    replay(|config| Writer::<SingleWriter>::with_ring_capacity(config, 256).unwrap());
 }
 
 #[test]
 fn block_pool_shared() {
-    replay(|config| BlockPool::<Shared>::with_ring_capacity(config, 256).unwrap());
+    replay(|config| Writer::<Shared>::with_ring_capacity(config, 256).unwrap());
 }

@@ -3,7 +3,6 @@
 //! It is the oracle of the lock-free [`BlockStore`], so it favours being read over being fast; all
 //! the same every operation is O(1) per block, the removal from the middle of a tier included.
 
-use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,15 +13,16 @@ use prefixcache_core::id::{BlockId, Epoch};
 use prefixcache_core::losses::{Cause, Loss, LostBlock};
 use prefixcache_core::policy::{EvictionPolicy, Queue, Rank, ReuseQueue};
 use prefixcache_core::pool::{BlockMap, BlockState};
-use prefixcache_core::stats::StoreStats;
+use prefixcache_core::store::sealed::Sealed;
 use prefixcache_core::store::{
-    BlockKey, BlockStore, FreeOrder, MAX_COPIES, Move, Moves, PoolConfig, Registration,
+    BlockKey, BlockStore, FreeOrder, Lookup, MAX_COPIES, Move, Moves, PoolConfig, Registration,
+    StoreStats,
 };
 
-/// A pool for one owner; its methods take `&self` as [`BlockStore`] asks, and it is not `Sync`.
+/// A pool for one owner.
 #[derive(Debug)]
 pub struct PlainPool {
-    state: RefCell<State>,
+    state: State,
     reuse: Option<Arc<ReuseQueue>>,
     clock: Clock,
 }
@@ -186,20 +186,20 @@ impl PlainPool {
         };
         state.move_end(config.num_blocks);
         Ok(Self {
-            state: RefCell::new(state),
+            state,
             reuse,
             clock,
         })
     }
 
     /// Remembers what is lost from now on.
-    pub fn listen(&self) {
-        self.state.borrow_mut().losses = Some(Vec::new());
+    pub fn listen(&mut self) {
+        self.state.losses = Some(Vec::new());
     }
 
     /// What was lost since the last call, in this order.
-    pub fn take_losses(&self) -> Vec<Loss> {
-        let mut state = self.state.borrow_mut();
+    pub fn take_losses(&mut self) -> Vec<Loss> {
+        let state = &mut self.state;
         state
             .losses
             .as_mut()
@@ -211,7 +211,7 @@ impl PlainPool {
 impl PlainPool {
     /// What `BlockPool::map` tells, found by looking for each cell's blocks among all.
     pub fn map(&self, cells: usize, age_bounds: &[Duration]) -> BlockMap {
-        let state = self.state.borrow();
+        let state = &self.state;
         let num_blocks = state.num_blocks - 1;
         let cells = cells.min(num_blocks);
         let mut map = BlockMap::default();
@@ -246,71 +246,23 @@ impl PlainPool {
     }
 }
 
-impl BlockStore for PlainPool {
+impl Sealed for PlainPool {}
+
+impl Lookup for PlainPool {
     fn lookup(&self, key: &BlockKey) -> Option<BlockId> {
-        self.state.borrow().lookup(key)
-    }
-
-    fn commit(
-        &self,
-        keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
-        num_new: usize,
-        out: &mut Vec<BlockId>,
-    ) -> Result<usize, Exhausted> {
-        self.state.borrow_mut().commit(keys, num_new, out)
-    }
-
-    fn register(
-        &self,
-        block: BlockId,
-        key: BlockKey,
-        epoch: Epoch,
-    ) -> Result<Registration, Misuse> {
-        self.state.borrow_mut().register(block, key, epoch)
-    }
-
-    fn release(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        self.state.borrow_mut().release(blocks)
-    }
-
-    fn release_to(&self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse> {
-        self.state.borrow_mut().release_to(blocks, queue)
+        self.state.lookup(key)
     }
 
     fn reuse_queue(&self) -> Option<&ReuseQueue> {
         self.reuse.as_deref()
     }
 
-    fn release_unneeded(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        self.state.borrow_mut().release_unneeded(blocks)
-    }
-
     fn epoch(&self) -> Epoch {
-        self.state.borrow().epoch
-    }
-
-    fn clear_index(&self) {
-        let mut state = self.state.borrow_mut();
-        state.epoch = state.epoch.next();
-        if let Some(losses) = &mut state.losses {
-            losses.push(Loss::Everything);
-        }
-    }
-
-    fn pin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
-        self.state.borrow_mut().set_pins(blocks, true)
-    }
-
-    fn unpin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
-        self.state.borrow_mut().set_pins(blocks, false)
-    }
-
-    fn demote(&self, count: usize) -> usize {
-        self.state.borrow_mut().demote(count)
+        self.state.epoch
     }
 
     fn band(&self, key: &BlockKey) -> Option<Band> {
-        let state = self.state.borrow();
+        let state = &self.state;
         state.lookup(key).map(|id| state.blocks[id.index()].band)
     }
 
@@ -319,55 +271,24 @@ impl BlockStore for PlainPool {
     }
 
     fn key_of(&self, block: BlockId) -> BlockKey {
-        let content = self.state.borrow().blocks[block.index()].content;
+        let content = self.state.blocks[block.index()].content;
         content.expect("the block has content").0
     }
 
     fn held_band(&self, block: BlockId) -> Band {
-        self.state.borrow().blocks[block.index()].band
-    }
-
-    fn set_band(&self, key: &BlockKey, _held: BlockId, band: Band) -> bool {
-        self.state.borrow_mut().set_band(key, band)
-    }
-
-    fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError> {
-        self.state.borrow_mut().resize(num_blocks)
-    }
-
-    fn begin_moves(
-        &self,
-        num_blocks: usize,
-        most: usize,
-        moves: &mut Moves,
-    ) -> Result<(), ResizeError> {
-        self.state.borrow_mut().begin_moves(num_blocks, most, moves)
-    }
-
-    fn finish_moves(&self, moves: &mut Moves) -> Result<usize, ResizeError> {
-        Ok(self.state.borrow_mut().finish_moves(moves))
-    }
-
-    fn release_cached(&self, count: usize) -> usize {
-        self.state.borrow_mut().give_up(count, Cause::Evicted)
-    }
-
-    fn set_max_cached(&self, blocks: Option<usize>) {
-        let mut state = self.state.borrow_mut();
-        state.max_cached = blocks.unwrap_or(usize::MAX);
-        state.keep_bound();
+        self.state.blocks[block.index()].band
     }
 
     fn num_blocks(&self) -> usize {
-        self.state.borrow().num_blocks
+        self.state.num_blocks
     }
 
     fn num_free(&self) -> usize {
-        self.state.borrow().num_free()
+        self.state.num_free()
     }
 
     fn free_order(&self) -> Vec<BlockId> {
-        let state = self.state.borrow();
+        let state = &self.state;
         let ended = state.ended();
         let line = ended.iter().copied().chain(state.walk(state.blank));
         let tiers = Band::all().flat_map(|band| state.tiers_of(band));
@@ -376,20 +297,103 @@ impl BlockStore for PlainPool {
     }
 
     fn cached_blocks(&self) -> Vec<BlockId> {
-        let state = self.state.borrow();
+        let state = &self.state;
         state.ids().filter(|&id| state.is_cached(id)).collect()
     }
 
     fn stats(&self) -> StoreStats {
-        self.state.borrow().stats()
+        self.state.stats()
     }
 
     fn num_holders(&self, block: BlockId) -> usize {
-        self.state.borrow().blocks[block.index()].holders as usize
+        self.state.blocks[block.index()].holders as usize
     }
 
     fn validate(&self) -> Result<(), Broken> {
-        self.state.borrow().validate()
+        self.state.validate()
+    }
+}
+
+impl BlockStore for PlainPool {
+    fn commit(
+        &mut self,
+        keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
+        num_new: usize,
+        out: &mut Vec<BlockId>,
+    ) -> Result<usize, Exhausted> {
+        self.state.commit(keys, num_new, out)
+    }
+
+    fn register(
+        &mut self,
+        block: BlockId,
+        key: BlockKey,
+        epoch: Epoch,
+    ) -> Result<Registration, Misuse> {
+        self.state.register(block, key, epoch)
+    }
+
+    fn release(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
+        self.state.release(blocks)
+    }
+
+    fn release_to(&mut self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse> {
+        self.state.release_to(blocks, queue)
+    }
+
+    fn release_unneeded(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
+        self.state.release_unneeded(blocks)
+    }
+
+    fn clear_index(&mut self) {
+        let state = &mut self.state;
+        state.epoch = state.epoch.next();
+        if let Some(losses) = &mut state.losses {
+            losses.push(Loss::Everything);
+        }
+    }
+
+    fn pin(&mut self, blocks: &[BlockId]) -> Result<usize, Misuse> {
+        self.state.set_pins(blocks, true)
+    }
+
+    fn unpin(&mut self, blocks: &[BlockId]) -> Result<usize, Misuse> {
+        self.state.set_pins(blocks, false)
+    }
+
+    fn demote(&mut self, count: usize) -> usize {
+        self.state.demote(count)
+    }
+
+    fn set_band(&mut self, key: &BlockKey, _held: BlockId, band: Band) -> bool {
+        self.state.set_band(key, band)
+    }
+
+    fn resize(&mut self, num_blocks: usize) -> Result<usize, ResizeError> {
+        self.state.resize(num_blocks)
+    }
+
+    fn begin_moves(
+        &mut self,
+        num_blocks: usize,
+        most: usize,
+        moves: &mut Moves,
+    ) -> Result<(), ResizeError> {
+        self.state.begin_moves(num_blocks, most, moves)
+    }
+
+    fn finish_moves(&mut self, moves: &mut Moves) -> Result<usize, ResizeError> {
+        Ok(self.state.finish_moves(moves))
+    }
+
+    fn release_cached(&mut self, count: usize) -> usize {
+        self.state.give_up(count, Cause::Evicted)
+    }
+
+    fn set_max_cached(&mut self, blocks: Option<usize>) {
+        let state = &mut self.state;
+        state.max_cached = blocks.unwrap_or(usize::MAX);
+        state.keep_bound();
     }
 }
 

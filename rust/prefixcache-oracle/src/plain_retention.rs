@@ -10,25 +10,25 @@ use prefixcache_core::store::{BlockKey, BlockStore};
 /// A retention table, as a driver of several pools calls it.
 pub trait Hinting {
     /// After a commit.
-    fn note_hits(&mut self, store: &impl BlockStore, sequence: &Sequence);
+    fn note_hits(&mut self, store: &mut impl BlockStore, sequence: &Sequence);
     /// Before a release.
-    fn keep(&mut self, store: &impl BlockStore, sequence: &Sequence);
+    fn keep(&mut self, store: &mut impl BlockStore, sequence: &Sequence);
     /// Demotes what has ended.
-    fn demote_expired(&mut self, store: &impl BlockStore, most: usize) -> usize;
-    /// Its counts.
+    fn demote_expired(&mut self, store: &mut impl BlockStore, most: usize) -> usize;
+    /// What it tells of itself.
     fn stats(&self) -> HintStats;
 }
 
 impl Hinting for RetentionTable {
-    fn note_hits(&mut self, store: &impl BlockStore, sequence: &Sequence) {
+    fn note_hits(&mut self, store: &mut impl BlockStore, sequence: &Sequence) {
         Self::note_hits(self, store, sequence);
     }
 
-    fn keep(&mut self, store: &impl BlockStore, sequence: &Sequence) {
+    fn keep(&mut self, store: &mut impl BlockStore, sequence: &Sequence) {
         Self::keep(self, store, sequence);
     }
 
-    fn demote_expired(&mut self, store: &impl BlockStore, most: usize) -> usize {
+    fn demote_expired(&mut self, store: &mut impl BlockStore, most: usize) -> usize {
         Self::demote_expired(self, store, most)
     }
 
@@ -103,8 +103,7 @@ impl PlainRetention {
     }
 
     /// Only what is there, with the band that was asked for, was asked for.
-    fn forget_evicted(&mut self, store: &impl BlockStore) {
-        self.now = store.clock().now().as_millis() as Time;
+    fn forget_evicted(&mut self, store: &mut impl BlockStore) {
         if self.epoch != store.epoch() {
             self.epoch = store.epoch();
             self.asked.clear();
@@ -149,13 +148,13 @@ impl PlainRetention {
     }
 
     /// Removes an entry; whether its content moved to another band.
-    fn end(&mut self, store: &impl BlockStore, at: usize) -> bool {
+    fn end(&mut self, store: &mut impl BlockStore, at: usize) -> bool {
         let before = self.band(&self.asked[at].key);
         let key = self.asked.remove(at).key;
         self.move_from(store, &key, before)
     }
 
-    fn move_from(&self, store: &impl BlockStore, key: &BlockKey, before: Band) -> bool {
+    fn move_from(&self, store: &mut impl BlockStore, key: &BlockKey, before: Band) -> bool {
         let after = self.band(key);
         after != before
             && store.band(key) == Some(before)
@@ -164,7 +163,7 @@ impl PlainRetention {
 
     fn ask(
         &mut self,
-        store: &impl BlockStore,
+        store: &mut impl BlockStore,
         key: BlockKey,
         owner: Option<Owner>,
         wishes: &[(Band, Option<Time>)],
@@ -256,7 +255,7 @@ impl PlainRetention {
             .filter(|&band| band < Band::DEFAULT)
     }
 
-    fn lower(&mut self, store: &impl BlockStore, sequence: &Sequence, hints: &[Hint]) {
+    fn lower(&mut self, store: &mut impl BlockStore, sequence: &Sequence, hints: &[Hint]) {
         let size = self.block_size;
         let published: Vec<_> = self.published(sequence).collect();
         // Groups in their order, blocks from the last on.
@@ -282,7 +281,7 @@ fn wish(hint: &Hint) -> (Band, Option<Time>) {
 }
 
 impl Hinting for PlainRetention {
-    fn note_hits(&mut self, store: &impl BlockStore, sequence: &Sequence) {
+    fn note_hits(&mut self, store: &mut impl BlockStore, sequence: &Sequence) {
         let hits = sequence.num_hits() / self.block_size;
         self.forget_evicted(store);
         if hits == 0 {
@@ -317,7 +316,7 @@ impl Hinting for PlainRetention {
         }
     }
 
-    fn keep(&mut self, store: &impl BlockStore, sequence: &Sequence) {
+    fn keep(&mut self, store: &mut impl BlockStore, sequence: &Sequence) {
         let Some(hints) = sequence.hints().filter(|_| sequence.is_committed()) else {
             return;
         };
@@ -359,7 +358,7 @@ impl Hinting for PlainRetention {
         }
     }
 
-    fn demote_expired(&mut self, store: &impl BlockStore, most: usize) -> usize {
+    fn demote_expired(&mut self, store: &mut impl BlockStore, most: usize) -> usize {
         self.forget_evicted(store);
         let mut moved = 0;
         for _ in 0..most {

@@ -152,7 +152,7 @@ impl RetentionTable {
 
     /// Forgets what was asked for content that has left the pool since the last call, be it back or not: it came
     /// back without a band.
-    pub fn forget_evicted(&mut self, store: &impl BlockStore) {
+    pub fn forget_evicted(&mut self, store: &mut impl BlockStore) {
         if self.epoch != store.epoch() {
             // Content of ended epochs can be hit no more.
             *self = Self {
@@ -196,7 +196,7 @@ impl RetentionTable {
     // Use.
 
     /// Starts the TTLs of what a committed sequence hit again. To be called after the commit.
-    pub fn note_hits(&mut self, store: &impl BlockStore, sequence: &Sequence) {
+    pub fn note_hits(&mut self, store: &mut impl BlockStore, sequence: &Sequence) {
         let Some(holding) = &sequence.holding else {
             return;
         };
@@ -216,7 +216,7 @@ impl RetentionTable {
         self.link_all(uses);
     }
 
-    fn refresh(&mut self, store: &impl BlockStore, block: BlockId, now: Time, uses: &mut Uses) {
+    fn refresh(&mut self, store: &mut impl BlockStore, block: BlockId, now: Time, uses: &mut Uses) {
         let mut next = self.first_of(block);
         while next != NONE {
             let entry = next;
@@ -272,7 +272,7 @@ impl RetentionTable {
 
     /// Does what a sequence's hints ask for, with what it has published. To be called before its release,
     /// while it holds its blocks.
-    pub fn keep(&mut self, store: &impl BlockStore, sequence: &Sequence) {
+    pub fn keep(&mut self, store: &mut impl BlockStore, sequence: &Sequence) {
         let (Some(hints), Some(holding)) = (&sequence.hints, &sequence.holding) else {
             return;
         };
@@ -305,13 +305,13 @@ impl RetentionTable {
     /// is raised too.
     fn find_raised(
         &self,
-        store: &impl BlockStore,
+        store: &mut impl BlockStore,
         released: &Released,
         ranges: &mut [Raising],
         raised: &mut Vec<Raise>,
     ) {
         let owner = self.names.get(&released.hints.owner()).copied();
-        let groups = &released.sequence.hash_config.groups;
+        let groups = &released.sequence.config().groups;
         let mut ended = vec![false; groups.count()];
         let last = ranges.iter().map(Raising::end).max().unwrap_or(0);
         for index in 0..last {
@@ -351,7 +351,7 @@ impl RetentionTable {
 
     fn raise(
         &mut self,
-        store: &impl BlockStore,
+        store: &mut impl BlockStore,
         released: &Released,
         ranges: &mut [Raising],
         raised: &[Raise],
@@ -377,7 +377,7 @@ impl RetentionTable {
     }
 
     /// Lowers what the sequence itself has computed, and nobody asked for.
-    fn lower(&mut self, store: &impl BlockStore, released: &Released) {
+    fn lower(&mut self, store: &mut impl BlockStore, released: &Released) {
         let Released {
             sequence,
             holding,
@@ -385,7 +385,7 @@ impl RetentionTable {
             now,
             ..
         } = *released;
-        let size = sequence.hash_config.block_size;
+        let size = sequence.config().block_size;
         let mut uses = Uses::default();
         let mut end = holding.num_published;
         while end > holding.num_hits
@@ -393,7 +393,7 @@ impl RetentionTable {
         {
             let first = first.max(holding.num_hits);
             for index in (first..end).rev() {
-                for (group, _) in sequence.hash_config.groups.each() {
+                for (group, _) in sequence.config().groups.each() {
                     let (key, held) = released.block(group, index);
                     let is_own = !held.is_null() && store.lookup_held(&key, held) == Some(held);
                     if !is_own || self.first_of(held) != NONE {
@@ -468,7 +468,7 @@ impl RetentionTable {
     // Ending.
 
     /// Ends what an owner used longest ago, down to `most`.
-    fn keep_to(&mut self, store: &impl BlockStore, owner: Owner, most: usize) {
+    fn keep_to(&mut self, store: &mut impl BlockStore, owner: Owner, most: usize) {
         while let Some(&at) = self.names.get(&owner)
             && self.owners[at].len > most
         {
@@ -480,7 +480,7 @@ impl RetentionTable {
     /// Gives content whose TTL has ended the band that it has without, of `most` entries at most, those
     /// that ended first. Returns how many blocks moved to another band. To be called now and then, such as
     /// before each step of a scheduler.
-    pub fn demote_expired(&mut self, store: &impl BlockStore, most: usize) -> usize {
+    pub fn demote_expired(&mut self, store: &mut impl BlockStore, most: usize) -> usize {
         self.forget_evicted(store);
         let now = millis(store.clock().now());
         let mut moved = 0;
@@ -499,7 +499,7 @@ impl RetentionTable {
     ///
     /// What ended later is dropped in its own turn, even where that is over too: content goes from line to line
     /// in the order in which its levels ended, so that a prompt's last blocks are always before its first ones.
-    fn expire(&mut self, store: &impl BlockStore, entry: u32, due: Time) -> bool {
+    fn expire(&mut self, store: &mut impl BlockStore, entry: u32, due: Time) -> bool {
         let block = self.spans.entries[entry].block;
         let before = self.band(block);
         let mut levels = self.spans.of(entry).levels;
@@ -534,7 +534,7 @@ impl RetentionTable {
     }
 
     /// Ends an entry; whether its content moved to another band.
-    fn end(&mut self, store: &impl BlockStore, entry: u32) -> bool {
+    fn end(&mut self, store: &mut impl BlockStore, entry: u32) -> bool {
         let block = self.spans.entries[entry].block;
         let before = self.band(block);
         self.remove(entry);
@@ -542,7 +542,7 @@ impl RetentionTable {
     }
 
     /// Gives a block's content the band that it should have now, if it is still of the band `before`.
-    fn move_from(&self, store: &impl BlockStore, block: BlockId, before: Band) -> bool {
+    fn move_from(&self, store: &mut impl BlockStore, block: BlockId, before: Band) -> bool {
         let after = self.band(block);
         after != before
             && store.held_band(block) == before
@@ -635,25 +635,25 @@ mod tests {
     use crate::groups::Groups;
     use crate::hash::{HashConfig, Scope};
     use crate::hints::Hint;
-    use crate::pool::{BlockPool, SingleWriter};
+    use crate::pool::Writer;
     use crate::store::PoolConfig;
 
     const BLOCKS: usize = 500;
 
-    type Cache = PrefixCache<BlockPool<SingleWriter>>;
+    type Cache = PrefixCache<Writer>;
 
-    fn serve(cache: &Cache, table: &mut RetentionTable, owner: &str, hints: Vec<Hint>) {
+    fn serve(cache: &mut Cache, table: &mut RetentionTable, owner: &str, hints: Vec<Hint>) {
         let tokens = (0..BLOCKS as u32).collect();
         let mut sequence = cache.new_sequence(tokens, Scope::default(), vec![]);
         sequence.set_hints(Hints::new(Owner::named(owner), hints).unwrap());
         let hits = cache.count_prefix_hits(&mut sequence).unwrap();
         let taken = cache.commit_prefix_plan(&mut sequence, hits, BLOCKS - hits);
         assert_eq!(taken.unwrap(), Some(hits));
-        table.note_hits(cache.store(), &sequence);
+        table.note_hits(cache.store_mut(), &sequence);
         let filled = cache.mark_blocks_filled(&mut [&mut sequence], &[BLOCKS]);
         assert!(filled.unwrap().is_empty());
-        let released = cache.release_with_hints(table, &mut [&mut sequence]);
-        released.unwrap();
+        table.keep(cache.store_mut(), &sequence);
+        cache.release(&mut [&mut sequence]).unwrap();
     }
 
     fn hint(start: usize, end: Option<usize>, priority: u8) -> Hint {
@@ -677,23 +677,20 @@ mod tests {
             block_size: 1,
             groups: Groups::full(1).unwrap(),
         };
-        let pool = BlockPool::new(PoolConfig::new(2 * BLOCKS)).unwrap();
-        let cache = Cache::new(hashing, pool).unwrap();
+        let pool = Writer::new(PoolConfig::new(2 * BLOCKS)).unwrap();
+        let mut cache = Cache::new(hashing, pool).unwrap();
         let mut table = RetentionTable::new(1.0).unwrap();
         assert_eq!(size_of::<Entry>(), 16);
         for (owner, entries, spans) in [("a", 1, 2), ("a", 1, 2), ("b", 2, 4), ("a", 2, 4)] {
             let hints = vec![hint(0, Some(100), 90), hint(100, None, 60)];
-            serve(&cache, &mut table, owner, hints);
+            serve(&mut cache, &mut table, owner, hints);
             assert_eq!(table.len(), entries * BLOCKS);
             assert_eq!(table.spans.count(), spans, "after {owner}");
         }
-        let raised = cache.store().num_blocks() - 1 - cache.store().stats().free;
-        assert_eq!((raised, table.stats().hinted), (0, BLOCKS));
-        cache.store().set_time(Duration::from_secs(100_000));
-        assert_eq!(
-            table.demote_expired(cache.store(), usize::MAX),
-            BLOCKS + 100
-        );
+        assert_eq!(table.stats().hinted, BLOCKS);
+        cache.store_mut().set_time(Duration::from_secs(100_000));
+        let moved = table.demote_expired(cache.store_mut(), usize::MAX);
+        assert_eq!(moved, BLOCKS + 100);
         assert_eq!(
             (table.len(), table.spans.count(), table.times.len()),
             (0, 0, 0)

@@ -1,7 +1,7 @@
 //! Giving up content: on request, and above a bound on the blocks that stand in line with theirs.
 
 use super::BlockPool;
-use crate::free_stack::Chain;
+use super::free_stack::Chain;
 use crate::losses::Cause;
 use crate::sync::{AtomicUsize, Mode, Ordering};
 

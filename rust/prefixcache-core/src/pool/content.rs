@@ -3,12 +3,12 @@
 use std::num::NonZeroU64;
 
 use super::BlockPool;
+use super::index::{Index, Only, Spot};
 use crate::band::Band;
 use crate::block::Transition::Done;
 use crate::block::{Block, Claim, Class, Content, GiveUp, OPEN, State};
 use crate::error::Misuse;
 use crate::id::{BlockId, Epoch};
-use crate::index::{Index, Only, Spot};
 use crate::store::{BlockKey, MAX_COPIES, Registration};
 use crate::sync::{AtomicU64, Fault, Mode, Ordering, OwnLine, planted, prefetch};
 
@@ -64,7 +64,7 @@ impl Contents {
     }
 
     /// The number of the next registration; they start at 1.
-    fn next_seq<M: Mode>(&self) -> u64 {
+    pub(super) fn next_seq<M: Mode>(&self) -> u64 {
         M::fetch_add(&self.census.0.registrations, 1) + 1
     }
 
@@ -267,12 +267,13 @@ impl<M: Mode> BlockPool<M> {
     // Registering.
 
     /// Lets a block that the caller holds be found under `key`.
-    pub(super) fn enter(
+    pub(super) fn register(
         &self,
         id: BlockId,
         key: BlockKey,
         epoch: Epoch,
     ) -> Result<Registration, Misuse> {
+        self.check_held(id)?;
         loop {
             let over = epoch != self.contents.epoch() && !planted(Fault::EpochOfNow);
             if over || self.is_retired(id) {
@@ -359,25 +360,6 @@ impl<M: Mode> BlockPool<M> {
             }
             None => Registration::New,
         }
-    }
-
-    /// Gives a registration its final number. The content can be found from here on.
-    ///
-    /// Of several threads that register the same content exactly one is told that it is the first, and
-    /// its block is the one that hits. A number is drawn after the entry stands, by the registering
-    /// thread or one that helps it. So whoever draws a later number sees the entry, and numbers it
-    /// before it compares. If that comes in time, the helped registration is the later one after all.
-    fn number(&self, block: &Block, open: u64) {
-        block.number_registration::<M>(open, self.contents.next_seq::<M>());
-    }
-
-    fn number_others(&self, spot: Spot, content: &Content, epoch: Epoch) {
-        self.index.for_each_candidate(spot, |id| {
-            let block = self.block(id);
-            if let Some(open) = block.matches_open(content, epoch) {
-                self.number(block, open);
-            }
-        });
     }
 
     /// Makes the index entry of a claimed block whose content is written, or takes that content back;
@@ -481,7 +463,7 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// Pins the content of held blocks; how much of it was not pinned before.
-    pub(super) fn pin_all(&self, ids: &[BlockId]) -> Result<usize, Misuse> {
+    pub(super) fn pin(&self, ids: &[BlockId]) -> Result<usize, Misuse> {
         let mut pinned = 0;
         let outcome = ids.iter().try_for_each(|&id| {
             self.check_held(id)?;
@@ -510,7 +492,7 @@ impl<M: Mode> BlockPool<M> {
     /// Takes the pins from the content of held blocks; how much of it was pinned.
     ///
     /// Blocks that follow them, in other requests, may stay pinned and outlive them.
-    pub(super) fn unpin_all(&self, ids: &[BlockId]) -> Result<usize, Misuse> {
+    pub(super) fn unpin(&self, ids: &[BlockId]) -> Result<usize, Misuse> {
         let mut unpinned = 0;
         let outcome = ids.iter().try_for_each(|&id| {
             self.check_held(id)?;
@@ -543,15 +525,9 @@ impl<M: Mode> BlockPool<M> {
 
     // Bands.
 
-    /// The band of the copy that hits for `key`, pins left aside.
-    pub(super) fn band_of(&self, key: &BlockKey) -> Option<Band> {
-        let hit = self.find(key)?;
-        Some(self.block(hit).state().own_class().band())
-    }
-
     /// Gives the copy that hits for `key` this band, and a free one the last place of it; whether there
     /// is one. The caller may hold `held`.
-    pub(super) fn set_band_of(&self, key: &BlockKey, held: BlockId, band: Band) -> bool {
+    pub(super) fn set_band(&self, key: &BlockKey, held: BlockId, band: Band) -> bool {
         // Relaxed: the thread that gives bands evicts too.
         self.gives_bands.store(true, Relaxed);
         let is_alone = self.is_only_copy(held);
@@ -716,7 +692,7 @@ mod tests {
     use super::super::SingleWriter;
     use super::*;
     use crate::id::{BlockHash, GroupId};
-    use crate::store::{BlockStore, PoolConfig};
+    use crate::store::{Lookup, PoolConfig};
 
     /// After 2^32 clears content would be found again if the record kept 32 bits of its epoch alone.
     #[test]

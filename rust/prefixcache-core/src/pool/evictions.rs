@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use super::BlockPool;
+use super::index::Spot;
 use crate::band::Band;
 use crate::block::{Class, Content};
 use crate::error::{InvalidArgument, ListenError};
 use crate::events::{EventReader, Journal};
 use crate::id::BlockId;
-use crate::index::Spot;
 use crate::losses::{Cause, Loss, Losses, ReuseGaps};
 use crate::store::{BlockKey, HintedChange};
 use crate::sync::{Fault, Mode, Ordering::Relaxed, SingleWriter, planted};
@@ -21,7 +21,7 @@ impl BlockPool<SingleWriter> {
     /// in a pool's life, before anything is cached: of that the reader would never know.
     ///
     /// Of one writer alone, whose changes have an order.
-    pub fn keep_journal(&self, block_size: usize) -> Result<EventReader, ListenError> {
+    pub(super) fn keep_journal(&self, block_size: usize) -> Result<EventReader, ListenError> {
         if self.contents.cached() > 0 {
             return Err(ListenError::Late);
         }

@@ -8,7 +8,7 @@ use crate::block::Block;
 use crate::error::InvalidArgument;
 use crate::id::BlockId;
 use crate::losses::Losses;
-use crate::store::BlockStore;
+use crate::store::Lookup;
 use crate::sync::Mode;
 
 /// The most cells of a map, and the most ages that it tells apart.

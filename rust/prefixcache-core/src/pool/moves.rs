@@ -31,12 +31,13 @@ const BATCH: usize = 64;
 
 impl<M: Mode> BlockPool<M> {
     /// Begins up to `most` moves of a shrink to `num_blocks`.
-    pub(super) fn begin(
+    pub(super) fn begin_moves(
         &self,
         num_blocks: usize,
         most: usize,
         moves: &mut Moves,
     ) -> Result<(), ResizeError> {
+        self.config.check_num_blocks(num_blocks)?;
         if !moves.under_way.is_empty() {
             return Err(ResizeError::Moving);
         }
@@ -151,7 +152,7 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// Ends the moves under way; how many took place.
-    pub(super) fn finish(&self, moves: &mut Moves) -> Result<usize, ResizeError> {
+    pub(super) fn finish_moves(&self, moves: &mut Moves) -> Result<usize, ResizeError> {
         let Some(resizing) = self.credits.begin_resize::<M>() else {
             return Err(ResizeError::Busy);
         };

@@ -1,7 +1,7 @@
 //! Growing and shrinking.
 //!
 //! A resize has the free blocks to itself: no other thread is inside a call that takes or gives back
-//! any (see [`Credits`](crate::credits::Credits)). Lookups, registrations and pins go on beside it.
+//! any (see [`Credits`](crate::pool::credits::Credits)). Lookups, registrations and pins go on beside it.
 //!
 //! A pool has two bounds. Blocks from `num_blocks` on are *retired*: they hold no content, and the held ones
 //! leave at their release. Blocks from the *end* on are not handed out any more, and no credit stands for
@@ -9,9 +9,9 @@
 //! Those with content keep it and their place in line until it is moved or lost; the others stand nowhere.
 
 use super::BlockPool;
+use super::free_stack::Chain;
 use crate::block::{Claim, Class, Transition};
 use crate::error::ResizeError;
-use crate::free_stack::Chain;
 use crate::id::BlockId;
 use crate::losses::Cause;
 use crate::sync::{AtomicU64, AtomicUsize, Fault, Mode, Ordering, OwnLine, planted, yield_now};
@@ -134,7 +134,8 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// Sets the number of blocks; how many above it are still held. Refused beside another writer.
-    pub(super) fn resize_to(&self, num_blocks: usize) -> Result<usize, ResizeError> {
+    pub(super) fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError> {
+        self.config.check_num_blocks(num_blocks)?;
         let Some(_resizing) = self.credits.begin_resize::<M>() else {
             return Err(ResizeError::Busy);
         };

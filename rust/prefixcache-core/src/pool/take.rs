@@ -2,9 +2,9 @@
 
 use std::cell::Cell;
 
+use super::credits::Inside;
 use super::{BlockPool, Vacated};
 use crate::block::{Class, Hold, Place, Transition};
-use crate::credits::Inside;
 use crate::error::Exhausted;
 use crate::id::BlockId;
 use crate::losses::Cause;
@@ -32,7 +32,7 @@ impl<M: Mode> BlockPool<M> {
     /// A credit that this thread holds is a block that no other thread may count on, so it takes one
     /// for each block that it will take out of the free line, and none for a hit that is held already
     /// or for a miss. All in one exchange: of two calls that fit only one at a time, one succeeds.
-    pub(super) fn take(
+    pub(super) fn commit(
         &self,
         keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
         num_new: usize,

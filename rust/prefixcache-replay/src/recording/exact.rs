@@ -5,13 +5,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use prefixcache_core::error::{CacheError, InvalidArgument, PoolError, ResizeError};
-use prefixcache_core::hints::RetentionTable;
 use prefixcache_core::hints::{Hints, Owner};
-use prefixcache_core::retention::{Pins, Retention};
-use prefixcache_core::store::{BlockStore, Moves, PoolConfig};
-use prefixcache_core::{
-    BlockPool, Extras, Groups, HashConfig, PrefixCache, Scope, Sequence, SingleWriter,
-};
+use prefixcache_core::sequence::retention::{Pins, Retention};
+use prefixcache_core::store::{Lookup, Moves, PoolConfig};
+use prefixcache_core::{Extras, Groups, HashConfig, PrefixCache, Scope, Sequence, Writer};
 
 use super::events::{Counters, Event, Events, Header, RecordedHint, Windows, hint_of};
 use super::names;
@@ -171,8 +168,7 @@ struct Request {
 
 /// The cache of a replay, and what the server's cache manager does around it.
 struct Cache {
-    cache: PrefixCache<BlockPool<SingleWriter>>,
-    table: RetentionTable,
+    cache: PrefixCache<Writer>,
     moves: Moves,
     block_size: usize,
     merges_twins: bool,
@@ -196,18 +192,19 @@ impl Cache {
             groups: Groups::new(groups.collect()).map_err(told)?,
         };
         hashing.check().map_err(told)?;
-        let pool = BlockPool::new(PoolConfig {
+        let pool = Writer::new(PoolConfig {
             num_blocks: header.num_blocks,
             max_blocks: header.max_blocks,
             free_order: header.free_order.into(),
             eviction_policy: header.eviction_policy.into(),
         });
         let pool = pool.map_err(|error: PoolError| refused(error.to_string()))?;
-        let cache = PrefixCache::new(hashing, pool).map_err(told)?;
+        let cache = PrefixCache::new(hashing, pool);
+        let cache = cache.and_then(|cache| cache.with_hints(header.retention_budget));
+        let mut cache = cache.map_err(told)?;
         cache.set_max_cached(header.max_cached_blocks);
         Ok(Self {
             cache,
-            table: RetentionTable::new(header.retention_budget).map_err(told)?,
             moves: Moves::default(),
             block_size: header.block_size,
             merges_twins: header.merge_twins,
@@ -221,7 +218,7 @@ impl Cache {
     /// leads to the millisecond before.
     fn set_time(&mut self, time_ms: u64) {
         let now = Duration::from_micros(time_ms.saturating_mul(1000).saturating_add(500));
-        self.cache.store().set_time(now);
+        self.cache.set_time(now);
     }
 
     fn counters(&self) -> Counters {
@@ -265,8 +262,7 @@ impl Cache {
                 Ok(())
             }
             Event::Expire {} => {
-                self.table
-                    .demote_expired(self.cache.store(), EXPIRED_AT_ONCE);
+                self.cache.demote_expired(EXPIRED_AT_ONCE);
                 Ok(())
             }
             Event::Reset {} => {
@@ -427,7 +423,6 @@ impl Cache {
             self.cache
                 .commit_in_chunks(&mut sequence.sequence, hit, new, chunk.unwrap_or(new));
         if matches!(outcome, Ok(Some(_))) {
-            self.table.note_hits(self.cache.store(), &sequence.sequence);
             self.rest_queries += (tokens - full.min(tokens)) as u64 * u64::from(sequence.is_hashed);
         }
         self.requests.insert(id, sequence);
@@ -501,9 +496,7 @@ impl Cache {
 
     fn release(&mut self, ids: &[u64]) -> Result<(), Stop> {
         let mut taken = self.take(ids)?;
-        let outcome = self
-            .cache
-            .release_with_hints(&mut self.table, &mut sequences(&mut taken));
+        let outcome = self.cache.release(&mut sequences(&mut taken));
         self.put_back(ids, taken);
         Ok(outcome?)
     }
@@ -522,7 +515,7 @@ impl Cache {
         }
         let mut held: Vec<&mut Sequence> = sequences(&mut taken);
         held.retain(|sequence| sequence.is_committed());
-        Ok(self.cache.release_with_hints(&mut self.table, &mut held)?)
+        Ok(self.cache.release(&mut held)?)
     }
 
     // Size.

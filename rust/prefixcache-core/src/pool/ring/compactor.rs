@@ -10,8 +10,8 @@
 
 use super::{Ring, Slot};
 use crate::block::{Block, Ticket, Transition};
-use crate::credits::Credits;
 use crate::id::BlockId;
+use crate::pool::credits::Credits;
 use crate::sync::{AtomicBool, AtomicU64, Fault, Mode, Ordering, planted};
 
 use Ordering::{Relaxed, Release};

@@ -5,8 +5,8 @@ use loom::thread;
 
 use super::*;
 use crate::block::{Content, GiveUp, Hold, State};
-use crate::credits::Credits;
 use crate::id::Epoch;
+use crate::pool::credits::Credits;
 use crate::sync::{Shared, check, faults};
 
 const CAPACITY: usize = 4;

@@ -7,10 +7,10 @@
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::thread;
 
-use super::{BlockPool, Shared};
 use crate::id::{BlockHash, BlockId, GroupId};
 use crate::policy::EvictionPolicy;
-use crate::store::{BlockKey, BlockStore, FreeOrder, Moves, PoolConfig};
+use crate::pool::{BlockPool, Shared};
+use crate::store::{BlockKey, FreeOrder, Lookup, Moves, PoolConfig};
 use crate::sync::Arc;
 use crate::sync::{AtomicU64, Fault, Ordering, faults};
 

@@ -4,7 +4,7 @@ use crate::cache::PrefixCache;
 use crate::error::{Argument, CacheError, InvalidArgument};
 use crate::id::{BlockId, GroupId};
 use crate::sequence::Sequence;
-use crate::store::BlockStore;
+use crate::store::Lookup;
 
 /// The caller's buffers for the tables of one group. S sequences, T computed tokens, all together.
 #[derive(Debug)]
@@ -31,7 +31,7 @@ struct Span {
     first_page: usize,
 }
 
-impl<S: BlockStore> PrefixCache<S> {
+impl<S: Lookup> PrefixCache<S> {
     /// Writes, for each sequence, the pages that hold what its `counts[i]` computed tokens from `starts[i]`
     /// on attend to, and the slot of each of these tokens. Returns the number of pages written.
     ///

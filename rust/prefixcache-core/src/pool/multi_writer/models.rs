@@ -3,13 +3,13 @@
 use loom::sync::Arc;
 use loom::thread;
 
-use super::{BlockPool, Shared};
 use crate::band::Band;
 use crate::block::{Class, Content};
 use crate::id::{BlockHash, BlockId, Epoch, GroupId};
 use crate::losses::Loss;
 use crate::policy::{EvictionPolicy, Queue};
-use crate::store::{BlockKey, BlockStore, FreeOrder, Moves, PoolConfig, Registration};
+use crate::pool::{BlockPool, Shared};
+use crate::store::{BlockKey, FreeOrder, Lookup, Moves, PoolConfig, Registration};
 use crate::sync::{AtomicU64, Fault, Ordering, check, faults};
 
 type Pool = Arc<BlockPool<Shared>>;

@@ -4,7 +4,6 @@
 mod block;
 pub mod cache;
 pub mod clock;
-pub mod digests;
 pub mod error;
 pub mod events;
 pub mod groups;
@@ -12,7 +11,6 @@ pub mod hash;
 pub mod hints;
 pub mod id;
 pub mod losses;
-pub mod naming;
 pub mod policy;
 pub mod pool;
 pub mod sequence;

@@ -15,6 +15,7 @@ use prefixcache_core::pool::{AnyWriter, BlockState};
 use prefixcache_core::sequence as core;
 use prefixcache_core::store::{FreeOrder, Lookup, Move, Moves, PoolConfig};
 use prefixcache_core::weights::WeightsName;
+use prefixcache_replay::recording::Namer;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
@@ -474,7 +475,9 @@ retention_budget=0.2, max_cached_blocks=None)"
     fn name_blocks(&self, key: &[u8]) -> PyResult<()> {
         let key = key_of("key", key)?;
         let core = &mut *self.0.write()?;
-        core.name_blocks(key).map_err(IntoPyErr::into_py_err)
+        Namer::new(key, core.block_size())
+            .and_then(|namer| core.name_blocks(Arc::new(namer)))
+            .map_err(IntoPyErr::into_py_err)
     }
 
     /// Forget everything cached, in constant time. Sequences keep their blocks and publish no more.

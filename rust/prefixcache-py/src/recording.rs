@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use prefixcache_core::naming::{Chain, Namer};
-use prefixcache_replay::recording::{Agreement, Counters, Policy, replay, write_name};
+use prefixcache_core::policy::{Chain, NameBlocks};
+use prefixcache_replay::recording::{Agreement, Counters, Namer, Policy, replay, write_name};
 use prefixcache_replay::trace::TraceError;
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;

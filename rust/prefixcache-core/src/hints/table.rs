@@ -657,7 +657,8 @@ mod tests {
     }
 
     fn hint(start: usize, end: Option<usize>, priority: u8) -> Hint {
-        let ttl = Some(Duration::from_secs(9));
+        // The dearest ends first.
+        let ttl = Some(Duration::from_secs(100 - u64::from(priority)));
         Hint {
             start,
             end,

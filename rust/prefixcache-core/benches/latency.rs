@@ -167,10 +167,10 @@ fn evictions(pool: &mut impl BlockStore, cached: usize, between: impl Fn()) -> V
     (1..2000).map(evict).collect()
 }
 
-/// The lock-free pool's forms: a name, the order of eviction, and whether somebody listens to losses.
+/// The lock-free pool's forms: a name, the order of eviction, and whether somebody listens to evictions.
 const FORMS: [(&str, EvictionPolicy, bool); 3] = [
     ("lock-free", EvictionPolicy::Lru, false),
-    ("lock-free, losses are told", EvictionPolicy::Lru, true),
+    ("lock-free, evictions are told", EvictionPolicy::Lru, true),
     ("lock-free, reuse-queue", EvictionPolicy::ReuseQueue, false),
 ];
 
@@ -190,7 +190,7 @@ fn evict_against_cached(mut report: impl FnMut(&str, usize, Vec<Duration>)) {
                 pool.listen(4 * EVICTED, &[]).unwrap();
             }
             let reader = pool.reader();
-            let read = || reader.take_losses(EVICTED, &mut Vec::new());
+            let read = || reader.take_evictions(EVICTED, &mut Vec::new());
             report(name, cached, evictions(&mut pool, cached, read));
             assert_eq!(pool.content_drops(), 0, "content was dropped");
         }

@@ -105,7 +105,7 @@ pub enum PoolError {
     },
 }
 
-/// Why a pool keeps no log of losses, or not another one.
+/// Why a pool keeps no log of evictions, or not another one.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ListenError {
     /// An argument outside its range.
@@ -114,7 +114,7 @@ pub enum ListenError {
     /// The system has no memory for the log.
     #[error("capacity asks for more memory than there is: {capacity}")]
     OutOfMemory {
-        /// The losses that the log was to hold.
+        /// The evictions that the log was to hold.
         capacity: usize,
     },
     /// Something is cached already.

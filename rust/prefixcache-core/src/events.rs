@@ -12,7 +12,7 @@
 //! [`MAX_UNREAD`] blocks: beyond, the reader drops it and reports everything again after a [`Change::Cleared`], from
 //! a copy of the replica that is made when somebody takes it. So whoever takes late still ends with what there is.
 
-mod mirror;
+mod replica;
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -22,10 +22,10 @@ use crossbeam_queue::SegQueue;
 use crate::id::{BlockHash, GroupId};
 use crate::sync::{Arc, AtomicU64, Ordering};
 
-pub use mirror::Snapshot;
+pub use replica::Snapshot;
 
 use Ordering::Relaxed;
-use mirror::Mirror;
+use replica::Replica;
 
 /// Blocks of changes that wait to be taken; with more than these, everything is reported again.
 pub const MAX_UNREAD: usize = 1 << 16;
@@ -85,7 +85,7 @@ pub(crate) type Name = (ShortHash, GroupId);
 /// What the writer sends.
 enum Sent {
     Stored(Run),
-    Lost(Vec<Name>),
+    Removed(Vec<Name>),
     Cleared,
 }
 
@@ -94,7 +94,7 @@ impl Sent {
     fn weight(&self) -> u64 {
         match self {
             Self::Stored(run) => run.hashes.len() as u64,
-            Self::Lost(names) => names.len() as u64,
+            Self::Removed(names) => names.len() as u64,
             Self::Cleared => 1,
         }
     }
@@ -102,21 +102,21 @@ impl Sent {
 
 /// The writer's end.
 #[derive(Debug)]
-pub struct Journal {
+pub struct EventLog {
     sent: Arc<SegQueue<Sent>>,
     /// Blocks that were sent and not received.
     pending: Arc<AtomicU64>,
 }
 
-impl Journal {
-    /// Both ends, for a cache of blocks of so many tokens.
+impl EventLog {
+    /// Both ends, for a cache of blocks of `block_size` tokens.
     pub(crate) fn new(block_size: usize) -> (Self, EventReader) {
         let sent = Arc::new(SegQueue::new());
         let pending = Arc::new(AtomicU64::new(0));
         let reader = EventReader {
             sent: Arc::clone(&sent),
             pending: Arc::clone(&pending),
-            mirror: Mirror::new(block_size),
+            replica: Replica::new(block_size),
             unread: VecDeque::new(),
             num_unread: 0,
             is_resync_due: false,
@@ -150,14 +150,14 @@ impl Journal {
         }));
     }
 
-    /// The last copies of these are lost.
-    pub(crate) fn lost(&self, names: Vec<Name>) {
+    /// The last copies of these are evicted.
+    pub(crate) fn removed(&self, names: Vec<Name>) {
         if !names.is_empty() {
-            self.send(Sent::Lost(names));
+            self.send(Sent::Removed(names));
         }
     }
 
-    /// Everything is lost.
+    /// Everything is evicted.
     pub(crate) fn cleared(&self) {
         self.send(Sent::Cleared);
     }
@@ -174,7 +174,7 @@ impl Journal {
 pub struct EventReader {
     sent: Arc<SegQueue<Sent>>,
     pending: Arc<AtomicU64>,
-    mirror: Mirror,
+    replica: Replica,
     /// What was received and not taken; where a resync is due, what is left to drop of it.
     unread: VecDeque<Change>,
     /// Their blocks.
@@ -198,9 +198,9 @@ impl EventReader {
     }
 
     fn apply(&mut self, sent: Sent) {
-        // Relaxed: as in `Journal::num_pending`.
+        // Relaxed: as in `EventLog::num_pending`.
         self.pending.fetch_sub(sent.weight(), Relaxed);
-        self.mirror.apply(sent, |change| {
+        self.replica.apply(sent, |change| {
             if !self.is_resync_due {
                 self.num_unread += change.weight();
                 self.unread.push_back(change);
@@ -232,7 +232,7 @@ impl EventReader {
         if std::mem::take(&mut self.is_resync_due) {
             self.unread = VecDeque::new();
             self.num_unread = 0;
-            self.resync = Some(self.mirror.clone().into_snapshot());
+            self.resync = Some(self.replica.clone().into_snapshot());
             return Some(Change::Cleared);
         }
         if let Some(run) = self.resync.as_mut().and_then(Snapshot::next) {
@@ -248,7 +248,7 @@ impl EventReader {
     #[must_use]
     pub fn snapshot(&self) -> Option<Snapshot> {
         let is_level = !self.is_resync_due && self.resync.is_none() && self.unread.is_empty();
-        is_level.then(|| self.mirror.clone().into_snapshot())
+        is_level.then(|| self.replica.clone().into_snapshot())
     }
 }
 
@@ -267,14 +267,14 @@ mod tests {
 
     #[test]
     fn a_late_readers_writer_receives_some_and_copies_nothing() {
-        let (journal, mut reader) = Journal::new(1);
+        let (event_log, mut reader) = EventLog::new(1);
         let total = 2 * MAX_UNREAD as u64;
         for first in (0..total).step_by(64) {
             let tokens = vec![first as u32; 64];
-            journal.stored(GroupId::new(0), 0..64, &hashes(first, 64), &tokens, 1);
+            event_log.stored(GroupId::new(0), 0..64, &hashes(first, 64), &tokens, 1);
         }
         reader.receive(1000);
-        assert_eq!(journal.num_pending() as u64, total - 1024);
+        assert_eq!(event_log.num_pending() as u64, total - 1024);
         reader.receive(usize::MAX);
         assert!(reader.is_resync_due && reader.resync.is_none());
         assert_eq!(reader.take(1), [Change::Cleared]);
@@ -284,11 +284,11 @@ mod tests {
     /// Neither what nobody took nor a copy that somebody has begun to take is dropped within one message's time.
     #[test]
     fn what_is_out_of_date_is_dropped_a_few_changes_a_message() {
-        let (journal, mut reader) = Journal::new(1);
+        let (event_log, mut reader) = EventLog::new(1);
         let send = |count: u64| {
             for first in 0..count {
-                journal.stored(GroupId::new(0), 0..1, &hashes(first, 1), &[0], 1);
-                journal.lost(vec![((&hashes(first, 1)[0]).into(), GroupId::new(0))]);
+                event_log.stored(GroupId::new(0), 0..1, &hashes(first, 1), &[0], 1);
+                event_log.removed(vec![((&hashes(first, 1)[0]).into(), GroupId::new(0))]);
             }
         };
         send(10);

@@ -14,11 +14,11 @@
 //! long as the next; that holds after a raise, a hit, the end of a TTL and a demotion, each of which takes what
 //! follows first. So content goes in order still (see `PrefixCache::keeps_prefixes`): a block that moves to
 //! another line moves to its end, before the blocks that precede it in its prompt. Where a raised content has
-//! further copies, and wherever something is lowered, the pool is told that the order has ended.
+//! further copies, and wherever something is lowered, the pool learns that the order has ended.
 //!
 //! **Cost.** A few nanoseconds a block: what was asked for is kept by ranges of blocks ([`spans`](super::spans)),
 //! and a block that is the only copy of its content, as most are, is looked up nowhere. Times at which TTLs end
-//! are rounded up to an eighth of a second and stand in a tree, one for each range. What the pool has lost since the
+//! are rounded up to an eighth of a second and stand in a tree, one for each range. What the pool has evicted since the
 //! last call is forgotten first, so there are at most [`MAX_OWNERS`] entries for each content that the pool holds,
 //! and one for whoever lowered it.
 

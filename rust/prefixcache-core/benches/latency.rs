@@ -6,7 +6,11 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::clock::Clock;
+use prefixcache_core::groups::Groups;
+use prefixcache_core::hash::{HashConfig, Scope};
+use prefixcache_core::hints::{Hint, Hints, Owner, RetentionTable};
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
 use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue};
 use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
@@ -163,10 +167,10 @@ fn evictions(pool: &mut impl BlockStore, cached: usize, between: impl Fn()) -> V
     (1..2000).map(evict).collect()
 }
 
-/// The lock-free pool's forms: a name, the order of eviction, and whether somebody listens to losses.
+/// The lock-free pool's forms: a name, the order of eviction, and whether somebody listens to evictions.
 const FORMS: [(&str, EvictionPolicy, bool); 3] = [
     ("lock-free", EvictionPolicy::Lru, false),
-    ("lock-free, losses are told", EvictionPolicy::Lru, true),
+    ("lock-free, evictions are told", EvictionPolicy::Lru, true),
     ("lock-free, reuse-queue", EvictionPolicy::ReuseQueue, false),
 ];
 
@@ -184,7 +188,7 @@ fn evict_against_cached(mut report: impl FnMut(&str, usize, Vec<Duration>)) {
                 pool.listen(4 * EVICTED, &[]).unwrap();
             }
             let reader = pool.reader();
-            let read = || reader.take_losses(EVICTED, &mut Vec::new());
+            let read = || reader.take_evictions(EVICTED, &mut Vec::new());
             report(name, cached, evictions(&mut pool, cached, read));
             assert_eq!(pool.content_drops(), 0, "content was dropped");
         }
@@ -237,6 +241,63 @@ fn print_policy_calls() {
     }
 }
 
+/// What a release with hints costs above one without, and the commit of its hits, in turn.
+fn print_hints() {
+    const BLOCKS: usize = 8000;
+    println!(
+        "\nA prompt of {BLOCKS} blocks that hits, without hints and with one for five minutes"
+    );
+    let (mut commits, mut releases) = ([const { Vec::new() }; 2], [const { Vec::new() }; 2]);
+    let hashing = HashConfig {
+        model: String::new(),
+        revision: String::new(),
+        kv_dtype: String::new(),
+        arithmetic: String::new(),
+        block_size: 1,
+        groups: Groups::full(1).unwrap(),
+    };
+    let mut caches = [(); 2].map(|()| {
+        let pool = Writer::new(PoolConfig::new(5 * BLOCKS)).unwrap();
+        let cache = PrefixCache::new(hashing.clone(), pool).unwrap();
+        (cache, RetentionTable::new(1.0).unwrap())
+    });
+    for round in 0..200 {
+        for (at, (cache, table)) in caches.iter_mut().enumerate() {
+            let tokens = (0..BLOCKS as u32).collect();
+            let mut sequence = cache.new_sequence(tokens, Scope::default(), vec![]);
+            if at == 1 {
+                let hint = Hint {
+                    start: 0,
+                    end: None,
+                    priority: 80,
+                    ttl: Some(Duration::from_secs(300)),
+                };
+                sequence.set_hints(Hints::new(Owner::named(""), vec![hint]).unwrap());
+            }
+            let hits = cache.count_prefix_hits(&mut sequence).unwrap();
+            let start = Instant::now();
+            let plan = cache.commit_prefix_plan(&mut sequence, hits, BLOCKS - hits);
+            assert_eq!(plan.unwrap(), Some(hits));
+            table.note_hits(cache.store_mut(), &sequence);
+            let committed = start.elapsed();
+            cache
+                .mark_blocks_filled(&mut [&mut sequence], &[BLOCKS])
+                .unwrap();
+            let start = Instant::now();
+            table.keep(cache.store_mut(), &sequence);
+            cache.release(&mut [&mut sequence]).unwrap();
+            if round > 0 {
+                commits[at].push(committed);
+                releases[at].push(start.elapsed());
+            }
+        }
+    }
+    for (what, [plain, hinted]) in [("commit", commits), ("release", releases)] {
+        report(&format!("{what}, no hints"), plain);
+        report(&format!("{what}, hints"), hinted);
+    }
+}
+
 /// One cold block at the head of the line, and all others behind it released again and again.
 fn dead_run<M: Mode>(name: &str) {
     let blocks = 1 << 20;
@@ -266,7 +327,11 @@ fn main() {
     if is_asked_for("--policy-calls") {
         return print_policy_calls();
     }
+    if is_asked_for("--hints") {
+        return print_hints();
+    }
     probe_beside_writer();
+    print_hints();
     print_evictions();
     print_policy_calls();
     println!("\nA cold head of the line, with four million releases behind it");

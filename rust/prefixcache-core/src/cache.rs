@@ -21,7 +21,7 @@ use crate::groups::GroupSpec;
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
 use crate::hints::{HintStats, RetentionTable};
 use crate::id::{BlockHash, GroupId};
-use crate::naming::Namer;
+use crate::policy::NameBlocks;
 use crate::pool::{AnyReader, AnyWriter, Mode, MultiWriter, Reader, Writer};
 use crate::sequence::{BlockHashes, Home, Sequence};
 use crate::store::{BlockStore, Lookup, Moves};
@@ -129,10 +129,9 @@ impl<S: Lookup> PrefixCache<S> {
         Sequence::new(&self.home, scope, tokens, extras)
     }
 
-    /// Lets the eviction policy go by names under a key instead of hashes, for sequences made from now on: a
-    /// recording that has these names can then be replayed. Once in a cache's life.
-    pub fn name_blocks(&self, key: [u8; 32]) -> Result<(), InvalidArgument> {
-        let namer = Namer::new(key, self.block_size())?;
+    /// Lets the eviction policy go by other names than hashes, for sequences made from now on: a recording that has
+    /// these names can then be replayed. Once in a cache's life.
+    pub fn name_blocks(&self, namer: Arc<dyn NameBlocks>) -> Result<(), InvalidArgument> {
         let set = self.home.namer.set(namer);
         set.map_err(|_| InvalidArgument::new("key", "must be given once"))
     }

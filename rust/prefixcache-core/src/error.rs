@@ -107,7 +107,7 @@ pub enum PoolError {
     },
 }
 
-/// Why a pool keeps no log of losses, or not another one.
+/// Why a pool keeps no log of evictions, or not another one.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ListenError {
@@ -117,7 +117,7 @@ pub enum ListenError {
     /// The system has no memory for the log.
     #[error("capacity asks for more memory than there is: {capacity}")]
     OutOfMemory {
-        /// The losses that the log was to hold.
+        /// The evictions that the log was to hold.
         capacity: usize,
     },
     /// Something is cached already.

@@ -4,15 +4,13 @@
 mod block;
 pub mod cache;
 pub mod clock;
-pub mod digests;
 pub mod error;
 pub mod events;
+pub mod evictions;
 pub mod groups;
 pub mod hash;
 pub mod hints;
 pub mod id;
-pub mod losses;
-pub mod naming;
 pub mod policy;
 pub mod pool;
 pub mod sequence;

@@ -16,6 +16,7 @@
 //! All of it is bounded, and O(1) in the number of cached blocks. Its words are atomics that order nothing: from
 //! several threads a count or a mark may be lost, and the order of eviction is then another, as good one.
 
+mod names;
 mod reuse;
 mod scores;
 mod tick;
@@ -29,6 +30,8 @@ use crate::id::{BlockHash, BlockId};
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::zeroed::Zeroed;
 
+pub(crate) use names::Names;
+pub use names::{Chain, NameBlocks};
 pub use tick::Tick;
 pub use turns::Turn;
 

@@ -45,7 +45,7 @@
 //! # Memory
 //!
 //! 112 bytes a block: 64 for the record, 16 for the index at a load of 4/7, 32 for a ring of four slots;
-//! 32 more for each further class that is in use, 24 more once somebody listens to losses. With queues ([`EvictionPolicy::ReuseQueue`]) that is six more
+//! 32 more for each further class that is in use, 24 more once somebody listens to evictions. With queues ([`EvictionPolicy::ReuseQueue`]) that is six more
 //! classes, and up to 70 bytes a block for what the policy remembers. All of it starts as untouched zero pages (huge ones,
 //! where the system gives them), so a pool is built in microseconds and grows into its memory as it is
 //! used. Of a pool that may grow, the records above its size are not touched; index and rings are used all over
@@ -74,9 +74,9 @@ use crate::band::Band;
 use crate::block::{Block, ByClass, Class, ClassSet, Content, Place};
 use crate::clock::Clock;
 use crate::error::{Broken, InvalidArgument, Misuse, PoolError};
-use crate::events::Journal;
+use crate::events::EventLog;
+use crate::evictions::{Cause, EvictionLog};
 use crate::id::{BlockId, Epoch};
-use crate::losses::{Cause, Losses};
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
 use crate::store::sealed::Sealed;
 use crate::store::{BlockKey, HintedChange, Lookup, PoolConfig, StoreStats};
@@ -121,9 +121,9 @@ pub struct BlockPool<M: Mode> {
     reuse: Option<ReuseQueue>,
     clock: Clock,
     /// What a listener is told of lost content.
-    losses: OnceLock<Losses>,
+    eviction_log: OnceLock<EvictionLog>,
     /// Where what can be found is told of.
-    journal: OnceLock<Journal>,
+    event_log: OnceLock<EventLog>,
     /// Whether any content was ever given a band.
     gives_bands: AtomicBool,
     /// What became of content with another band than the default, until a retention table takes note of it.
@@ -293,8 +293,8 @@ impl<M: Mode> BlockPool<M> {
             pins: pins::PinCounts::default(),
             reuse,
             clock,
-            losses: OnceLock::new(),
-            journal: OnceLock::new(),
+            eviction_log: OnceLock::new(),
+            event_log: OnceLock::new(),
             gives_bands: AtomicBool::new(false),
             hinted: SegQueue::new(),
         };
@@ -383,7 +383,7 @@ impl<M: Mode> BlockPool<M> {
 
     /// Says that a batch of registrations begins.
     fn begin_registrations(&self) {
-        self.tell_time_of_batch();
+        self.note_time_of_batch();
     }
 
     /// Takes `count` blocks from the front of the line, all or none.
@@ -475,8 +475,8 @@ impl<M: Mode> Lookup for BlockPool<M> {
         self.reuse.as_ref()
     }
 
-    fn journal(&self) -> Option<&Journal> {
-        self.journal.get()
+    fn event_log(&self) -> Option<&EventLog> {
+        self.event_log.get()
     }
 
     fn free_order(&self) -> Vec<BlockId> {

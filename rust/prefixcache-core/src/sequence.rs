@@ -6,8 +6,7 @@ pub mod retention;
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
 use crate::hints::Hints;
 use crate::id::{BlockHash, BlockId, Epoch, GroupId};
-use crate::naming::Names;
-use crate::policy::Turn;
+use crate::policy::{Names, Turn};
 use crate::sync::Arc;
 use crate::weights::Weights;
 
@@ -142,7 +141,7 @@ impl Sequence {
         let namer = home.namer.get();
         let mut names = namer.map(|namer| Names::keyed(namer, scope.cache_salt.as_deref()));
         if let Some(names) = &mut names {
-            names.extend_to(&tokens);
+            names.extend_to(&tokens, home.config.block_size);
         }
         Self {
             home: Arc::clone(home),
@@ -167,7 +166,7 @@ impl Sequence {
         self.tokens.extend_from_slice(tokens);
         self.hashes.extend_to(&self.tokens);
         if let Some(names) = &mut self.names {
-            names.extend_to(&self.tokens);
+            names.extend_to(&self.tokens, self.home.config.block_size);
         }
     }
 

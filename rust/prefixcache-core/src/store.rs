@@ -39,7 +39,7 @@ use std::time::Duration;
 use crate::band::Band;
 use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
-use crate::events::Journal;
+use crate::events::EventLog;
 use crate::id::{BlockHash, BlockId, Epoch, GroupId, MAX_BLOCKS};
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
 
@@ -176,7 +176,7 @@ pub(crate) struct Plan {
 /// What happened to content with a band.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HintedChange {
-    /// The block has lost it.
+    /// The block has it no more.
     Evicted(BlockId),
     /// It is in another block.
     Moved {
@@ -302,7 +302,7 @@ pub trait Lookup: sealed::Sealed {
     fn reuse_queue(&self) -> Option<&ReuseQueue>;
 
     /// What is to be told of blocks that can be found and cannot any more, where somebody wants to know.
-    fn journal(&self) -> Option<&Journal> {
+    fn event_log(&self) -> Option<&EventLog> {
         None
     }
 
@@ -369,7 +369,7 @@ pub trait BlockStore: Lookup {
     fn begin_registrations(&mut self) {}
 
     /// What is to be told of blocks that can be found and cannot any more, where somebody wants to know.
-    fn journal(&mut self) -> Option<&Journal> {
+    fn event_log(&mut self) -> Option<&EventLog> {
         None
     }
 

@@ -297,10 +297,10 @@ pub(crate) enum Fault {
     SkipContentCheck,
     /// A thread takes fresh blocks without looking whether another has.
     BlindRunStore,
-    /// The turn of a slot of losses ends before the record stands in it.
-    TellEarly,
+    /// The turn of a slot of evictions ends before the record stands in it.
+    PublishEarly,
     /// A record of a loss takes the place of one that nobody has read.
-    OverwriteLoss,
+    OverwriteRecord,
     /// Who loses a copy looks for others though its own may not be erased for them yet.
     LookBeforeErased,
     /// A call that ends the order of evictions along a prompt does not note it.

@@ -3,11 +3,12 @@
 //! The plain pool counts hits block by block; the single writer's finds them by bisection, and its reader of events
 //! knows at every moment what can be found under no salt.
 
-#[path = "common/told.rs"]
-mod told;
+#[path = "common/follower.rs"]
+mod follower;
 
 use std::time::Duration;
 
+use follower::Follower;
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Scope};
@@ -25,7 +26,6 @@ use prefixcache_oracle::plain_retention::{Hinting, PlainRetention};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
-use told::Told;
 
 const MAX_BLOCKS: usize = 32;
 const BLOCK_SIZE: usize = 2;
@@ -162,7 +162,7 @@ struct Driver<S, H> {
     /// Milliseconds.
     time: u64,
     moves: Moves,
-    told: Option<Told>,
+    follower: Option<Follower>,
     /// Everything that was answered.
     answers: Vec<String>,
 }
@@ -176,7 +176,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             live: Vec::new(),
             time: 0,
             moves: Moves::default(),
-            told: None,
+            follower: None,
             answers: Vec::new(),
         }
     }
@@ -422,8 +422,8 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             tables,
         );
         self.answer(seen);
-        if let Some(told) = &mut self.told {
-            told.check(&self.cache, &self.live);
+        if let Some(follower) = &mut self.follower {
+            follower.check(&self.cache, &self.live);
         }
     }
 }
@@ -479,9 +479,9 @@ fn check(groups: &Groups, order: Order, steps: &[Step]) -> Result<(), TestCaseEr
     let plain = answers(groups, PlainPool::new(config).unwrap(), plain_table, steps);
     let table = || RetentionTable::new(SHARE).unwrap();
     let mut single = Writer::<SingleWriter>::with_ring_capacity(config, 128).unwrap();
-    let reader = single.keep_journal(BLOCK_SIZE).unwrap();
+    let reader = single.keep_events(BLOCK_SIZE).unwrap();
     let mut single = Driver::new(groups, single, table());
-    single.told = Some(Told::new(reader, BLOCK_SIZE));
+    single.follower = Some(Follower::new(reader, BLOCK_SIZE));
     same(&plain, &run(single, steps))?;
     let shared = Writer::<Shared>::with_ring_capacity(config, 128).unwrap();
     same(&plain, &answers(groups, shared, table(), steps))

@@ -109,7 +109,7 @@ impl Served {
         self.end(sequence);
     }
 
-    /// Prompts of nobody, as many as fill the pool so many times.
+    /// Prompts of nobody, as many as fill the pool `pools` times.
     fn fill(&mut self, pools: usize) {
         let prompts = pools * self.cache.store().num_blocks() / BLOCKS + 1;
         for number in 0..prompts {
@@ -169,7 +169,7 @@ fn a_hinted_prefix_outlives_ten_pools_and_goes_once_its_ttl_ends() {
         served.serve(1, "one", &[hint(Some(6 * SIZE), 60, Some(600))]);
         served.fill(10);
         assert_eq!(served.hits(1), 6, "the range and no more");
-        // The hit lets the TTL begin anew.
+        // The hit starts the TTL again.
         served.at(599);
         served.serve(1, "another", &[]);
         served.at(1198);
@@ -235,7 +235,7 @@ fn a_pool_full_of_the_highest_priority_serves_who_needs_all_of_it() {
 }
 
 #[test]
-fn the_ledger_is_bounded_whoever_asks() {
+fn the_table_is_bounded_whoever_asks() {
     let owners = if std::env::var_os("PREFIXCACHE_LONG_TESTS").is_some() {
         1_000_000
     } else {

@@ -15,7 +15,7 @@ use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Lookup, Moves, Po
 /// Keys that a script can name.
 const KEYS: u8 = 48;
 
-/// Losses that a listener's log holds: more than any step has.
+/// EvictionLog that a listener's log holds: more than any step has.
 const LOG: usize = 256;
 
 /// One step: what to do, and two numbers that say to what.
@@ -302,9 +302,9 @@ pub fn assert_same_as_plain<M: Mode>(config: PoolConfig, pool: &mut Writer<M>, s
         let (outcome, _) = script.apply(pool, &mut mover, step);
         assert_eq!(outcome, expected, "{step:?} came to something else");
         assert_same_state(&plain, pool);
-        let mut losses = Vec::new();
-        pool.take_losses(LOG, &mut losses);
-        assert_eq!(losses, plain.take_losses(), "the losses");
+        let mut evictions = Vec::new();
+        pool.take_evictions(LOG, &mut evictions);
+        assert_eq!(evictions, plain.take_evictions(), "the evictions");
         script.settle(step, taken);
         script.moving = mover.held();
         let sound = pool.validate_holds(script.holds());

@@ -9,8 +9,8 @@ use std::time::Duration;
 use prefixcache_core::band::Band;
 use prefixcache_core::clock::Clock;
 use prefixcache_core::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
+use prefixcache_core::evictions::{Cause, EvictedBlock, Eviction};
 use prefixcache_core::id::{BlockId, Epoch};
-use prefixcache_core::losses::{Cause, Loss, LostBlock};
 use prefixcache_core::policy::{EvictionPolicy, Queue, Rank, ReuseQueue};
 use prefixcache_core::pool::{BlockMap, BlockState};
 use prefixcache_core::store::sealed::Sealed;
@@ -150,7 +150,7 @@ struct State {
     reuse: Option<Arc<ReuseQueue>>,
     clock: Clock,
     /// What was lost since it was last asked for, if somebody listens.
-    losses: Option<Vec<Loss>>,
+    evictions: Option<Vec<Eviction>>,
 }
 
 impl PlainPool {
@@ -179,7 +179,7 @@ impl PlainPool {
             stats: StoreStats::default(),
             reuse: reuse.clone(),
             clock: clock.clone(),
-            losses: None,
+            evictions: None,
         };
         state.move_end(config.num_blocks);
         Ok(Self {
@@ -191,14 +191,14 @@ impl PlainPool {
 
     /// Remembers what is lost from now on.
     pub fn listen(&mut self) {
-        self.state.losses = Some(Vec::new());
+        self.state.evictions = Some(Vec::new());
     }
 
     /// What was lost since the last call, in this order.
-    pub fn take_losses(&mut self) -> Vec<Loss> {
+    pub fn take_evictions(&mut self) -> Vec<Eviction> {
         let state = &mut self.state;
         state
-            .losses
+            .evictions
             .as_mut()
             .map(std::mem::take)
             .unwrap_or_default()
@@ -345,8 +345,8 @@ impl BlockStore for PlainPool {
     fn clear_index(&mut self) {
         let state = &mut self.state;
         state.epoch = state.epoch.next();
-        if let Some(losses) = &mut state.losses {
-            losses.push(Loss::Everything);
+        if let Some(evictions) = &mut state.evictions {
+            evictions.push(Eviction::Everything);
         }
     }
 
@@ -430,7 +430,7 @@ impl State {
 
     /// The time since the last use of content that can be hit, if somebody listens.
     fn age(&self, id: BlockId) -> Option<Duration> {
-        let is_known = self.losses.is_some() && self.is_cached(id);
+        let is_known = self.evictions.is_some() && self.is_cached(id);
         is_known.then(|| self.clock.now() - self.blocks[id.index()].life.used)
     }
 
@@ -1042,7 +1042,7 @@ impl State {
 
     /// Takes content and pin from a block, and tells of content of this epoch.
     fn lose(&mut self, id: BlockId, cause: Cause) {
-        if self.losses.is_none() {
+        if self.evictions.is_none() {
             return self.forget(id);
         }
         let Block {
@@ -1063,7 +1063,7 @@ impl State {
             && epoch == self.epoch
         {
             let is_last = was_found && self.lookup(&key).is_none();
-            let loss = Loss::Block(LostBlock {
+            let loss = Eviction::Block(EvictedBlock {
                 hash: key.hash,
                 group: key.group,
                 cause,
@@ -1073,8 +1073,8 @@ impl State {
                 idle: self.clock.now() - life.used,
                 is_last,
             });
-            if let Some(losses) = &mut self.losses {
-                losses.push(loss);
+            if let Some(evictions) = &mut self.evictions {
+                evictions.push(loss);
             }
         }
     }

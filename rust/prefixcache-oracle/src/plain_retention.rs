@@ -15,7 +15,7 @@ pub trait Hinting {
     fn keep(&mut self, store: &mut impl BlockStore, sequence: &Sequence);
     /// Demotes what has ended.
     fn demote_expired(&mut self, store: &mut impl BlockStore, most: usize) -> usize;
-    /// What it tells of itself.
+    /// Its counts.
     fn stats(&self) -> HintStats;
 }
 

@@ -15,6 +15,7 @@ use prefixcache_core::pool::{AnyWriter, BlockState};
 use prefixcache_core::sequence as core;
 use prefixcache_core::store::{FreeOrder, Lookup, Move, Moves, PoolConfig};
 use prefixcache_core::weights::WeightsName;
+use prefixcache_replay::recording::Namer;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
@@ -26,8 +27,8 @@ use crate::block_hashes::BlockHashes;
 use crate::detach::{run, run_on_tokens};
 use crate::errors::{IntoPyErr, out_of_range};
 use crate::events::{Event, EventSnapshot, event};
+use crate::evictions;
 use crate::exclusive::{Exclusive, Using};
-use crate::losses;
 use crate::names::{self, Name};
 use crate::recording::key_of;
 use crate::sequence::{Batch, Sequence};
@@ -467,7 +468,9 @@ retention_budget=0.2, max_cached_blocks=None)"
     fn name_blocks(&self, key: &[u8]) -> PyResult<()> {
         let key = key_of("key", key)?;
         let core = &mut *self.0.write()?;
-        core.name_blocks(key).map_err(IntoPyErr::into_py_err)
+        Namer::new(key, core.block_size())
+            .and_then(|namer| core.name_blocks(Arc::new(namer)))
+            .map_err(IntoPyErr::into_py_err)
     }
 
     /// Forget everything cached, in constant time. Sequences keep their blocks and publish no more.
@@ -744,16 +747,16 @@ retention_budget=0.2, max_cached_blocks=None)"
         let (core, most) = (self.0.reader()?, max_losses.0);
         let losses = py.detach(|| {
             let mut losses = Vec::new();
-            core.store().take_losses(most, &mut losses);
+            core.store().take_evictions(most, &mut losses);
             losses
         });
-        losses::arrays(py, &losses)
+        evictions::arrays(py, &losses)
     }
 
-    /// Losses for which the log had no room. Any thread.
+    /// EvictionLog for which the log had no room. Any thread.
     #[getter]
     fn missed_losses(&self) -> PyResult<u64> {
-        Ok(self.0.reader()?.store().missed_losses())
+        Ok(self.0.reader()?.store().missed_evictions())
     }
 
     /// How many gaps between uses lie up to each bound and above the one before, and the sum of all in
@@ -771,9 +774,9 @@ retention_budget=0.2, max_cached_blocks=None)"
             let reason = "must be \"single_writer\": what several writers change has no one order";
             return Err(out_of_range("threads", reason));
         };
-        let reader = pool.keep_journal(block_size);
+        let reader = pool.keep_events(block_size);
         let reader = reader.map_err(IntoPyErr::into_py_err)?;
-        // The pool refuses a second journal, so nothing stands here.
+        // The pool refuses a second event_log, so nothing stands here.
         let _ = self.0.events.set(Exclusive::new(reader));
         Ok(())
     }

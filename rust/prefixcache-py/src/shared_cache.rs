@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use prefixcache_core::PrefixCache;
 use prefixcache_core::error::InvalidArgument;
-use prefixcache_core::events::{EventReader, Journal, MAX_UNTAKEN};
+use prefixcache_core::events::{EventLog, EventReader, MAX_UNREAD};
 use prefixcache_core::hash::HashConfig;
 use prefixcache_core::hints::HintStats;
 
@@ -115,8 +115,8 @@ impl Cache {
         let Some(events) = self.events.get() else {
             return;
         };
-        let pending = cache.store().journal().map_or(0, Journal::num_pending);
-        if pending > MAX_UNTAKEN
+        let pending = cache.store().event_log().map_or(0, EventLog::num_pending);
+        if pending > MAX_UNREAD
             && let Some(mut reader) = events.try_use()
         {
             reader.receive(RECEIVED_AT_ONCE);
@@ -161,8 +161,8 @@ impl Cache {
     /// The reader of what can be found.
     pub fn events(&self) -> PyResult<&Exclusive<EventReader>> {
         self.reader()?;
-        let untold = || PyRuntimeError::new_err("no events are kept: call keep_events() first");
-        self.events.get().ok_or_else(untold)
+        let missing = || PyRuntimeError::new_err("no events are kept: call keep_events() first");
+        self.events.get().ok_or_else(missing)
     }
 
     /// Refuses every later call.

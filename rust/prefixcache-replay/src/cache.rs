@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use prefixcache_core::error::{CacheError, InvalidArgument, ListenError, PoolError};
+use prefixcache_core::evictions::{EvictedBlock, Eviction};
 use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::BlockHash;
-use prefixcache_core::losses::{Loss, LostBlock};
 use prefixcache_core::{
     EvictionPolicy, Extras, Groups, HashConfig, Lookup, PoolConfig, PrefixCache, Scope, Sequence,
     Writer,
@@ -225,15 +225,17 @@ impl Cache {
 
     /// The blocks that nobody has any more, as KV events name them, since the last call.
     pub fn take_lost(&self, lost: &mut Vec<u64>) {
-        let mut losses = Vec::new();
-        self.cache.store().take_losses(usize::MAX, &mut losses);
-        let last = losses.iter().filter_map(|loss| match loss {
-            Loss::Block(LostBlock {
+        let mut evictions = Vec::new();
+        self.cache
+            .store()
+            .take_evictions(usize::MAX, &mut evictions);
+        let last = evictions.iter().filter_map(|loss| match loss {
+            Eviction::Block(EvictedBlock {
                 hash,
                 is_last: true,
                 ..
             }) => Some(event_hash(hash)),
-            Loss::Block(_) | Loss::Everything => None,
+            Eviction::Block(_) | Eviction::Everything => None,
         });
         lost.clear();
         lost.extend(last);

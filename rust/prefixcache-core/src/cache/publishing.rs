@@ -4,7 +4,7 @@ use std::iter;
 
 use super::{PrefixCache, check_len, fault};
 use crate::error::{Argument, CacheError, InvalidArgument, Misuse, SequenceFault};
-use crate::events::Journal;
+use crate::events::EventLog;
 use crate::hash::Scope;
 use crate::id::{BlockHash, BlockId, GroupId};
 use crate::sequence::{Holding, Sequence};
@@ -68,7 +68,7 @@ impl<S: BlockStore> PrefixCache<S> {
         let hashes = &sequence.hashes.as_slice()[..full];
         // Blocks of a scope are not told of: whoever knows their hashes can find out what they hold.
         let is_open = sequence.scope == Scope::default();
-        let is_told = is_open && self.store.journal().is_some();
+        let is_reported = is_open && self.store.event_log().is_some();
         let mut new = Vec::new();
         let outcome = self.register_all(holding, hashes, |group, index, outcome| {
             if let Registration::Twin(holder) = outcome {
@@ -78,12 +78,12 @@ impl<S: BlockStore> PrefixCache<S> {
                     index,
                     holder,
                 });
-            } else if is_told && outcome == Registration::New {
+            } else if is_reported && outcome == Registration::New {
                 new.push((group, index));
             }
         });
-        if let Some(journal) = self.store.journal().filter(|_| is_told) {
-            self.tell_stored(journal, new, hashes, &sequence.tokens);
+        if let Some(event_log) = self.store.event_log().filter(|_| is_reported) {
+            self.report_stored(event_log, new, hashes, &sequence.tokens);
         }
         outcome?;
         holding.num_published = holding.num_published.max(full);
@@ -121,9 +121,9 @@ impl<S: BlockStore> PrefixCache<S> {
     }
 
     /// Tells of blocks of a sequence, by group and index, that can be found from now on.
-    fn tell_stored(
+    fn report_stored(
         &self,
-        journal: &Journal,
+        event_log: &EventLog,
         mut blocks: Vec<(GroupId, usize)>,
         hashes: &[BlockHash],
         tokens: &[u32],
@@ -132,7 +132,7 @@ impl<S: BlockStore> PrefixCache<S> {
         for run in blocks.chunk_by(|one, next| one.0 == next.0 && one.1 + 1 == next.1) {
             let (group, first) = run[0];
             let range = first..first + run.len();
-            journal.stored(group, range, hashes, tokens, self.block_size());
+            event_log.stored(group, range, hashes, tokens, self.block_size());
         }
     }
 

@@ -64,12 +64,14 @@ impl<T: Default> Slab<T> {
 impl<T> Index<u32> for Slab<T> {
     type Output = T;
 
+    #[inline]
     fn index(&self, at: u32) -> &T {
         &self.items[at as usize]
     }
 }
 
 impl<T> IndexMut<u32> for Slab<T> {
+    #[inline]
     fn index_mut(&mut self, at: u32) -> &mut T {
         &mut self.items[at as usize]
     }
@@ -213,17 +215,21 @@ pub(super) struct OwnerSpans {
 pub(super) struct Spans {
     pub(super) entries: Slab<Entry>,
     spans: Slab<Span>,
+    /// Memory of a span that has ended.
+    spare: Vec<u32>,
 }
 
 impl Index<u32> for Spans {
     type Output = Span;
 
+    #[inline]
     fn index(&self, at: u32) -> &Span {
         &self.spans[at]
     }
 }
 
 impl Spans {
+    #[inline]
     pub(super) fn of(&self, entry: u32) -> &Span {
         &self.spans[self.entries[entry].span]
     }
@@ -235,12 +241,23 @@ impl Spans {
             levels,
             band: levels.band(),
             due: levels.end(),
+            entries: std::mem::take(&mut self.spare),
             ..Span::default()
         })
     }
 
+    #[cfg(test)]
+    pub(super) fn count(&self) -> usize {
+        self.spans.len()
+    }
+
+    /// Ends a span without entries, which is in no line.
     pub(super) fn remove(&mut self, span: u32) {
-        self.spans.take(span);
+        let mut ended = self.spans.take(span).entries;
+        if ended.capacity() > self.spare.capacity() {
+            ended.clear();
+            self.spare = ended;
+        }
     }
 
     /// The entry used longest ago.
@@ -268,11 +285,13 @@ impl Spans {
         let Entry { span, place, .. } = self.entries[entry];
         let from = &mut self.spans[span];
         from.entries[place as usize] = NONE;
+        from.first += usize::from(from.first == place as usize);
         from.live -= 1;
-        if from.live > 0 && from.live * 4 + 64 < from.entries.len() {
+        let live = from.live;
+        if live > 0 && live * 4 + 64 < from.entries.len() - from.first {
             self.compact(span);
         }
-        self.spans[span].live == 0
+        live == 0
     }
 
     #[cold]

@@ -14,11 +14,11 @@
 //! long as the next; that holds after a raise, a hit, the end of a TTL and a demotion, each of which takes what
 //! follows first. So content goes in order still (see `PrefixCache::keeps_prefixes`): a block that moves to
 //! another line moves to its end, before the blocks that precede it in its prompt. Where a raised content has
-//! further copies, and wherever something is lowered, the pool is told that the order has ended.
+//! further copies, and wherever something is lowered, the pool learns that the order has ended.
 //!
 //! **Cost.** A few nanoseconds a block: what was asked for is kept by ranges of blocks ([`spans`](super::spans)),
 //! and a block that is the only copy of its content, as most are, is looked up nowhere. Times at which TTLs end
-//! are rounded up to an eighth of a second and stand in a tree, one for each range. What the pool has lost since the
+//! are rounded up to an eighth of a second and stand in a tree, one for each range. What the pool has evicted since the
 //! last call is forgotten first, so there are at most [`MAX_OWNERS`] entries for each content that the pool holds,
 //! and one for whoever lowered it.
 
@@ -61,17 +61,39 @@ pub struct RetentionTable {
     names: HashMap<Owner, u32>,
     times: BTreeMap<Time, Ends>,
     stats: HintStats,
+    /// What the last call raised: its memory is used again.
+    raised: Vec<Raise>,
+}
+
+/// What a sequence gives back.
+struct Released<'a> {
+    sequence: &'a Sequence,
+    holding: &'a Holding,
+    hints: &'a Hints,
+    now: Time,
+    /// Blocks that an owner may raise.
+    most: usize,
+}
+
+impl Released<'_> {
+    /// The key of a block, and the block; the null block where it needs none.
+    #[inline]
+    fn block(&self, group: GroupId, index: usize) -> (BlockKey, BlockId) {
+        let key = BlockKey::new(self.sequence.hashes()[index], group);
+        (key, self.holding.tables[group.index()].blocks[index])
+    }
 }
 
 /// A block that is to be raised.
+#[derive(Debug)]
 struct Raise {
     /// The one that hits.
     hit: BlockId,
-    /// The sequence's own.
-    held: BlockId,
-    group: GroupId,
     /// Which block of the sequence.
-    index: usize,
+    index: u32,
+    group: GroupId,
+    /// The band that it has.
+    band: Band,
 }
 
 /// What one call uses. One owner's entries count as used after those of the owner before.
@@ -106,6 +128,7 @@ impl RetentionTable {
             names: HashMap::new(),
             times: BTreeMap::new(),
             stats: HintStats::default(),
+            raised: Vec::new(),
         }
     }
 
@@ -259,33 +282,37 @@ impl RetentionTable {
             return;
         }
         self.grow_to(store.num_blocks());
-        let now = millis(store.clock().now());
-        let most = (self.share * store.num_blocks().saturating_sub(1) as f64) as usize;
+        let released = Released {
+            sequence,
+            holding,
+            hints,
+            now: millis(store.clock().now()),
+            most: (self.share * store.num_blocks().saturating_sub(1) as f64) as usize,
+        };
         let mut ranges = Raising::of_groups(hints, sequence, holding);
-        let raised = self.raisable(store, sequence, holding, hints.owner(), most, &mut ranges);
-        self.lower(store, sequence, holding, hints, now);
+        let mut raised = std::mem::take(&mut self.raised);
+        raised.clear();
+        self.find_raised(store, &released, &mut ranges, &mut raised);
+        self.lower(store, &released);
         if !raised.is_empty() {
-            let owner = self.owner_of(hints.owner());
-            self.raise(store, sequence, owner, &raised, &mut ranges, now);
+            self.raise(store, &released, &mut ranges, &raised);
         }
-        self.keep_to(store, hints.owner(), most);
+        self.raised = raised;
+        self.keep_to(store, hints.owner(), released.most);
     }
 
-    /// What the hints raise, first block first, `most` blocks at most: of a group that needs all before a block only
-    /// as far as that is raised too.
-    fn raisable(
+    /// Lists what the hints raise, first block first: of a group that needs all before a block only as far as that
+    /// is raised too.
+    fn find_raised(
         &self,
         store: &mut impl BlockStore,
-        sequence: &Sequence,
-        holding: &Holding,
-        owner: Owner,
-        most: usize,
+        released: &Released,
         ranges: &mut [Raising],
-    ) -> Vec<Raise> {
-        let owner = self.names.get(&owner).copied();
-        let groups = &sequence.config().groups;
+        raised: &mut Vec<Raise>,
+    ) {
+        let owner = self.names.get(&released.hints.owner()).copied();
+        let groups = &released.sequence.config().groups;
         let mut ended = vec![false; groups.count()];
-        let mut raised = Vec::new();
         let last = ranges.iter().map(Raising::end).max().unwrap_or(0);
         for index in 0..last {
             for (group, spec) in groups.each() {
@@ -293,25 +320,24 @@ impl RetentionTable {
                 if ended[at] || ranges[at].at(index).0.is_empty() {
                     continue;
                 }
-                if raised.len() == most {
-                    return raised;
+                if raised.len() == released.most {
+                    return;
                 }
-                let held = holding.tables[at].blocks[index];
-                let key = BlockKey::new(sequence.hashes()[index], group);
+                let (key, held) = released.block(group, index);
                 match store.lookup_held(&key, held) {
                     Some(hit) if self.has_room(hit, owner) => raised.push(Raise {
                         hit,
-                        held,
+                        index: index as u32,
                         group,
-                        index,
+                        band: store.held_band(hit),
                     }),
                     _ => ended[at] = spec.needs_whole_prefix(),
                 }
             }
         }
-        raised
     }
 
+    #[inline]
     fn has_room(&self, block: BlockId, owner: Option<u32>) -> bool {
         let mut others = 0;
         let mut entry = self.first_of(block);
@@ -326,37 +352,39 @@ impl RetentionTable {
     fn raise(
         &mut self,
         store: &mut impl BlockStore,
-        sequence: &Sequence,
-        owner: u32,
-        raised: &[Raise],
+        released: &Released,
         ranges: &mut [Raising],
-        now: Time,
+        raised: &[Raise],
     ) {
+        let owner = self.owner_of(released.hints.owner());
         let mut uses = Uses::default();
         for raise in raised.iter().rev() {
-            let (wishes, reason) = ranges[raise.group.index()].at(raise.index);
+            let (group, index) = (raise.group, raise.index as usize);
+            let (wishes, reason) = ranges[group.index()].at(index);
             let entry = self.entry(raise.hit, owner);
             self.note_use(&mut uses, entry, owner, reason, |levels| {
-                wishes.iter().for_each(|&wish| levels.ask(wish, now));
+                wishes
+                    .iter()
+                    .for_each(|&wish| levels.ask(wish, released.now));
             });
             let band = self.band(raise.hit);
-            if store.held_band(raise.hit) != band {
-                let key = BlockKey::new(sequence.hashes()[raise.index], raise.group);
-                store.set_band(&key, raise.held, band);
+            if band != raise.band {
+                let (key, held) = released.block(group, index);
+                store.set_band(&key, held, band);
             }
         }
         self.link_all(uses);
     }
 
     /// Lowers what the sequence itself has computed, and nobody asked for.
-    fn lower(
-        &mut self,
-        store: &mut impl BlockStore,
-        sequence: &Sequence,
-        holding: &Holding,
-        hints: &Hints,
-        now: Time,
-    ) {
+    fn lower(&mut self, store: &mut impl BlockStore, released: &Released) {
+        let Released {
+            sequence,
+            holding,
+            hints,
+            now,
+            ..
+        } = *released;
         let size = sequence.config().block_size;
         let mut uses = Uses::default();
         let mut end = holding.num_published;
@@ -366,11 +394,9 @@ impl RetentionTable {
             let first = first.max(holding.num_hits);
             for index in (first..end).rev() {
                 for (group, _) in sequence.config().groups.each() {
-                    let table = &holding.tables[group.index()];
-                    let key = BlockKey::new(sequence.hashes()[index], group);
-                    let held = table.blocks[index];
-                    let own = index >= table.first && store.lookup_held(&key, held) == Some(held);
-                    if !own || self.first_of(held) != NONE {
+                    let (key, held) = released.block(group, index);
+                    let is_own = !held.is_null() && store.lookup_held(&key, held) == Some(held);
+                    if !is_own || self.first_of(held) != NONE {
                         continue;
                     }
                     let entry = self.entry(held, NOBODY);
@@ -396,6 +422,7 @@ impl RetentionTable {
     }
 
     /// An owner's entry for a block, which is made, of no span, if there is none.
+    #[inline]
     fn entry(&mut self, block: BlockId, owner: u32) -> u32 {
         let first = self.first_of(block);
         let mut entry = first;
@@ -412,6 +439,7 @@ impl RetentionTable {
         entry
     }
 
+    #[inline]
     fn first_of(&self, block: BlockId) -> u32 {
         self.blocks.get(block.index()).copied().unwrap_or(NONE)
     }
@@ -426,6 +454,7 @@ impl RetentionTable {
     }
 
     /// The band that the block's content should have: the highest that anybody asks for.
+    #[inline]
     fn band(&self, block: BlockId) -> Band {
         let mut band = None;
         let mut entry = self.first_of(block);
@@ -525,12 +554,17 @@ impl RetentionTable {
     fn pull(&mut self, entry: u32) {
         let span = self.spans.entries[entry].span;
         if self.spans.pull(entry) {
-            let owner = self.spans[span].owner;
-            let ends = &mut self.owners[owner].ends;
-            self.spans.unlink(Line::Owner, ends, span);
-            self.unschedule(span);
-            self.spans.remove(span);
+            self.end_span(span);
         }
+    }
+
+    #[cold]
+    fn end_span(&mut self, span: u32) {
+        let owner = self.spans[span].owner;
+        let ends = &mut self.owners[owner].ends;
+        self.spans.unlink(Line::Owner, ends, span);
+        self.unschedule(span);
+        self.spans.remove(span);
     }
 
     fn remove(&mut self, entry: u32) {
@@ -589,5 +623,78 @@ impl Uses {
             self.0.len() - 1
         });
         &mut self.0[at]
+    }
+}
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::cache::PrefixCache;
+    use crate::groups::Groups;
+    use crate::hash::{HashConfig, Scope};
+    use crate::hints::Hint;
+    use crate::pool::Writer;
+    use crate::store::PoolConfig;
+
+    const BLOCKS: usize = 500;
+
+    type Cache = PrefixCache<Writer>;
+
+    fn serve(cache: &mut Cache, table: &mut RetentionTable, owner: &str, hints: Vec<Hint>) {
+        let tokens = (0..BLOCKS as u32).collect();
+        let mut sequence = cache.new_sequence(tokens, Scope::default(), vec![]);
+        sequence.set_hints(Hints::new(Owner::named(owner), hints).unwrap());
+        let hits = cache.count_prefix_hits(&mut sequence).unwrap();
+        let taken = cache.commit_prefix_plan(&mut sequence, hits, BLOCKS - hits);
+        assert_eq!(taken.unwrap(), Some(hits));
+        table.note_hits(cache.store_mut(), &sequence);
+        let filled = cache.mark_blocks_filled(&mut [&mut sequence], &[BLOCKS]);
+        assert!(filled.unwrap().is_empty());
+        table.keep(cache.store_mut(), &sequence);
+        cache.release(&mut [&mut sequence]).unwrap();
+    }
+
+    fn hint(start: usize, end: Option<usize>, priority: u8) -> Hint {
+        // The dearest ends first.
+        let ttl = Some(Duration::from_secs(100 - u64::from(priority)));
+        Hint {
+            start,
+            end,
+            priority,
+            ttl,
+        }
+    }
+
+    /// Whatever a prompt's length and however often it is asked for.
+    #[test]
+    fn a_range_costs_a_range_and_not_its_blocks() {
+        let hashing = HashConfig {
+            model: String::new(),
+            revision: String::new(),
+            kv_dtype: String::new(),
+            arithmetic: String::new(),
+            block_size: 1,
+            groups: Groups::full(1).unwrap(),
+        };
+        let pool = Writer::new(PoolConfig::new(2 * BLOCKS)).unwrap();
+        let mut cache = Cache::new(hashing, pool).unwrap();
+        let mut table = RetentionTable::new(1.0).unwrap();
+        assert_eq!(size_of::<Entry>(), 16);
+        for (owner, entries, spans) in [("a", 1, 2), ("a", 1, 2), ("b", 2, 4), ("a", 2, 4)] {
+            let hints = vec![hint(0, Some(100), 90), hint(100, None, 60)];
+            serve(&mut cache, &mut table, owner, hints);
+            assert_eq!(table.len(), entries * BLOCKS);
+            assert_eq!(table.spans.count(), spans, "after {owner}");
+        }
+        assert_eq!(table.stats().hinted, BLOCKS);
+        cache.store_mut().set_time(Duration::from_secs(100_000));
+        let moved = table.demote_expired(cache.store_mut(), usize::MAX);
+        assert_eq!(moved, BLOCKS + 100);
+        assert_eq!(
+            (table.len(), table.spans.count(), table.times.len()),
+            (0, 0, 0)
+        );
     }
 }

@@ -2,7 +2,7 @@
 
 use super::BlockPool;
 use super::free_stack::Chain;
-use crate::losses::Cause;
+use crate::evictions::Cause;
 use crate::sync::{AtomicUsize, Mode, Ordering};
 
 use Ordering::Relaxed;
@@ -70,7 +70,7 @@ impl<M: Mode> BlockPool<M> {
 
     fn give_up_some(&self, count: usize, cause: Cause) -> usize {
         let mut inside = self.credits.enter::<M>();
-        self.tell_time_of_batch();
+        self.note_time_of_batch();
         let credits = self.credits.take_some::<M>(count);
         let mut ids = Vec::new();
         self.take_stale(credits, &mut ids);

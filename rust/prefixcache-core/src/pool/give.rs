@@ -6,8 +6,8 @@ use super::free_stack::Chain;
 use super::ring::Reservation;
 use crate::block::{Block, ByClass, Class, ClassSet, GiveUp, Place, State, Ticket, Transition};
 use crate::error::Misuse;
+use crate::evictions::Cause;
 use crate::id::BlockId;
-use crate::losses::Cause;
 use crate::policy::{Queue, Tick};
 use crate::store::FreeOrder;
 use crate::sync::{Fault, Mode, planted};
@@ -246,7 +246,7 @@ impl<M: Mode> BlockPool<M> {
             if last.is_pinned() {
                 self.pins.count_ended::<M>(1);
             }
-            self.lose_all(&[id], cause, |_| last.class());
+            self.evict_all(&[id], cause, |_| last.class());
         }
         Transition::Raced
     }

@@ -6,8 +6,8 @@ use std::time::Duration;
 use super::BlockPool;
 use crate::block::Block;
 use crate::error::InvalidArgument;
+use crate::evictions::EvictionLog;
 use crate::id::BlockId;
-use crate::losses::Losses;
 use crate::store::Lookup;
 use crate::sync::Mode;
 
@@ -100,7 +100,7 @@ impl<M: Mode> BlockPool<M> {
             return Err(InvalidArgument::new("age_bounds", reason));
         }
         let fresh = self.fresh.ids();
-        let listener = self.losses.get();
+        let listener = self.eviction_log.get();
         let now = self.clock.micros();
         Ok(BlockMap::of(
             self.num_blocks() - 1,
@@ -111,7 +111,7 @@ impl<M: Mode> BlockPool<M> {
                     return (BlockState::Free, None);
                 }
                 let (state, has_content) = self.state_of(self.block(id));
-                let idle = |losses: &Losses| Duration::from_micros(losses.idle(id, now));
+                let idle = |log: &EvictionLog| Duration::from_micros(log.idle(id, now));
                 (state, listener.filter(|_| has_content).map(idle))
             },
         ))

@@ -51,7 +51,7 @@ impl<M: Mode> BlockPool<M> {
         let Some(_resizing) = self.credits.begin_resize::<M>() else {
             return Err(ResizeError::Busy);
         };
-        self.tell_time_of_batch();
+        self.note_time_of_batch();
         let evictions = self.evictions();
         self.move_end(num_blocks);
         self.plan(&mut moves.plan);

@@ -26,10 +26,10 @@ use crate::clock::Clock;
 use crate::error::{
     Broken, Exhausted, InvalidArgument, ListenError, Misuse, PoolError, ResizeError,
 };
-use crate::events::Journal;
+use crate::events::EventLog;
+use crate::evictions::{Eviction, ReuseGaps};
 use crate::hints::Band;
 use crate::id::{BlockId, Epoch};
-use crate::losses::{Loss, ReuseGaps};
 use crate::policy::{Queue, ReuseQueue};
 use crate::store::sealed::Sealed;
 use crate::store::{
@@ -118,15 +118,15 @@ impl AnyReader {
         either!(self, |pool| pool.listen(capacity, gap_bounds))
     }
 
-    /// See [`BlockPool::take_losses`].
-    pub fn take_losses(&self, most: usize, out: &mut Vec<Loss>) {
-        either!(self, |pool| pool.take_losses(most, out));
+    /// See [`BlockPool::take_evictions`].
+    pub fn take_evictions(&self, most: usize, out: &mut Vec<Eviction>) {
+        either!(self, |pool| pool.take_evictions(most, out));
     }
 
-    /// See [`BlockPool::missed_losses`].
+    /// See [`BlockPool::missed_evictions`].
     #[must_use]
-    pub fn missed_losses(&self) -> u64 {
-        either!(self, |pool| pool.missed_losses())
+    pub fn missed_evictions(&self) -> u64 {
+        either!(self, |pool| pool.missed_evictions())
     }
 
     /// See [`BlockPool::reuse_gaps`].

@@ -12,8 +12,8 @@ use super::BlockPool;
 use super::free_stack::Chain;
 use crate::block::{Claim, Class, Transition};
 use crate::error::ResizeError;
+use crate::evictions::Cause;
 use crate::id::BlockId;
-use crate::losses::Cause;
 use crate::sync::{AtomicU64, AtomicUsize, Fault, Mode, Ordering, OwnLine, planted, yield_now};
 
 use Ordering::{Acquire, Release};
@@ -139,7 +139,7 @@ impl<M: Mode> BlockPool<M> {
         let Some(_resizing) = self.credits.begin_resize::<M>() else {
             return Err(ResizeError::Busy);
         };
-        self.tell_time_of_batch();
+        self.note_time_of_batch();
         let before = self.size.num_blocks();
         if num_blocks >= before {
             self.size.set(num_blocks);
@@ -250,7 +250,7 @@ impl<M: Mode> BlockPool<M> {
         if planted(Fault::KeepRetired) {
             return 0;
         }
-        self.lose_all(&unqueued, Cause::Resized, |at| classes[at])
+        self.evict_all(&unqueued, Cause::Resized, |at| classes[at])
     }
 
     /// Takes content and pin from a held block, once no other thread is registering it; how much of it was of
@@ -264,7 +264,7 @@ impl<M: Mode> BlockPool<M> {
                 return 0;
             } else if let Claim::Claimed { .. } = self.claim(id, state) {
                 self.note_released(&[id]);
-                let lost = self.lose_all(&[id], Cause::Resized, |_| state.class());
+                let lost = self.evict_all(&[id], Cause::Resized, |_| state.class());
                 if state.is_pinned() {
                     self.pins.count_evicted::<M>(lost);
                 }

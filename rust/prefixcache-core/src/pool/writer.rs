@@ -5,7 +5,7 @@ use std::ops::Deref;
 use super::{BlockPool, Mode, SingleWriter};
 use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, ListenError, Misuse, PoolError, ResizeError};
-use crate::events::{EventReader, Journal};
+use crate::events::{EventLog, EventReader};
 use crate::hints::Band;
 use crate::id::{BlockId, Epoch};
 use crate::policy::{Queue, ReuseQueue};
@@ -62,8 +62,8 @@ impl Writer {
 
     /// Reports to the reader, from now on, blocks of `block_size` tokens that can be found and cannot any more.
     /// Once in a pool's life, before anything is cached: of that the reader would never know.
-    pub fn keep_journal(&mut self, block_size: usize) -> Result<EventReader, ListenError> {
-        self.0.keep_journal(block_size)
+    pub fn keep_events(&mut self, block_size: usize) -> Result<EventReader, ListenError> {
+        self.0.keep_events(block_size)
     }
 }
 
@@ -156,8 +156,8 @@ macro_rules! lookup_through {
             $through!(self, |pool| pool.reuse_queue())
         }
 
-        fn journal(&self) -> Option<&Journal> {
-            $through!(self, |pool| pool.journal())
+        fn event_log(&self) -> Option<&EventLog> {
+            $through!(self, |pool| pool.event_log())
         }
 
         fn free_order(&self) -> Vec<BlockId> {

@@ -5,8 +5,8 @@ use crossbeam_queue::SegQueue;
 use super::Holding;
 use crate::hash::{self, HashConfig, Scope};
 use crate::id::BlockHash;
-use crate::naming::Namer;
-use crate::sync::{AtomicU64, OnceLock};
+use crate::policy::NameBlocks;
+use crate::sync::{Arc, AtomicU64, OnceLock};
 use crate::weights::{CurrentWeights, WeightsName};
 
 /// What the handles of a cache and its sequences share. Its address is the cache's identity.
@@ -15,7 +15,7 @@ pub(crate) struct Home {
     pub(crate) config: HashConfig,
     pub(crate) weights: CurrentWeights,
     /// What names blocks for the eviction policy, where it goes by names.
-    pub(crate) namer: OnceLock<Namer>,
+    pub(crate) namer: OnceLock<Arc<dyn NameBlocks>>,
     /// Tokens of the sequences that were committed.
     pub(crate) queries: AtomicU64,
     /// Tokens of them that were hits.

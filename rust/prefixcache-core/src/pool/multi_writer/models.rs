@@ -5,8 +5,8 @@ use loom::thread;
 
 use crate::band::Band;
 use crate::block::{Class, Content};
+use crate::evictions::Eviction;
 use crate::id::{BlockHash, BlockId, Epoch, GroupId};
-use crate::losses::Loss;
 use crate::policy::{EvictionPolicy, Queue};
 use crate::pool::{BlockPool, Shared};
 use crate::store::{BlockKey, FreeOrder, Lookup, Moves, PoolConfig, Registration};
@@ -747,11 +747,11 @@ fn two_evictions_of_twins() {
         .into_iter()
         .chain(evicting.join().unwrap())
         .collect();
-    let mut losses = Vec::new();
-    pool.take_losses(8, &mut losses);
-    let says_last = |loss: &Loss| matches!(loss, Loss::Block(block) if block.is_last);
-    assert_eq!(losses.len(), 2, "a loss was told twice or not at all");
-    assert!(losses.iter().any(says_last), "nobody tells of the end");
+    let mut evictions = Vec::new();
+    pool.take_evictions(8, &mut evictions);
+    let says_last = |loss: &Eviction| matches!(loss, Eviction::Block(block) if block.is_last);
+    assert_eq!(evictions.len(), 2, "a loss was told twice or not at all");
+    assert!(evictions.iter().any(says_last), "nobody tells of the end");
     check_rest(&pool, &held);
 }
 

@@ -1,33 +1,33 @@
 //! What was lost, as arrays.
 
 use numpy::{IntoPyArray, PyArray1, PyArrayMethods};
-use prefixcache_core::losses::{Loss, LostBlock};
+use prefixcache_core::evictions::{EvictedBlock, Eviction};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 /// The code of a cause; 0 stands for a cleared index.
-fn cause(loss: &Loss) -> u8 {
+fn cause(loss: &Eviction) -> u8 {
     match loss {
-        Loss::Everything => 0,
-        Loss::Block(block) => 1 + block.cause as u8,
+        Eviction::Everything => 0,
+        Eviction::Block(block) => 1 + block.cause as u8,
     }
 }
 
 /// The arrays that `take_losses` returns, by name.
-pub fn arrays<'py>(py: Python<'py>, losses: &[Loss]) -> PyResult<Bound<'py, PyDict>> {
-    let block = |loss: &Loss| match loss {
-        Loss::Block(block) => Some(block.clone()),
-        Loss::Everything => None,
+pub fn arrays<'py>(py: Python<'py>, evictions: &[Eviction]) -> PyResult<Bound<'py, PyDict>> {
+    let block = |loss: &Eviction| match loss {
+        Eviction::Block(block) => Some(block.clone()),
+        Eviction::Everything => None,
     };
-    let blocks: Vec<Option<LostBlock>> = losses.iter().map(block).collect();
+    let blocks: Vec<Option<EvictedBlock>> = evictions.iter().map(block).collect();
     let dict = PyDict::new(py);
     let hashes = blocks.iter().flat_map(|block| match block {
         Some(block) => *block.hash.as_bytes(),
         None => [0; 32],
     });
     let hashes = PyArray1::from_iter(py, hashes);
-    dict.set_item("hash", hashes.reshape([losses.len(), 32])?)?;
-    dict.set_item("cause", array(py, losses.iter().map(cause)))?;
+    dict.set_item("hash", hashes.reshape([evictions.len(), 32])?)?;
+    dict.set_item("cause", array(py, evictions.iter().map(cause)))?;
     macro_rules! column {
         ($name:literal, $of:expr) => {
             let values = blocks

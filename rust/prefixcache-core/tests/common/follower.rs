@@ -15,7 +15,7 @@ type Name = (GroupId, ShortHash);
 type Known = BTreeMap<Name, (Option<ShortHash>, Vec<u32>)>;
 
 /// A reader that takes a few changes now and then, and all blocks that sequences ever had.
-pub struct Told {
+pub struct Follower {
     reader: EventReader,
     known: Known,
     /// Whether they are under a salt.
@@ -24,7 +24,7 @@ pub struct Told {
     block_size: usize,
 }
 
-impl Told {
+impl Follower {
     pub fn new(reader: EventReader, block_size: usize) -> Self {
         Self {
             reader,
@@ -47,7 +47,7 @@ impl Told {
             }
         }
         self.looks += 1;
-        // What is told and what can be found are apart for some steps.
+        // Reports lag behind what can be found for some steps.
         match self.looks % 4 {
             1 => self.take(2),
             3 => {
@@ -77,7 +77,7 @@ impl Told {
             .collect();
         open.sort_unstable();
         let known: Vec<Name> = self.known.keys().copied().collect();
-        assert_eq!(known, open, "what is told is not what can be found");
+        assert_eq!(known, open, "what was reported is not what can be found");
         for &name in self.known.keys() {
             if let Some(prompt) = self.prompt(name) {
                 let hashes = cache.compute_block_hashes(&prompt, &Scope::default(), vec![]);

@@ -8,14 +8,14 @@ use Ordering::Relaxed;
 
 /// One block's content. Its times are in microseconds of the pool's clock; 0 before the listening began.
 #[derive(Default)]
-struct Life {
+struct Metadata {
     born: AtomicU64,
     used: AtomicU64,
     hits: AtomicU32,
 }
 
 // SAFETY: zero is a valid value of every atomic integer, and its default; none has a destructor.
-unsafe impl Zeroable for Life {}
+unsafe impl Zeroable for Metadata {}
 
 /// What is known of a block's content when it goes; times in microseconds.
 pub(super) struct Summary {
@@ -26,13 +26,13 @@ pub(super) struct Summary {
 
 /// Words that order nothing (Relaxed): a block's are written by who claims it or holds it, and read by who has it
 /// alone, and the block's state orders those.
-pub(super) struct Lives {
-    blocks: Zeroed<Life>,
+pub(super) struct BlockMetadata {
+    blocks: Zeroed<Metadata>,
     /// When the listening began: of what was before nothing is known.
     since: u64,
 }
 
-impl Lives {
+impl BlockMetadata {
     pub(super) fn new(max_blocks: usize, since: u64) -> Option<Self> {
         let blocks = Zeroed::new(max_blocks)?;
         Some(Self { blocks, since })
@@ -40,18 +40,18 @@ impl Lives {
 
     /// The block gets new content.
     pub(super) fn begin(&self, block: BlockId, now: u64) {
-        let life = &self.blocks[block.index()];
-        life.born.store(now, Relaxed);
-        life.used.store(now, Relaxed);
-        life.hits.store(0, Relaxed);
+        let block = &self.blocks[block.index()];
+        block.born.store(now, Relaxed);
+        block.used.store(now, Relaxed);
+        block.hits.store(0, Relaxed);
     }
 
     /// The content is hit; how long ago it was used before.
     pub(super) fn hit<M: Mode>(&self, block: BlockId, now: u64) -> u64 {
-        let life = &self.blocks[block.index()];
-        let gap = self.passed(life.used.load(Relaxed), now);
-        life.used.store(now, Relaxed);
-        M::add_short(&life.hits, 1);
+        let block = &self.blocks[block.index()];
+        let gap = self.passed(block.used.load(Relaxed), now);
+        block.used.store(now, Relaxed);
+        M::add_short(&block.hits, 1);
         gap
     }
 
@@ -69,11 +69,11 @@ impl Lives {
     }
 
     pub(super) fn of(&self, block: BlockId, now: u64) -> Summary {
-        let life = &self.blocks[block.index()];
+        let block = &self.blocks[block.index()];
         Summary {
-            hits: life.hits.load(Relaxed),
-            age: self.passed(life.born.load(Relaxed), now),
-            idle: self.passed(life.used.load(Relaxed), now),
+            hits: block.hits.load(Relaxed),
+            age: self.passed(block.born.load(Relaxed), now),
+            idle: self.passed(block.used.load(Relaxed), now),
         }
     }
 

@@ -1,4 +1,4 @@
-//! What can be found in a cache, as its changes tell, and walks over all of it.
+//! What can be found in a cache, as its changes say, and walks over all of it.
 
 use std::collections::HashMap;
 
@@ -12,7 +12,7 @@ const MAX_TOKENS: usize = 1 << 13;
 
 /// The blocks that can be found, each once however many copies there are.
 #[derive(Clone, Debug)]
-pub(super) struct Mirror {
+pub(super) struct Replica {
     block_size: usize,
     /// Indices into `blocks`.
     places: Places,
@@ -21,13 +21,13 @@ pub(super) struct Mirror {
     tokens: Vec<u32>,
 }
 
-/// A map in [`SHARDS`] parts. A map that grows moves all its entries within one call, and a reader's lock is held
-/// for that long: a part of a million blocks' names has about four thousand.
+/// A map in [`SHARDS`] parts. A map that grows moves all its entries within one call, which may be the writer's. Parts
+/// grow one by one, but many of them at about the same time: the more there are, the fewer names move in a call.
 #[derive(Clone, Debug)]
 struct Places(Vec<HashMap<Name, u32>>);
 
 /// See [`Places`].
-const SHARDS: usize = 256;
+const SHARDS: usize = 1 << 12;
 
 impl Places {
     fn new() -> Self {
@@ -65,7 +65,7 @@ fn most_blocks(block_size: usize) -> usize {
     (MAX_TOKENS / block_size).clamp(1, MAX_BLOCKS)
 }
 
-impl Mirror {
+impl Replica {
     pub(super) fn new(block_size: usize) -> Self {
         Self {
             block_size,
@@ -75,21 +75,21 @@ impl Mirror {
         }
     }
 
-    /// Takes a change over, and tells what of it is news, in parts of a bounded size.
-    pub(super) fn apply(&mut self, sent: Sent, mut tell: impl FnMut(Change)) {
+    /// Applies a change, and reports what of it is new, in parts of a bounded size.
+    pub(super) fn apply(&mut self, sent: Sent, mut report: impl FnMut(Change)) {
         match sent {
-            Sent::Stored(run) => self.store(&run, tell),
-            Sent::Lost(names) => self.lose(names, tell),
+            Sent::Stored(run) => self.store(&run, report),
+            Sent::Removed(names) => self.remove_all(names, report),
             Sent::Cleared => {
                 self.places.clear();
                 self.blocks.clear();
                 self.tokens.clear();
-                tell(Change::Cleared);
+                report(Change::Cleared);
             }
         }
     }
 
-    fn store(&mut self, run: &Run, mut tell: impl FnMut(Change)) {
+    fn store(&mut self, run: &Run, mut report: impl FnMut(Change)) {
         let mut known = Vec::with_capacity(run.hashes.len());
         for (index, tokens) in run.tokens.chunks(self.block_size).enumerate() {
             known.push(!self.insert(run.name(index), run.parent(index), tokens));
@@ -100,7 +100,7 @@ impl Mirror {
             if !part[0] {
                 for first in (start..end).step_by(most_blocks(self.block_size)) {
                     let last = end.min(first + most_blocks(self.block_size));
-                    tell(Change::Stored(run.part(first, last, self.block_size)));
+                    report(Change::Stored(run.part(first, last, self.block_size)));
                 }
             }
             start = end;
@@ -118,12 +118,12 @@ impl Mirror {
         true
     }
 
-    fn lose(&mut self, mut names: Vec<Name>, mut tell: impl FnMut(Change)) {
+    fn remove_all(&mut self, mut names: Vec<Name>, mut report: impl FnMut(Change)) {
         names.retain(|name| self.remove(name));
         for part in names.chunk_by(|one, next| one.1 == next.1) {
             for part in part.chunks(MAX_BLOCKS) {
                 let hashes = part.iter().map(|&(hash, _)| hash).collect();
-                tell(Change::Removed(part[0].1, hashes));
+                report(Change::Removed(part[0].1, hashes));
             }
         }
     }
@@ -170,9 +170,9 @@ impl Mirror {
             }
         }
         Snapshot {
-            mirror: self,
+            replica: self,
             order,
-            told: 0,
+            reported: 0,
         }
     }
 }
@@ -203,11 +203,11 @@ impl Run {
 /// where that could be found too.
 #[derive(Debug)]
 pub struct Snapshot {
-    mirror: Mirror,
+    replica: Replica,
     /// Places of blocks.
     order: Vec<u32>,
-    /// How many of them were told.
-    told: usize,
+    /// How many of them were reported.
+    reported: usize,
 }
 
 impl Snapshot {
@@ -219,7 +219,7 @@ impl Snapshot {
 
     fn block(&self, index: usize) -> Option<&Block> {
         let place = *self.order.get(index)?;
-        Some(&self.mirror.blocks[place as usize])
+        Some(&self.replica.blocks[place as usize])
     }
 
     /// How many blocks of the order from the next on are each the parent of the one behind it.
@@ -229,9 +229,9 @@ impl Snapshot {
             let block = self.block(index);
             block.is_some_and(|block| block.parent().is_some() && block.parent() == parent)
         };
-        let most = most_blocks(self.mirror.block_size);
-        let last = (self.told + 1..self.told + most).find(|&index| !follows(index));
-        last.map_or(most, |last| last - self.told)
+        let most = most_blocks(self.replica.block_size);
+        let last = (self.reported + 1..self.reported + most).find(|&index| !follows(index));
+        last.map_or(most, |last| last - self.reported)
     }
 }
 
@@ -239,23 +239,23 @@ impl Iterator for Snapshot {
     type Item = Run;
 
     fn next(&mut self) -> Option<Run> {
-        let &Block { name, parent } = self.block(self.told)?;
-        let size = self.mirror.block_size;
-        let places = &self.order[self.told..self.told + self.length()];
+        let &Block { name, parent } = self.block(self.reported)?;
+        let size = self.replica.block_size;
+        let places = &self.order[self.reported..self.reported + self.length()];
         let places = places.iter().map(|&place| place as usize);
         let run = Run {
             group: name.1,
             parent,
             hashes: places
                 .clone()
-                .map(|place| self.mirror.blocks[place].name.0)
+                .map(|place| self.replica.blocks[place].name.0)
                 .collect(),
             tokens: places
-                .flat_map(|place| &self.mirror.tokens[place * size..(place + 1) * size])
+                .flat_map(|place| &self.replica.tokens[place * size..(place + 1) * size])
                 .copied()
                 .collect(),
         };
-        self.told += run.hashes.len();
+        self.reported += run.hashes.len();
         Some(run)
     }
 }
@@ -266,13 +266,24 @@ mod tests {
 
     #[test]
     fn growing_moves_a_small_part_of_the_names() {
+        const AT_ONCE: usize = 1 << 10;
         let mut places = Places::new();
-        for number in 0..1_u32 << 16 {
-            let hash =
-                crate::BlockHash::from_bytes(*blake3::hash(&number.to_le_bytes()).as_bytes());
-            let name = (ShortHash::from(&hash), crate::id::GroupId::new(0));
-            places.of(&name).insert(name, number);
+        let names: Vec<Name> = (0..1_u32 << 17)
+            .map(|number| {
+                let hash = *blake3::hash(&number.to_le_bytes()).as_bytes();
+                let hash = ShortHash::from(&crate::BlockHash::from_bytes(hash));
+                (hash, crate::id::GroupId::new(0))
+            })
+            .collect();
+        for call in names.chunks(AT_ONCE) {
+            let mut moved = 0;
+            for name in call {
+                let part = places.of(name);
+                let (room, before) = (part.capacity(), part.len());
+                part.insert(*name, 0);
+                moved += if part.capacity() == room { 0 } else { before };
+            }
+            assert!(moved < 3 * AT_ONCE, "{moved} names moved in one call");
         }
-        assert!(places.0.iter().all(|part| part.len() < 1 << 9));
     }
 }

@@ -1,13 +1,13 @@
-//! Content that was lost, told to whoever listens.
+//! Content that blocks lose, reported to whoever listens.
 //!
 //! Nothing of this exists until somebody listens ([`BlockPool::listen`](crate::BlockPool::listen)): then an array
 //! remembers when each block's content came and was used, and every block that loses content of the current
-//! epoch leaves one [`Loss`] in a bounded log. Any thread takes them out of it, beside those that change the
-//! pool. A full log takes no more: what was not told is counted.
+//! epoch leaves one [`Eviction`] in a bounded log. Any thread takes them out of it, in parallel with those that change
+//! the pool. A full log takes no more: what was not reported is counted.
 
 mod gaps;
-mod lives;
 mod log;
+mod metadata;
 
 use std::time::Duration;
 
@@ -50,7 +50,7 @@ impl Cause {
 
 /// A block that lost its content.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct LostBlock {
+pub struct EvictedBlock {
     /// The hash of the content.
     pub hash: BlockHash,
     /// The group that the block belonged to.
@@ -65,31 +65,31 @@ pub struct LostBlock {
     pub age: Duration,
     /// How long ago the last holder gave it up, or the listening began; 0 if it was held.
     pub idle: Duration,
-    /// Whether no other block has the content any more. When several threads lose copies at the same time,
+    /// Whether no other block has the content any more. When several threads evict copies at the same time,
     /// each of them may say so; at least one does.
     pub is_last: bool,
 }
 
-/// What was lost.
+/// What was evicted.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Loss {
+pub enum Eviction {
     /// The content of one block.
-    Block(LostBlock),
-    /// Everything: the index was cleared. The blocks that it left behind are not told of one by one.
+    Block(EvictedBlock),
+    /// Everything: the index was cleared. The blocks that it left behind are not reported one by one.
     Everything,
 }
 
 /// What a listener's pool remembers.
-pub(crate) struct Losses {
+pub(crate) struct EvictionLog {
     log: log::Log,
-    lives: lives::Lives,
+    blocks: metadata::BlockMetadata,
     gaps: gaps::Gaps,
-    /// The time of the batch that is under way, in microseconds: the clock is read once a batch.
+    /// The time of the batch in progress, in microseconds: the clock is read once a batch.
     now: AtomicU64,
 }
 
-impl Losses {
-    /// A log of `capacity` losses, a power of two, for a pool of up to `max_blocks`; None when there is no memory.
+impl EvictionLog {
+    /// A log of `capacity` evictions, a power of two, for a pool of up to `max_blocks`; None when there is no memory.
     pub(crate) fn new(
         capacity: usize,
         gap_bounds: &[Duration],
@@ -99,14 +99,14 @@ impl Losses {
         let now = clock.micros();
         Some(Self {
             log: log::Log::new(capacity)?,
-            lives: lives::Lives::new(max_blocks, now)?,
+            blocks: metadata::BlockMetadata::new(max_blocks, now)?,
             gaps: gaps::Gaps::new(gap_bounds),
             now: AtomicU64::new(now),
         })
     }
 
     /// A batch begins.
-    pub(crate) fn tell_time(&self, clock: &Clock) {
+    pub(crate) fn set_time(&self, clock: &Clock) {
         // Relaxed: a time that is read late makes an age inexact by the length of a call.
         self.now.store(clock.micros(), Relaxed);
     }
@@ -117,34 +117,34 @@ impl Losses {
 
     /// The block, which is the caller's alone, gets content.
     pub(crate) fn registered(&self, block: BlockId) {
-        self.lives.begin(block, self.now());
+        self.blocks.begin(block, self.now());
     }
 
     /// These blocks were hit, and are held.
     pub(crate) fn hit<M: Mode>(&self, blocks: &[BlockId]) {
         let now = self.now();
         for &block in blocks {
-            self.gaps.count::<M>(self.lives.hit::<M>(block, now));
+            self.gaps.count::<M>(self.blocks.hit::<M>(block, now));
         }
     }
 
     /// A holder, the last one or not, gives the block up.
     pub(crate) fn released(&self, block: BlockId) {
-        self.lives.touch(block, self.now());
+        self.blocks.touch(block, self.now());
     }
 
     /// For how long nobody has used the block's content, in microseconds up to `now`.
     pub(crate) fn idle(&self, block: BlockId, now: u64) -> u64 {
-        self.lives.of(block, now).idle
+        self.blocks.of(block, now).idle
     }
 
     /// Content moves from a block to another, both the caller's alone.
     pub(crate) fn moved(&self, from: BlockId, to: BlockId) {
-        self.lives.carry(from, to);
+        self.blocks.carry(from, to);
     }
 
-    /// The block, which is the caller's alone, has lost its content.
-    pub(crate) fn lost<M: Mode>(
+    /// The block, which is the caller's alone, has no content any more.
+    pub(crate) fn evicted<M: Mode>(
         &self,
         block: BlockId,
         content: Content,
@@ -152,22 +152,23 @@ impl Losses {
         band: Band,
         is_last: bool,
     ) {
-        let life = self.lives.of(block, self.now());
+        let known = self.blocks.of(block, self.now());
         let kind = 1 + cause as u64;
         let flags = kind << log::KIND_SHIFT | u64::from(is_last) << log::LAST_SHIFT;
         let names = (band.index() as u64) << log::BAND_SHIFT | u64::from(content.group);
         let [a, b, c, d] = content.hash;
-        let facts = u64::from(life.hits) << log::HITS_SHIFT | flags | names;
-        self.log.push::<M>([a, b, c, d, facts, life.age, life.idle]);
+        let facts = u64::from(known.hits) << log::HITS_SHIFT | flags | names;
+        self.log
+            .push::<M>([a, b, c, d, facts, known.age, known.idle]);
     }
 
     /// The index was cleared.
-    pub(crate) fn lost_everything<M: Mode>(&self) {
+    pub(crate) fn note_clear<M: Mode>(&self) {
         self.log.push::<M>([0; log::WORDS]);
     }
 
-    /// Takes up to `most` losses out of the log, the oldest first.
-    pub(crate) fn take(&self, most: usize, out: &mut Vec<Loss>) {
+    /// Takes up to `most` evictions out of the log, the oldest first.
+    pub(crate) fn take(&self, most: usize, out: &mut Vec<Eviction>) {
         out.extend(std::iter::from_fn(|| self.log.pop()).take(most).map(unpack));
     }
 
@@ -180,17 +181,17 @@ impl Losses {
     }
 }
 
-fn unpack([a, b, c, d, facts, age, idle]: log::Words) -> Loss {
+fn unpack([a, b, c, d, facts, age, idle]: log::Words) -> Eviction {
     let kind = facts >> log::KIND_SHIFT & 7;
     let Some(&cause) = Cause::ALL.get((kind as usize).wrapping_sub(1)) else {
-        return Loss::Everything;
+        return Eviction::Everything;
     };
     let content = Content {
         hash: [a, b, c, d],
         group: facts as u16,
     };
     let BlockKey { hash, group } = content.key();
-    Loss::Block(LostBlock {
+    Eviction::Block(EvictedBlock {
         hash,
         group,
         cause,

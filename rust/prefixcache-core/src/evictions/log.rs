@@ -1,4 +1,4 @@
-//! A bounded queue of losses, from any number of threads to any number of threads.
+//! A bounded queue of evictions, from any number of threads to any number of threads.
 //!
 //! Each slot counts its turns: `2 * round` while it is free for the record of that round, one more once the record
 //! stands in it. A writer takes a free slot by moving the tail past it, writes, and ends the turn; a reader does
@@ -68,7 +68,7 @@ impl Log {
             let (slot, free) = self.slot(place);
             // Acquire: the reader of the round before is done with the words.
             let turn = slot.turn.load(Acquire);
-            if turn < free && !planted(Fault::OverwriteLoss) {
+            if turn < free && !planted(Fault::OverwriteRecord) {
                 M::add(&self.missed, 1);
                 return;
             }
@@ -111,7 +111,7 @@ impl Log {
 impl Slot {
     #[inline]
     fn write(&self, record: Words, turn: u64) {
-        if planted(Fault::TellEarly) {
+        if planted(Fault::PublishEarly) {
             self.turn.store(turn, Release);
         }
         for (word, value) in self.words.iter().zip(record) {
@@ -139,9 +139,9 @@ mod models {
     use super::*;
     use crate::sync::{Shared, check, faults};
 
-    /// Two threads write a record each into a log of `capacity`, which has been round once, and one reads beside
-    /// them: each record is read once and whole, or counted as missed.
-    fn writers_beside_a_reader(capacity: usize) {
+    /// Two threads write a record each into a log of `capacity`, which has been round once, and one reads in
+    /// parallel: each record is read once and whole, or counted as missed.
+    fn writers_and_a_reader(capacity: usize) {
         let log = Arc::new(Log::new(capacity).unwrap());
         for _ in 0..capacity {
             log.push::<Shared>([9; WORDS]);
@@ -172,23 +172,23 @@ mod models {
 
     #[test]
     fn writers_vs_reader() {
-        check(|| writers_beside_a_reader(2));
+        check(|| writers_and_a_reader(2));
     }
 
     #[test]
     fn writers_vs_reader_of_a_log_that_fills_up() {
-        check(|| writers_beside_a_reader(1));
+        check(|| writers_and_a_reader(1));
     }
 
     #[test]
     #[should_panic]
     fn writers_vs_reader_fails_when_a_turn_ends_early() {
-        faults::check_with(Fault::TellEarly, || writers_beside_a_reader(2));
+        faults::check_with(Fault::PublishEarly, || writers_and_a_reader(2));
     }
 
     #[test]
     #[should_panic]
     fn writers_vs_reader_fails_when_unread_records_are_overwritten() {
-        faults::check_with(Fault::OverwriteLoss, || writers_beside_a_reader(1));
+        faults::check_with(Fault::OverwriteRecord, || writers_and_a_reader(1));
     }
 }

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from fake_runner import FakeRunner
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.elastic import ElasticPool
-from prefixcache.kv.sizing import PoolSizes
+from prefixcache.kv.specs import PoolSizes
 
 BLOCK_BYTES = 1 << 20
 

@@ -22,7 +22,7 @@ from prefixcache.engine.engine import Engine
 from prefixcache.engine.pool_watch import adjust_pool
 from prefixcache.exceptions import ConfigError, InvalidRequestError, RequestTooLargeError
 from prefixcache.kv.elastic import ElasticPool, ResizeStatus
-from prefixcache.kv.sizing import pool_sizes
+from prefixcache.runner.sizing import pool_sizes
 
 MIB = 1 << 20
 PROMPT = [*range(10, 26)]
@@ -475,7 +475,7 @@ def test_a_file_stands_for_the_available_memory(
     file = tmp_path / "available"
     elastic = Elastic(pool_options={"grows_by_itself": True})
     config = ElasticConfig(min_free_memory=100 * MIB, available_memory_file=str(file))  # type: ignore[arg-type]
-    elastic.engine.self_sizing = SelfSizing.of(config, elastic.pool, None)  # type: ignore[arg-type]
+    elastic.engine.self_sizing = SelfSizing.of(config, elastic.pool, lambda: 0)
     for text, size in (("", 40), ("much", 40), (f"{90 * MIB}\n", 40 - 10 - 13)):
         file.write_text(text)
         adjust_pool(elastic.engine)
@@ -500,8 +500,8 @@ def test_sizes_out_of_order_and_beyond_the_machine_are_refused_by_name(
     with pytest.raises(ConfigError, match=r"available_memory_file needs min_free_memory"):
         ElasticConfig(available_memory_file=Path("x"))
     cpu: Any = type("Device", (), {"type": "cpu"})
-    monkeypatch.setattr("prefixcache.kv.sizing.available_memory", lambda device: 600 * MIB)
-    monkeypatch.setattr("prefixcache.kv.sizing.total_memory", lambda device: 1000 * MIB)
+    monkeypatch.setattr("prefixcache.runner.sizing.available_memory", lambda device: 600 * MIB)
+    monkeypatch.setattr("prefixcache.runner.sizing.total_memory", lambda device: 1000 * MIB)
     sized = partial(pool_sizes, start=100, block_bytes=MIB, device=cpu)
     found = sized(CacheConfig(kv_cache_max_memory=0.5, kv_cache_min_memory="50MiB"))  # type: ignore[arg-type]
     assert (found.floor, found.start, found.ceiling) == (50, 100, 300)

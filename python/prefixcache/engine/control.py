@@ -25,11 +25,9 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from prefixcache.config.checked import shown
 from prefixcache.config.engine_config import parse_memory
-from prefixcache.engine.memory import ModelMemory
 from prefixcache.engine.stats import PrefixCacheStats, PrefixHashInfo
 from prefixcache.engine.weights_names import (
     Tags,
@@ -50,11 +48,11 @@ from prefixcache.kv.elastic import ElasticPool, ResizeStatus
 from prefixcache.kv.events import CacheEvents
 from prefixcache.models.checkpoint import Checkpoint
 from prefixcache.models.hub import resolve_model
-from prefixcache.models.replaceable import ReplaceableModel, WeightsInfo
 from prefixcache.models.weights import listed
+from prefixcache.runner.base import ModelMemory, ModelWeights
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.state import RequestProgress
-from prefixcache.types.modes import InFlightMode, MemoryTag, SleepMode
+from prefixcache.types.modes import InFlightMode, MemoryTag, SleepMode, WeightsInfo
 
 logger = logging.getLogger(__name__)
 
@@ -502,10 +500,10 @@ class Control:
         self._updated = set()
 
     @between_steps
-    def update_weights(self, tensors: Mapping[str, Tensor]) -> None:
+    def update_weights(self, tensors: Mapping[str, Any]) -> None:
         """Replaces the named weights: names and shapes are the checkpoint's, types are converted.
 
-        A tensor with a wrong name or shape is refused together with its whole chunk.
+        They are torch tensors. One with a wrong name or shape is refused with its whole chunk.
         """
         weights, updated = self._require_memory().weights, self._require_update()
         with _blaming("weights"):
@@ -532,7 +530,7 @@ class Control:
     @between_steps
     def load_state_dict(
         self,
-        state_dict: Mapping[str, Tensor],
+        state_dict: Mapping[str, Any],
         mode: InFlightMode = "recompute",
         *,
         strict: bool = True,
@@ -661,7 +659,7 @@ def _check_count(name: str, value: object) -> None:
         raise InvalidRequestError(f"{name} must be an integer, got {shown(value)}.", param=name)
 
 
-def _content_name(weights: ReplaceableModel) -> str | None:
+def _content_name(weights: ModelWeights) -> str | None:
     """The name of weights that a folder holds; None of others."""
     checkpoint = weights.checkpoint
     return checkpoint and content_name(checkpoint.digest, weights.quantized_digest)

@@ -7,34 +7,31 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import NoReturn
+from typing import Any
 
 from prefixcache.config.logs import SHOWS_ERROR
 from prefixcache.diagnostics.losses import Losses
 from prefixcache.engine.control import Control
 from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.losses import LossReader
-from prefixcache.engine.memory import ModelMemory
 from prefixcache.engine.output import Answer
 from prefixcache.engine.residency import BlockResidency
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
 from prefixcache.kv.cache_manager import CacheManager, PrefixLookup
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.metrics import Gauges, Metrics
-from prefixcache.runner.model_runner import ModelRunner
-from prefixcache.runner.pending import PendingStep
-from prefixcache.scheduler.scheduler import Scheduler, StepInFlight
+from prefixcache.runner.base import ModelMemory, StepRunner
+from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.text.grammar.grammars import Grammars
 from prefixcache.text.grammar.guide import Grammar, Guide
 from prefixcache.text.grammar.trial import Trial
 from prefixcache.text.tokenization.detokenizer import IncrementalDetokenizer
 from prefixcache.types.request import Ending, Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
-from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan, SubmittedStep
+from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 from prefixcache.types.structured_output import StructuredOutput
 from prefixcache.types.token_ids import TokenIds
 
@@ -55,7 +52,7 @@ class EngineParts:
 
     scheduler: Scheduler
     cache: CacheManager
-    runner: ModelRunner
+    runner: StepRunner[Any]
     make_detokenizer: Callable[[SamplingParams], IncrementalDetokenizer]
     vocab_size: int
     eos_token_ids: Collection[int]
@@ -333,11 +330,10 @@ class Engine:
 
     def _is_ahead(self) -> bool:
         """Whether the step in flight may stay so until the next one is submitted."""
-        return (
-            len(self._steps) == 1
-            and not _submitted(self._steps[0]).is_known
-            and self._scheduler.has_unfinished()
-        )
+        if len(self._steps) != 1 or not self._scheduler.has_unfinished():
+            return False
+        step = self._steps[0].in_flight
+        return step is not None and not step.is_known
 
     def _note_begun(self, plan: StepPlan) -> None:
         now = time.monotonic()
@@ -350,17 +346,19 @@ class Engine:
         try:
             self._cache.fill(plan, self._runner.block_tables)
             with self._host_time.paused():
-                step.submitted = self._runner.submit(plan)
-        except Exception as error:  # noqa: BLE001 - raised again when the steps before are read
-            step.submitted = PendingStep(partial(_raise, error), is_known=True)
+                step.in_flight = self._runner.submit(plan)
+        except Exception as error:  # noqa: BLE001 - the steps before are read first
+            step.error = error
 
     def _read_oldest(self) -> list[RequestOutput]:
         """What came of a step; when it fails, those submitted after it do too."""
         step = self._steps[0]
         plan = step.plan
         try:
+            if step.error is not None:
+                raise step.error
             with self._host_time.paused():
-                results = _submitted(step).outputs()
+                results = self._runner.results(step.in_flight).outputs
         except Exception as error:  # whatever the model raised, the others can be served
             logger.exception("A step failed; its requests end.", extra=SHOWS_ERROR)
             return self._fail_steps(error)
@@ -375,7 +373,7 @@ class Engine:
         begun, self._last_read = max(since, self._last_read), self._clock()
         self._scheduler.observe_time(plan, self._last_read - begun)
 
-    def _take(self, plan: StepPlan, results: list[SequenceOutput]) -> list[RequestOutput]:
+    def _take(self, plan: StepPlan, results: Sequence[SequenceOutput]) -> list[RequestOutput]:
         rows = self._scheduler.complete(plan, results)
         now = time.monotonic()
         outputs: list[RequestOutput] = []
@@ -518,15 +516,6 @@ class Engine:
             num_hints_expired=core["hints_expired"],
             num_below_threshold=dict(scheduler.num_below_threshold),
         )
-
-
-def _submitted(step: StepInFlight) -> SubmittedStep:
-    assert step.submitted is not None, "a planned step is submitted before anything is read"
-    return step.submitted
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
 
 
 class _HostTime:

@@ -17,7 +17,7 @@ from typing import Protocol
 from prefixcache.config.checked import shown
 from prefixcache.exceptions import InvalidRequestError, OutOfMemoryError
 from prefixcache.kv.cache_manager import Blocks, CacheManager
-from prefixcache.kv.sizing import PoolSizes
+from prefixcache.kv.specs import PoolSizes
 from prefixcache.metrics import PoolGauges
 
 logger = logging.getLogger(__name__)

@@ -42,19 +42,20 @@ from prefixcache.scheduler.state import RequestProgress, RequestState
 from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.text.grammar.guide import Guide
 from prefixcache.types.request import CacheOptions, Ending, Request
-from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan, SubmittedStep
+from prefixcache.types.step_plan import InFlightStep, ScheduledSequence, SequenceOutput, StepPlan
 
 
 @dataclass(slots=True)
-class StepInFlight:
+class ScheduledStep:
     """A planned step whose outputs are not completed yet, and the states of its sequences.
 
-    `submitted` is what the runner gave for it, at the time `since`.
+    `in_flight` is what the runner gave for it, at the time `since`, or `error` what it raised.
     """
 
     plan: StepPlan
     states: list[RequestState]
-    submitted: SubmittedStep | None = None
+    in_flight: InFlightStep | None = None
+    error: Exception | None = None
     since: float = 0.0
 
 
@@ -111,7 +112,7 @@ class Scheduler:
         self._max_running_per_client = config.max_running_per_key
         self._waiting = self._make_queue(config, clock)
         self._running: list[RequestState] = []
-        self.steps_in_flight: deque[StepInFlight] = deque()
+        self.steps_in_flight: deque[ScheduledStep] = deque()
         self._rejected: list[tuple[str, Ending]] = []
         self._serials = itertools.count()
         self.num_preemptions = 0
@@ -435,7 +436,7 @@ class Scheduler:
         token_ids = np.concatenate([np.array(decoded, dtype=np.int32), *parts])
         plan = StepPlan(tuple(sequences), token_ids, len(decoded))
         if chunks:
-            self.steps_in_flight.append(StepInFlight(plan, [chunk.state for chunk in chunks]))
+            self.steps_in_flight.append(ScheduledStep(plan, [chunk.state for chunk in chunks]))
         return plan
 
     def _whole_blocks(self, num_tokens: int) -> int:

@@ -20,15 +20,11 @@ _NOTHING = SequenceOutput()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PendingStep:
-    """A submitted step. `outputs` is called once, when its results are needed.
+class LaunchedStep:
+    """A step in flight on the device. `read` waits for its numbers, unless it `is_known`."""
 
-    It waits until the device has computed them, and gives one output for each sequence of the plan.
-    `is_known` tells that it need not wait. Otherwise the next step may be submitted before, with
-    this one's tokens named by their places.
-    """
-
-    outputs: Callable[[], list[SequenceOutput]]
+    results: StepResults
+    read: Callable[[], npt.NDArray[np.int64]]
     is_known: bool
 
 

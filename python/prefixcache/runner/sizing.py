@@ -11,7 +11,7 @@ import torch
 
 from prefixcache.config.engine_config import CacheConfig
 from prefixcache.exceptions import FieldError, OutOfMemoryError
-from prefixcache.kv.specs import KVLayout
+from prefixcache.kv.specs import KVLayout, PoolSizes
 
 _MIB = 1 << 20
 _DEFAULT_SHARE = 0.5
@@ -24,31 +24,6 @@ _CGROUP_FILES = (
         "/sys/fs/cgroup/memory/memory.usage_in_bytes",
     ),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSizes:
-    """How large the pool is and may become, in blocks, the null block included.
-
-    It has `start` blocks at first, `ceiling` at most and `floor` at least; each is of
-    `block_bytes`. Shares are of `free_bytes`, what was free at the start.
-    """
-
-    start: int
-    ceiling: int
-    floor: int
-    block_bytes: int
-    free_bytes: int
-
-    def blocks_of(self, memory: int | float) -> int:
-        """Blocks that so many bytes hold, or a share of what was free at the start."""
-        asked = int(memory * self.free_bytes) if isinstance(memory, float) else memory
-        return asked // self.block_bytes
-
-    def describe(self) -> str:
-        """The range of sizes, for errors."""
-        low, high = (size * self.block_bytes / _MIB for size in (self.floor, self.ceiling))
-        return f"{self.floor} to {self.ceiling} blocks ({low:,.1f} to {high:,.1f} MiB)"
 
 
 def choose_num_blocks(

@@ -20,9 +20,9 @@ from prefixcache.attention.base import AttentionGroup, AttentionSpec
 from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.exceptions import OutOfMemoryError
 from prefixcache.kv.cache_manager import Blocks
-from prefixcache.kv.memory import ReservedMemory
-from prefixcache.kv.sizing import available_memory
 from prefixcache.kv.specs import KVLayout
+from prefixcache.runner.reserved_memory import ReservedMemory
+from prefixcache.runner.sizing import available_memory
 
 _MIB = 1 << 20
 # Copied through a buffer of so many bytes, blocks stay in the processor's cache.

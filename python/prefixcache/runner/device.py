@@ -11,10 +11,7 @@ import torch
 from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.exceptions import ConfigError
-from prefixcache.kv.memory import CudaMemory, HostMemory, cuda_driver, host_page_bytes
-from prefixcache.kv.sizing import DeviceMemory, PoolSizes, fitting_blocks, measure_peak
-from prefixcache.kv.specs import KVLayout, kv_layout
-from prefixcache.kv.tensors import KVTensors, Reserve
+from prefixcache.kv.specs import KVLayout, PoolSizes, kv_layout
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.ops.cuda import pin_matmul
 from prefixcache.runner.cuda_graph import (
@@ -23,6 +20,9 @@ from prefixcache.runner.cuda_graph import (
     DecodeGraphs,
     graph_sizes,
 )
+from prefixcache.runner.kv_tensors import KVTensors, Reserve
+from prefixcache.runner.reserved_memory import CudaMemory, HostMemory, cuda_driver, host_page_bytes
+from prefixcache.runner.sizing import DeviceMemory, fitting_blocks, measure_peak
 from prefixcache.runner.trial import run_largest_step
 
 logger = logging.getLogger(__name__)

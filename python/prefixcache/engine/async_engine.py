@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from prefixcache.config.logs import SHOWS_ERROR
 from prefixcache.engine.control import Control
-from prefixcache.engine.engine import Engine
+from prefixcache.engine.engine import Engine, KnownIds
 from prefixcache.engine.pool_watch import PoolWatch
 from prefixcache.exceptions import (
     EngineDeadError,
@@ -62,8 +62,11 @@ class _Stream:
     Its methods are called in that event loop alone.
     """
 
-    def __init__(self, requests: Sequence[Request], most_unread: int | None) -> None:
+    def __init__(
+        self, requests: Sequence[Request], known: KnownIds, most_unread: int | None
+    ) -> None:
         self.requests = requests
+        self.known = known
         self.is_open = True
         self.sent = time.monotonic()
         self.loop = asyncio.get_running_loop()
@@ -252,8 +255,11 @@ class AsyncEngine:
 
     def check(self, request: Request) -> None:
         """Raises `InvalidRequestError`, or `EngineHaltedError` while the engine sleeps."""
+        self._check(request, None)
+
+    def _check(self, request: Request, known: KnownIds | None) -> None:
         self._raise_if_dead()
-        self._engine.check(request)
+        self._engine.check(request, known)
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Streams what each step adds to the request; closing the stream aborts the request.
@@ -263,8 +269,9 @@ class AsyncEngine:
         whose engine dies raises `EngineDeadError`. An output that is `restarted` takes back all
         before it.
         """
-        self.check(request)
-        return _without_index(_one_by_one(self._open([request])))
+        known = KnownIds()
+        self._check(request, known)
+        return _without_index(_one_by_one(self._open([request], known)))
 
     async def generate_all(
         self, requests: Sequence[Request]
@@ -291,15 +298,15 @@ class AsyncEngine:
         """
         if len({request.job for request in requests}) != 1:
             raise InvalidRequestError("Requests of one stream need one job_id.", param="job_id")
-        end = 0
+        end, known = 0, KnownIds()
         while end < len(requests):
             if end:
                 await asyncio.sleep(0)
             begin, end = end, _end_of_part(requests, end)
             for request in requests[begin:end]:
-                self.check(request)
+                self._check(request, known)
             self._queue.raise_if_full(requests[0])
-        return self._open(requests, deadline, max_unread)
+        return self._open(requests, known, deadline, max_unread)
 
     def find_grammar(self, output: StructuredOutput) -> Grammar | None:
         """The grammar of such answers, if it is compiled already."""
@@ -377,19 +384,25 @@ class AsyncEngine:
     def _open(
         self,
         requests: Sequence[Request],
+        known: KnownIds,
         deadline: float | None = None,
         max_unread: int | None = None,
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """The stream of checked requests."""
         self._queue.raise_if_full(requests[0])
-        outputs = self._outputs(requests, deadline, max_unread)
+        outputs = self._outputs(requests, known, deadline, max_unread)
         self._queue.let_in(requests[0], outputs)
         return outputs
 
     async def _outputs(
-        self, requests: Sequence[Request], deadline: float | None, max_unread: int | None
+        self,
+        requests: Sequence[Request],
+        known: KnownIds,
+        deadline: float | None,
+        max_unread: int | None,
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
-        stream = _Stream(requests, None if max_unread is None else max_unread * len(requests))
+        most_unread = None if max_unread is None else max_unread * len(requests)
+        stream = _Stream(requests, known, most_unread)
         self._send(partial(self._add, stream))
         timer = self._end_at(deadline, stream)
         num_open = len(requests)
@@ -498,7 +511,7 @@ class AsyncEngine:
         request = stream.requests[index]
         try:
             self._raise_if_ending(is_new_job=index == 0)
-            self._engine.add_request(request)
+            self._engine.add_request(request, stream.known)
         except Exception as error:  # noqa: BLE001 - the caller gets it
             self._abandon(stream)
             self._deliver([(stream, error)])

@@ -41,6 +41,10 @@ logger = logging.getLogger(__name__)
 _LONGEST_IDLE = 5e-3
 
 
+KnownIds = set[tuple[int, ...]]
+"""Options of one job whose token ids were checked: the objects that hold them, by identity."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
     """What an engine is put together from; `engine.build` makes it from an `EngineConfig`.
@@ -139,14 +143,19 @@ class Engine:
         """Whether a request of the job waits or runs. From any thread."""
         return self._scheduler.has_job(job)
 
-    def check(self, request: Request) -> None:
+    def check(self, request: Request, known: KnownIds | None = None) -> None:
         """Raises `InvalidRequestError` when the request cannot be served. From any thread.
 
-        Raises `EngineHaltedError` while the engine sleeps.
+        Token ids of options that are `known` are not looked at again, those that are looked at
+        become so. Raises `EngineHaltedError` while the engine sleeps.
         """
         self.control.raise_if_sleeping()
         _check_token_ids(request.prompt_token_ids, self._vocab_size)
-        self._check_chosen_ids(request.params)
+        ids = _identity_of_ids(request.params)
+        if known is None or ids not in known:
+            self._check_chosen_ids(request.params)
+            if known is not None:
+                known.add(ids)
         if request.params.structured_output is not None:
             self.compile(request.params.structured_output)
         self._scheduler.check(request)
@@ -212,12 +221,12 @@ class Engine:
         """Makes the calling thread the loop's; the one before it must have stopped."""
         self._cache.adopt_writer()
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, known: KnownIds | None = None) -> None:
         """Lets the request wait for its turn. Raises what `check` does.
 
         Whatever it raises, nothing of the request stays behind.
         """
-        self.check(request)
+        self.check(request, known)
         if request.request_id in self._answers:
             raise InvalidRequestError(
                 f"request_id {request.request_id!r} is in use.", param="request_id"
@@ -553,6 +562,12 @@ def _check_token_ids(token_ids: TokenIds, vocab_size: int) -> None:
             f"{vocab_size - 1}.",
             param="prompt",
         )
+
+
+def _identity_of_ids(params: SamplingParams) -> tuple[int, ...]:
+    """The same for all choices of a job; it means nothing once the job is gone."""
+    named = (params.logit_bias, params.allowed_token_ids, params.bad_words_token_ids)
+    return (*map(id, (*named, params.stop_token_ids)), params.min_tokens > 0)
 
 
 def _failed(error: Exception) -> Ending:

@@ -331,6 +331,8 @@ class LLM:
                     for request in job.requests:
                         self._engine.add_request(request, known)
                 self._collect(places, show_progress)
+                while self._engine.has_work():  # memory that is still to go back
+                    self._engine.step()
             except BaseException:  # Ctrl-C may come at any line
                 self._engine.forget_all()
                 raise

@@ -116,7 +116,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` has something to do, and may do it."""
-        if self._pool is not None and self._pool.has_slices and not self.control.is_sleeping:
+        if self._pool is not None and self._pool.has_work and not self.control.is_sleeping:
             return True
         return self._scheduler.has_unfinished() and not self.control.is_halted
 
@@ -319,7 +319,7 @@ class Engine:
         """Does a slice of a resize, or takes memory for requests; what steps in flight gave."""
         if pool.can_grow and self._scheduler.has_unfinished():
             pool.grow()
-        if not pool.has_slices:
+        if not pool.has_work:
             return []
         outputs: list[RequestOutput] = []
         while self._steps:

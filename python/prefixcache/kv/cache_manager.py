@@ -76,7 +76,8 @@ class CacheManager:
 
     `model`, `revision`, `weights`, `kv_dtype` and `arithmetic` enter every hash, `weights` until it
     is changed. `retention_budget` is the share of the pool, 0 to 1, that the hints of one owner may
-    raise. `num_resets` counts what made all that was published before unfindable.
+    raise. `num_resets` counts what made all that was published before unfindable, and
+    `num_released_blocks` those that no request held any more after one gave its blocks back.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class CacheManager:
         self._merge_twins = merge_twins
         self.num_merged_blocks = 0
         self.num_resets = 0
+        self.num_released_blocks = 0
         self._hints_expire = False
         self._sequences: dict[str, CoreSequence] = {}
         self._unhashed: set[str] = set()
@@ -448,7 +450,7 @@ class CacheManager:
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Gives the blocks back; the requests stay known and can be committed again."""
-        self._cache.release(self._of(request_ids))
+        self._release(self._of(request_ids))
         for request_id in request_ids:
             logger.debug("Request %s gives its blocks back and waits.", request_id)
 
@@ -462,7 +464,7 @@ class CacheManager:
         held = {name: ended[name] for name in ended if ended[name].is_committed}
         if self._pins:
             self._cache.pin_anchors([held[name] for name in ended_well if name in held])
-        self._cache.release(list(held.values()))
+        self._release(list(held.values()))
         if self._pins:
             self._demote_beyond_share()
         for request_id in ended:
@@ -470,6 +472,11 @@ class CacheManager:
             self._prompt_lengths.pop(request_id, None)
             self._unhashed.discard(request_id)
             logger.debug("Request %s ends and gives its blocks back.", request_id)
+
+    def _release(self, sequences: list[CoreSequence]) -> None:
+        free = self.num_free_blocks
+        self._cache.release(sequences)
+        self.num_released_blocks += self.num_free_blocks - free
 
     def free_all(self) -> None:
         """Gives all blocks back and forgets all requests, whatever was left half done."""

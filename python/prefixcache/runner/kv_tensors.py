@@ -74,6 +74,11 @@ class KVTensors:
         return most * self.bytes_per_block
 
     @property
+    def comes_when_written(self) -> bool:
+        """Whether memory that was given back is there again once a block is written."""
+        return self.reserve is not None and self.device.type == "cpu"
+
+    @property
     def is_resizable(self) -> bool:
         """Whether blocks can be added and taken away."""
         return self.reserve is not None

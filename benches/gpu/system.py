@@ -23,7 +23,7 @@ from prefixcache.kv.specs import kv_layout
 from prefixcache.models.decoder import Builder, DecoderModel
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.ops.sets import TorchOps
-from prefixcache.runner.device import make_graphs, trial_blocks
+from prefixcache.runner.device import make_graphs, profile_blocks
 from prefixcache.runner.kv_tensors import KVTensors, attention_groups
 from prefixcache.runner.model_memory import ModelMemory
 from prefixcache.runner.model_runner import ModelRunner
@@ -317,4 +317,4 @@ def _num_blocks(
     if model.device.type != "cuda":
         return CPU_BLOCKS
     wanted = 2 * setup.max_seqs * -(-setup.max_model_len // BLOCK_SIZE) + 1
-    return min(wanted, trial_blocks(config, model, attention, setup.max_model_len))
+    return min(wanted, profile_blocks(config, model, attention, setup.max_model_len))

@@ -1,4 +1,4 @@
-"""Sizing the pool by a trial of the largest step, and what an engine on CUDA is made with."""
+"""Sizing the pool by a run of the largest step, and what an engine on CUDA is made with."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import load_model
 from prefixcache.ops import cuda as ops_cuda
 from prefixcache.runner import device as runner_device
+from prefixcache.runner.profile_run import run_largest_step
 from prefixcache.runner.sizing import DeviceMemory, fitting_blocks
-from prefixcache.runner.trial import run_largest_step
 from tape import TapeCapture
 
 CPU = torch.device("cpu")
@@ -91,25 +91,25 @@ def config(**options) -> EngineConfig:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3-window"])
-def test_a_pool_is_sized_by_trial_where_nothing_says_its_size(
+def test_a_pool_is_sized_by_run_where_nothing_says_its_size(
     tiny_checkpoint: TinyCheckpoint, architecture: str
 ) -> None:
     """The one with windows has four layers, in two groups of two that share the blocks' bytes."""
     cuda = torch.device("cuda", 1)
-    assert runner_device.is_sized_by_trial(config(), cuda)
-    assert not runner_device.is_sized_by_trial(config(), CPU)
-    assert not runner_device.is_sized_by_trial(config(cache=CacheConfig(num_blocks=9)), cuda)
-    assert not runner_device.is_sized_by_trial(config(cache=CacheConfig(kv_cache_memory=9)), cuda)
+    assert runner_device.is_sized_by_run(config(), cuda)
+    assert not runner_device.is_sized_by_run(config(), CPU)
+    assert not runner_device.is_sized_by_run(config(cache=CacheConfig(num_blocks=9)), cuda)
+    assert not runner_device.is_sized_by_run(config(cache=CacheConfig(kv_cache_memory=9)), cuda)
     model = load(tiny_checkpoint(architecture))
     ran = []
 
-    def measure(trial, device) -> DeviceMemory:
-        trial()
+    def measure(profile_run, device) -> DeviceMemory:
+        profile_run()
         ran.append(device)
         return DeviceMemory(total=1000 * 2**14, free=900 * 2**14, reserved=0, peak=0)
 
     attention = grouped_attention(model, TorchAttention)
-    blocks = runner_device.trial_blocks(config(), model, attention, 100, measure)
+    blocks = runner_device.profile_blocks(config(), model, attention, 100, measure)
     per_block = 2 * 2 * 16 * 2 * 32 * 4  # layers, keys and values, tokens, heads, size, bytes
     assert blocks == (900 - 100) * 2**14 // per_block
     assert ran == [model.device]

@@ -1,6 +1,6 @@
 """The engine for asyncio: one thread runs the loop, everything reaches it through one queue.
 
-A request's outputs go back to the event loop that asked, all of a step in one hand-over. An idle
+A request's outputs go back to the event loop that asked, all of a step in one delivery. An idle
 loop waits on the queue and costs nothing.
 """
 
@@ -51,7 +51,7 @@ _MAX_COMMANDS = 32
 
 _AT_ONCE = 2**16
 _REQUEST_COST = 256
-"""Tokens of requests that are checked or added in one go, and what a request costs beside them."""
+"""Tokens of requests that are checked or added in one go, and what a request costs in addition."""
 
 _TOO_SLOW = "The answer was read so slowly that its work was cancelled."
 
@@ -265,7 +265,7 @@ class AsyncEngine:
         """Streams what each step adds to the request; closing the stream aborts the request.
 
         Raises `InvalidRequestError`, `QueueFullError`, `RateLimitError`, `EngineHaltedError` and
-        `EngineDeadError` at once. The request is handed over when the iteration starts. A stream
+        `EngineDeadError` at once. The engine gets the request when the iteration starts. A stream
         whose engine dies raises `EngineDeadError`. An output that is `restarted` takes back all
         before it.
         """
@@ -332,14 +332,14 @@ class AsyncEngine:
     def probe(self, request: Request) -> int:
         """Tokens of the prompt that are cached now, in full blocks; see `Engine.probe`.
 
-        Reads beside the loop, from any thread, and does not wait for a step. Raises what `generate`
-        does.
+        Reads while the loop runs, from any thread, and does not wait for a step. Raises what
+        `generate` does.
         """
         self._raise_if_dead()
         return self._engine.probe(request)
 
     async def probe_all(self, requests: Sequence[Request]) -> list[int]:
-        """`probe` of each, in a thread beside the event loop."""
+        """`probe` of each, in a thread of its own."""
         return await asyncio.to_thread(lambda: list(map(self.probe, requests)))
 
     @property
@@ -351,13 +351,13 @@ class AsyncEngine:
     async def run(self, operation: Callable[[Control], T]) -> T:
         """Runs commands in a thread: `await engine.run(lambda control: control.sleep(1))`.
 
-        Each command runs between two steps; what `operation` does besides is beside the steps.
+        Each command runs between two steps; the rest of `operation` runs during steps.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._command_threads, operation, self.control)
 
     async def loop_passes(self) -> None:
-        """Returns when the loop has come round: after the step under way, or at once when idle.
+        """Returns when the loop has come round: after the step in flight, or at once when idle.
 
         Raises `EngineDeadError` when it never will.
         """
@@ -585,12 +585,12 @@ class AsyncEngine:
         self._deliver(deliveries)
 
     def _deliver(self, deliveries: Sequence[_Delivery]) -> None:
-        """One hand-over for each event loop."""
+        """One delivery for each event loop."""
         by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Delivery]] = defaultdict(list)
         for delivery in deliveries:
             by_loop[delivery[0].loop].append(delivery)
         for loop, batch in by_loop.items():
-            self._hand_over(loop, batch)
+            self._deliver_to(loop, batch)
 
     def _put_all(self, batch: Sequence[_Delivery]) -> None:
         """Runs on the event loop."""
@@ -598,7 +598,7 @@ class AsyncEngine:
             if not stream.put(item):
                 self._cut(stream, SlowReaderError(_TOO_SLOW))
 
-    def _hand_over(self, loop: asyncio.AbstractEventLoop, batch: Sequence[_Delivery]) -> None:
+    def _deliver_to(self, loop: asyncio.AbstractEventLoop, batch: Sequence[_Delivery]) -> None:
         try:
             loop.call_soon_threadsafe(self._put_all, batch)
         except RuntimeError:  # the event loop is closed: nobody listens

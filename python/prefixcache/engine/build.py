@@ -13,7 +13,7 @@ from prefixcache.config.engine_config import Activations, CacheConfig, EngineCon
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.engine import Engine, EngineParts
-from prefixcache.engine.losses import LossReader
+from prefixcache.engine.evictions import EvictionReader
 from prefixcache.engine.residency import BlockResidency
 from prefixcache.engine.weights_names import content_name
 from prefixcache.kv.cache_manager import CacheManager
@@ -75,7 +75,7 @@ def build(
     retention = Retention.of(config, kv.layout.kinds)
     writer = _trace_writer(config.cache)
     cache = _make_cache(config, model, spec, kv, retention, writer)
-    losses = LossReader(cache)
+    evictions = EvictionReader(cache)
     parts = EngineParts(
         scheduler=_make_scheduler(config, cache, runner, spec.max_model_len),
         cache=cache,
@@ -92,8 +92,8 @@ def build(
             grows_by_itself=config.elastic.is_on,
             bounds_memory=config.cache.prefix_cache_max_blocks is not None,
         ),
-        residency=BlockResidency(cache, losses) if config.cache.kv_cache_metrics else None,
-        losses=losses,
+        residency=BlockResidency(cache, evictions) if config.cache.kv_cache_metrics else None,
+        evictions=evictions,
         grammars=Grammars(partial(vocabulary_of, tokenizer, model)),
     )
     if config.elastic.is_on and parts.pool is not None:

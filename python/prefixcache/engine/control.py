@@ -8,7 +8,7 @@ Whoever changes something says what happens to the requests in flight, their `mo
 - "keep": they go on with the blocks they hold, which nobody else can hit from then on. An answer
   that goes on under new weights mixes two versions; so does one that is preempted and restarts.
 - "recompute": they give their blocks back and are computed again. Where the weights change, an
-  answer begins anew from its prompt, with the same seed, so that it is that of one version as a
+  answer restarts from its prompt, with the same seed, so that it is that of one version as a
   whole; tokens that were handed out are void (`RequestOutput.restarted`). Where the weights stay,
   its tokens stay too.
 - "abort": they end, with `finish_reason` "abort".
@@ -89,7 +89,7 @@ class InFlightRequests(Protocol):
     """The part of `Engine` that commands need. Named here, since `Engine` imports this module."""
 
     def drain(self) -> None:
-        """Waits until no step is under way."""
+        """Waits until no step is in flight."""
         ...
 
     def abort_all(self) -> None:
@@ -101,7 +101,7 @@ class InFlightRequests(Protocol):
         ...
 
     def restart_all(self) -> None:
-        """Takes their blocks back and lets their answers begin anew."""
+        """Takes their blocks back and restarts their answers."""
         ...
 
 
@@ -109,7 +109,7 @@ class Control:
     """The commands, and what is known of the engine; any thread may use both.
 
     A command that is marked so runs between two steps and returns when it is done. Everything else
-    runs beside the steps and waits for none: properties, statistics, looking for new weights. Wrong
+    runs during steps and waits for none: properties, statistics, looking for new weights. Wrong
     arguments, and commands that do not fit the engine's state, raise `InvalidRequestError`. Without
     `memory` the engine can neither sleep nor change its weights.
 
@@ -293,7 +293,7 @@ class Control:
         slices between steps. Of several calls at once the last one to begin decides, and each
         returns the same. Blocks above the end that requests hold go as these end; while the
         engine sleeps all of it waits for `wake_up`. Raises `InvalidRequestError` for a size out of
-        range, while an update of the weights is under way, and where there is not as much memory.
+        range, during an update of the weights, and where there is not as much memory.
         """
         pool = self._require_pool()
         wanted, param = _asked_blocks(pool, memory, num_blocks)
@@ -316,8 +316,8 @@ class Control:
     def _begin_resize(self, pool: ElasticPool, num_blocks: int, param: str) -> None:
         if self.is_updating:
             raise InvalidRequestError(
-                f"{param} cannot change before end_weight_update has ended the weight update that "
-                f"is under way. Allowed then are {pool.sizes.describe()}.",
+                f"{param} cannot change before end_weight_update has ended the open weight "
+                f"update. Allowed then are {pool.sizes.describe()}.",
                 param=param,
             )
         self._requests.drain()
@@ -364,7 +364,7 @@ class Control:
         """Gives the KV cache's memory back, at level 2 that of the weights too.
 
         Cached prefixes are forgotten. Requests in flight wait for the wake-up, or are aborted; at
-        level 2, where other weights may come back, their answers begin anew.
+        level 2, where other weights may come back, their answers restart.
         """
         _check_choice("level", level, Literal[1, 2])
         _check_choice("mode", mode, SleepMode)
@@ -461,7 +461,7 @@ class Control:
     ) -> int:
         """Replaces all weights by those that `check_path` found; returns their version.
 
-        Ends an update in chunks that is under way. When the folder has changed since its check the
+        Ends an update in chunks that is open. When the folder has changed since its check the
         old weights are put back, or the engine falls asleep where no folder holds them; it raises
         `ModelLoadError`. `weight_version` is that of `update_weights_from_disk`.
         """

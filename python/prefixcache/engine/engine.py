@@ -16,7 +16,7 @@ from prefixcache.config.logs import SHOWS_ERROR
 from prefixcache.diagnostics.losses import Losses
 from prefixcache.engine.control import Control
 from prefixcache.engine.elastic import SelfSizing
-from prefixcache.engine.losses import LossReader
+from prefixcache.engine.evictions import EvictionReader
 from prefixcache.engine.output import Answer
 from prefixcache.engine.residency import BlockResidency
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
@@ -50,7 +50,7 @@ class EngineParts:
     """What an engine is put together from; `engine.build` makes it from an `EngineConfig`.
 
     Without `pool` the cache keeps its size, and without `self_sizing` it does unless it is asked.
-    With `residency` metrics tell of its blocks; `losses` then feeds it.
+    With `residency` metrics have times of blocks; `evictions` then feeds it.
     `clock` tells seconds, by which the scheduler learns how long steps take.
     """
 
@@ -66,7 +66,7 @@ class EngineParts:
     self_sizing: SelfSizing | None = None
     grammars: Grammars | None = None
     residency: BlockResidency | None = None
-    losses: LossReader | None = None
+    evictions: EvictionReader | None = None
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -77,7 +77,7 @@ class Engine:
     loop's.
     A request that fails ends with `finish_reason` "error"; a step that fails ends its requests so,
     and `EngineDeadError` is raised when the device cannot compute an empty step either. What
-    `control` does to requests is told by `take_outputs`.
+    `control` does to requests comes from `take_outputs`.
 
     Where the runner keeps a step's tokens on the device, the next step is submitted before they are
     read. A token past the end of an answer may be computed then; nobody gets it.
@@ -104,7 +104,7 @@ class Engine:
         self.self_sizing = parts.self_sizing
         self.control = Control(self, parts.scheduler, parts.cache, parts.memory, parts.pool)
         self.metrics = Metrics(self._gauges)
-        self._losses = parts.losses or LossReader(parts.cache)
+        self._evictions = parts.evictions or EvictionReader(parts.cache)
         if parts.residency is not None:
             self.metrics.of_blocks = parts.residency.families
         if self._pool is not None:
@@ -207,15 +207,15 @@ class Engine:
         return self._cache.look_up(token_ids, salt)
 
     def listen_to_losses(self, listener: Callable[[Losses], None]) -> None:
-        """Calls `listener` twice a second, and at `read_losses`, with what the cache lost.
+        """Calls `listener` twice a second, and at `read_losses`, with what was evicted.
 
         From threads of its own, one at a time; from any thread.
         """
-        self._losses.listen(listener)
+        self._evictions.listen(listener)
 
     def read_losses(self) -> None:
-        """Tells the listeners what was lost until now. From any thread."""
-        self._losses.read()
+        """Reports to the listeners what was evicted until now. From any thread."""
+        self._evictions.read()
 
     def adopt_loop(self) -> None:
         """Makes the calling thread the loop's; the one before it must have stopped."""
@@ -257,7 +257,7 @@ class Engine:
         self._note_usage()
 
     def restart_all(self) -> None:
-        """Takes the blocks of all requests back and lets their answers begin anew."""
+        """Takes the blocks of all requests back and restarts their answers."""
         begun = self._scheduler.restart_all()
         outputs = map(self._restart, begun)
         self._outbox += [output for output in outputs if output is not None]
@@ -305,7 +305,7 @@ class Engine:
         return outputs
 
     def close(self) -> None:
-        """Ends what goes on beside the steps, of which there are no more. From any thread."""
+        """Ends what ran along with the steps, of which there are no more. From any thread."""
         self._cache.close()
 
     def drain(self) -> None:
@@ -438,7 +438,7 @@ class Engine:
             ) from error
 
     def _restart(self, request_id: str) -> RequestOutput | None:
-        """Lets an answer begin anew; what its caller is told, if anything."""
+        """Restarts an answer; what its caller gets, if anything."""
         answer = self._answers[request_id]
         try:
             return answer.restart(self._make_detokenizer(answer.request.params))
@@ -528,7 +528,7 @@ class Engine:
 
 
 class _HostTime:
-    """What steps take beside the runner's own work, in seconds."""
+    """What steps take apart from the runner's own work, in seconds."""
 
     def __init__(self) -> None:
         self.begin()

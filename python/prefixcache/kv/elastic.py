@@ -217,7 +217,7 @@ class ElasticPool:
 
     @property
     def has_work(self) -> bool:
-        """Whether `advance` has something to do, of a resize or besides."""
+        """Whether `advance` has something to do."""
         if self._is_asleep or self.has_slices:
             return self.has_slices
         return self._unused is not None and self._unused.has_slices and not self._held_above
@@ -340,7 +340,7 @@ class ElasticPool:
             self._is_moving = False
         self._target = target
         self._mapped_end = max(self._mapped_end, self._size)
-        # Trimming starts anew: requests may have ended above what was trimmed.
+        # Trimming starts again: requests may have ended above what was trimmed.
         self._trimmed_to, self._trims_again = self._size, False
         self.has_slices = target < self._size or self._size < self._mapped_end
         self._count(seconds=self._clock() - begun)

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from prefixcache.config.model_config import ModelConfig
 
 GroupKind: TypeAlias = Literal["full"] | tuple[Literal["sliding_window"], int]
-"""How a group's layers attend: to all tokens before, or to a window of so many, itself counted."""
+"""How a group's layers attend: to all tokens before, or to a window of tokens, itself counted."""
 
 # Above the fewest layers of a kind, groups are made as large as the most only up to this factor:
 # padding then costs less than a group more.
@@ -92,7 +92,7 @@ class PoolSizes:
     free_bytes: int
 
     def blocks_of(self, memory: int | float) -> int:
-        """Blocks that so many bytes hold, or a share of what was free at the start."""
+        """Blocks that `memory` bytes hold, or a share of what was free at the start."""
         asked = int(memory * self.free_bytes) if isinstance(memory, float) else memory
         return asked // self.block_bytes
 

@@ -25,7 +25,7 @@ from prefixcache.runner.reserved_memory import ReservedMemory
 from prefixcache.runner.sizing import available_memory
 
 _MIB = 1 << 20
-# Copied through a buffer of so many bytes, blocks stay in the processor's cache.
+# Copied through a buffer of this size, blocks stay in the processor's cache.
 _COPY_BYTES = _MIB // 2
 # Runs of neighbours from this length on are faster copied run by run.
 _LEAST_RUN = 4
@@ -38,7 +38,7 @@ class KVTensors:
     """The KV tensors that all groups share, bound to the attention that reads and writes them.
 
     `num_blocks` counts the null block, whose memory alone is kept while the rest is given up. With
-    `reserve`, which makes the address space of a tensor of so many bytes, blocks can be added up to
+    `reserve`, which makes the address space of a tensor by its bytes, blocks can be added up to
     `max_blocks` and taken away, and the tensors keep their addresses; otherwise `max_blocks` is not
     looked at.
 
@@ -273,5 +273,5 @@ def _between_ids(first: int, last: int) -> slice:
 
 
 def _widest(num_bytes: int) -> torch.dtype:
-    """The type of the largest numbers that so many bytes are made of."""
+    """The type of the largest numbers that `num_bytes` are made of."""
     return torch.int64 if num_bytes % 8 == 0 else torch.int16 if num_bytes % 2 == 0 else torch.uint8

@@ -1,6 +1,6 @@
 """Runs the model on a planned step, and samples.
 
-The runner is told everything by the `StepPlan` and the block tables in its buffers; it asks
+The `StepPlan` and the block tables in its buffers say everything to the runner; it asks
 nothing of the cache or the scheduler. Letters of shapes: T tokens in the step, R rows of logits, E
 hidden size, V vocabulary.
 """
@@ -20,12 +20,12 @@ from prefixcache.runner.base import check_supported
 from prefixcache.runner.batch import Batch, StepBuffers
 from prefixcache.runner.cuda_graph import DecodeGraphs
 from prefixcache.runner.decoder import Decoder
+from prefixcache.runner.profile_run import run_largest_step
 from prefixcache.runner.results import LaunchedStep, ResultCopies, StepResults
 from prefixcache.runner.sampling.logprobs import PackedLogprobs, compute_logprobs
 from prefixcache.runner.sampling.row_options import SampledRow
 from prefixcache.runner.sampling.sampler import Sampled, Sampler
 from prefixcache.runner.sampling.upload import Upload
-from prefixcache.runner.trial import run_largest_step
 from prefixcache.types.step_plan import PromptLogprobsInput, StepPlan, StepResult
 
 _LOGPROB_ROWS = 256

@@ -29,7 +29,7 @@ class LaunchedStep:
 
 
 class StepResults:
-    """What the host is told of a step: its tokens, and the log probabilities that were asked for.
+    """What the host gets of a step: its tokens, and the log probabilities that were asked for.
 
     `numbers`, one row of int64 on the device, is what `outputs` reads; it begins with the sampled
     `token_ids_R`. `prompt_logprobs` are by the place of their sequence in the plan.
@@ -64,9 +64,9 @@ class StepResults:
 
 
 class ResultCopies:
-    """Sampled tokens, and what is told about them, on their way to the host: one copy a step.
+    """Sampled tokens, and what goes with them, on their way to the host: one copy a step.
 
-    At most two copies are under way: the third start reuses the first one's memory.
+    At most two copies are in flight: the third start reuses the first one's memory.
     """
 
     def __init__(self, max_seqs: int, device: torch.device) -> None:

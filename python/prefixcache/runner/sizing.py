@@ -1,4 +1,4 @@
-"""How many blocks of KV fit: into free memory, or beside a GPU's largest step, which is tried."""
+"""How many blocks of KV fit: into free memory, or what a profile run leaves of a GPU's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def choose_num_blocks(
 
     `num_blocks` and `kv_cache_memory` are taken at their word; a share is one of the memory that is
     free now. With neither, half of that is used, on a CPU at most 4 GiB. Where not even one block
-    beside the null block fits it raises `FieldError` if bytes were asked for, else
+    next to the null block fits it raises `FieldError` if bytes were asked for, else
     `OutOfMemoryError`.
     """
     if cache.num_blocks is not None:
@@ -62,7 +62,7 @@ def _budget(asked: int | float | None, device: torch.device) -> int:
 
 
 def pool_sizes(cache: CacheConfig, start: int, block_bytes: int, device: torch.device) -> PoolSizes:
-    """The range of a pool that starts with so many blocks.
+    """The range of a pool that starts with `start` blocks.
 
     Raises `FieldError` for a ceiling beyond the machine, and for sizes that are out of order.
     """
@@ -133,10 +133,10 @@ def _read_number(file: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Bytes of a device around a trial step.
+    """Bytes of a device around a profile run.
 
     `total` and `free` are the driver's numbers, over all processes. Torch's allocator holds
-    `reserved` of what is not free, and needed `peak` at the worst moment of the trial.
+    `reserved` of what is not free, and needed `peak` at the worst moment of the run.
     """
 
     total: int
@@ -150,11 +150,11 @@ class DeviceMemory:
         return self.total - self.free - self.reserved
 
 
-def measure_peak(trial: Callable[[], None], device: torch.device) -> DeviceMemory:
+def measure_peak(profile_run: Callable[[], None], device: torch.device) -> DeviceMemory:
     """Runs the largest step and reads what it took. The device must be a CUDA device."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    trial()
+    profile_run()
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return DeviceMemory(
@@ -166,11 +166,11 @@ def measure_peak(trial: Callable[[], None], device: torch.device) -> DeviceMemor
 
 
 def fitting_blocks(memory: DeviceMemory, utilization: float, block_bytes: int) -> int:
-    """Blocks, the null block included, that fit beside everything else.
+    """Blocks, the null block included, that fit next to everything else.
 
     `utilization` is the share of the whole device that this process may use, as in vLLM. CUDA
     graphs live in what it leaves. Raises `OutOfMemoryError` with the numbers when not even one
-    block beside the null block fits.
+    block next to the null block fits.
     """
     allowed = int(memory.total * utilization)
     budget = allowed - memory.outside - memory.peak

@@ -28,11 +28,11 @@ from prefixcache.ops.sets import torch_is_faster
 from prefixcache.runner.base import KVSpecs, ModelSpec
 from prefixcache.runner.device import (
     choose_device,
-    is_sized_by_trial,
+    is_sized_by_run,
     kv_tensors,
     make_graphs,
+    profile_blocks,
     shares_answers,
-    trial_blocks,
 )
 from prefixcache.runner.kv_tensors import attention_groups
 from prefixcache.runner.model_memory import ModelMemory
@@ -159,7 +159,7 @@ def _model_and_pool(
 ) -> tuple[DecoderModel, GroupedAttention, PoolSizes, int]:
     """The loaded model, its attention without a pool, the pool's sizes and the context length.
 
-    Where a trial step sizes the pool, the model must be there first.
+    Where a profile run sizes the pool, the model must be there first.
     """
     layout = kv_layout(model_config)
     load = partial(
@@ -177,11 +177,11 @@ def _model_and_pool(
         block_bytes=layout.bytes_per_block(config.cache.block_size, dtype.itemsize),
         device=device,
     )
-    if is_sized_by_trial(config, device):
+    if is_sized_by_run(config, device):
         longest = config.scheduler.context_length(model_config)
         model = load(max_positions=longest)
         attention = _attention(config, model, cpu)
-        sizes = sized(trial_blocks(config, model, attention, longest))
+        sizes = sized(profile_blocks(config, model, attention, longest))
         max_model_len = _max_model_len(config, model_config, sizes.ceiling)
     else:
         sizes = sized(choose_num_blocks(config.cache, layout, dtype, device))

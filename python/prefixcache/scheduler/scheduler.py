@@ -326,11 +326,11 @@ class Scheduler:
             self._requeue_last()
 
     def restart_all(self) -> list[str]:
-        """`requeue_running`, and every answer begins anew; returns ids of those begun."""
+        """`requeue_running`, and every answer restarts; returns ids of those begun."""
         self.requeue_running()
         begun = [state for state in self._states.values() if state.num_cached_tokens is not None]
         for state in begun:
-            state.begin_anew()
+            state.restart_answer()
             self._start_sequence(state.request)
         return [state.request_id for state in begun]
 
@@ -397,7 +397,7 @@ class Scheduler:
         return chunks, budget
 
     def _budget(self, decodes: Sequence[_Chunk]) -> StepBudget:
-        """What the step may compute beside these decodes."""
+        """What the step may compute in addition to these decodes."""
         budget = StepBudget(self._max_num_batched_tokens, self._max_step_seconds, self._step_times)
         for chunk in decodes:
             budget.add_decode(chunk.state.num_computed_tokens)
@@ -528,7 +528,7 @@ class Scheduler:
             self._waiting.push(state)
 
     def _publish(self, filled: Iterable[tuple[RequestState, int]]) -> None:
-        """Registers full blocks of requests whose KV is there now, up to so many tokens."""
+        """Registers full blocks of requests whose KV is there now, up to that many tokens."""
         if not self._publishes:
             return
         written = [
@@ -536,12 +536,12 @@ class Scheduler:
         ]
         if not written:
             return
-        twins = self._cache.mark_filled(
+        duplicates = self._cache.mark_filled(
             [state.request_id for state, _ in written], [upto for _, upto in written]
         )
         for place, (state, upto) in enumerate(written):
             if state.num_resets == self._cache.num_resets:
-                state.count_written(upto, twins.get(place, 0), self._cache.block_size)
+                state.count_written(upto, duplicates.get(place, 0), self._cache.block_size)
             state.num_published_tokens = upto
             self._announce(state)
 

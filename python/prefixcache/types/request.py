@@ -174,7 +174,7 @@ class RequestOutput:
     `error_code` tells errors that are no failure of the engine: a cache that has become too small
     for the request, a grammar that cannot be followed any further. `started_at`, in seconds of
     `time.monotonic`, comes with the first token: when its first step was submitted. `restarted`
-    says that the weights were replaced: all that came before is void, the answer begins anew.
+    says that the weights were replaced: all that came before is void, the answer restarts.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""What the scheduler decided for one step: plain data, all the runner is told.
+"""What the scheduler decided for one step: plain data, all that the runner gets.
 
 Letters of shapes here and in the runner: T tokens in the step, S sequences.
 """
@@ -23,7 +23,7 @@ class TokenMask(Protocol):
     def words(self, seconds: float) -> npt.NDArray[np.int32] | None:
         """One bit a token, bit i of word w being token 32 * w + i; valid until the next token.
 
-        Waits at most so many seconds: None when it is not known then. Raises `GrammarError` when
+        Waits at most `seconds`: None when it is not known then. Raises `GrammarError` when
         the answer cannot follow its grammar any further.
         """
         ...
@@ -49,7 +49,7 @@ class SamplingInput:
 class PromptLogprobsInput:
     """Asks for log probabilities of the tokens that *follow* a chunk's positions in the prompt.
 
-    There is no such token at the prompt's end. `count` likeliest tokens are told beside each.
+    There is no such token at the prompt's end. `count` likeliest tokens come with each.
     """
 
     followers: TokenIds

@@ -27,7 +27,7 @@ from prefixcache.config.engine_config import DEFAULT_MODEL, EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
 from prefixcache.engine.pool_watch import WATCH_SECONDS, PoolWatch, adjust_pool
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import wrong
 from prefixcache.text.chat.message import Message
 from prefixcache.text.chat.parser_names import ReasoningParserName, ToolCallParserName
 from prefixcache.text.chat.plan import ChatFormat, ChatPlan
@@ -172,9 +172,7 @@ class LLM:
         many = _as_list(prompts)
         params = _for_each(sampling_params, len(many), "sampling_params")
         if priority is not None and not self._has_priorities:
-            raise InvalidRequestError(
-                "priority needs scheduling_policy='priority'.", param="priority"
-            )
+            raise wrong("priority", "needs scheduling_policy='priority'")
         priorities = _for_each(0 if priority is None else priority, len(many), "priority")
         options = _for_each(cache_options or CacheOptions(), len(many), "cache_options")
         call = f"call-{next(self._calls)}"  # one job: its prompts start in their order
@@ -405,9 +403,7 @@ def _for_each(value: Any, count: int, name: str) -> Iterator[Any]:
     if not isinstance(value, Sequence):
         return itertools.repeat(value, count)
     if len(value) != count:
-        raise InvalidRequestError(
-            f"{name} has {len(value)} entries for {count} prompts.", param=name
-        )
+        raise wrong(name, f"has {len(value)} entries for {count} prompts")
     return iter(value)
 
 

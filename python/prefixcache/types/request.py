@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import wrong
 from prefixcache.types.retention_range import RetentionRange, check_ranges, check_within
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import TokenIds, as_token_ids
@@ -23,10 +23,7 @@ ErrorCode = Literal["insufficient_kv_cache", "grammar_limit"]
 def _check_hit_threshold(value: object) -> None:
     """Raises `InvalidRequestError` unless `value` is a number from 0 to 1; a boolean is none."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
-        raise InvalidRequestError(
-            f"cache_hit_threshold must be a number from 0.0 to 1.0, got {value!r}.",
-            param="cache_hit_threshold",
-        )
+        raise wrong("cache_hit_threshold", f"must be a number from 0.0 to 1.0, got {value!r}")
 
 
 def _check_salt(value: str) -> None:
@@ -34,16 +31,12 @@ def _check_salt(value: str) -> None:
     try:
         value.encode()
     except (AttributeError, UnicodeEncodeError):
-        raise InvalidRequestError(
-            "cache_salt must be text that UTF-8 can hold.", param="cache_salt"
-        ) from None
+        raise wrong("cache_salt", "must be text that UTF-8 can hold") from None
 
 
 def _check_write_upto(value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise InvalidRequestError(
-            f"write_upto must be a number of tokens, 0 or more, got {value!r}.", param="write_upto"
-        )
+        raise wrong("write_upto", f"must be a number of tokens, 0 or more, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +119,7 @@ class Request:
         for name in ("priority", "arrival_time"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or value != value:
-                raise InvalidRequestError(f"{name} must be a number, got {value!r}.", param=name)
+                raise wrong(name, f"must be a number, got {value!r}")
 
     @property
     def job(self) -> str:

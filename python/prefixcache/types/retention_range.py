@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefixcache.config.checked import shown
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import InvalidRequestError, wrong
 
 DEFAULT_PRIORITY = 35
 TTL_PRIORITY = 60
@@ -49,10 +49,8 @@ def check_ranges(ranges: Sequence[RetentionRange]) -> None:
     There are at most 32; they begin at 0 or later, hold a token or more, and do not overlap.
     """
     if len(ranges) > MAX_RANGES:
-        raise InvalidRequestError(
-            f"retention may have at most {MAX_RANGES} ranges, got {len(ranges)}.",
-            param="retention",
-            code="too_long",
+        raise wrong(
+            "retention", f"may have at most {MAX_RANGES} ranges, got {len(ranges)}", code="too_long"
         )
     for index, one in enumerate(ranges):
         _check_range(one, f"retention[{index}]")
@@ -106,4 +104,4 @@ def _is_ttl(value: object) -> bool:
 
 
 def _wrong(field: str, problem: str, value: object) -> InvalidRequestError:
-    return InvalidRequestError(f"{field} {problem}, got {shown(value)}.", param=field)
+    return wrong(field, f"{problem}, got {shown(value)}")

@@ -8,15 +8,15 @@ from typing import Any
 from pydantic_core import to_json
 
 from prefixcache.config.checked import shown
+from prefixcache.exceptions import wrong
 from prefixcache.server.jobs.caching import Marked, Place
-from prefixcache.server.jobs.parts import (
+from prefixcache.text.chat.parts import (
     Values,
     content_of,
     objects,
     one_object,
     text_of,
     word_of,
-    wrong,
 )
 
 Message = dict[str, Any]

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
+from prefixcache.exceptions import wrong
 from prefixcache.server.anthropic.message_blocks import (
     Conversation,
     chat_tool_choice,
@@ -27,10 +28,10 @@ from prefixcache.server.jobs.caching import CachingControls, anthropic_controls
 from prefixcache.server.jobs.context import Call, new_call, tell_unknown
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
-from prefixcache.server.jobs.parts import one_object, wrong
 from prefixcache.server.jobs.sampling_fields import SamplingFields
 from prefixcache.server.openai.chat import chat_job, chat_plan
 from prefixcache.server.openai.protocol import ChatRequest
+from prefixcache.text.chat.parts import one_object
 
 # Fields that a chat has under the same name, ours among them.
 _SAME = frozenset({*SamplingFields.model_fields, "chat_template_kwargs"}) - {

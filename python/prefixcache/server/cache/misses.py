@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 
 from prefixcache.diagnostics.advice import Summary, summarize
 from prefixcache.diagnostics.room import CacheDiagnostics
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import wrong
 from prefixcache.server.jobs.diagnosis import diagnostics_off
 from prefixcache.server.jobs.job_maker import JobMaker
 
@@ -36,7 +36,7 @@ def misses_router(maker: JobMaker) -> APIRouter:
 
 def _limit(given: str) -> int:
     if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= _MOST):
-        raise InvalidRequestError(f"limit must be from 1 to {_MOST}.", param="limit")
+        raise wrong("limit", f"must be from 1 to {_MOST}")
     return int(given[:9])
 
 

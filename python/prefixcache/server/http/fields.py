@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from prefixcache.config.checked import shortened
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import InvalidRequestError, wrong
 
 _TYPE_TAGS = ("str", "int", "float", "bool", "none", "list[", "dict[", "function-")
 
@@ -59,18 +59,14 @@ def check_length(name: str, value: object, most: int) -> None:
         return
     length, what = len(value), "characters" if isinstance(value, str) else "entries"
     if length > most:
-        raise InvalidRequestError(
-            f"{name} may have at most {most} {what}, got {length}.", param=name, code="too_long"
-        )
+        raise wrong(name, f"may have at most {most} {what}, got {length}", code="too_long")
 
 
 def refuse_unless_harmless(name: str, value: object, harmless: tuple[object, ...]) -> None:
     """Raises `InvalidRequestError` for a field that asks for what is not there."""
     if value is None or value in harmless:
         return
-    raise InvalidRequestError(
-        f"{name} is not supported by this server.", param=name, code="unsupported_parameter"
-    )
+    raise wrong(name, "is not supported by this server", code="unsupported_parameter")
 
 
 def invalid_field(error: ValidationError) -> InvalidRequestError:

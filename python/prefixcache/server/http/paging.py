@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import InvalidRequestError, wrong
 
 _DEFAULT_LIMIT = 20
 
@@ -34,11 +34,11 @@ def _limit(text: str | None, most: int) -> int:
         return _DEFAULT_LIMIT
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
     if not 1 <= number <= most:
-        raise InvalidRequestError(f"limit must be a number from 1 to {most}.", param="limit")
+        raise wrong("limit", f"must be a number from 1 to {most}")
     return number
 
 
 def _place(name: str, ids: Sequence[str], param: str) -> int:
     if name not in ids:
-        raise InvalidRequestError(f"{param} names none of the objects in the list.", param=param)
+        raise wrong(param, "names none of the objects in the list")
     return ids.index(name)

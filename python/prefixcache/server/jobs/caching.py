@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 from prefixcache.config.checked import shown
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import InvalidRequestError, wrong
 from prefixcache.server.jobs.sampling_fields import SamplingFields
 from prefixcache.types.retention_range import RetentionRange
 
@@ -107,9 +107,8 @@ def openai_controls(
     and for options beside `retention`, which says the same.
     """
     if has_options and retention is not None:
-        raise InvalidRequestError(
-            "prompt_cache_retention stands beside prompt_cache_options: give one, not both.",
-            param="prompt_cache_retention",
+        raise wrong(
+            "prompt_cache_retention", "stands beside prompt_cache_options: give one, not both"
         )
     default = ttl or "30m"
     breakpoints = [
@@ -150,10 +149,10 @@ def anthropic_controls(
     ]
     for (before, after), one in zip(itertools.pairwise(breakpoints), found[1:], strict=True):
         if after.ttl_s > before.ttl_s:
-            raise InvalidRequestError(
-                f"{one.field}.ttl is longer than that of a block before it: longer TTLs come "
-                "first, in the order tools, system, messages.",
-                param=f"{one.field}.ttl",
+            raise wrong(
+                f"{one.field}.ttl",
+                "is longer than that of a block before it: longer TTLs come "
+                "first, in the order tools, system, messages",
             )
     return CachingControls(breakpoints=tuple(breakpoints), explicit=bool(breakpoints))
 
@@ -246,15 +245,15 @@ def _ttl_seconds(
     """The seconds of a control that must be an object with `kind`, and may have a `ttl`."""
     key, word = kind
     if not isinstance(value, Mapping):
-        raise _wrong(field, "an object", value)
+        raise wrong(field, f"must be an object, got {shown(value)}")
     given = cast("Mapping[str, object]", value)
     if given.get(key) != word:
-        raise _wrong(f"{field}.{key}", repr(word), given.get(key))
+        raise wrong(f"{field}.{key}", f"must be {word!r}, got {shown(given.get(key))}")
     ttl = given.get("ttl")
     if ttl is None:
         return _SECONDS[default]
     if not isinstance(ttl, str) or ttl not in ttls:
-        raise _wrong(f"{field}.ttl", " or ".join(map(repr, ttls)), ttl)
+        raise wrong(f"{field}.ttl", f"must be {' or '.join(map(repr, ttls))}, got {shown(ttl)}")
     return _SECONDS[ttl]
 
 
@@ -281,7 +280,3 @@ def _end(text: str, other: str) -> int:
 
 def _get(value: object, key: str) -> object:
     return cast("Mapping[str, object]", value).get(key) if isinstance(value, Mapping) else None
-
-
-def _wrong(field: str, expected: str, value: object) -> InvalidRequestError:
-    return InvalidRequestError(f"{field} must be {expected}, got {shown(value)}.", param=field)

@@ -13,7 +13,7 @@ from prefixcache.diagnostics.history import RememberedPrompt, shared_tokens
 from prefixcache.diagnostics.reasons import Asked, Explanation
 from prefixcache.diagnostics.room import Admitted, CacheDiagnostics, asked_of
 from prefixcache.diagnostics.spans import PromptSource
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import InvalidRequestError, wrong
 from prefixcache.server.http.access import Caller
 from prefixcache.types.request import Request
 
@@ -194,9 +194,7 @@ def anthropic_comparison(found: Comparison) -> dict[str, Any] | None:
 
 def diagnostics_off(param: str) -> InvalidRequestError:
     """The error for asking `param` of a server without diagnostics."""
-    return InvalidRequestError(
-        f"{param} needs a server whose --diagnostics-memory is not 0.", param=param
-    )
+    return wrong(param, "needs a server whose --diagnostics-memory is not 0")
 
 
 def check_may_ask(caller: Caller, salt: str | None, what: str) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple, cast
 
 from prefixcache.diagnostics.spans import PromptSource
-from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError
+from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError, wrong
 from prefixcache.server.http.workers import Workers
 from prefixcache.server.jobs.caching import (
     CachingControls,
@@ -97,10 +97,9 @@ class PromptEncoder:
             answer = fields.given_max_tokens
             return max(limit - (1 if answer is None else answer), 1)
         if not 1 <= kept <= limit:
-            raise InvalidRequestError(
-                f"truncate_prompt_tokens must be from 1 to {limit}, or -1 for what has room, "
-                f"got {kept}.",
-                param="truncate_prompt_tokens",
+            raise wrong(
+                "truncate_prompt_tokens",
+                f"must be from 1 to {limit}, or -1 for what has room, got {kept}",
             )
         return kept
 
@@ -191,7 +190,7 @@ def _all_ids(items: Sequence[object]) -> bool:
 
 
 def _bad_prompt(what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"prompt must be {what}.", param="prompt")
+    return wrong("prompt", f"must be {what}")
 
 
 def _roles(roles: Iterable[str], edges: Sequence[int]) -> tuple[RoleSpan, ...]:

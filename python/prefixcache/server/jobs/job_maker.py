@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from prefixcache.config.logs import with_fields
 from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.diagnostics.spans import PromptSource
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import wrong
 from prefixcache.server.http.access import Caller
 from prefixcache.server.http.errors import ApiError
 from prefixcache.server.http.workers import Workers
@@ -200,13 +200,9 @@ class JobMaker:
 
     def _check_priority(self, priority: int) -> None:
         if priority and not self.served.priorities:
-            raise InvalidRequestError(
-                "priority needs a server with --scheduling-policy priority.", param="priority"
-            )
+            raise wrong("priority", "needs a server with --scheduling-policy priority")
         if abs(priority) > MAX_PRIORITY:
-            raise InvalidRequestError(
-                f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}.", param="priority"
-            )
+            raise wrong("priority", f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}")
 
     def _requests(
         self,
@@ -244,9 +240,8 @@ def _cache_options(
     fields: SamplingFields, scope: CacheScope, caching: PromptCaching
 ) -> CacheOptions:
     if fields.retention and caching.retention:
-        raise InvalidRequestError(
-            "retention stands beside TTLs of another caching control: give one, not both.",
-            param="retention",
+        raise wrong(
+            "retention", "stands beside TTLs of another caching control: give one, not both"
         )
     return CacheOptions(
         salt=scope.salt,

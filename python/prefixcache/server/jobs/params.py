@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import InvalidRequestError, wrong
 from prefixcache.server.jobs.sampling_fields import SamplingFields
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.server.options.limits import MAX_SEQUENCES
@@ -48,11 +48,9 @@ def sampling_params(
 
 def _check_stream_fields(fields: SamplingFields) -> None:
     if fields.stream and fields.prompt_logprobs is not None:
-        raise InvalidRequestError(
-            "prompt_logprobs cannot be streamed; set stream to false.", param="prompt_logprobs"
-        )
+        raise wrong("prompt_logprobs", "cannot be streamed; set stream to false")
     if fields.stream_options is not None and not fields.stream:
-        raise InvalidRequestError("stream_options needs stream to be true.", param="stream_options")
+        raise wrong("stream_options", "needs stream to be true")
 
 
 def check_num_sequences(num_prompts: int, n: int) -> None:
@@ -66,11 +64,10 @@ def check_num_sequences(num_prompts: int, n: int) -> None:
 
 def check_ids(token_ids: Sequence[int], tokenizer: Tokenizer, param: str) -> None:
     """Raises `InvalidRequestError` for ids outside the vocabulary."""
-    wrong = next((i for i in token_ids if not 0 <= i < tokenizer.vocab_size), None)
-    if wrong is not None:
-        raise InvalidRequestError(
-            f"{param} holds the token id {wrong}; ids are from 0 to {tokenizer.vocab_size - 1}.",
-            param=param,
+    unknown = next((i for i in token_ids if not 0 <= i < tokenizer.vocab_size), None)
+    if unknown is not None:
+        raise wrong(
+            param, f"holds the token id {unknown}; ids are from 0 to {tokenizer.vocab_size - 1}"
         )
 
 
@@ -101,6 +98,4 @@ def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
     try:
         return {int(token_id): value for token_id, value in bias.items()}
     except ValueError:
-        raise InvalidRequestError(
-            "logit_bias must map token ids to numbers.", param="logit_bias"
-        ) from None
+        raise wrong("logit_bias", "must map token ids to numbers") from None

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict
 
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import wrong
 from prefixcache.server.http.fields import (
     RequestFields,
     check_length,
@@ -173,8 +173,8 @@ def check_texts(name: str, value: object, most: int, most_characters: int) -> No
     check_length(name, texts, most)
     characters = sum(len(text) for text in texts if isinstance(text, str))
     if characters > most_characters:
-        raise InvalidRequestError(
-            f"{name} may have at most {most_characters} characters in all, got {characters}.",
-            param=name,
+        raise wrong(
+            name,
+            f"may have at most {most_characters} characters in all, got {characters}",
             code="too_long",
         )

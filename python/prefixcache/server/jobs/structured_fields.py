@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import InvalidRequestError, wrong
+from prefixcache.server.http.fields import check_length
 from prefixcache.server.options.limits import MAX_GRAMMAR_CHARACTERS
 from prefixcache.types.structured_output import Kind, StructuredOutput
 
@@ -42,9 +43,9 @@ class ResponseFormat(BaseModel):
             return [("response_format", StructuredOutput("json_object"))]
         field = "response_format.json_schema"
         if self.json_schema is None:
-            raise InvalidRequestError(f"{field} is missing.", param=field)
+            raise wrong(field, "is missing")
         if self.json_schema.content is None:
-            raise InvalidRequestError(f"{field}.schema is missing.", param=f"{field}.schema")
+            raise wrong(f"{field}.schema", "is missing")
         return [_made(f"{field}.schema", "json", self.json_schema.content)]
 
 
@@ -64,7 +65,7 @@ class StructuredOutputsFields(BaseModel):
         for name in ("structural_tag", "whitespace_pattern", "disable_any_whitespace"):
             if (self.model_extra or {}).get(name):
                 field = f"structured_outputs.{name}"
-                raise InvalidRequestError(f"{field} is not supported.", param=field)
+                raise wrong(field, "is not supported")
         return _found("structured_outputs.", self.schema_, self)
 
 
@@ -104,12 +105,7 @@ def _found(prefix: str, schema: object, asked: StructuredOutputsFields) -> list[
 
 def _made(field: str, kind: Kind, value: object) -> Named:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    if len(text) > MAX_GRAMMAR_CHARACTERS:
-        raise InvalidRequestError(
-            f"{field} may have at most {MAX_GRAMMAR_CHARACTERS} characters, got {len(text)}.",
-            param=field,
-            code="too_long",
-        )
+    check_length(field, text, MAX_GRAMMAR_CHARACTERS)
     return field, StructuredOutput(kind, text)
 
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from prefixcache.diagnostics.spans import PromptSource
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import InvalidRequestError, wrong
 from prefixcache.server.http.body import parse_fields, parse_object, read_body
 from prefixcache.server.jobs.answers import Choice, answer, streaming
 from prefixcache.server.jobs.caching import (
@@ -184,7 +184,7 @@ def _num_logprobs(fields: ChatRequest) -> int | None:
     if fields.logprobs:
         return fields.top_logprobs or 0
     if fields.top_logprobs:
-        raise InvalidRequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+        raise wrong("top_logprobs", "needs logprobs to be true")
     return None
 
 

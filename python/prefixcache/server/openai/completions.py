@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from prefixcache.diagnostics.spans import PromptSource
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import wrong
 from prefixcache.server.http.body import parse_fields, parse_object, read_body
 from prefixcache.server.jobs.answers import Choice, answer, streaming
 from prefixcache.server.jobs.caching import caching_controls, prompt_caching
@@ -114,13 +114,11 @@ def _with_best_of(params: SamplingParams, fields: CompletionRequest) -> Sampling
     if best_of is None or best_of == params.n:
         return params
     if best_of < params.n:
-        raise InvalidRequestError(
-            f"best_of ({best_of}) must not be less than n ({params.n}).", param="best_of"
-        )
+        raise wrong("best_of", f"({best_of}) must not be less than n ({params.n})")
     if fields.stream:
-        raise InvalidRequestError(
-            "best_of above n cannot be streamed: which choices are the best is known at their end.",
-            param="best_of",
+        raise wrong(
+            "best_of",
+            "above n cannot be streamed: which choices are the best is known at their end",
         )
     with fields_named({"n": "best_of"}):
         return dataclasses.replace(params, n=best_of, logprobs=params.logprobs or 0)

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prefixcache.config.checked import shown
-from prefixcache.server.jobs.parts import (
+from prefixcache.exceptions import wrong
+from prefixcache.text.chat.parts import (
     Values,
     content_of,
     objects,
@@ -14,7 +15,6 @@ from prefixcache.server.jobs.parts import (
     text_of,
     text_part,
     word_of,
-    wrong,
 )
 
 Message = dict[str, Any]

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_core import from_json, to_json
 from starlette.responses import Response
 
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import wrong
 from prefixcache.server.http.body import parse_fields, parse_object, read_body
 from prefixcache.server.http.errors import RESPONSES_PATH, ApiError
 from prefixcache.server.http.fields import RequestFields
@@ -278,12 +278,12 @@ def _compare(job: Job, fields: ResponsesRequest) -> None:
 
 def _chat_fields(fields: ResponsesRequest, before: StoredResponse) -> ChatRequest:
     if fields.truncation not in (None, "auto", "disabled"):
-        raise InvalidRequestError("truncation must be 'auto' or 'disabled'.", param="truncation")
+        raise wrong("truncation", "must be 'auto' or 'disabled'")
     body = fields.chat([message for turn in before.messages for message in from_json(turn)])
     with fields_named(_NAMES):
         chat = parse_fields(body, ChatRequest)
     if len(chat.messages) > MAX_MESSAGES:
-        raise InvalidRequestError(f"input makes more than {MAX_MESSAGES} messages.", param="input")
+        raise wrong("input", f"makes more than {MAX_MESSAGES} messages")
     return chat
 
 
@@ -344,7 +344,7 @@ def _told_items(items: bytes, response_id: str, query: Mapping[str, str]) -> byt
     """The page of items that the query asks for, the last one first unless it says `order=asc`."""
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise InvalidRequestError("order must be 'asc' or 'desc'.", param="order")
+        raise wrong("order", "must be 'asc' or 'desc'")
     told = [
         {**item, "id": item.get("id") or f"item_{index}_{response_id}"}
         for index, item in enumerate(from_json(items))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from prefixcache.exceptions import InvalidRequestError, ModelLoadError
+from prefixcache.exceptions import InvalidRequestError, ModelLoadError, wrong
 from prefixcache.text.chat.answer_grammar import answer_grammar, tool_grammar
 from prefixcache.text.chat.formats import SMOLLM2, TOOL_FORMATS, ToolFormat, detected_format
 from prefixcache.text.chat.grammars import Markers
@@ -213,10 +213,10 @@ def _library_plan(
 ) -> ChatPlan:
     """A response template tells how answers are read, not how they are written."""
     if use.mode == "required":
-        raise InvalidRequestError(
-            "tool_choice must be 'none' or 'auto': this model's calls cannot be forced, since they "
-            "are known by its response template alone.",
-            param="tool_choice",
+        raise wrong(
+            "tool_choice",
+            "must be 'none' or 'auto': this model's calls cannot be forced, since they "
+            "are known by its response template alone",
         )
     return ChatPlan(
         prompt=prompt,

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as _Backend
 
 from prefixcache.config.model_config import read_json_object
-from prefixcache.exceptions import InvalidRequestError, ModelLoadError
+from prefixcache.exceptions import ModelLoadError, wrong
 from prefixcache.text.tokenization.chat_template import ChatTemplate, load_chat_template
 from prefixcache.types.token_ids import TokenIds, as_token_ids
 
@@ -155,9 +155,8 @@ def check_text(text: str, param: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"{param} is not valid Unicode: a lone surrogate at position {error.start}.",
-            param=param,
+        raise wrong(
+            param, f"is not valid Unicode: a lone surrogate at position {error.start}"
         ) from None
 
 

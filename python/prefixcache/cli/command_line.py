@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import click
 from click.core import ParameterSource
 
-from prefixcache.cli.foreign_flags import ForeignFlag, ForeignOption
+from prefixcache.cli.vllm_flags import VllmOption
 from prefixcache.config.checked import adapters, check, shown
 from prefixcache.config.flags import Group, build, closest, leaves
 from prefixcache.exceptions import FieldError, InvalidRequestError, PrefixCacheError
@@ -76,7 +76,7 @@ class FlagCommand(click.Command):
         *kinds: type[Any],
         arguments: Sequence[click.Argument] = (),
         without: Collection[str] = (),
-        foreign: Sequence[ForeignFlag] = (),
+        foreign: Iterable[VllmOption] = (),
     ) -> None:
         self._run = run
         found = dict[str, FlagOption]()
@@ -87,7 +87,7 @@ class FlagCommand(click.Command):
         self._flags = found
         config = click.Option(["--config"], metavar="<path>", help="YAML file with flags.")
         params: list[click.Parameter] = [*arguments, *found.values(), config]
-        params += map(ForeignOption, foreign)
+        params += foreign
         name = run.__name__.replace("_", "-")
         super().__init__(name, params=params, help=run.__doc__, epilog=_SOURCES)
 
@@ -119,7 +119,7 @@ class FlagCommand(click.Command):
         path = ctx.params["config"] or _variable("config")
         file = _read_file(Path(path), self._flags) if path else {}
         for param in self.params:
-            if isinstance(param, ForeignOption):
+            if isinstance(param, VllmOption):
                 param.refuse(ctx)
         values = {name: ctx.params[name] for name in ctx.params if name not in self._flags}
         places = dict[str, str]()

@@ -20,7 +20,7 @@ from prefixcache.cli.command_line import FlagCommand, FlagGroup, Given
 from prefixcache.cli.explain import ExplainOptions, explain
 from prefixcache.cli.replay import replay
 from prefixcache.cli.verify import verify
-from prefixcache.cli.vllm_flags import VLLM_FLAGS
+from prefixcache.cli.vllm_flags import vllm_options
 from prefixcache.config.checked import Checked, shown
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.config.flags import flag, leaves
@@ -229,7 +229,7 @@ app = click.Group(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     commands=[
-        FlagCommand(serve, ServeOptions, EngineConfig, arguments=[_MODEL], foreign=VLLM_FLAGS),
+        FlagCommand(serve, ServeOptions, EngineConfig, arguments=[_MODEL], foreign=vllm_options()),
         FlagCommand(
             serve_ray,
             RayOptions,

@@ -16,11 +16,9 @@ from prefixcache.server.admin.info import info_router, models_router
 from prefixcache.server.admin.model_dirs import ModelDirs
 from prefixcache.server.admin.not_served import not_served_router
 from prefixcache.server.anthropic.messages import messages_router
-from prefixcache.server.cache.explain import explain_router
 from prefixcache.server.cache.kv_events import kv_events_router
 from prefixcache.server.cache.misses import misses_router
 from prefixcache.server.cache.probe import probe_router
-from prefixcache.server.cache.warm import warm_router
 from prefixcache.server.dashboard.routes import dashboard_router
 from prefixcache.server.http.access import AccessCheck, AccessRules
 from prefixcache.server.http.errors import on_http_exception
@@ -71,8 +69,7 @@ def create_app(
     lifecycle = lifecycle or Lifecycle()
     responses = ResponseStore()
     app = client_app(maker, responses, release)
-    app.include_router(explain_router(maker, responses))
-    app.include_router(misses_router(maker))
+    app.include_router(misses_router(maker, responses))
     app.include_router(info_router(engine, served, release))
     app.include_router(health_router(engine, served, release, flags or {}, events))
     app.include_router(kv_events_router(events, maker.workers))
@@ -108,7 +105,6 @@ def client_app(maker: JobMaker, responses: ResponseStore, release: str) -> FastA
     app.include_router(messages_router(maker))
     app.include_router(tokenize_router(maker))
     app.include_router(probe_router(maker, responses))
-    app.include_router(warm_router(maker, responses))
     app.include_router(models_router(maker))
     app.include_router(not_served_router())
     return app

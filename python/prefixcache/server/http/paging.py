@@ -17,7 +17,7 @@ def page(
     `after` and `before` are the parameters that name the object beside the page. `limit` is from 1
     to `most`. Raises `InvalidRequestError`, naming the parameter.
     """
-    limit = _limit(query.get("limit"), most)
+    limit = page_limit(query, most)
     if after in query and before in query:
         raise InvalidRequestError(f"{after} and {before} exclude each other.", param=before)
     if before in query:
@@ -29,9 +29,9 @@ def page(
     return range(begin, end), end < len(ids)
 
 
-def _limit(text: str | None, most: int) -> int:
-    if text is None:
-        return _DEFAULT_LIMIT
+def page_limit(query: Mapping[str, str], most: int) -> int:
+    """`limit`, or 20. Raises `InvalidRequestError` for other than 1 to `most`."""
+    text = query.get("limit", str(_DEFAULT_LIMIT))
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
     if not 1 <= number <= most:
         raise wrong("limit", f"must be a number from 1 to {most}")

@@ -29,7 +29,7 @@ from prefixcache.server.jobs.context import Call, new_call, tell_unknown
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.sampling_fields import SamplingFields
-from prefixcache.server.openai.chat import chat_job, chat_plan
+from prefixcache.server.openai.chat import chat_job, count_chat
 from prefixcache.server.openai.protocol import ChatRequest
 from prefixcache.text.chat.parts import one_object
 
@@ -170,12 +170,7 @@ def messages_router(maker: JobMaker) -> APIRouter:
         )
         tell_unknown(request, parsed.fields)
         with fields_named(_NAMES):
-            maker.check_model(parsed.chat.model)
-            plan = await chat_plan(maker, parsed.chat, len(body))
-            ids = await maker.encoder.encode(
-                plan.prompt, param="messages", add_special_tokens=False
-            )
-        return {"input_tokens": len(ids)}
+            return {"input_tokens": await count_chat(maker, parsed.chat, len(body))}
 
     return router
 

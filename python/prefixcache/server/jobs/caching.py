@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 from prefixcache.config.checked import shown
 from prefixcache.exceptions import InvalidRequestError, wrong
-from prefixcache.server.jobs.sampling_fields import SamplingFields
+from prefixcache.server.jobs.sampling_fields import PromptCacheOptions, ResponseCacheOptions
 from prefixcache.types.retention_range import RetentionRange
 
 _SECONDS = {"5m": 300, "30m": 1800, "1h": 3600, "12h": 12 * 3600, "24h": 24 * 3600}
@@ -79,45 +79,29 @@ class PromptCaching:
     write_upto: int | None = None
 
 
-def caching_controls(fields: SamplingFields, marked: Iterable[Marked] = ()) -> CachingControls:
-    """What OpenAI's caching fields of a body ask; `marked` are the breakpoints of its content."""
-    options = fields.prompt_cache_options
-    return openai_controls(
-        marked,
-        mode=None if options is None else options.mode,
-        ttl=None if options is None else options.ttl,
-        has_options=options is not None,
-        retention=fields.prompt_cache_retention,
-    )
-
-
 def openai_controls(
     marked: Iterable[Marked],
-    *,
-    mode: Literal["implicit", "explicit"] | None = None,
-    ttl: str | None = None,
-    has_options: bool = False,
+    options: PromptCacheOptions | ResponseCacheOptions | None = None,
     retention: str | None = None,
 ) -> CachingControls:
-    """The meaning of `prompt_cache_options`, `prompt_cache_retention`, `prompt_cache_breakpoint`.
+    """The meaning of `prompt_cache_breakpoint`, `prompt_cache_options`, `prompt_cache_retention`.
 
-    `mode` and `ttl` are those of the options, and are left out where the options leave them out;
-    `has_options` says whether there are options at all. Of many breakpoints the latest four count,
-    in implicit mode the latest three. Raises `InvalidRequestError` for a breakpoint that is none,
-    and for options beside `retention`, which says the same.
+    `marked` are the breakpoints of the content. Of many the latest four count, in implicit mode the
+    latest three. Raises `InvalidRequestError` for a breakpoint that is none, and for options next
+    to `retention`, which says the same.
     """
-    if has_options and retention is not None:
+    if options is not None and retention is not None:
         raise wrong(
             "prompt_cache_retention", "stands beside prompt_cache_options: give one, not both"
         )
-    default = ttl or "30m"
+    default = (options and options.ttl) or "30m"
     breakpoints = [
         Breakpoint(place, _ttl_seconds(value, field, ("mode", "explicit"), ("30m", "12h"), default))
         for place, field, value in marked
     ]
-    explicit = mode == "explicit"
+    explicit = options is not None and options.mode == "explicit"
     most = _MAX_BREAKPOINTS if explicit else _MAX_BREAKPOINTS - 1
-    implicit = default if has_options and not explicit else None
+    implicit = None if options is None or explicit else default
     kept = retention if retention == "24h" else implicit
     return CachingControls(
         breakpoints=tuple(breakpoints[-most:]),

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from prefixcache.config.checked import shortened
 from prefixcache.exceptions import InvalidRequestError, RequestTimeoutError
 from prefixcache.server.http.access import Caller
+from prefixcache.server.http.body import Fields, parse_fields, parse_object, read_body
 from prefixcache.server.http.byte_budget import Body, ByteBudget, KeptLogprobs
 from prefixcache.server.http.errors import (
     error_response,
@@ -28,6 +29,7 @@ from prefixcache.server.http.fields import RequestFields
 from prefixcache.server.http.request_log import CLIENT_LEFT, Outcome, log_request
 from prefixcache.server.http.sse import unless_disconnected
 from prefixcache.server.http.tracing import Tracing
+from prefixcache.server.http.workers import Workers
 from prefixcache.server.options.limits import ServerLimits
 
 T = TypeVar("T")
@@ -92,6 +94,16 @@ def new_call(request: Request, prefix: str) -> Call:
         body=state.body,
         logprobs=state.logprobs,
     )
+
+
+async def read_fields(
+    request: Request, workers: Workers, model: type[Fields]
+) -> tuple[Fields, int]:
+    """The checked fields of a body, and how many bytes it has; see `tell_unknown`."""
+    body = await read_body(request)
+    fields = await workers.run(len(body), lambda: parse_fields(parse_object(body), model))
+    tell_unknown(request, fields)
+    return fields, len(body)
 
 
 def tell_unknown(request: Request, fields: RequestFields) -> None:

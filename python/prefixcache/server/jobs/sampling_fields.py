@@ -63,6 +63,17 @@ class PromptCacheOptions(BaseModel):
     ttl: Literal["30m"] | None = None
 
 
+class ResponseCacheOptions(BaseModel):
+    """Those of `/v1/responses`, where a longer TTL may be asked for, and that nothing be said."""
+
+    model_config = ConfigDict(strict=True)
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m", "12h"] | None = None
+    prewarm: bool | None = None
+    comparison_response_id: str | None = None
+
+
 class SamplingFields(RequestFields, GuidedFields):
     """What both completion endpoints take.
 

@@ -12,16 +12,15 @@ from starlette.responses import Response
 
 from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import InvalidRequestError, wrong
-from prefixcache.server.http.body import parse_fields, parse_object, read_body
 from prefixcache.server.jobs.answers import Choice, answer, streaming
 from prefixcache.server.jobs.caching import (
     CachingControls,
     Place,
-    caching_controls,
     changed_behind,
     marked_parts,
+    openai_controls,
 )
-from prefixcache.server.jobs.context import Call, new_call, tell_unknown
+from prefixcache.server.jobs.context import Call, new_call, read_fields
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.logprobs import chat_logprobs, prompt_logprobs
@@ -55,14 +54,10 @@ async def _asked(
     maker: JobMaker, request: Request
 ) -> tuple[Job, ChatForm, StreamOptions | None, dict[str, str]]:
     """What a body asks, and nothing of the body itself."""
-    body = await read_body(request)
-    fields = await maker.workers.run(
-        len(body), lambda: parse_fields(parse_object(body), ChatRequest)
-    )
-    tell_unknown(request, fields)
+    fields, size = await read_fields(request, maker.workers, ChatRequest)
     names = chat_names(fields)
     with fields_named(names):
-        job = await chat_job(maker, fields, len(body), new_call(request, "chatcmpl"))
+        job = await chat_job(maker, fields, size, new_call(request, "chatcmpl"))
         return job, ChatForm(maker.served.tokenizer, fields), streaming(fields), names
 
 
@@ -75,6 +70,14 @@ async def chat_plan(
     """The messages in the model's own form of a chat, and how it answers. `size` is the body's."""
     plan, _ = await _sourced_plan(maker, fields, size, structured_output)
     return plan
+
+
+async def count_chat(maker: JobMaker, fields: ChatRequest, size: int) -> int:
+    """How many tokens the prompt of a chat has; `size` is that of the body."""
+    maker.check_model(fields.model)
+    plan = await chat_plan(maker, fields, size)
+    encode = maker.encoder.encode
+    return len(await encode(plan.prompt, param="messages", add_special_tokens=False))
 
 
 async def _sourced_plan(
@@ -169,7 +172,8 @@ async def chat_job(
 
 def _controls(fields: ChatRequest) -> CachingControls:
     messages = ({"content": message.content} for message in fields.messages)
-    return caching_controls(fields, marked_parts(messages, "prompt_cache_breakpoint"))
+    marked = marked_parts(messages, "prompt_cache_breakpoint")
+    return openai_controls(marked, fields.prompt_cache_options, fields.prompt_cache_retention)
 
 
 def _params(maker: JobMaker, fields: ChatRequest) -> SamplingParams:

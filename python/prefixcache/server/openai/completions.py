@@ -15,7 +15,7 @@ from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import wrong
 from prefixcache.server.http.body import parse_fields, parse_object, read_body
 from prefixcache.server.jobs.answers import Choice, answer, streaming
-from prefixcache.server.jobs.caching import caching_controls, prompt_caching
+from prefixcache.server.jobs.caching import openai_controls, prompt_caching
 from prefixcache.server.jobs.context import Call, new_call, tell_unknown
 from prefixcache.server.jobs.encode import parse_prompts
 from prefixcache.server.jobs.field_names import fields_named
@@ -69,7 +69,8 @@ async def completion_job(
     params, kept = _params(maker, fields), maker.encoder.num_kept(fields)
     check_num_sequences(len(prompts), params.n)
     prompts = await _stripped(maker, prompts)
-    caching = prompt_caching(caching_controls(fields), ())
+    controls = openai_controls((), fields.prompt_cache_options, fields.prompt_cache_retention)
+    caching = prompt_caching(controls, ())
     encoded = await _encoded(maker, prompts, fields.add_special_tokens is not False, kept)
     sources = [PromptSource(one) if isinstance(one, str) else None for one in prompts]
     return await maker.job(fields, encoded, params, call=call, caching=caching, sources=sources)

@@ -7,26 +7,29 @@ import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict
 from pydantic_core import from_json, to_json
 from starlette.responses import Response
 
 from prefixcache.exceptions import wrong
-from prefixcache.server.http.body import parse_fields, parse_object, read_body
+from prefixcache.server.http.body import parse_fields
 from prefixcache.server.http.errors import RESPONSES_PATH, ApiError
 from prefixcache.server.http.fields import RequestFields
 from prefixcache.server.http.json_text import Written, json_response, json_text, object_json
 from prefixcache.server.http.paging import page
 from prefixcache.server.jobs.answers import answer_in_events
 from prefixcache.server.jobs.caching import CachingControls, marked_parts, openai_controls
-from prefixcache.server.jobs.context import Call, new_call, tell_unknown
+from prefixcache.server.jobs.context import Call, new_call, read_fields
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
-from prefixcache.server.jobs.sampling_fields import SamplingFields, StreamOptions
-from prefixcache.server.openai.chat import chat_job, chat_plan
+from prefixcache.server.jobs.sampling_fields import (
+    ResponseCacheOptions,
+    SamplingFields,
+    StreamOptions,
+)
+from prefixcache.server.openai.chat import chat_job, count_chat
 from prefixcache.server.openai.protocol import ChatRequest
 from prefixcache.server.openai.response_events import ResponseForm
 from prefixcache.server.openai.response_items import (
@@ -60,17 +63,6 @@ _NAMES = {
 }
 
 
-class _CacheOptions(BaseModel):
-    """As for a chat; here a longer TTL may be asked for, and that nothing be said."""
-
-    model_config = ConfigDict(strict=True)
-
-    mode: Literal["implicit", "explicit"] | None = None
-    ttl: Literal["30m", "12h"] | None = None
-    prewarm: bool | None = None
-    comparison_response_id: str | None = None
-
-
 class ResponsesRequest(RequestFields):
     """Body of `POST /v1/responses`. What a chat takes under the same name is checked there."""
 
@@ -88,7 +80,7 @@ class ResponsesRequest(RequestFields):
     input: Any = None
     instructions: str | None = None
     include: list[str] | None = None
-    prompt_cache_options: _CacheOptions | None = None
+    prompt_cache_options: ResponseCacheOptions | None = None
     max_output_tokens: int | None = None
     metadata: dict[str, str] | None = None
     previous_response_id: str | None = None
@@ -138,14 +130,8 @@ class ResponsesRequest(RequestFields):
 
     def caching(self, chat: ChatRequest) -> CachingControls:
         """What the caching fields ask; `chat` has the breakpoints."""
-        options = self.prompt_cache_options
-        return openai_controls(
-            marked_parts(chat.plain_messages(), "prompt_cache_breakpoint"),
-            mode=None if options is None else options.mode,
-            ttl=None if options is None else options.ttl,
-            has_options=options is not None,
-            retention=chat.prompt_cache_retention,
-        )
+        marked = marked_parts(chat.plain_messages(), "prompt_cache_breakpoint")
+        return openai_controls(marked, self.prompt_cache_options, chat.prompt_cache_retention)
 
     def _told_options(self) -> dict[str, str] | None:
         options = self.prompt_cache_options
@@ -191,44 +177,32 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
 
     @router.post(RESPONSES_PATH)
     async def create_response(request: Request) -> Response:
-        body = await read_body(request)
-        fields = await maker.workers.run(
-            len(body), lambda: parse_fields(parse_object(body), ResponsesRequest)
-        )
-        tell_unknown(request, fields)
+        fields, size = await read_fields(request, maker.workers, ResponsesRequest)
         # What was asked is remembered with the answer, so the body counts until that has come.
         call = dataclasses.replace(
             new_call(request, "resp"), id=f"resp_{uuid.uuid4().hex}", body=None
         )
         before = _before(store, fields, call)
-        job = await _job(maker, fields, before, len(body), call)
-        asked = await maker.workers.run(len(body), partial(_asked, fields))
-        told = await maker.workers.run(len(body), partial(_told_settings, fields, job))
+        job = await _job(maker, fields, before, size, call)
+        asked = await maker.workers.run(size, partial(_asked, fields))
+        told = await maker.workers.run(size, partial(_told_settings, fields, job))
         _compare(job, fields)
         keep = partial(_keep, store, asked, before, call)
         form = ResponseForm(maker.served.tokenizer, told, fields.num_logprobs, keep)
         with fields_named(_NAMES):
             return await answer_in_events(
-                request, maker, job, form, stream=bool(fields.stream), size=len(body)
+                request, maker, job, form, stream=bool(fields.stream), size=size
             )
 
     @router.post(f"{RESPONSES_PATH}/input_tokens")
     async def count_input_tokens(request: Request) -> dict[str, Any]:
-        body = await read_body(request)
-        fields = await maker.workers.run(
-            len(body), lambda: parse_fields(parse_object(body), ResponsesRequest)
-        )
-        tell_unknown(request, fields)
+        fields, size = await read_fields(request, maker.workers, ResponsesRequest)
         before = _before(store, fields, new_call(request, "count"))
-        size = len(body) + before.size
+        size += before.size
         chat = await maker.workers.run(size, lambda: _chat_fields(fields, before))
         with fields_named(_NAMES):
-            maker.check_model(chat.model)
-            plan = await chat_plan(maker, chat, size)
-            ids = await maker.encoder.encode(
-                plan.prompt, param="messages", add_special_tokens=False
-            )
-        return {"object": "response.input_tokens", "input_tokens": len(ids)}
+            count = await count_chat(maker, chat, size)
+        return {"object": "response.input_tokens", "input_tokens": count}
 
     @router.get(f"{RESPONSES_PATH}/{{response_id}}")
     async def retrieve_response(response_id: str, request: Request) -> Response:

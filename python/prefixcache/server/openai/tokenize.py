@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from prefixcache.server.http.body import parse_fields, parse_object, read_body
 from prefixcache.server.http.json_text import json_response, list_json, text_json
-from prefixcache.server.jobs.context import tell_unknown
+from prefixcache.server.jobs.context import read_fields, tell_unknown
 from prefixcache.server.jobs.job_maker import JobMaker
 from prefixcache.server.jobs.params import check_ids
 from prefixcache.server.openai.chat import chat_plan
@@ -38,11 +38,9 @@ def tokenize_router(maker: JobMaker) -> APIRouter:
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = await read_body(request)
-        fields = await workers.run(len(body), partial(_parse_tokens, body))
-        tell_unknown(request, fields)
+        fields, size = await read_fields(request, workers, DetokenizeRequest)
         maker.check_model(fields.model)
-        return json_response(await workers.run(len(body), partial(_text, maker, fields)))
+        return json_response(await workers.run(size, partial(_text, maker, fields)))
 
     return router
 
@@ -74,10 +72,6 @@ def _told(maker: JobMaker, ids: TokenIds, with_names: bool) -> bytes:
         list_json(ids.tolist()),
         names,
     )
-
-
-def _parse_tokens(body: bytes) -> DetokenizeRequest:
-    return parse_fields(parse_object(body), DetokenizeRequest)
 
 
 def _text(maker: JobMaker, fields: DetokenizeRequest) -> bytes:

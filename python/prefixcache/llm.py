@@ -32,7 +32,7 @@ from prefixcache.text.chat.message import Message
 from prefixcache.text.chat.parser_names import ReasoningParserName, ToolCallParserName
 from prefixcache.text.chat.plan import ChatFormat, ChatPlan
 from prefixcache.text.chat.tools import read_tool_use
-from prefixcache.text.tokenization.bad_words import with_bad_words
+from prefixcache.text.tokenization.tokenizer import with_bad_words
 from prefixcache.types.request import (
     CacheOptions,
     FinishReason,

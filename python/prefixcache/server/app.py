@@ -14,7 +14,6 @@ from prefixcache.server.admin.admin import admin_router, command_options
 from prefixcache.server.admin.health import health_router
 from prefixcache.server.admin.info import info_router, models_router
 from prefixcache.server.admin.model_dirs import ModelDirs
-from prefixcache.server.admin.not_served import not_served_router
 from prefixcache.server.anthropic.messages import messages_router
 from prefixcache.server.cache.kv_events import kv_events_router
 from prefixcache.server.cache.misses import misses_router
@@ -106,7 +105,6 @@ def client_app(maker: JobMaker, responses: ResponseStore, release: str) -> FastA
     app.include_router(tokenize_router(maker))
     app.include_router(probe_router(maker, responses))
     app.include_router(models_router(maker))
-    app.include_router(not_served_router())
     return app
 
 

@@ -26,7 +26,7 @@ class SamplingParams:
 
     Where `allowed_token_ids` is given, no other token is chosen. The answer holds none of
     `bad_words`, as long as another token may be chosen. They act by their token ids, which
-    `tokenization.bad_words` finds; sequences of ids may be given instead.
+    `tokenizer.with_bad_words` finds; sequences of ids may be given instead.
     """
 
     n: int = 1

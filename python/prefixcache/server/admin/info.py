@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -13,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from prefixcache.metrics import LabelledMetrics
-from prefixcache.server.http.errors import MODELS_PATH, has_anthropic_header
+from prefixcache.server.http.errors import MODELS_PATH, ApiError, has_anthropic_header
 from prefixcache.server.http.paging import page
 from prefixcache.server.jobs.job_maker import JobMaker
 
@@ -26,7 +27,7 @@ _MOST_MODELS = 1000
 
 
 def models_router(maker: JobMaker) -> APIRouter:
-    """The endpoints of the served model's names."""
+    """The endpoints of the served model's names, and those that clients look for in vain."""
     router, served = APIRouter(), maker.served
 
     @router.get(MODELS_PATH)
@@ -39,6 +40,14 @@ def models_router(maker: JobMaker) -> APIRouter:
     async def show_model(name: str, request: Request) -> dict[str, Any]:
         card = _anthropic_card if has_anthropic_header(request.scope) else _card
         return card(maker, maker.check_model(name))
+
+    @router.post("/v1/embeddings")
+    async def create_embedding() -> None:
+        raise ApiError(
+            HTTPStatus.NOT_FOUND,
+            "/v1/embeddings is not served: this server generates text and computes no embeddings.",
+            code="unsupported_endpoint",
+        )
 
     return router
 

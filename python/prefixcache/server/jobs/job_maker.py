@@ -29,8 +29,7 @@ from prefixcache.server.jobs.params import choice_params, fitting_max_tokens
 from prefixcache.server.jobs.sampling_fields import RetentionFields, SamplingFields
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.text.chat.message import MessageParser
-from prefixcache.types.cache_scope import CacheScope
-from prefixcache.types.request import CacheOptions, Request, RoleSpan
+from prefixcache.types.request import CacheOptions, CacheScope, Request, RoleSpan
 from prefixcache.types.retention_range import RetentionRange
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import TokenIds

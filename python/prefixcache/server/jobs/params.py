@@ -9,8 +9,7 @@ from prefixcache.exceptions import InvalidRequestError, wrong
 from prefixcache.server.jobs.sampling_fields import SamplingFields
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.server.options.limits import MAX_SEQUENCES
-from prefixcache.text.tokenization.bad_words import with_bad_words
-from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.text.tokenization.tokenizer import Tokenizer, with_bad_words
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import TokenIds
 

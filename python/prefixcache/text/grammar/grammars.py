@@ -12,9 +12,8 @@ from weakref import WeakValueDictionary
 
 from prefixcache.exceptions import GrammarError, InvalidRequestError, SlowGrammarError
 from prefixcache.text.grammar.compiler import compile_grammar
-from prefixcache.text.grammar.guide import Grammar
+from prefixcache.text.grammar.guide import Grammar, Marker
 from prefixcache.text.grammar.lanes import Lanes
-from prefixcache.text.grammar.marker import Marker
 from prefixcache.text.grammar.trial import Trial
 from prefixcache.text.grammar.vocabulary import Vocabulary
 from prefixcache.types.structured_output import StructuredOutput

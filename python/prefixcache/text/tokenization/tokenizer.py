@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer as _Backend
 from prefixcache.config.model_config import read_json_object
 from prefixcache.exceptions import ModelLoadError, wrong
 from prefixcache.text.tokenization.chat_template import ChatTemplate, load_chat_template
+from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import TokenIds, as_token_ids
 
 _REPLACEMENT = "\ufffd"
@@ -158,6 +160,32 @@ def check_text(text: str, param: str) -> None:
         raise wrong(
             param, f"is not valid Unicode: a lone surrogate at position {error.start}"
         ) from None
+
+
+def with_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """`params` with the token ids of their bad words beside those that they have.
+
+    As in vLLM a word is banned as it is encoded, and also behind a space where that makes another
+    token of its beginning. Raises `InvalidRequestError` for a word that is not valid Unicode.
+    """
+    if not params.bad_words:
+        return params
+    words = [word.lstrip() for word in params.bad_words]
+    plain = _encoded(tokenizer, words)
+    spaced = _encoded(tokenizer, [f" {word}" for word in words])
+    pairs = zip(plain, spaced, strict=True)
+    others = [
+        behind
+        for alone, behind in pairs
+        if alone and len(behind) == len(alone) and behind[0] != alone[0]
+    ]
+    found = (*params.bad_words_token_ids, *filter(None, plain), *others)
+    return dataclasses.replace(params, bad_words_token_ids=tuple(dict.fromkeys(found)))
+
+
+def _encoded(tokenizer: Tokenizer, words: list[str]) -> list[tuple[int, ...]]:
+    encoded = tokenizer.encode_batch(words, add_special_tokens=False, param="bad_words")
+    return [tuple(ids.tolist()) for ids in encoded]
 
 
 class _TokenBytes(dict[int, bytes]):

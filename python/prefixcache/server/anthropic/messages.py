@@ -166,7 +166,7 @@ def messages_router(maker: JobMaker) -> APIRouter:
     async def count_tokens(request: Request) -> dict[str, int]:
         body = await read_body(request)
         parsed = await maker.workers.run(
-            len(body), lambda: _parsed(parse_object(body), CountTokensRequest)
+            len(body), lambda: parse_message(parse_object(body), CountTokensRequest)
         )
         tell_unknown(request, parsed.fields)
         with fields_named(_NAMES):
@@ -178,18 +178,15 @@ def messages_router(maker: JobMaker) -> APIRouter:
 async def _asked(maker: JobMaker, request: Request) -> tuple[Job, bool]:
     """What a body asks, and whether as a stream; nothing of the body itself."""
     body = await read_body(request)
-    parsed = await maker.workers.run(len(body), lambda: parse_message(parse_object(body)))
+    parsed = await maker.workers.run(
+        len(body), lambda: parse_message(parse_object(body), MessagesRequest)
+    )
     tell_unknown(request, parsed.fields)
     call = dataclasses.replace(new_call(request, "msg"), id=f"msg_{uuid.uuid4().hex}")
     job = await message_job(maker, parsed, len(body), call)
     if job.diagnosis is not None and parsed.fields.diagnostics is not None:
         job.diagnosis.compared_with = parsed.fields.diagnostics.previous_message_id
     return job, bool(parsed.fields.stream)
-
-
-def parse_message(values: dict[str, Any]) -> ParsedMessage[MessagesRequest]:
-    """The body of a message, checked. Takes time that grows with it."""
-    return _parsed(values, MessagesRequest)
 
 
 async def message_job(
@@ -200,7 +197,8 @@ async def message_job(
         return await chat_job(maker, parsed.chat, size, call, parsed.controls)
 
 
-def _parsed(values: dict[str, Any], model: type[Asked]) -> ParsedMessage[Asked]:
+def parse_message(values: dict[str, Any], model: type[Asked]) -> ParsedMessage[Asked]:
+    """The body of a message as `model` has it, checked. Takes time that grows with it."""
     fields = parse_fields(values, model)
     conversation = Conversation(fields.system, fields.messages)
     controls = anthropic_controls(

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from fastapi import Request
 
-from prefixcache.server.anthropic.messages import message_job, parse_message
+from prefixcache.server.anthropic.messages import MessagesRequest, message_job, parse_message
 from prefixcache.server.http.body import parse_fields, parse_object, read_body
 from prefixcache.server.http.errors import has_anthropic_header
 from prefixcache.server.http.fields import RequestFields
@@ -20,7 +20,7 @@ from prefixcache.server.openai.chat import chat_job, chat_names
 from prefixcache.server.openai.completions import completion_job
 from prefixcache.server.openai.protocol import ChatRequest, CompletionRequest
 from prefixcache.server.openai.response_store import ResponseStore
-from prefixcache.server.openai.responses import ResponsesRequest, response_job
+from prefixcache.server.openai.responses import ResponsesRequest, response_before, response_job
 
 Values = Mapping[str, Any]
 _MakeJob = Callable[[JobMaker, Call], Awaitable[Job]]
@@ -49,14 +49,16 @@ def _parse(body: bytes, store: ResponseStore, anthropic: bool) -> tuple[RequestF
     values, size = parse_object(body), len(body)
     if "messages" in values and (anthropic or _is_message(values)):
         # `max_tokens`, which that API requires, says nothing of a prompt.
-        parsed = parse_message({"max_tokens": 0, **values})
+        parsed = parse_message({"max_tokens": 0, **values}, MessagesRequest)
         return parsed.fields, lambda maker, call: message_job(maker, parsed, size, call)
     if "messages" in values:
         chat = parse_fields(values, ChatRequest)
         return chat, lambda maker, call: _chat_job(maker, chat, size, call)
     if values.keys() & {"input", "previous_response_id"}:
         response = parse_fields(values, ResponsesRequest)
-        return response, lambda maker, call: response_job(maker, store, response, size, call)
+        return response, lambda maker, call: response_job(
+            maker, response, response_before(store, response, call), size, call
+        )
     completion = parse_fields(values, CompletionRequest)
     prompts = parse_prompts(completion.prompt)
     return completion, lambda maker, call: completion_job(maker, completion, prompts, call)

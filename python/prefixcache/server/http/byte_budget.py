@@ -19,14 +19,6 @@ class ByteBudget:
         self._growing: dict[_Share, None] = {}
         self.size = 0
 
-    def open(self) -> Body:
-        """The body of a request that begins."""
-        return Body(self)
-
-    def open_logprobs(self) -> KeptLogprobs:
-        """The log probabilities of a request that begins."""
-        return KeptLogprobs(self)
-
     def grow(self, share: _Share, size: int) -> None:
         """A part has come."""
         self._growing[share] = None

@@ -208,7 +208,7 @@ async def answer(
         return json_response(await unless_disconnected(request.receive, work))
     outputs = await _outputs(maker, job)
     chunks = _chunk_events(outputs, job, form, options, maker.workers)
-    return EventStream(_to_the_end(chunks, job))
+    return EventStream(_to_the_end(chunks, job, lambda error: event(error_body(error)[1]), DONE))
 
 
 class EventForm(Protocol):
@@ -250,7 +250,7 @@ async def answer_in_events(
         return json_response(await unless_disconnected(request.receive, work))
     outputs = await _outputs(maker, job)
     events = _named_events(outputs, job, form, maker.workers)
-    return EventStream(_named_to_the_end(events, job, form))
+    return EventStream(_to_the_end(events, job, lambda error: named_event(form.failed(job, error))))
 
 
 async def _named_events(
@@ -293,23 +293,24 @@ async def _batches(
                 yield b"".join(written)
 
 
-async def _named_to_the_end(
-    events: AsyncGenerator[bytes, None], job: Job, form: EventForm
+async def _to_the_end(
+    events: AsyncGenerator[bytes, None],
+    job: Job,
+    failed: Callable[[Exception], bytes],
+    end: bytes = b"",
 ) -> AsyncGenerator[bytes, None]:
-    """The events, and that of an error where they fail."""
+    """The events, what `failed` makes of an error where they fail, and the `end`."""
     try:
         async with aclosing(events):
             async for one in events:
                 yield one
-    except Exception as error:  # noqa: BLE001 - the status is sent: the error goes into the stream
-        _note_failure(error, job)
-        yield named_event(form.failed(job, error))
-
-
-def _note_failure(error: Exception, job: Job) -> None:
-    if is_unexpected(error):
-        logger.exception("The stream %s failed.", job.call.id)
-    job.call.outcome.failed_status = error_body(error)[0]
+    except Exception as error:
+        if is_unexpected(error):
+            logger.exception("The stream %s failed.", job.call.id)
+        job.call.outcome.failed_status = error_body(error)[0]
+        yield failed(error)
+    if end:
+        yield end
 
 
 async def gathered(maker: JobMaker, job: Job) -> Choices:
@@ -385,18 +386,6 @@ def usage(counts: TokenCounts) -> dict[str, Any]:
     if counts.reasoning:
         shown["completion_tokens_details"] = {"reasoning_tokens": counts.reasoning}
     return shown
-
-
-async def _to_the_end(chunks: AsyncGenerator[bytes, None], job: Job) -> AsyncGenerator[bytes, None]:
-    """The chunks, an error event where they fail, and [DONE]."""
-    try:
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                yield chunk
-    except Exception as error:  # noqa: BLE001 - the status is sent: the error goes into the stream
-        _note_failure(error, job)
-        yield event(error_body(error)[1])
-    yield DONE
 
 
 async def _chunk_events(

@@ -153,7 +153,7 @@ class RequestContext:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(Headers(scope=scope))
-        outcome, body, logprobs = Outcome(), self._budget.open(), self._budget.open_logprobs()
+        outcome, body, logprobs = Outcome(), Body(self._budget), KeptLogprobs(self._budget)
         state = {
             "request_id": request_id,
             "outcome": outcome,

@@ -61,29 +61,24 @@ async def _asked(
         return job, ChatForm(maker.served.tokenizer, fields), streaming(fields), names
 
 
+async def count_chat(maker: JobMaker, fields: ChatRequest, size: int) -> int:
+    """How many tokens the prompt of a chat has; `size` is that of the body."""
+    maker.check_model(fields.model)
+    plan, _ = await chat_plan(maker, fields, size)
+    encode = maker.encoder.encode
+    return len(await encode(plan.prompt, param="messages", add_special_tokens=False))
+
+
 async def chat_plan(
     maker: JobMaker,
     fields: ChatFields,
     size: int,
     structured_output: StructuredOutput | None = None,
-) -> ChatPlan:
-    """The messages in the model's own form of a chat, and how it answers. `size` is the body's."""
-    plan, _ = await _sourced_plan(maker, fields, size, structured_output)
-    return plan
-
-
-async def count_chat(maker: JobMaker, fields: ChatRequest, size: int) -> int:
-    """How many tokens the prompt of a chat has; `size` is that of the body."""
-    maker.check_model(fields.model)
-    plan = await chat_plan(maker, fields, size)
-    encode = maker.encoder.encode
-    return len(await encode(plan.prompt, param="messages", add_special_tokens=False))
-
-
-async def _sourced_plan(
-    maker: JobMaker, fields: ChatFields, size: int, structured_output: StructuredOutput | None
 ) -> tuple[ChatPlan, PromptSource]:
-    """The plan, and what its prompt was made of."""
+    """The messages in the model's own form of a chat, how it answers, and what the prompt is of.
+
+    `size` is that of the body.
+    """
     if maker.served.tokenizer.chat_template is None:
         raise InvalidRequestError(
             "This model has no chat template; use /v1/completions.", param="messages"
@@ -142,7 +137,7 @@ async def chat_job(
     """
     maker.check_model(fields.model)
     params, kept = _params(maker, fields), maker.encoder.num_kept(fields)
-    plan, source = await _sourced_plan(maker, fields, size, params.structured_output)
+    plan, source = await chat_plan(maker, fields, size, params.structured_output)
     special = fields.add_special_tokens is True
     if controls is None:
         controls = await maker.workers.run(size, partial(_controls, fields))

@@ -182,8 +182,8 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
         call = dataclasses.replace(
             new_call(request, "resp"), id=f"resp_{uuid.uuid4().hex}", body=None
         )
-        before = _before(store, fields, call)
-        job = await _job(maker, fields, before, size, call)
+        before = response_before(store, fields, call)
+        job = await response_job(maker, fields, before, size, call)
         asked = await maker.workers.run(size, partial(_asked, fields))
         told = await maker.workers.run(size, partial(_told_settings, fields, job))
         _compare(job, fields)
@@ -197,7 +197,7 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
     @router.post(f"{RESPONSES_PATH}/input_tokens")
     async def count_input_tokens(request: Request) -> dict[str, Any]:
         fields, size = await read_fields(request, maker.workers, ResponsesRequest)
-        before = _before(store, fields, new_call(request, "count"))
+        before = response_before(store, fields, new_call(request, "count"))
         size += before.size
         chat = await maker.workers.run(size, lambda: _chat_fields(fields, before))
         with fields_named(_NAMES):
@@ -229,15 +229,9 @@ _NOTHING = StoredResponse(b"", b"", ())
 
 
 async def response_job(
-    maker: JobMaker, store: ResponseStore, fields: ResponsesRequest, size: int, call: Call
-) -> Job:
-    """The requests of a response, checked. `size` is that of the body."""
-    return await _job(maker, fields, _before(store, fields, call), size, call)
-
-
-async def _job(
     maker: JobMaker, fields: ResponsesRequest, before: StoredResponse, size: int, call: Call
 ) -> Job:
+    """The requests of a response that goes on from `before`, checked. `size` is the body's."""
     size += before.size
     chat = await maker.workers.run(size, lambda: _chat_fields(fields, before))
     with fields_named(_NAMES):
@@ -261,7 +255,8 @@ def _chat_fields(fields: ResponsesRequest, before: StoredResponse) -> ChatReques
     return chat
 
 
-def _before(store: ResponseStore, fields: ResponsesRequest, call: Call) -> StoredResponse:
+def response_before(store: ResponseStore, fields: ResponsesRequest, call: Call) -> StoredResponse:
+    """The response that a request goes on from. Raises `ApiError` (404) where it is not kept."""
     name = fields.previous_response_id
     if name is None:
         return _NOTHING

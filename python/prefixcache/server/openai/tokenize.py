@@ -57,7 +57,7 @@ async def _token_ids(
 ) -> TokenIds:
     if isinstance(fields, TokenizeChatRequest):
         special = fields.add_special_tokens is True
-        plan = await chat_plan(maker, fields, size)
+        plan, _ = await chat_plan(maker, fields, size)
         return await maker.encoder.encode(plan.prompt, param="messages", add_special_tokens=special)
     special = fields.add_special_tokens is not False
     return await maker.encoder.encode(fields.prompt, param="prompt", add_special_tokens=special)

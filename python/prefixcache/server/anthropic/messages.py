@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from prefixcache.exceptions import wrong
@@ -112,10 +112,8 @@ class CountTokensRequest(RequestFields):
         return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
 
 
-class _Diagnostics(BaseModel):
+class _Diagnostics(BaseModel, strict=True, extra="allow"):
     """The earlier answer to compare the prompt with; null, as on a first turn, asks nothing."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     previous_message_id: str | None = None
 

@@ -10,7 +10,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from prefixcache.config.checked import shortened
 from prefixcache.exceptions import InvalidRequestError, wrong
@@ -18,14 +18,12 @@ from prefixcache.exceptions import InvalidRequestError, wrong
 _TYPE_TAGS = ("str", "int", "float", "bool", "none", "list[", "dict[", "function-")
 
 
-class RequestFields(BaseModel):
+class RequestFields(BaseModel, strict=True, extra="allow"):
     """`no_effect` names fields that change nothing here; `refused` those that would have to.
 
     A refused field may be given with one of the values listed for it, which ask for nothing.
     `max_lengths` are of lists, objects and strings.
     """
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     no_effect: ClassVar[frozenset[str]] = frozenset()
     refused: ClassVar[dict[str, tuple[object, ...]]] = {}

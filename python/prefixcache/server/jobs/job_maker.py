@@ -130,7 +130,14 @@ class JobMaker:
             len(prompts) * params.n * _REQUEST_COST, lambda: tuple(make())
         )
         model, parts = self.check_model(fields.model), [*sources]
-        explains = bool(fields.cache_diagnostics)
+        diagnosis = self.diagnostics and Diagnosis(
+            self.diagnostics,
+            call,
+            model,
+            requests[:: params.n],
+            parts,
+            explains=bool(fields.cache_diagnostics),
+        )
         return Job(
             call=call,
             model=model,
@@ -141,27 +148,7 @@ class JobMaker:
             new_parser=new_parser,
             grammar=grammar,
             sources=parts,
-            diagnosis=self._diagnosis(call, model, requests[:: params.n], parts, explains),
-        )
-
-    def _diagnosis(
-        self,
-        call: Call,
-        model: str,
-        requests: Sequence[Request],
-        sources: Sequence[PromptSource | None],
-        explains: bool,
-    ) -> Diagnosis | None:
-        if self.diagnostics is None:
-            return None
-        return Diagnosis(
-            self.diagnostics,
-            name=call.id,
-            caller=call.caller,
-            model=model,
-            requests=requests,
-            sources=sources,
-            explains=explains,
+            diagnosis=diagnosis,
         )
 
     def _check_diagnostics(self, caller: Caller, salt: str | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from prefixcache.exceptions import InvalidRequestError, wrong
 from prefixcache.server.http.fields import check_length
@@ -16,10 +16,8 @@ Named = tuple[str, StructuredOutput]
 """A structured output, and the field that asked for it."""
 
 
-class JsonSchemaFields(BaseModel):
+class JsonSchemaFields(BaseModel, strict=True, extra="allow"):
     """`response_format.json_schema`. Every schema is followed as if it were strict."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     name: str | None = None
     description: str | None = None
@@ -27,10 +25,8 @@ class JsonSchemaFields(BaseModel):
     content: dict[str, Any] | bool | None = Field(default=None, alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(BaseModel, strict=True, extra="allow"):
     """OpenAI's form."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFields | None = None
@@ -49,10 +45,8 @@ class ResponseFormat(BaseModel):
         return [_made(f"{field}.schema", "json", self.json_schema.content)]
 
 
-class StructuredOutputsFields(BaseModel):
+class StructuredOutputsFields(BaseModel, strict=True, extra="allow"):
     """vLLM's form: one of these."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     schema_: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
     regex: str | None = None

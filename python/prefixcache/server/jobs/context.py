@@ -193,20 +193,18 @@ class RequestContext:
             await answer.fail(server_stopping())
 
 
+@dataclass(slots=True)
 class _Answer:
     """Adds the id to the answer's head, and remembers its status and whether all of it was sent."""
 
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, request_id: str, outcome: Outcome
-    ) -> None:
-        self._scope = scope
-        self._receive = receive
-        self._send = send
-        self._request_id = request_id
-        self._outcome = outcome
-        self._status: int | None = None
-        self._streams_events = False
-        self._complete = False
+    _scope: Scope
+    _receive: Receive
+    _send: Send
+    _request_id: str
+    _outcome: Outcome
+    _status: int | None = None
+    _streams_events: bool = False
+    _complete: bool = False
 
     @property
     def final_status(self) -> int:

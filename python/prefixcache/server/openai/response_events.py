@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from prefixcache.server.http.errors import error_body
@@ -121,6 +122,7 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
+@dataclass(slots=True)
 class ResponseForm:
     """OpenAI's `response` objects and their events, which are numbered.
 
@@ -128,19 +130,12 @@ class ResponseForm:
     complete.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        settings: Mapping[str, Any],
-        num_logprobs: int | None,
-        keep: Callable[[Mapping[str, Any]], None],
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._settings = settings
-        self._num_logprobs = num_logprobs
-        self._keep = keep
-        self._output = OutputItems()
-        self._num_events = 0
+    tokenizer: Tokenizer
+    settings: Mapping[str, Any]
+    num_logprobs: int | None
+    keep: Callable[[Mapping[str, Any]], None]
+    _output: OutputItems = field(default_factory=OutputItems)
+    _num_events: int = 0
 
     def body(self, job: Job, choice: Choice) -> dict[str, Any]:
         """The whole answer."""
@@ -180,8 +175,8 @@ class ResponseForm:
 
     def _take(self, delta: MessageDelta, logprobs: Sequence[TokenLogprobs]) -> list[Event]:
         shown = None
-        if self._num_logprobs is not None and logprobs:
-            shown = [*chat_logprobs(logprobs, self._num_logprobs, self._tokenizer)["content"]]
+        if self.num_logprobs is not None and logprobs:
+            shown = [*chat_logprobs(logprobs, self.num_logprobs, self.tokenizer)["content"]]
         return [*self._output.add(delta, shown)]
 
     def _complete(self, job: Job, choice: Choice, status: str) -> dict[str, Any]:
@@ -192,7 +187,7 @@ class ResponseForm:
         body["usage"] = _usage(usage(choice.counts))
         body |= _told(job)
         body["completed_at"] = int(time.time()) if status == "completed" else None
-        self._keep(body)
+        self.keep(body)
         return body
 
     def _response(self, job: Job, status: str) -> dict[str, Any]:
@@ -205,7 +200,7 @@ class ResponseForm:
             "error": None,
             "incomplete_details": None,
             "model": job.model,
-            **self._settings,
+            **self.settings,
             "output": [*self._output.items],
             "usage": None,
         }

@@ -52,7 +52,7 @@ def explain(given: Given) -> None:
         click.echo(json.dumps(told, ensure_ascii=False, indent=2))
         return
     try:
-        lines = _advice(told, options) if path is None else _explanation(told)
+        lines = _advice(told, options) if path is None else [*map(_line, told["prompts"])]
     except (KeyError, TypeError) as error:
         raise _unknown(options) from error
     for line in lines:
@@ -120,12 +120,8 @@ def _advice(told: Mapping[str, Any], options: ExplainOptions) -> list[str]:
     return lines
 
 
-def _explanation(told: Mapping[str, Any]) -> list[str]:
-    """A line for each prompt of the body."""
-    return [_line(prompt) for prompt in told["prompts"]]
-
-
 def _line(prompt: Mapping[str, Any]) -> str:
+    """Of one prompt of the body."""
     difference = (prompt["earlier"] or {}).get("difference")
     differs = f" Compared with an earlier one, {difference['description']}." if difference else ""
     cached = f"{prompt['cached_tokens']} of {prompt['prompt_tokens']} tokens are cached"

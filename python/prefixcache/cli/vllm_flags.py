@@ -6,7 +6,6 @@ What means nothing here, or is done anyway, is accepted; what asks for more is r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -158,16 +157,13 @@ class VllmOption(click.Option):
         if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
             return
         value = ctx.params[name]
-        if not self._asks_for_more(value):
+        if not self._takes_value and not self._why:
+            return
+        if self._takes_value and (self._taken is None or str(value).lower() in self._taken):
             return
         got = f", got {shown(value)}" if self._takes_value else ""
         only_these = f"; taken is {', '.join(self._taken)}" if self._taken else ""
         raise FieldError(self.opts[0], f"{self._why}{only_these}{got}.")
-
-    def _asks_for_more(self, value: Any) -> bool:
-        if not self._takes_value:
-            return bool(self._why)
-        return self._taken is not None and str(value).lower() not in self._taken
 
 
 def vllm_options() -> Iterator[VllmOption]:

@@ -104,7 +104,9 @@ class _Text(logging.Formatter):
         self._shows_errors = shows_errors
 
     def format(self, record: logging.LogRecord) -> str:
-        text = self.formatMessage(_with_message(self, record))
+        record.message = record.getMessage()
+        record.asctime = self.formatTime(record, self.datefmt)
+        text = self.formatMessage(record)
         error = _error_of(record)
         if error is None:
             return text
@@ -133,12 +135,6 @@ class _Json(logging.Formatter):
             shown = self._shows_errors or _is_shown(record)
             line["stack"] = told_error(error, shown=shown)
         return json.dumps(line, default=str)
-
-
-def _with_message(formatter: logging.Formatter, record: logging.LogRecord) -> logging.LogRecord:
-    record.message = record.getMessage()
-    record.asctime = formatter.formatTime(record, formatter.datefmt)
-    return record
 
 
 def _error_of(record: logging.LogRecord) -> BaseException | None:

@@ -48,16 +48,13 @@ class Feed:
         page = _Page()
         self._pages.add(page)
         try:
-            self._start()
+            if not self.is_running:
+                self._loop = asyncio.create_task(self._run())
             yield self.greet()
             while text := await page.next():
                 yield text
         finally:
             self._pages.discard(page)
-
-    def _start(self) -> None:
-        if not self.is_running:
-            self._loop = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         try:

@@ -72,7 +72,9 @@ def invalid_field(error: ValidationError) -> InvalidRequestError:
     first = error.errors(include_url=False, include_context=False)[0]
     param = _path(first["loc"])
     reason = first["msg"][:1].lower() + first["msg"][1:]
-    got = "" if first["type"] == "missing" else f", got {_shown(first['input'])}"
+    # `reprlib` reads no more of a long value than it shows.
+    shown = shortened(reprlib.repr(first["input"]))
+    got = "" if first["type"] == "missing" else f", got {shown}"
     return InvalidRequestError(f"{shortened(param)}: {reason}{got}.", param=param)
 
 
@@ -86,8 +88,3 @@ def _path(location: tuple[int | str, ...]) -> str:
         else:
             path += f".{part}" if path else part
     return path
-
-
-def _shown(value: object) -> str:
-    """`repr` of at most 60 characters, which reads no more of a long value than it shows."""
-    return shortened(reprlib.repr(value))

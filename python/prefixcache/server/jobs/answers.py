@@ -401,9 +401,13 @@ async def _chunk_events(
 
     async def events_of(choice: Choice, output: RequestOutput) -> Iterable[bytes]:
         shown = {"usage": usage(choices.counts) if always else None} if told else {}
-        texts = partial(_texts, form.chunks(job, choice, output), shown)
+        chunks = form.chunks(job, choice, output)
+
+        def texts() -> list[bytes]:
+            return [event({**chunk, **shown}) for chunk in chunks]
+
         # Log probabilities of a prompt come all in one chunk.
-        size = _prompt_size(job, output.prompt_logprobs)
+        size = len(output.prompt_logprobs or ()) * (1 + (job.params.prompt_logprobs or 0))
         return await workers.run(size, texts) if size else texts()
 
     with _told_to_the_log(job, choices):
@@ -446,14 +450,6 @@ def _admission(request: EngineRequest, choice: Choice) -> Admitted | None:
         reads=request.cache.read,
         wants_prompt_logprobs=request.params.prompt_logprobs is not None,
     )
-
-
-def _texts(chunks: Iterable[dict[str, Any]], shown: dict[str, Any]) -> list[bytes]:
-    return [event({**chunk, **shown}) for chunk in chunks]
-
-
-def _prompt_size(job: Job, logprobs: Sequence[TokenLogprobs | None] | None) -> int:
-    return len(logprobs or ()) * (1 + (job.params.prompt_logprobs or 0))
 
 
 @contextmanager

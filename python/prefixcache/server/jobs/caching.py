@@ -147,10 +147,10 @@ def marked_parts(messages: Iterable[Mapping[str, Any]], control: str) -> Iterato
         content = message.get("content")
         if isinstance(content, list):
             for part, value in enumerate(cast("list[object]", content)):
-                found = _get(value, control)
-                if found is not None:
+                fields = cast("Mapping[str, object]", value) if isinstance(value, Mapping) else {}
+                if fields.get(control) is not None:
                     field = f"messages[{index}].content[{part}].{control}"
-                    yield Marked(Place("messages", index, part), field, found)
+                    yield Marked(Place("messages", index, part), field, fields[control])
 
 
 def breakpoint_ends(
@@ -260,7 +260,3 @@ def _end(text: str, other: str) -> int:
     return bisect.bisect_left(
         range(1, shortest + 1), True, key=lambda end: text[:end] != other[:end]
     )
-
-
-def _get(value: object, key: str) -> object:
-    return cast("Mapping[str, object]", value).get(key) if isinstance(value, Mapping) else None

@@ -154,11 +154,12 @@ class RequestContext:
             return
         request_id = _request_id(Headers(scope=scope))
         outcome, body, logprobs = Outcome(), Body(self._budget), KeptLogprobs(self._budget)
+        seconds = self._request_seconds
         state = {
             "request_id": request_id,
             "outcome": outcome,
             "strict": self._strict,
-            "deadline": self._deadline(),
+            "deadline": None if seconds is None else time.monotonic() + seconds,
             "body": body,
             "logprobs": logprobs,
         }
@@ -175,10 +176,6 @@ class RequestContext:
             log_request(scope, status, seconds, request_id, outcome)
             if self._tracing is not None:
                 self._tracing.record(scope, status, seconds, request_id, outcome)
-
-    def _deadline(self) -> float | None:
-        seconds = self._request_seconds
-        return None if seconds is None else time.monotonic() + seconds
 
     async def _answer(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         try:

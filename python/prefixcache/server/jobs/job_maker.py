@@ -16,7 +16,6 @@ from prefixcache.config.logs import with_fields
 from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import wrong
-from prefixcache.server.http.access import Caller
 from prefixcache.server.http.errors import ApiError
 from prefixcache.server.http.workers import Workers
 from prefixcache.server.jobs.caching import PromptCaching
@@ -26,7 +25,7 @@ from prefixcache.server.jobs.diagnosis import Diagnosis, check_may_ask, diagnost
 from prefixcache.server.jobs.encode import PromptEncoder
 from prefixcache.server.jobs.field_names import fields_named, schemas_named
 from prefixcache.server.jobs.params import choice_params, fitting_max_tokens
-from prefixcache.server.jobs.sampling_fields import RetentionFields, SamplingFields
+from prefixcache.server.jobs.sampling_fields import SamplingFields
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.text.chat.message import MessageParser
 from prefixcache.types.request import CacheOptions, CacheScope, Request, RoleSpan
@@ -121,7 +120,9 @@ class JobMaker:
         scope = call.caller.scope(fields.cache_salt, fields.prompt_cache_key)
         cache_options = _cache_options(fields, scope, caching or PromptCaching())
         if fields.cache_diagnostics:
-            self._check_diagnostics(call.caller, cache_options.salt)
+            if self.diagnostics is None:
+                raise diagnostics_off("cache_diagnostics")
+            check_may_ask(call.caller, cache_options.salt, "cache_diagnostics")
         make = partial(self._requests, fields, prompts, params, call, scope, cache_options, roles)
         grammar = await self._grammar(fields, params, call)
         if self.served.num_logged_characters:
@@ -150,11 +151,6 @@ class JobMaker:
             sources=parts,
             diagnosis=diagnosis,
         )
-
-    def _check_diagnostics(self, caller: Caller, salt: str | None) -> None:
-        if self.diagnostics is None:
-            raise diagnostics_off("cache_diagnostics")
-        check_may_ask(caller, salt, "cache_diagnostics")
 
     def _log_prompts(self, prompts: Sequence[TokenIds], call: Call) -> None:
         """As the model gets them, up to the limit together."""
@@ -229,16 +225,16 @@ def _cache_options(
         raise wrong(
             "retention", "stands beside TTLs of another caching control: give one, not both"
         )
+    retention = tuple(
+        RetentionRange(one.start or 0, one.end, one.priority, one.ttl_s)
+        for one in fields.retention or ()
+    )
     return CacheOptions(
         salt=scope.salt,
         read=fields.cache_read is not False,
         write=fields.cache_write is not False,
         hit_threshold=fields.cache_hit_threshold,
-        retention=caching.retention or tuple(map(_range, fields.retention or ())),
+        retention=caching.retention or retention,
         owner=scope.owner,
         write_upto=caching.write_upto,
     )
-
-
-def _range(fields: RetentionFields) -> RetentionRange:
-    return RetentionRange(fields.start or 0, fields.end, fields.priority, fields.ttl_s)

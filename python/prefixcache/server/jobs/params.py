@@ -30,15 +30,16 @@ def sampling_params(
     _check_stream_fields(fields)
     given = {name: getattr(fields, name) for name in _PASSED_ON}
     chosen = {name: value for name, value in given.items() if value is not None}
+    allowed = fields.allowed_token_ids
     params = SamplingParams(
         **{**served.generation.sampling_options(), **chosen},
         max_tokens=max_tokens,
         logprobs=logprobs,
-        stop=_stop_strings(fields.stop),
+        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         logit_bias=_logit_bias(fields.logit_bias or {}),
         structured_output=fields.structured_output and fields.structured_output[1],
-        allowed_token_ids=_tuple_or_none(fields.allowed_token_ids),
+        allowed_token_ids=None if allowed is None else tuple(allowed),
         bad_words=tuple(fields.bad_words or ()),
     )
     check_ids(params.stop_token_ids, served.tokenizer, "stop_token_ids")
@@ -83,14 +84,6 @@ def choice_params(params: SamplingParams, max_tokens: int | None) -> tuple[Sampl
     if params.seed is None:
         return (fitted.for_choice(0),) * params.n
     return tuple(fitted.for_choice(choice) for choice in range(params.n))
-
-
-def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
-
-
-def _tuple_or_none(values: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if values is None else tuple(values)
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:

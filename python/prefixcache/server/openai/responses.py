@@ -186,7 +186,8 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
         job = await response_job(maker, fields, before, size, call)
         asked = await maker.workers.run(size, partial(_asked, fields))
         told = await maker.workers.run(size, partial(_told_settings, fields, job))
-        _compare(job, fields)
+        if job.diagnosis is not None and fields.prompt_cache_options is not None:
+            job.diagnosis.compared_with = fields.prompt_cache_options.comparison_response_id
         keep = partial(_keep, store, asked, before, call)
         form = ResponseForm(maker.served.tokenizer, told, fields.num_logprobs, keep)
         with fields_named(_NAMES):
@@ -236,12 +237,6 @@ async def response_job(
     chat = await maker.workers.run(size, lambda: _chat_fields(fields, before))
     with fields_named(_NAMES):
         return await chat_job(maker, chat, size, call, fields.caching(chat))
-
-
-def _compare(job: Job, fields: ResponsesRequest) -> None:
-    options = fields.prompt_cache_options
-    if job.diagnosis is not None and options is not None:
-        job.diagnosis.compared_with = options.comparison_response_id
 
 
 def _chat_fields(fields: ResponsesRequest, before: StoredResponse) -> ChatRequest:

@@ -138,7 +138,10 @@ class CallParser:
             return (yield from self._read_arguments(call, first))
         value = yield from self._whole_value()
         if key == "name" and not call.told:
-            if not isinstance(value, str) or not value or self._is_unknown(value):
+            if not isinstance(value, str) or not value:
+                return False
+            # Only a marker says that what names an unknown tool is a call.
+            if self._syntax.bare and value not in self._known:
                 return False
             self._begin(call, value)
         return value is not _CUT
@@ -174,10 +177,6 @@ class CallParser:
             return json.loads("".join(pieces))
         except (ValueError, RecursionError):
             return _CUT
-
-    def _is_unknown(self, name: str) -> bool:
-        """Only a marker says that what names an unknown tool is a call."""
-        return self._syntax.bare and name not in self._known
 
     def _say(self, text: str) -> None:
         if text and not (self._num_calls and text.isspace()):

@@ -72,7 +72,7 @@ class Grammar:
         self._matcher = matcher
         self._copying = threading.Lock()
         self.first_words = first_words
-        self.words_without = lru_cache(maxsize=8)(self._words_without)
+        self.words_without = lru_cache(maxsize=8)(lambda ids: ~vocabulary.words_of(ids))
 
     def new_matcher(self) -> Matcher:
         """One at the grammar's beginning."""
@@ -82,9 +82,6 @@ class Grammar:
     def guide(self, *, ignore_eos: bool = False) -> Guide:
         """For a new answer. With `ignore_eos` it ends only where nothing else can follow."""
         return Guide(self, ignore_eos=ignore_eos)
-
-    def _words_without(self, token_ids: tuple[int, ...]) -> Words:
-        return ~self.vocabulary.words_of(token_ids)
 
 
 class Guide:

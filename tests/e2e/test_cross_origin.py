@@ -16,8 +16,7 @@ from prefixcache.config.model_config import GenerationDefaults
 from prefixcache.server.app import create_app
 from prefixcache.server.http.access import AccessRules
 from prefixcache.server.jobs.served_model import ServedModel
-from prefixcache.server.options.cross_origin import CrossOrigin
-from prefixcache.server.options.serve_options import ServeOptions
+from prefixcache.server.options.serve_options import CrossOrigin, ServeOptions
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from prefixcache.types.request import Request, RequestOutput
 from serving import MODEL, FakeEngine, client_of, says

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from prefixcache.server.admin.admin import admin_router, command_options
 from prefixcache.server.admin.health import health_router
-from prefixcache.server.admin.info import info_router, models_router
+from prefixcache.server.admin.model_cards import models_router
 from prefixcache.server.admin.model_dirs import ModelDirs
 from prefixcache.server.anthropic.messages import messages_router
 from prefixcache.server.cache.kv_events import kv_events_router
@@ -31,8 +31,8 @@ from prefixcache.server.openai.response_store import ResponseStore
 from prefixcache.server.openai.responses import responses_router
 from prefixcache.server.openai.tokenize import tokenize_router
 from prefixcache.server.openapi import describe
-from prefixcache.server.options.cross_origin import CrossOrigin
 from prefixcache.server.options.limits import ServerLimits
+from prefixcache.server.options.serve_options import CrossOrigin
 
 if TYPE_CHECKING:
     from prefixcache.diagnostics.room import CacheDiagnostics
@@ -69,7 +69,6 @@ def create_app(
     responses = ResponseStore()
     app = client_app(maker, responses, release)
     app.include_router(misses_router(maker, responses))
-    app.include_router(info_router(engine, served, release))
     app.include_router(health_router(engine, served, release, flags or {}, events))
     app.include_router(kv_events_router(events, maker.workers))
     app.include_router(dashboard_router(engine, maker, release, lifecycle))

@@ -15,8 +15,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from prefixcache.server.anthropic.messages import CountTokensRequest, MessagesRequest
+from prefixcache.server.http.body import RequestFields
 from prefixcache.server.http.errors import is_anthropic
-from prefixcache.server.http.fields import RequestFields
 from prefixcache.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,

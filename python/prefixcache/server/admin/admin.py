@@ -22,8 +22,14 @@ from starlette.responses import Response
 from prefixcache.engine.weights_names import check_tag
 from prefixcache.exceptions import wrong
 from prefixcache.server.admin.model_dirs import ModelDirs
-from prefixcache.server.http.body import Fields, parse_fields, parse_object, read_body
-from prefixcache.server.http.fields import RequestFields, invalid_field
+from prefixcache.server.http.body import (
+    Fields,
+    RequestFields,
+    invalid_field,
+    parse_fields,
+    parse_object,
+    read_body,
+)
 from prefixcache.server.jobs.context import tell_unknown
 from prefixcache.server.options.limits import MAX_PATH_CHARACTERS
 from prefixcache.types.modes import InFlightMode

@@ -20,9 +20,8 @@ from prefixcache.server.anthropic.message_blocks import (
     marked_tools,
 )
 from prefixcache.server.anthropic.message_events import MessageForm
-from prefixcache.server.http.body import parse_fields, parse_object, read_body
+from prefixcache.server.http.body import RequestFields, parse_fields, parse_object, read_body
 from prefixcache.server.http.errors import MESSAGES_PATH
-from prefixcache.server.http.fields import RequestFields
 from prefixcache.server.jobs.answers import answer_in_events
 from prefixcache.server.jobs.caching import CachingControls, anthropic_controls
 from prefixcache.server.jobs.context import Call, new_call, tell_unknown

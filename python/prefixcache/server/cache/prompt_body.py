@@ -9,9 +9,8 @@ from typing import Any, cast
 from fastapi import Request
 
 from prefixcache.server.anthropic.messages import MessagesRequest, message_job, parse_message
-from prefixcache.server.http.body import parse_fields, parse_object, read_body
+from prefixcache.server.http.body import RequestFields, parse_fields, parse_object, read_body
 from prefixcache.server.http.errors import has_anthropic_header
-from prefixcache.server.http.fields import RequestFields
 from prefixcache.server.jobs.context import Call, new_call, tell_unknown
 from prefixcache.server.jobs.encode import parse_prompts
 from prefixcache.server.jobs.field_names import fields_named

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prefixcache.exceptions import FieldError
 from prefixcache.server.http.errors import ApiError, error_response, speaks_anthropic
-from prefixcache.server.options.cross_origin import CrossOrigin
+from prefixcache.server.options.serve_options import CrossOrigin
 from prefixcache.types.request import CacheScope
 
 _PUBLIC_PATHS = frozenset({"/dashboard", "/health", "/ping", "/ready"})

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from prefixcache.exceptions import FieldError
 from prefixcache.server.http.connections import Connection, ConnectionLimits
-from prefixcache.server.options.tls_options import TlsOptions
+from prefixcache.server.options.serve_options import TlsOptions
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from prefixcache.config.checked import shortened
 from prefixcache.exceptions import InvalidRequestError, RequestTimeoutError
 from prefixcache.server.http.access import Caller
-from prefixcache.server.http.body import Fields, parse_fields, parse_object, read_body
+from prefixcache.server.http.body import (
+    Fields,
+    RequestFields,
+    parse_fields,
+    parse_object,
+    read_body,
+)
 from prefixcache.server.http.byte_budget import Body, ByteBudget, KeptLogprobs
 from prefixcache.server.http.errors import (
     error_response,
@@ -25,7 +31,6 @@ from prefixcache.server.http.errors import (
     speaks_anthropic,
     stream_error,
 )
-from prefixcache.server.http.fields import RequestFields
 from prefixcache.server.http.request_log import CLIENT_LEFT, Outcome, log_request
 from prefixcache.server.http.sse import unless_disconnected
 from prefixcache.server.http.tracing import Tracing

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, cast
 from pydantic import BaseModel
 
 from prefixcache.exceptions import wrong
-from prefixcache.server.http.fields import RequestFields, check_length
+from prefixcache.server.http.body import RequestFields, check_length
 from prefixcache.server.jobs.structured_fields import (
     GuidedFields,
     Named,

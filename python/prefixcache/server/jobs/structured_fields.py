@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from prefixcache.exceptions import InvalidRequestError, wrong
-from prefixcache.server.http.fields import check_length
+from prefixcache.server.http.body import check_length
 from prefixcache.server.options.limits import MAX_GRAMMAR_CHARACTERS
 from prefixcache.types.structured_output import Kind, StructuredOutput
 

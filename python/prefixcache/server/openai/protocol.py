@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, FailFast, Field
 
-from prefixcache.server.http.fields import RequestFields, refuse_unless_harmless
+from prefixcache.server.http.body import RequestFields, refuse_unless_harmless
 from prefixcache.server.jobs.sampling_fields import SamplingFields
 from prefixcache.server.options.limits import MAX_MESSAGES
 from prefixcache.text.chat.tools import ToolUse, read_tool_use

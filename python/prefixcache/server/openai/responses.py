@@ -14,9 +14,8 @@ from pydantic_core import from_json, to_json
 from starlette.responses import Response
 
 from prefixcache.exceptions import wrong
-from prefixcache.server.http.body import parse_fields
+from prefixcache.server.http.body import RequestFields, parse_fields
 from prefixcache.server.http.errors import RESPONSES_PATH, ApiError
-from prefixcache.server.http.fields import RequestFields
 from prefixcache.server.http.json_text import Written, json_response, json_text, object_json
 from prefixcache.server.http.paging import page
 from prefixcache.server.jobs.answers import answer_in_events

@@ -433,6 +433,11 @@ def told_diagnosis(job: Job) -> dict[str, Any]:
     return {"cache_diagnostics": job.diagnosis.explanations}
 
 
+def head(job: Job, kind: str) -> dict[str, Any]:
+    """The first members of OpenAI's objects of a `kind`."""
+    return {"id": job.call.id, "object": kind, "created": job.created, "model": job.model}
+
+
 def _admitted(job: Job, choices: Sequence[Choice]) -> list[Admitted | None]:
     """What became of each prompt, which its first choice tells."""
     n = job.params.n

@@ -74,14 +74,9 @@ class GuidedFields(BaseModel):
 
     def guided(self) -> list[Named]:
         """What they ask for, in order."""
-        asked = StructuredOutputsFields(
-            json=self.guided_json,
-            regex=self.guided_regex,
-            choice=self.guided_choice,
-            grammar=self.guided_grammar,
-            json_object=self.guided_json_object,
-        )
-        return _found("guided_", self.guided_json, asked)
+        names = GuidedFields.model_fields
+        asked = {name.removeprefix("guided_"): getattr(self, name) for name in names}
+        return _found("guided_", self.guided_json, StructuredOutputsFields(**asked))
 
 
 def _found(prefix: str, schema: object, asked: StructuredOutputsFields) -> list[Named]:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import InvalidRequestError, wrong
-from prefixcache.server.jobs.answers import Choice, answer, streaming
+from prefixcache.server.jobs.answers import Choice, answer, head, streaming
 from prefixcache.server.jobs.caching import (
     CachingControls,
     Place,
@@ -200,7 +200,7 @@ class ChatForm:
     def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
         """The whole answer, without `usage`."""
         body: dict[str, Any] = {
-            **_head(job, "chat.completion"),
+            **head(job, "chat.completion"),
             "choices": [self._whole(choice) for choice in choices],
         }
         scored = choices[0].prompt_logprobs
@@ -232,7 +232,7 @@ class ChatForm:
 
     def last_chunk(self, job: Job) -> dict[str, Any]:
         """The chunk without choices that carries the usage."""
-        return {**_head(job, "chat.completion.chunk"), "choices": []}
+        return {**head(job, "chat.completion.chunk"), "choices": []}
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         shown: dict[str, Any] = {
@@ -257,16 +257,12 @@ class ChatForm:
             "finish_reason": choice.finish_reason if ended else None,
             "stop_reason": choice.stop_reason if ended else None,
         }
-        return {**_head(job, "chat.completion.chunk"), "choices": [shown]}
+        return {**head(job, "chat.completion.chunk"), "choices": [shown]}
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if self._num_logprobs is None or not logprobs:
             return None
         return chat_logprobs(logprobs, self._num_logprobs, self._tokenizer)
-
-
-def _head(job: Job, kind: str) -> dict[str, Any]:
-    return {"id": job.call.id, "object": kind, "created": job.created, "model": job.model}
 
 
 def _message(message: Message, *, with_reasoning: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import wrong
 from prefixcache.server.http.body import parse_fields, parse_object, read_body
-from prefixcache.server.jobs.answers import Choice, answer, streaming
+from prefixcache.server.jobs.answers import Choice, answer, head, streaming
 from prefixcache.server.jobs.caching import openai_controls, prompt_caching
 from prefixcache.server.jobs.context import Call, new_call, tell_unknown
 from prefixcache.server.jobs.encode import parse_prompts
@@ -158,18 +158,18 @@ class CompletionForm:
         """The whole answer, without `usage`."""
         best = _best(job, choices, self._n)
         shown = [{**self._whole(job, choice), "index": i} for i, choice in enumerate(best)]
-        return {**_head(job), "choices": shown}
+        return {**head(job, "text_completion"), "choices": shown}
 
     def chunks(self, job: Job, choice: Choice, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """One chunk, or none while text is held back."""
         shown = self._choice(job, choice, output.text, output.logprobs, output.token_ids)
         if any(map(shown.get, ("text", "logprobs", "token_ids"))) or output.finished:
             choice.started = True
-            yield {**_head(job), "choices": [shown]}
+            yield {**head(job, "text_completion"), "choices": [shown]}
 
     def last_chunk(self, job: Job) -> dict[str, Any]:
         """The chunk without choices that carries the usage."""
-        return {**_head(job), "choices": []}
+        return {**head(job, "text_completion"), "choices": []}
 
     def _whole(self, job: Job, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.text)
@@ -219,12 +219,3 @@ class CompletionForm:
         return completion_logprobs(
             tokens, self._num_logprobs, self._tokenizer, offsets=choice.text_offsets
         )
-
-
-def _head(job: Job) -> dict[str, Any]:
-    return {
-        "id": job.call.id,
-        "object": "text_completion",
-        "created": job.created,
-        "model": job.model,
-    }

@@ -20,8 +20,6 @@ from prefixcache.types.request import RequestOutput, TokenLogprobs
 Event = dict[str, Any]
 Item = dict[str, Any]
 
-_INCOMPLETE = {"length": "max_output_tokens", "cache_threshold": "cache_threshold"}
-
 
 class OutputItems:
     """Items of an answer in the order in which it says them: one is open at a time."""
@@ -182,8 +180,10 @@ class ResponseForm:
     def _complete(self, job: Job, choice: Choice, status: str) -> dict[str, Any]:
         body = self._response(job, status)
         if status == "incomplete":
-            reason = choice.finish_reason or ""
-            body["incomplete_details"] = {"reason": _INCOMPLETE.get(reason, reason)}
+            cut = choice.finish_reason == "length"
+            body["incomplete_details"] = {
+                "reason": "max_output_tokens" if cut else choice.finish_reason or ""
+            }
         body["usage"] = _usage(usage(choice.counts))
         body |= _told(job)
         body["completed_at"] = int(time.time()) if status == "completed" else None

@@ -129,7 +129,7 @@ async def test_a_page_may_read_why_its_request_failed(make_app) -> None:
         (["--allowed-origins", "https://App.example.com"], "--allowed-origins must be"),
         (["--allowed-origins", "null"], "--allowed-origins must be"),
         (["--allowed-origins", ""], "--allowed-origins must be"),
-        (["--allowed-origins", f'["{PAGE}"'], "--allowed-origins is no JSON list"),
+        (["--allowed-origins", f'["{PAGE}"'], "--allowed-origins is not a JSON list"),
         (["--allowed-origins", "[5]"], "--allowed-origins must be a valid string"),
         (["--allowed-origins", PAGE, "--allowed-methods", "GET;POST"], "--allowed-methods must"),
         (["--allowed-origins", PAGE, "--allowed-headers", "a b:"], "--allowed-headers must"),

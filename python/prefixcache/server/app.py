@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from prefixcache.engine.async_engine import AsyncEngine
     from prefixcache.events.publisher import EventPublisher
 
-# Headers of answers that pages of other origins may read, beside those that they always may.
+# Headers of answers that pages of other origins may read, besides those that they always may.
 _SHOWN_TO_PAGES = ("Retry-After", "X-Request-Id", "X-Prefixcache-Warning")
 
 

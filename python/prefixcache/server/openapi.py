@@ -445,7 +445,7 @@ def _answer(path: str, endpoint: _Endpoint) -> Schema:
     if endpoint.events:
         content[_EVENTS] = {"itemSchema": endpoint.events}
     header = {
-        "description": "Names fields of the body that nobody reads.",
+        "description": "Names the unknown fields of the body.",
         "schema": _STRING,
         "required": False,
     }

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _INFINITE = resource.RLIM_INFINITY
-# Model files, pipes and libraries, beside the connections.
+# Model files, pipes and libraries, in addition to the connections.
 _OWN_FILES = 256
 # For clients to read the last of what they were sent.
 _CLOSE_SECONDS = 1

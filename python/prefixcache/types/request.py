@@ -109,7 +109,7 @@ class Request:
     one of them. `roles` are who wrote which tokens of the prompt, where that is to be recorded.
     `affinity` is a key whose requests a router sends to one replica where nothing
     speaks against it. `hashes` are those of the prompt under its salt, where they are known:
-    whoever gives them must have made them of these very tokens.
+    they must be made of these very tokens.
 
     Raises `InvalidRequestError` for token ids that `as_token_ids` refuses, for a retention hint
     that leaves the prompt, and for a priority or a time that has no place in an order.
@@ -182,7 +182,7 @@ class RequestOutput:
     `error_code` tells errors that are no failure of the engine: a cache that has become too small
     for the request, a grammar that cannot be followed any further. `started_at`, in seconds of
     `time.monotonic`, comes with the first token: when its first step was submitted. `restarted`
-    says that the weights were replaced: all that came before is void, the answer begins anew.
+    says that the weights were replaced: all that came before is void, the answer begins again.
     """
 
     request_id: str

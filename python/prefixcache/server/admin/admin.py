@@ -171,7 +171,7 @@ def add_changes(
 def update_weights(
     control: Control, path: str, mode: InFlightMode, revision: str | None, tag: str | None
 ) -> tuple[int, PrefixHashInfo]:
-    """The new version, and the hashes under it: told before another update can follow."""
+    """The new version, and the hashes under it, returned before another update can follow."""
     check_tag(tag)
     checkpoint = control.check_path(path, revision)
 

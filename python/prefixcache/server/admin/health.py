@@ -30,7 +30,7 @@ def health_router(
     flags: Mapping[str, Any],
     events: EventPublisher | None = None,
 ) -> APIRouter:
-    """The endpoints, for one engine that was started with `flags` and whose `events` are told."""
+    """The endpoints, for one engine started with `flags`, whose `events` are published."""
     router = APIRouter()
     labelled = LabelledMetrics(
         engine.metrics, prefix=served.metrics_prefix, model_name=served.names[0]

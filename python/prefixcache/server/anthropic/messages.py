@@ -97,8 +97,8 @@ class CountTokensRequest(RequestFields):
         }
         if self.thinking is not None:
             thinks = self.thinking.get("type") != "disabled"
-            told = {"enable_thinking": thinks, **(extra.get("chat_template_kwargs") or {})}
-            body["chat_template_kwargs"] = told
+            variables = {"enable_thinking": thinks, **(extra.get("chat_template_kwargs") or {})}
+            body["chat_template_kwargs"] = variables
         if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
             body["continue_final_message"] = True
         return {name: value for name, value in body.items() if value is not None}

@@ -1,8 +1,8 @@
 """Why prompts were not cached.
 
 `POST /prefix_cache/explain` takes the body of a completion, a chat, a response or a message, checks
-it as one, and tells how much of it is cached and why no more; nothing is computed. What is told is
-what may be told to the caller: see `jobs/diagnosis.py`. `GET /prefix_cache/misses` tells which
+it as one, and says how much of it is cached and why no more; nothing is computed. The answer holds
+only what the caller may know: see `jobs/diagnosis.py`. `GET /prefix_cache/misses` says which
 prompts were computed again, why, and what to do about it. It is the administrator's, since it shows
 what clients sent.
 """
@@ -40,7 +40,7 @@ def misses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
         for one in job.requests[:: job.params.n]:
             maker.engine.check(one)
         diagnosis.explains = True
-        return json_response(await maker.workers.beside(partial(_explained, diagnosis)))
+        return json_response(await maker.workers.in_thread(partial(_explained, diagnosis)))
 
     @router.get("/prefix_cache/misses")
     async def show_misses(request: Request) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def misses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
         diagnostics = maker.diagnostics
         if diagnostics is None:
             raise diagnostics_off("/prefix_cache/misses")
-        return await maker.workers.beside(partial(_summary, diagnostics, limit))
+        return await maker.workers.in_thread(partial(_summary, diagnostics, limit))
 
     return router
 

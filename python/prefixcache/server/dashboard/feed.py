@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 
-# Making events takes at most one part in so many of the time, however large the cache is.
+# Making events takes at most one fiftieth of the time, however large the cache is.
 _LEAST_REST = 50
 
 

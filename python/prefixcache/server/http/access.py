@@ -263,7 +263,7 @@ def _address(text: str) -> IPv4Address | IPv6Address | None:
 def _is_local(scope: Scope, headers: Headers) -> bool:
     """Whether the client runs on this machine and nothing seems to stand between.
 
-    A Unix socket has no client address. nginx speaks HTTP/1.0 to servers unless told otherwise.
+    A Unix socket has no client address. nginx speaks HTTP/1.0 to servers by default.
     """
     client = scope.get("client")
     if client is None or scope["http_version"] == "1.0":

@@ -51,7 +51,7 @@ class RequestFields(BaseModel, strict=True, extra="allow"):
                 refuse_unless_harmless(name, value, self.refused[name])
 
     def unknown_fields(self) -> list[str]:
-        """Names of fields that nobody reads, in the caller's spelling."""
+        """Names of unknown fields, in the caller's spelling."""
         known = self.no_effect | self.refused.keys()
         names = [name for name in self.model_extra or {} if name not in known]
         for name, part in self:

@@ -67,8 +67,7 @@ class Body(_Share):
         if not self.grow(len(part)):
             raise ApiError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                "The server has no memory for this body beside those of others. Send it again "
-                "later.",
+                "The server has no memory for this body now. Send it again later.",
                 code="bodies_full",
                 retry_after=1,
             )
@@ -89,9 +88,9 @@ class KeptLogprobs(_Share):
     """The log probabilities that one answer keeps until all of it is written."""
 
     def add(self, size: int) -> None:
-        """Counts so many bytes more, or less.
+        """Counts that many bytes more, or less.
 
-        Raises `ApiError`: 400 where the answer alone is too much, 503 where it is beside others.
+        Raises `ApiError`: 400 where the answer alone is too much, 503 where it is with others.
         """
         most = self._budget.most
         if len(self) + size > most:
@@ -104,8 +103,8 @@ class KeptLogprobs(_Share):
         if size and not self.grow(size):
             raise ApiError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                "The server has no memory for the log probabilities of this answer beside those "
-                "of others. Send it again later, ask for fewer, or stream the answer.",
+                "The server has no memory for the log probabilities of this answer now. "
+                "Send it again later, ask for fewer, or stream the answer.",
                 code="logprobs_full",
                 retry_after=1,
             )

@@ -128,8 +128,8 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
 def anthropic_error(error: Exception, request_id: str) -> dict[str, Any]:
     """The body of an error as Anthropic's clients read it, and its event in a stream."""
     status, message = _status_and_message(error)
-    told = {"type": _types_of(status)[1], "message": message}
-    return {"type": "error", "error": told, "request_id": request_id}
+    inner = {"type": _types_of(status)[1], "message": message}
+    return {"type": "error", "error": inner, "request_id": request_id}
 
 
 def stream_error(error: Exception, path: str, request_id: str, num_events: int) -> bytes:
@@ -138,9 +138,9 @@ def stream_error(error: Exception, path: str, request_id: str, num_events: int) 
         return named_event(anthropic_error(error, request_id))
     body = error_body(error)[1]
     if path == RESPONSES_PATH:
-        told = {"type": "error", "sequence_number": num_events}
+        fields = {"type": "error", "sequence_number": num_events}
         return named_event(
-            told | {name: body["error"][name] for name in ("code", "message", "param")}
+            fields | {name: body["error"][name] for name in ("code", "message", "param")}
         )
     return event(body) + DONE
 
@@ -188,7 +188,7 @@ def error_response(
 
 
 def is_unexpected(error: Exception) -> bool:
-    """Whether clients are told nothing of the error, so that it belongs into the log."""
+    """Whether clients learn nothing of the error, so that it belongs into the log."""
     return _status(error) is None
 
 
@@ -206,7 +206,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _status_and_message(error: Exception) -> tuple[int, str]:
-    """An error may quote of a request whatever it likes: no more than so much is told."""
+    """An error may quote of a request whatever it likes: it is cut to a bounded length."""
     status = _status(error)
     if status is None:
         message = "The server failed to answer; its log says why."

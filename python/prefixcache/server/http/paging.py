@@ -14,7 +14,7 @@ def page(
 ) -> tuple[range, bool]:
     """Which of the objects with these ids are on the page, and whether more lie in its direction.
 
-    `after` and `before` are the parameters that name the object beside the page. `limit` is from 1
+    `after` and `before` are the parameters that name the object next to the page. `limit` is from 1
     to `most`. Raises `InvalidRequestError`, naming the parameter.
     """
     limit = page_limit(query, most)

@@ -34,7 +34,7 @@ Outputs = AsyncGenerator[list[tuple[int, RequestOutput]], None]
 
 # Log probabilities that are written in one go.
 _LONG_ANSWER = 2**16
-# What Python takes for those of a token, and for each of the likeliest beside it.
+# What Python takes for those of a token, and for each of the likeliest next to it.
 _TOKEN_BYTES = 256
 _TOP_BYTES = 72
 
@@ -100,7 +100,7 @@ class Choice:
     def add(self, output: RequestOutput) -> None:
         """Takes what a step added. Raises `ApiError` when the engine failed on it."""
         if output.restarted:
-            self._begin_anew()
+            self._restart()
         if output.finish_reason == "error":
             raise failed_answer(output.error, output.error_code)
         if not self.num_tokens:
@@ -131,7 +131,7 @@ class Choice:
         if self.message.tool_calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         self.text.clear()
         self.logprobs.clear()
         self.prompt_logprobs = None
@@ -201,8 +201,8 @@ async def answer(
     if options is None:
 
         def whole(choices: Choices) -> dict[str, Any]:
-            told = {"usage": usage(choices.counts), **told_diagnosis(job)}
-            return {**form.response(job, choices), **told}
+            more = {"usage": usage(choices.counts), **diagnosis_fields(job)}
+            return {**form.response(job, choices), **more}
 
         work = _whole_body(maker, job, whole)
         return json_response(await unless_disconnected(request.receive, work))
@@ -262,7 +262,7 @@ async def _named_events(
         await _explain(workers, job, choices)
         return map(named_event, form.events(job, choice, output))
 
-    with _told_to_the_log(job, choices):
+    with _noted_for_the_log(job, choices):
         for payload in form.begin(job):
             yield named_event(payload)
         async with aclosing(_batches(job, outputs, choices, events_of)) as batches:
@@ -316,7 +316,7 @@ async def _to_the_end(
 async def gathered(maker: JobMaker, job: Job) -> Choices:
     """All answers, when they have ended. Raises `ApiError` when the engine failed on one."""
     choices = Choices(job)
-    with _told_to_the_log(job, choices):
+    with _noted_for_the_log(job, choices):
         async with aclosing(await _outputs(maker, job)) as outputs:
             async for batch in outputs:
                 for index, output in batch:
@@ -334,7 +334,7 @@ def _add(job: Job, choices: Choices, index: int, output: RequestOutput) -> None:
 
 
 def _logprob_bytes(choice: Choice) -> int:
-    """About what its log probabilities take; of each kind all have the same number beside them."""
+    """About what its log probabilities take; those of a kind have equally many likeliest tokens."""
     size = 0
     for kept in (choice.logprobs, choice.prompt_logprobs):
         if kept:
@@ -397,10 +397,10 @@ async def _chunk_events(
 ) -> AsyncGenerator[bytes, None]:
     choices = Choices(job, keeps_logprobs=False)
     always = bool(options.continuous_usage_stats)
-    told = bool(options.include_usage) or always
+    has_usage = bool(options.include_usage) or always
 
     async def events_of(choice: Choice, output: RequestOutput) -> Iterable[bytes]:
-        shown = {"usage": usage(choices.counts) if always else None} if told else {}
+        shown = {"usage": usage(choices.counts) if always else None} if has_usage else {}
         chunks = form.chunks(job, choice, output)
 
         def texts() -> list[bytes]:
@@ -410,23 +410,23 @@ async def _chunk_events(
         size = len(output.prompt_logprobs or ()) * (1 + (job.params.prompt_logprobs or 0))
         return await workers.run(size, texts) if size else texts()
 
-    with _told_to_the_log(job, choices):
+    with _noted_for_the_log(job, choices):
         async with aclosing(_batches(job, outputs, choices, events_of)) as batches:
             async for batch in batches:
                 yield batch
     await _explain(workers, job, choices)
-    shown = {"usage": usage(choices.counts)} if told else {}
-    if told or told_diagnosis(job):
-        yield event({**form.last_chunk(job), **shown, **told_diagnosis(job)})
+    shown = {"usage": usage(choices.counts)} if has_usage else {}
+    if has_usage or diagnosis_fields(job):
+        yield event({**form.last_chunk(job), **shown, **diagnosis_fields(job)})
 
 
 async def _explain(workers: Workers, job: Job, choices: Sequence[Choice]) -> None:
     """Finds out what the answer is to tell of the cache, once, when prompts have been computed."""
     if job.diagnosis is not None and job.diagnosis.is_due:
-        await workers.beside(partial(job.diagnosis.explain, _admitted(job, choices)))
+        await workers.in_thread(partial(job.diagnosis.explain, _admitted(job, choices)))
 
 
-def told_diagnosis(job: Job) -> dict[str, Any]:
+def diagnosis_fields(job: Job) -> dict[str, Any]:
     """The member of an answer with `cache_diagnostics`: an explanation for each prompt."""
     if job.diagnosis is None or job.diagnosis.explanations is None:
         return {}
@@ -458,7 +458,7 @@ def _admission(request: EngineRequest, choice: Choice) -> Admitted | None:
 
 
 @contextmanager
-def _told_to_the_log(job: Job, choices: Choices) -> Generator[None, None, None]:
+def _noted_for_the_log(job: Job, choices: Choices) -> Generator[None, None, None]:
     """However the answer ends, the log has what came of it."""
     try:
         yield
@@ -481,7 +481,7 @@ def _first(times: Iterable[float | None]) -> float | None:
 
 
 def _raise_if_void(output: RequestOutput) -> None:
-    """What was streamed before the answer began anew cannot be taken back."""
+    """What was streamed before the answer began again cannot be taken back."""
     if output.restarted:
         raise ApiError(
             HTTPStatus.SERVICE_UNAVAILABLE,

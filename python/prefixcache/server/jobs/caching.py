@@ -91,9 +91,7 @@ def openai_controls(
     to `retention`, which says the same.
     """
     if options is not None and retention is not None:
-        raise wrong(
-            "prompt_cache_retention", "stands beside prompt_cache_options: give one, not both"
-        )
+        raise wrong("prompt_cache_retention", "excludes prompt_cache_options: give one, not both")
     default = (options and options.ttl) or "30m"
     breakpoints = [
         Breakpoint(place, _ttl_seconds(value, field, ("mode", "explicit"), ("30m", "12h"), default))

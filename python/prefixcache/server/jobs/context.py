@@ -112,7 +112,7 @@ async def read_fields(
 
 
 def tell_unknown(request: Request, fields: RequestFields) -> None:
-    """Lets the answer's head name the fields that nobody reads.
+    """Lets the answer's head name the unknown fields.
 
     Raises `InvalidRequestError` where the server is strict.
     """
@@ -121,7 +121,7 @@ def tell_unknown(request: Request, fields: RequestFields) -> None:
         return
     if request.state.strict:
         raise InvalidRequestError(
-            f"{shortened(unknown[0])} is no field of this endpoint, and --strict refuses such.",
+            f"{shortened(unknown[0])} is unknown here, and --strict rejects unknown fields.",
             param=unknown[0],
             code="unknown_parameter",
         )
@@ -210,7 +210,7 @@ class _Answer:
 
     @property
     def final_status(self) -> int:
-        """What was told, or nginx's status for a client who left before the end."""
+        """The status sent, or nginx's status for a client who left before the end."""
         return self._status if self._status is not None and self._complete else CLIENT_LEFT
 
     async def send(self, message: Message) -> None:

@@ -62,12 +62,12 @@ class Diagnosis:
     explanations: list[dict[str, Any]] | None = None
     comparison: Comparison | None = None
     _prompts: Sequence[RememberedPrompt] = ()
-    _is_told: bool = False
+    _is_explained: bool = False
 
     @property
     def is_due(self) -> bool:
-        """Whether `explain` is to be called before the answer is told."""
-        return (self.explains or self.compared_with is not None) and not self._is_told
+        """Whether `explain` is to be called before the answer is sent."""
+        return (self.explains or self.compared_with is not None) and not self._is_explained
 
     def begin(self) -> None:
         """Remembers the prompts. What is not to be explained is held no longer."""
@@ -88,13 +88,13 @@ class Diagnosis:
         """
         self.diagnostics.settle()
         prompts = self._prompts or [*self._remembered()]
-        told = [None] * len(prompts) if admitted is None else admitted[: len(prompts)]
+        outcomes = [None] * len(prompts) if admitted is None else admitted[: len(prompts)]
         if self.explains:
-            pairs = zip(self.requests, prompts, told, strict=False)
+            pairs = zip(self.requests, prompts, outcomes, strict=False)
             self.explanations = [self._explained(*one) for one in pairs]
         if self.compared_with is not None:
-            self.comparison = self._compared(self.compared_with, prompts[0], told[0])
-        self._prompts, self._is_told = (), True
+            self.comparison = self._compared(self.compared_with, prompts[0], outcomes[0])
+        self._prompts, self._is_explained = (), True
 
     def _remembered(self) -> Iterator[RememberedPrompt]:
         """The prompts as they are remembered; their arrival is now on both clocks."""
@@ -217,7 +217,7 @@ def explanation_fields(
 def _earlier_fields(
     earlier: RememberedPrompt, shared: int, prompt: RememberedPrompt, caller: Caller
 ) -> dict[str, Any]:
-    """What may be told of an earlier prompt: to who did not send it, neither its name nor text."""
+    """What a caller may know of an earlier prompt: name and text only where the caller sent it."""
     is_own = caller.is_admin or (earlier.owner is not None and earlier.owner == caller.namespace)
     difference = find_difference(
         prompt.token_ids, prompt.source, earlier.token_ids, earlier.source, shows_earlier=is_own

@@ -24,7 +24,7 @@ from prefixcache.types.token_ids import TokenIds, as_token_ids
 
 # Characters that are encoded in one go; then it is another client's turn.
 _SLICE = 2**18
-# What a text costs beside its length, in characters.
+# What a text costs on top of its length, in characters.
 _OVERHEAD = 256
 # Tokens before those that are kept of a prompt's end, which may be other ones for the cut.
 _CUT_TOKENS = 64
@@ -66,7 +66,7 @@ class PromptEncoder:
     ) -> list[TokenIds]:
         """Token ids of `texts`, in turns with other clients when they are long.
 
-        With `last` so many tokens of each text's end. Raises `RequestTooLargeError`, without
+        With `last` that many tokens of each text's end. Raises `RequestTooLargeError`, without
         encoding any, for a text that can never fit.
         """
         if last is not None:

@@ -162,8 +162,8 @@ class JobMaker:
             text = self.served.tokenizer.decode(prompt[:room].tolist(), skip_special_tokens=False)
             texts.append(text[:room])
             room -= len(texts[-1]) + 1
-        told = with_fields(event="prompts", message=f"Prompts of {call.id}", prompts=texts)
-        logger.info("Prompts of %s: %s", call.id, texts, extra=told)
+        extra = with_fields(event="prompts", message=f"Prompts of {call.id}", prompts=texts)
+        logger.info("Prompts of %s: %s", call.id, texts, extra=extra)
 
     async def _grammar(
         self, fields: SamplingFields, params: SamplingParams, call: Call
@@ -222,9 +222,7 @@ def _cache_options(
     fields: SamplingFields, scope: CacheScope, caching: PromptCaching
 ) -> CacheOptions:
     if fields.retention and caching.retention:
-        raise wrong(
-            "retention", "stands beside TTLs of another caching control: give one, not both"
-        )
+        raise wrong("retention", "excludes TTLs of another caching control: give one, not both")
     retention = tuple(
         RetentionRange(one.start or 0, one.end, one.priority, one.ttl_s)
         for one in fields.retention or ()

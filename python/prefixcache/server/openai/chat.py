@@ -266,7 +266,7 @@ class ChatForm:
 
 
 def _message(message: Message, *, with_reasoning: bool) -> dict[str, Any]:
-    """`content` is null where the answer says nothing beside calls or reasoning."""
+    """`content` is null where the answer holds nothing but calls or reasoning."""
     content, reasoning = message.content, message.reasoning
     said = content or not (message.tool_calls or reasoning)
     shown: dict[str, Any] = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefixcache.server.http.errors import error_body
-from prefixcache.server.jobs.answers import Choice, told_diagnosis, usage
+from prefixcache.server.jobs.answers import Choice, diagnosis_fields, usage
 from prefixcache.server.jobs.diagnosis import openai_comparison
 from prefixcache.server.jobs.job_maker import Job
 from prefixcache.server.jobs.logprobs import chat_logprobs
@@ -73,8 +73,8 @@ class OutputItems:
     def _close(self, status: str) -> Iterator[Event]:
         item, self._is_open = self.items[-1], False
         if item["type"] == "function_call":
-            told = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._event("response.function_call_arguments.done", **told)
+            fields = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("response.function_call_arguments.done", **fields)
         else:
             (part,) = item["content"]
             logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
@@ -160,14 +160,14 @@ class ResponseForm:
             status = _status(job, choice)
             for event in self._output.end(status):
                 yield self._numbered(job, event)
-            told = self._complete(job, choice, status)
+            complete = self._complete(job, choice, status)
             kind = status if status in ("completed", "incomplete") else "failed"
-            yield self._numbered(job, {"type": f"response.{kind}", "response": told})
+            yield self._numbered(job, {"type": f"response.{kind}", "response": complete})
 
     def failed(self, job: Job, error: Exception) -> Event:
         """The last event of an answer that failed."""
-        told = error_body(error)[1]["error"]
-        shown = {"code": told["code"] or "server_error", "message": told["message"]}
+        fields = error_body(error)[1]["error"]
+        shown = {"code": fields["code"] or "server_error", "message": fields["message"]}
         response = {**self._response(job, "failed"), "error": shown}
         return self._numbered(job, {"type": "response.failed", "response": response})
 
@@ -185,7 +185,7 @@ class ResponseForm:
                 "reason": "max_output_tokens" if cut else choice.finish_reason or ""
             }
         body["usage"] = _usage(usage(choice.counts))
-        body |= _told(job)
+        body |= _diagnosis(job)
         body["completed_at"] = int(time.time()) if status == "completed" else None
         self.keep(body)
         return body
@@ -212,18 +212,18 @@ class ResponseForm:
 
 
 def _status(job: Job, choice: Choice) -> str:
-    """An answer that nobody wanted is complete without one."""
+    """Where no answer was wanted, the response is complete without one."""
     if job.params.max_tokens == 0 or choice.finish_reason in ("stop", "tool_calls"):
         return "completed"
     return "cancelled" if choice.finish_reason == "abort" else "incomplete"
 
 
-def _told(job: Job) -> dict[str, Any]:
+def _diagnosis(job: Job) -> dict[str, Any]:
     """What was found out of the cache, where that was asked for."""
     if job.diagnosis is None or job.diagnosis.comparison is None:
-        return told_diagnosis(job)
+        return diagnosis_fields(job)
     compared = openai_comparison(job.diagnosis.comparison)
-    return {**told_diagnosis(job), "prompt_cache_diagnostics": compared}
+    return {**diagnosis_fields(job), "prompt_cache_diagnostics": compared}
 
 
 def _usage(counts: Mapping[str, Any]) -> dict[str, Any]:

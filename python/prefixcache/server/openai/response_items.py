@@ -163,8 +163,8 @@ def chat_format(value: object) -> object:
     if form.get("type") != "json_schema":
         return form
     names = ("name", "description", "schema", "strict")
-    told = {name: form[name] for name in names if form.get(name) is not None}
-    return {"type": "json_schema", "json_schema": told}
+    schema = {name: form[name] for name in names if form.get(name) is not None}
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def answer_messages(items: Sequence[Values]) -> list[Message]:

@@ -100,7 +100,7 @@ class ResponsesRequest(RequestFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens beside each of the answer's; None tells no log probabilities."""
+        """Likeliest tokens for each of the answer's; None means no log probabilities."""
         asked = "message.output_text.logprobs" in (self.include or ())
         return (self.top_logprobs or 0) if asked or self.top_logprobs else None
 
@@ -132,7 +132,7 @@ class ResponsesRequest(RequestFields):
         marked = marked_parts(chat.plain_messages(), "prompt_cache_breakpoint")
         return openai_controls(marked, self.prompt_cache_options, chat.prompt_cache_retention)
 
-    def _told_options(self) -> dict[str, str] | None:
+    def _shown_options(self) -> dict[str, str] | None:
         options = self.prompt_cache_options
         if options is None:
             return None
@@ -147,7 +147,7 @@ class ResponsesRequest(RequestFields):
         """The members of an answer that tell what was asked; `params` are those of sampling."""
         extra, text = self.model_extra or {}, self.text or {}
         reasoning = {"effort": None, "summary": None, **(self.reasoning or {})}
-        told = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+        repeated = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
         return {
             "background": False,
             "instructions": self.instructions,
@@ -155,7 +155,7 @@ class ResponsesRequest(RequestFields):
             "max_tool_calls": None,
             "metadata": self.metadata or {},
             "parallel_tool_calls": extra.get("parallel_tool_calls") is not False,
-            "prompt_cache_options": self._told_options(),
+            "prompt_cache_options": self._shown_options(),
             "previous_response_id": self.previous_response_id,
             "reasoning": reasoning,
             "service_tier": "default",
@@ -166,7 +166,7 @@ class ResponsesRequest(RequestFields):
             "top_logprobs": self.top_logprobs or 0,
             "truncation": self.truncation or "disabled",
             **params,
-            **{name: extra.get(name) for name in told},
+            **{name: extra.get(name) for name in repeated},
         }
 
 
@@ -184,11 +184,11 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
         before = response_before(store, fields, call)
         job = await response_job(maker, fields, before, size, call)
         asked = await maker.workers.run(size, partial(_asked, fields))
-        told = await maker.workers.run(size, partial(_told_settings, fields, job))
+        settings = await maker.workers.run(size, partial(_written_settings, fields, job))
         if job.diagnosis is not None and fields.prompt_cache_options is not None:
             job.diagnosis.compared_with = fields.prompt_cache_options.comparison_response_id
         keep = partial(_keep, store, asked, before, call)
-        form = ResponseForm(maker.served.tokenizer, told, fields.num_logprobs, keep)
+        form = ResponseForm(maker.served.tokenizer, settings, fields.num_logprobs, keep)
         with fields_named(_NAMES):
             return await answer_in_events(
                 request, maker, job, form, stream=bool(fields.stream), size=size
@@ -217,8 +217,8 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
     @router.get(f"{RESPONSES_PATH}/{{response_id}}/input_items")
     async def list_input_items(response_id: str, request: Request) -> Response:
         items = _stored(store, request, response_id).items
-        told = partial(_told_items, items, response_id, request.query_params)
-        return json_response(await maker.workers.run(len(items), told))
+        write = partial(_page_of_items, items, response_id, request.query_params)
+        return json_response(await maker.workers.run(len(items), write))
 
     return router
 
@@ -260,7 +260,7 @@ def response_before(store: ResponseStore, fields: ResponsesRequest, call: Call) 
     return found
 
 
-def _told_settings(fields: ResponsesRequest, job: Job) -> dict[str, Any]:
+def _written_settings(fields: ResponsesRequest, job: Job) -> dict[str, Any]:
     """Those settings that may be long are written once, for all events that have them."""
     params = {"temperature": job.params.temperature, "top_p": job.params.top_p}
     return {
@@ -303,21 +303,21 @@ def _stored(store: ResponseStore, request: Request, name: str) -> StoredResponse
     return found
 
 
-def _told_items(items: bytes, response_id: str, query: Mapping[str, str]) -> bytes:
+def _page_of_items(items: bytes, response_id: str, query: Mapping[str, str]) -> bytes:
     """The page of items that the query asks for, the last one first unless it says `order=asc`."""
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise wrong("order", "must be 'asc' or 'desc'")
-    told = [
+    listed = [
         {**item, "id": item.get("id") or f"item_{index}_{response_id}"}
         for index, item in enumerate(from_json(items))
     ]
     if order == "desc":
-        told.reverse()
-    ids = [str(item["id"]) for item in told]
+        listed.reverse()
+    ids = [str(item["id"]) for item in listed]
     places, more = page(query, ids, most=_MOST_ITEMS, after="after", before="before")
     ends = {"first_id": ids[places[0]], "last_id": ids[places[-1]]} if places else {}
-    data = [told[place] for place in places]
+    data = [listed[place] for place in places]
     return object_json({"object": "list", "data": data, "has_more": more, **ends})
 
 

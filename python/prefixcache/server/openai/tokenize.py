@@ -33,8 +33,8 @@ def tokenize_router(maker: JobMaker) -> APIRouter:
         tell_unknown(request, fields)
         maker.check_model(fields.model)
         ids = await _token_ids(maker, fields, len(body))
-        told = partial(_told, maker, ids, bool(fields.return_token_strs))
-        return json_response(await workers.run(len(ids), told))
+        write = partial(_token_json, maker, ids, bool(fields.return_token_strs))
+        return json_response(await workers.run(len(ids), write))
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
@@ -63,7 +63,7 @@ async def _token_ids(
     return await maker.encoder.encode(fields.prompt, param="prompt", add_special_tokens=special)
 
 
-def _told(maker: JobMaker, ids: TokenIds, with_names: bool) -> bytes:
+def _token_json(maker: JobMaker, ids: TokenIds, with_names: bool) -> bytes:
     token = maker.served.tokenizer.token
     names = list_json([token(token_id) for token_id in ids.tolist()]) if with_names else b"null"
     return b'{"count":%d,"max_model_len":%d,"tokens":%b,"token_strs":%b}' % (

@@ -1,4 +1,4 @@
-"""Flags of `prefixcache serve` beside those of the engine. Nothing here imports FastAPI."""
+"""Flags of `prefixcache serve` other than those of the engine. Nothing here imports FastAPI."""
 
 from __future__ import annotations
 
@@ -151,9 +151,7 @@ class ServeOptions(Checked):
         "What the weights must be: quantized (gguf) or not (none); they are served as they are.",
         "Model",
     )
-    strict: bool = flag(
-        False, "Refuse fields of requests that nobody reads, instead of a warning.", "Server"
-    )
+    strict: bool = flag(False, "Reject unknown fields of requests, instead of a warning.", "Server")
     clamp_max_tokens: bool = flag(
         False, "Shorten max_tokens to what the context has room for.", "Server"
     )
@@ -256,8 +254,8 @@ class ServeOptions(Checked):
     )
     diagnostics_memory: ByteSize = flag(
         16 * 2**20,
-        "Most memory for the last prompts and lost blocks, by which /prefix_cache/explain says why "
-        "a prompt missed; 0 remembers nothing.",
+        "Most memory for the last prompts and evicted blocks, by which /prefix_cache/explain says "
+        "why a prompt missed; 0 remembers nothing.",
         "Cache",
         shown="16MiB",
         metavar="<bytes or size>",
@@ -301,7 +299,7 @@ class ServeOptions(Checked):
     )
 
     def check_together(self) -> None:
-        """Raises `FieldError` for what is no set of permissions, or no pattern."""
+        """Raises `FieldError` for invalid permissions or patterns."""
         from prefixcache.server.options.header_lines import HeaderLines
 
         HeaderLines(self.strip_header_pattern)

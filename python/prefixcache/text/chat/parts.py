@@ -12,7 +12,7 @@ Values = Mapping[str, Any]
 
 
 def one_object(value: object, field: str) -> Values:
-    """Raises `InvalidRequestError` for what is no object."""
+    """Raises `InvalidRequestError` for anything but an object."""
     if not isinstance(value, Mapping):
         raise wrong(field, f"must be an object, got {shown(value)}")
     return cast("Values", value)

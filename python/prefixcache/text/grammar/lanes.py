@@ -27,7 +27,7 @@ class Pace:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether so many masks in a row were quick that others may wait for the next one."""
+        """Whether enough masks in a row were quick that others may wait for the next one."""
         return self._num_quick >= _TRUSTED_AFTER
 
     def observe(self, seconds: float) -> None:

@@ -32,7 +32,7 @@ _NAMED_TOKENS = (
 class Tokenizer:
     """Encodes text as the model's folder says, and decodes token ids.
 
-    `added_token_ids` are the tokens that stand beside the vocabulary proper, by their text.
+    `added_token_ids` are the tokens in addition to the vocabulary proper, by their text.
     `longest_token` is the most characters that a token spells; `eos_token_ids` holds the token
     that the tokenizer itself names, where it names one. `response_template` tells transformers how
     to read answers. Safe to share between threads.
@@ -163,7 +163,7 @@ def check_text(text: str, param: str) -> None:
 
 
 def with_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """`params` with the token ids of their bad words beside those that they have.
+    """`params` with the token ids of their bad words in addition to those that they have.
 
     As in vLLM a word is banned as it is encoded, and also behind a space where that makes another
     token of its beginning. Raises `InvalidRequestError` for a word that is not valid Unicode.

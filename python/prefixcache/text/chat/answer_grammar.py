@@ -101,9 +101,11 @@ def _reasoned(
     )
 
 
-def answer_grammar(output: StructuredOutput, begin: Begin, markers: Markers) -> StructuredOutput:
-    """The grammar of an answer that may begin with reasoning."""
-    if begin == "outside":
+def answer_grammar(
+    output: StructuredOutput | None, begin: Begin, markers: Markers
+) -> StructuredOutput | None:
+    """The grammar of an answer that may begin with reasoning; None where it may say anything."""
+    if output is None or begin == "outside":
         return output
     if begin == "inside" or output.kind == "grammar":
         return dataclasses.replace(output, begin_after=CLOSING)

@@ -72,7 +72,11 @@ class Grammar:
         self._matcher = matcher
         self._copying = threading.Lock()
         self.first_words = first_words
-        self.words_without = lru_cache(maxsize=8)(lambda ids: ~vocabulary.words_of(ids))
+
+        def words_without(token_ids: tuple[int, ...]) -> Words:
+            return ~vocabulary.words_of(token_ids)
+
+        self.words_without = lru_cache(maxsize=8)(words_without)
 
     def new_matcher(self) -> Matcher:
         """One at the grammar's beginning."""

@@ -248,14 +248,7 @@ fn print_hints() {
         "\nA prompt of {BLOCKS} blocks that hits, without hints and with one for five minutes"
     );
     let (mut commits, mut releases) = ([const { Vec::new() }; 2], [const { Vec::new() }; 2]);
-    let hashing = HashConfig {
-        model: String::new(),
-        revision: String::new(),
-        kv_dtype: String::new(),
-        arithmetic: String::new(),
-        block_size: 1,
-        groups: Groups::full(1).unwrap(),
-    };
+    let hashing = HashConfig::new(1, Groups::full(1).unwrap());
     let mut caches = [(); 2].map(|()| {
         let pool = Writer::new(PoolConfig::new(5 * BLOCKS)).unwrap();
         let cache = PrefixCache::new(hashing.clone(), pool).unwrap();

@@ -99,7 +99,7 @@ pub enum PoolError {
     /// An argument outside its range.
     #[error(transparent)]
     Invalid(#[from] InvalidArgument),
-    /// The system has no memory for the records of so many blocks.
+    /// The system has no memory for the records of that many blocks.
     #[error("max_blocks asks for more memory than there is: {max_blocks}")]
     OutOfMemory {
         /// The most blocks that the pool was to have, the null block counted.
@@ -121,7 +121,7 @@ pub enum ListenError {
         capacity: usize,
     },
     /// Something is cached already.
-    #[error("something is cached already, which nobody was told of")]
+    #[error("something is cached already, which nobody was notified of")]
     Late,
     /// Somebody listens already.
     #[error("somebody listens to this pool already")]

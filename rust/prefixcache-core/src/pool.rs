@@ -8,7 +8,7 @@
 //!
 //! # What each call promises
 //!
-//! * Lookups only load, in a bounded number of steps: wait-free, beside any number of writers. The bound
+//! * Lookups only load, in a bounded number of steps: wait-free, in parallel with any number of writers. The bound
 //!   is argued in `index.rs`. The model checker looks for wrong results, not for steps.
 //! * `commit`, `register`, `release`, `pin`, `unpin` and `clear_index` are lock-free: a thread that is
 //!   stalled anywhere but in a resize keeps no other from finishing. `commit` is all or nothing, as its credits are
@@ -17,7 +17,7 @@
 //! * A call is served when what it needs is free, counting as needed by others what their calls ask for
 //!   while they run, and one block for each `demote`.
 //! * `resize`, `begin_moves` and `finish_moves` are refused while another thread is inside a call that takes
-//!   blocks, gives them back or moves them. Such calls that begin beside them wait for their end; lookups and
+//!   blocks, gives them back or moves them. Such calls that begin in the meantime wait for their end; lookups and
 //!   registrations do not, and find content that moves all the time. Where several threads write, a resize in
 //!   turn waits for registrations that have begun.
 //! * Evicting a block takes amortised constant time; a single one may look at up to 256 slots of its line.
@@ -27,7 +27,7 @@
 //!
 //! # What being lock-free buys, and what it costs
 //!
-//! It buys readers that wait for nobody: beside a thread that commits batches of 2,048 blocks, a probe of 8
+//! It buys readers that wait for nobody: next to a thread that commits batches of 2,048 blocks, a probe of 8
 //! blocks takes 0.2 us, and 0.3 us at the 99.9th percentile, where behind a mutex around a plain pool
 //! it waits for a batch, or for many when the writer gets the lock back first. And nobody holds a lock
 //! while attached to the Python interpreter.
@@ -120,9 +120,9 @@ pub struct BlockPool<M: Mode> {
     /// What chooses among the default class's queues; without it there is one.
     reuse: Option<ReuseQueue>,
     clock: Clock,
-    /// What a listener is told of lost content.
+    /// What a listener learns of evicted content.
     eviction_log: OnceLock<EvictionLog>,
-    /// Where what can be found is told of.
+    /// Where the changes of what can be found are reported.
     event_log: OnceLock<EventLog>,
     /// Whether any content was ever given a band.
     gives_bands: AtomicBool,

@@ -176,7 +176,7 @@ impl Sequence {
         self.names.get_or_insert_default().give(names);
     }
 
-    /// Hashes anew under other weights.
+    /// Hashes again under other weights.
     pub(crate) fn rehash(&mut self, weights: &Weights) {
         self.weight_version = weights.version;
         self.hashes

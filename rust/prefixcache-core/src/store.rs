@@ -211,7 +211,7 @@ pub struct StoreStats {
     pub allocations: u64,
     /// Blocks taken with their content, as hits.
     pub touches: u64,
-    /// Blocks that were pinned, each time anew.
+    /// Blocks that were pinned, each time again.
     pub pins: u64,
     /// Pinned blocks that were moved to the regular tier.
     pub demotions: u64,
@@ -301,7 +301,7 @@ pub trait Lookup: sealed::Sealed {
     /// What the eviction policy knows, where that is [`EvictionPolicy::ReuseQueue`].
     fn reuse_queue(&self) -> Option<&ReuseQueue>;
 
-    /// What is to be told of blocks that can be found and cannot any more, where somebody wants to know.
+    /// Where changes of what can be found are reported, if somebody wants to know.
     fn event_log(&self) -> Option<&EventLog> {
         None
     }
@@ -368,7 +368,7 @@ pub trait BlockStore: Lookup {
     /// Says that a batch of registrations begins. Changes nothing but the time that they are remembered by.
     fn begin_registrations(&mut self) {}
 
-    /// What is to be told of blocks that can be found and cannot any more, where somebody wants to know.
+    /// Where changes of what can be found are reported, if somebody wants to know.
     fn event_log(&mut self) -> Option<&EventLog> {
         None
     }
@@ -435,7 +435,7 @@ pub trait BlockStore: Lookup {
     /// held nor free at the front of the free line, lowest id first. Returns how many blocks above
     /// the new size are still held; they retire at their release.
     ///
-    /// Refused while another thread is inside a call that changes the pool. Lookups run beside it.
+    /// Refused while another thread is inside a call that changes the pool. Lookups run in parallel with it.
     fn resize(&mut self, num_blocks: usize) -> Result<usize, ResizeError>;
 
     /// Begins one slice of a shrink to `num_blocks`: up to `most` cached blocks from there on that are worth
@@ -448,7 +448,7 @@ pub trait BlockStore: Lookup {
     /// what remains above is held, or goes before all that stays: [`resize`](Self::resize) ends the shrink,
     /// or takes it back.
     ///
-    /// Refused beside another writer, and before the moves of the call before were finished or aborted.
+    /// Refused while another thread writes, and before the moves of the call before were finished or aborted.
     fn begin_moves(
         &mut self,
         num_blocks: usize,
@@ -460,7 +460,7 @@ pub trait BlockStore: Lookup {
     /// order, and takes it from where it was. Returns how many moved. One whose block was taken, or lost its
     /// content, since is left as it is.
     ///
-    /// Refused beside another writer; the moves stay under way then.
+    /// Refused while another thread writes; the moves stay in flight then.
     fn finish_moves(&mut self, moves: &mut Moves) -> Result<usize, ResizeError>;
 
     /// Gives the moves up: content stays where it is.

@@ -2,8 +2,8 @@
 //! standard library's, or loom's or shuttle's when these drive the schedule. There is no lock.
 //!
 //! It also holds the two ways of changing an atomic word, [`Shared`] and [`SingleWriter`]. All words
-//! of the pool are atomics in both, so a reader may run beside the writer; a second writer in
-//! [`SingleWriter`] loses updates, but touches no memory that is not the pool's.
+//! of the pool are atomics in both, so a reader may run in parallel with the writer. Of [`SingleWriter`]s there is one for
+//! each pool, which [`Writer`](crate::Writer) sees to.
 
 #[cfg(not(any(loom, shuttle)))]
 pub(crate) use core::sync::atomic::{

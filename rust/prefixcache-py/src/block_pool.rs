@@ -214,7 +214,7 @@ max_blocks=None)"
         busy.map_err(IntoPyErr::into_py_err)
     }
 
-    /// Blocks, the null block counted, as `num_blocks` is wherever it is given or told.
+    /// Blocks, the null block counted, as `num_blocks` is wherever it is given or returned.
     #[getter]
     fn num_blocks(&self) -> usize {
         self.pool.num_blocks()

@@ -162,7 +162,7 @@ retention_budget=0.2, max_cached_blocks=None)"
             .with_eviction_policy(eviction_policy.0);
         let groups = match (groups, num_groups) {
             (Some(_), Some(_)) => {
-                let reason = "must not be given beside groups, which says how many there are";
+                let reason = "must not be given with groups, which says how many there are";
                 return Err(out_of_range("num_groups", reason));
             }
             (Some(specs), None) => Groups::new(specs.0),
@@ -657,7 +657,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         Ok(self.0.reader()?.block_size())
     }
 
-    /// Blocks, the null block counted, as `num_blocks` is wherever it is given or told.
+    /// Blocks, the null block counted, as `num_blocks` is wherever it is given or returned.
     #[getter]
     fn num_blocks(&self) -> PyResult<usize> {
         Ok(self.0.reader()?.store().num_blocks())

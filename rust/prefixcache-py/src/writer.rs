@@ -1,4 +1,4 @@
-//! Which threads may change a cache: any, or one at a time, which a second one is told.
+//! Which threads may change a cache: any, or one at a time; a second one gets an error.
 
 use std::ops::{Deref, DerefMut};
 use std::thread::{self, ThreadId};

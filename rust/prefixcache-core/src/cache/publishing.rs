@@ -10,7 +10,7 @@ use crate::id::{BlockHash, BlockId, GroupId};
 use crate::sequence::{Holding, Sequence};
 use crate::store::{BlockKey, BlockStore, Registration};
 
-/// How many registrations ahead the store is told of a key, so that it fetches the key's bucket.
+/// How many registrations ahead the bucket of a key is fetched.
 const EXPECT_AHEAD: usize = 8;
 
 /// A block that was registered while another block already held the same content.
@@ -66,7 +66,7 @@ impl<S: BlockStore> PrefixCache<S> {
         };
         let full = upto / self.block_size();
         let hashes = &sequence.hashes.as_slice()[..full];
-        // Blocks of a scope are not told of: whoever knows their hashes can find out what they hold.
+        // Blocks of a scope are not reported: whoever knows their hashes can find out what they hold.
         let is_open = sequence.scope == Scope::default();
         let is_reported = is_open && self.store.event_log().is_some();
         let mut new = Vec::new();

@@ -19,7 +19,7 @@ impl<S: Lookup> PrefixCache<S> {
         self.longest_hit(self.within(hashes.as_slice(), max_tokens)) * self.block_size()
     }
 
-    /// [`PrefixCache::probe`] for a sequence, which is hashed anew if the weights have changed.
+    /// [`PrefixCache::probe`] for a sequence, which is hashed again if the weights have changed.
     pub fn count_prefix_hits(&self, sequence: &mut Sequence) -> Result<usize, CacheError> {
         self.count_prefix_hits_within(sequence, usize::MAX)
     }
@@ -152,7 +152,7 @@ impl<S: Lookup> PrefixCache<S> {
     }
 
     /// Whether the next call will take the sequence's hashes as they are. If not it hashes all tokens
-    /// anew: the weights have changed, and the sequence holds nothing.
+    /// again: the weights have changed, and the sequence holds nothing.
     pub fn hashes_are_current(&self, sequence: &Sequence) -> bool {
         sequence.is_committed() || sequence.weight_version == self.weight_version()
     }

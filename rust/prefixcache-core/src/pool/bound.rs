@@ -55,7 +55,7 @@ impl<M: Mode> BlockPool<M> {
 
     /// Gives up the content of the first `count` blocks that stand in line with theirs; how many there were.
     pub(super) fn give_up(&self, count: usize, cause: Cause) -> usize {
-        // An allocation beside this may count on all other blocks.
+        // An allocation meanwhile may count on all other blocks.
         let at_once = if M::SHARED { 1 } else { count };
         let mut given_up = 0;
         while given_up < count {

@@ -170,7 +170,7 @@ impl FreshRun {
         let new_end = end.min(next.max(floor as u32));
         let rest = u64::from(next) << 32 | u64::from(new_end);
         let cut = M::exchange(&self.bounds.0, bounds, rest);
-        debug_assert!(cut.is_ok(), "fresh blocks were taken beside a resize");
+        debug_assert!(cut.is_ok(), "fresh blocks were taken during a resize");
         new_end as usize..end as usize
     }
 

@@ -330,7 +330,7 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// A block between two lines cannot be found by others, so a credit is held for it meanwhile. For
-    /// one block at a time: an allocation beside this may count on all others.
+    /// one block at a time: an allocation meanwhile may count on all others.
     fn unpin_next(&self, count: usize, inside: &mut Inside<'_, M>) -> usize {
         let credits = self.credits.take_some::<M>(count);
         let mut ids = Vec::new();

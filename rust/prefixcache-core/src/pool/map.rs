@@ -82,7 +82,7 @@ fn ids_of_cell(cell: usize, cells: usize, num_blocks: usize) -> Range<u32> {
 }
 
 impl<M: Mode> BlockPool<M> {
-    /// A map of the pool in up to `cells` cells. From any thread, beside those that change the pool, none of which
+    /// A map of the pool in up to `cells` cells. From any thread, in parallel with those that change the pool, none of which
     /// waits: each block is counted once, as it was when it was looked at.
     ///
     /// Reads 64 bytes a block, but not of those that were never handed out, and 24 more where somebody listens.

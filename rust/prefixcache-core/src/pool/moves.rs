@@ -11,7 +11,7 @@
 //! a caller that fails in between has lost nothing but what that block had, which went first.
 //!
 //! The second call puts the block into the very slot in line that the other leaves, and has the free blocks
-//! to itself for that, as a resize has: an eviction beside it could see the slot vacant and move the head of
+//! to itself for that, as a resize has: an eviction meanwhile could see the slot vacant and move the head of
 //! the line past it. Lookups go on, and never find a block with other content: the record is written before
 //! the index entry names its block. Nor do they miss what moves: the other record is erased after the entry was
 //! exchanged, and a lookup that finds it erased looks at the entry again (`index.rs`).
@@ -151,7 +151,7 @@ impl<M: Mode> BlockPool<M> {
         self.is_above(id) && self.is_cached(id)
     }
 
-    /// Ends the moves under way; how many took place.
+    /// Ends the moves in flight; how many took place.
     pub(super) fn finish_moves(&self, moves: &mut Moves) -> Result<usize, ResizeError> {
         let Some(resizing) = self.credits.begin_resize::<M>() else {
             return Err(ResizeError::Busy);
@@ -221,7 +221,7 @@ impl<M: Mode> BlockPool<M> {
     }
 
     fn evictions(&self) -> u64 {
-        // Relaxed: no other thread evicts beside a shrink.
+        // Relaxed: no other thread evicts during a shrink.
         self.counters.evictions.load(Relaxed)
     }
 }

@@ -146,7 +146,7 @@ impl AnyReader {
 impl<M: Mode> BlockPool<M> {
     /// Gives a registration its final number. The content can be found from here on.
     ///
-    /// Of several threads that register the same content exactly one is told that it is the first, and
+    /// Of several threads that register the same content exactly one learns that it is the first, and
     /// its block is the one that hits. A number is drawn after the entry stands, by the registering
     /// thread or one that helps it. So whoever draws a later number sees the entry, and numbers it
     /// before it compares. If that comes in time, the helped registration is the later one after all.

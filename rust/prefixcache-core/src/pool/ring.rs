@@ -262,7 +262,7 @@ impl<M: Mode> Ring<M> {
             let head = self.head();
             let tail = self.tail();
             // From the start of the head's segment: while a slot there is of one lap and another of the
-            // next, the vacated ones could not be told apart (rule 4).
+            // next, the vacated ones could not be distinguished (rule 4).
             let used = tail.since(self.segment_start(head));
             let room = self.capacity() - used.min(self.capacity());
             let left = room.min(wanted as u64);

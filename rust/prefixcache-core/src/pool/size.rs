@@ -1,11 +1,11 @@
 //! Growing and shrinking.
 //!
 //! A resize has the free blocks to itself: no other thread is inside a call that takes or gives back
-//! any (see [`Credits`](crate::pool::credits::Credits)). Lookups, registrations and pins go on beside it.
+//! any (see [`Credits`](crate::pool::credits::Credits)). Lookups, registrations and pins go on meanwhile.
 //!
 //! A pool has two bounds. Blocks from `num_blocks` on are *retired*: they hold no content, and the held ones
 //! leave at their release. Blocks from the *end* on are not handed out any more, and no credit stands for
-//! them. Both are the same but while a shrink is under way (`moves.rs`): blocks between them are *leaving*.
+//! them. Both are the same but during a shrink (`moves.rs`): blocks between them are *leaving*.
 //! Those with content keep it and their place in line until it is moved or lost; the others stand nowhere.
 
 use super::BlockPool;
@@ -133,7 +133,7 @@ impl<M: Mode> BlockPool<M> {
         id.index() >= self.size.end()
     }
 
-    /// Sets the number of blocks; how many above it are still held. Refused beside another writer.
+    /// Sets the number of blocks; how many above it are still held. Refused while another thread writes.
     pub(super) fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError> {
         self.config.check_num_blocks(num_blocks)?;
         let Some(_resizing) = self.credits.begin_resize::<M>() else {

@@ -16,7 +16,7 @@ pub enum Retention {
     Everything,
     /// Blocks of anchors are evicted in that order; the others before all content.
     Anchors {
-        /// Every multiple of so many tokens is an anchor too; 0 for none.
+        /// Every multiple of this many tokens is an anchor too; 0 for none.
         interval: usize,
         /// Whether anchors are pinned, and which.
         pins: Option<Pins>,
@@ -27,7 +27,7 @@ pub enum Retention {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Pins {
-    /// An anchor fewer than so many blocks past the one before is not pinned.
+    /// An anchor fewer than this many blocks past the one before is not pinned.
     pub min_distance: usize,
     /// Whether groups that need the whole prefix pin it, up to the last pinned anchor.
     pub prefix: bool,

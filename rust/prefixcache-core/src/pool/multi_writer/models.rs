@@ -194,7 +194,7 @@ fn clear_vs_register_fails_with_the_epoch_of_now() {
     faults::check_with(Fault::EpochOfNow, clear_beside_register);
 }
 
-/// A commit of one hit, misses and a new block needs two blocks, an allocation beside it the third.
+/// A commit of one hit, misses and a new block needs two blocks, a concurrent allocation the third.
 fn commit_beside_allocate() {
     let pool = pool(3);
     let hit = held(&pool, 1);
@@ -382,7 +382,7 @@ fn resize_beside_allocate() {
     });
     let shrunk = pool.resize(2);
     let taken = allocating.join().unwrap();
-    // Refused beside the allocation, or after it, or before it.
+    // Refused during the allocation, or after it, or before it.
     assert!(
         matches!((&shrunk, taken.len()), (Err(_) | Ok(1), 2) | (Ok(0), 0)),
         "{shrunk:?} with {taken:?} taken"
@@ -459,7 +459,7 @@ fn resize_vs_lookup_fails_when_retired_blocks_keep_their_content() {
     faults::check_with(Fault::KeepRetired, resize_beside_lookup);
 }
 
-/// Of three free blocks one is being demoted: an allocation beside it may count on the other two.
+/// Of three free blocks one is being demoted: a concurrent allocation may count on the other two.
 fn demote_beside_allocate() {
     let pool = pool(3);
     let block = held(&pool, 1);
@@ -484,7 +484,7 @@ fn demote_vs_allocate_fails_with_credits_for_more_than_it_moves() {
     faults::check_with(Fault::GreedyDemotion, demote_beside_allocate);
 }
 
-/// The last block of the pinned tier is demoted, touched and evicted at once. Beside it a blank one is
+/// The last block of the pinned tier is demoted, touched and evicted at once. Meanwhile a blank one is
 /// free, whose credit lets two of the three begin.
 fn demote_beside_touch_and_evict() {
     let pool = pool(2);
@@ -728,7 +728,7 @@ fn evict_vs_move_between_queues_fails_when_the_line_is_not_looked_at() {
     faults::check_with(Fault::IgnoreClass, evict_beside_move_between_queues);
 }
 
-/// Two copies of one content are evicted at the same time: whoever listens is told by at least one of them that
+/// Two copies of one content are evicted at the same time: whoever listens learns from at least one of them that
 /// the content is gone, or it would believe for ever that it is there.
 fn two_evictions_of_twins() {
     let pool = pool(2);
@@ -750,7 +750,11 @@ fn two_evictions_of_twins() {
     let mut evictions = Vec::new();
     pool.take_evictions(8, &mut evictions);
     let says_last = |loss: &Eviction| matches!(loss, Eviction::Block(block) if block.is_last);
-    assert_eq!(evictions.len(), 2, "a loss was told twice or not at all");
+    assert_eq!(
+        evictions.len(),
+        2,
+        "an eviction was reported twice or not at all"
+    );
     assert!(evictions.iter().any(says_last), "nobody tells of the end");
     check_rest(&pool, &held);
 }
@@ -767,7 +771,7 @@ fn evict_vs_evict_of_twins_fails_without_a_fence() {
 }
 
 /// A pool of two blocks that shrinks to one: the first holds content 2, the second content 1, which goes later.
-/// Beside it, what their KV says.
+/// Next to it, what their KV says.
 fn shrinking() -> (Pool, Arc<[AtomicU64; 3]>) {
     let pool = pool(2);
     let memory = Arc::new([0, 2, 1].map(AtomicU64::new));
@@ -857,7 +861,7 @@ fn move_beside_touch() {
         let kv = memory[block.index()].load(Ordering::Relaxed);
         assert_eq!(kv, 1, "a hit had other content");
     }
-    // A hit beside the move may be a miss, and holds the block that it found first.
+    // A hit during the move may be a miss, and holds the block that it found first.
     let moved_first = touched.is_none_or(|block| block == BlockId::new(1));
     assert_eq!(moved == 1, moved_first);
     pool.release(&Vec::from_iter(touched)).unwrap();

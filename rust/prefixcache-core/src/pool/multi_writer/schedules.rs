@@ -35,7 +35,7 @@ fn key(content: u64) -> BlockKey {
     )
 }
 
-/// The pool, and beside it what its blocks hold.
+/// The pool, and what its blocks hold.
 struct World {
     pool: BlockPool<Shared>,
     memory: Vec<AtomicU64>,
@@ -107,7 +107,7 @@ impl World {
             1..4 => drop(self.pool.pin(blocks).unwrap()),
             4 => drop(self.pool.unpin(blocks).unwrap()),
             5..7 => drop(self.pool.demote(1)),
-            // Refused beside another writer.
+            // Refused while another thread writes.
             7 => drop(self.pool.resize(SHRUNK)),
             10..13 => self.shrink(),
             13 => drop(self.pool.release_cached(1)),
@@ -116,7 +116,7 @@ impl World {
         }
     }
 
-    /// One slice of a shrink. A request beside it may be short of the two blocks that content moves to.
+    /// One slice of a shrink. A request meanwhile may be short of the two blocks that content moves to.
     fn shrink(&self) {
         let before = self.reserved.fetch_add(2, Ordering::SeqCst);
         let mut moves = Moves::default();

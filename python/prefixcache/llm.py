@@ -28,12 +28,12 @@ from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import KnownIds
 from prefixcache.engine.pool_watch import WATCH_SECONDS, PoolWatch, adjust_pool
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import wrong
 from prefixcache.text.chat.message import Message
 from prefixcache.text.chat.parser_names import ReasoningParserName, ToolCallParserName
 from prefixcache.text.chat.plan import ChatFormat, ChatPlan
 from prefixcache.text.chat.tools import read_tool_use
-from prefixcache.text.tokenization.bad_words import with_bad_words
+from prefixcache.text.tokenization.tokenizer import with_bad_words
 from prefixcache.types.request import (
     CacheOptions,
     FinishReason,
@@ -103,7 +103,7 @@ class LLM:
     Flags are those of `vllm serve`: see `EngineConfig`, `CacheConfig` and `SchedulerConfig` in
     `prefixcache.config`; `num_gpu_blocks_override` is another name of `num_blocks`. Raises
     `ConfigError` for a wrong flag and `ModelLoadError` when the model cannot be loaded. How the
-    model calls tools and reasons is told by its chat template unless a parser is named.
+    model calls tools and reasons is read from its chat template unless a parser is named.
     """
 
     def __init__(
@@ -173,9 +173,7 @@ class LLM:
         many = _as_list(prompts)
         params = _for_each(sampling_params, len(many), "sampling_params")
         if priority is not None and not self._has_priorities:
-            raise InvalidRequestError(
-                "priority needs scheduling_policy='priority'.", param="priority"
-            )
+            raise wrong("priority", "needs scheduling_policy='priority'")
         priorities = _for_each(0 if priority is None else priority, len(many), "priority")
         options = _for_each(cache_options or CacheOptions(), len(many), "cache_options")
         call = f"call-{next(self._calls)}"  # one job: its prompts start in their order
@@ -411,9 +409,7 @@ def _for_each(value: Any, count: int, name: str) -> Iterator[Any]:
     if not isinstance(value, Sequence):
         return itertools.repeat(value, count)
     if len(value) != count:
-        raise InvalidRequestError(
-            f"{name} has {len(value)} entries for {count} prompts.", param=name
-        )
+        raise wrong(name, f"has {len(value)} entries for {count} prompts")
     return iter(value)
 
 

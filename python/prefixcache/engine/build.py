@@ -29,7 +29,7 @@ from prefixcache.runner.torch_runner import TorchRunner
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.text.grammar.grammars import Grammars
-from prefixcache.text.model_vocabulary import tokens_that_end, vocabulary_of
+from prefixcache.text.grammar.vocabulary import tokens_that_end, vocabulary_of
 from prefixcache.text.tokenization.detokenizer import Detokenizers
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 

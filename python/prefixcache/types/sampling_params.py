@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
 
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import wrong
 from prefixcache.types.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20
@@ -27,7 +27,7 @@ class SamplingParams:
 
     Where `allowed_token_ids` is given, no other token is chosen. The answer holds none of
     `bad_words`, as long as another token may be chosen. They act by their token ids, which
-    `tokenization.bad_words` finds; sequences of ids may be given instead.
+    `tokenizer.with_bad_words` finds; sequences of ids may be given instead.
     """
 
     n: int = 1
@@ -73,7 +73,7 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
         if any(not text for text in self.stop):
-            raise InvalidRequestError("stop must not hold an empty string.", param="stop")
+            raise wrong("stop", "must not hold an empty string")
         self._check_words()
 
     def _check_lengths(self) -> None:
@@ -81,23 +81,17 @@ class SamplingParams:
             return
         _in_range("max_tokens", self.max_tokens, 0, None)
         if self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(
-                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).",
-                param="min_tokens",
+            raise wrong(
+                "min_tokens", f"({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             )
 
     def _check_words(self) -> None:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidRequestError(
-                "allowed_token_ids must not be empty.", param="allowed_token_ids"
-            )
+            raise wrong("allowed_token_ids", "must not be empty")
         if self.allowed_token_ids is not None and self.structured_output is not None:
-            raise InvalidRequestError(
-                "allowed_token_ids and structured output exclude each other.",
-                param="allowed_token_ids",
-            )
+            raise wrong("allowed_token_ids", "and structured output exclude each other")
         if any(not word.strip() for word in self.bad_words) or not all(self.bad_words_token_ids):
-            raise InvalidRequestError("bad_words must not hold an empty word.", param="bad_words")
+            raise wrong("bad_words", "must not hold an empty word")
 
     def for_choice(self, index: int) -> SamplingParams:
         """Options of choice number `index` of the `n`: its seed is `seed + index`."""
@@ -127,8 +121,8 @@ def _in_range(
     if isinstance(value, bool) or not finite or too_low or too_high:
         bracket = "(" if open_low else "["
         upper = "infinity" if high is None else high
-        raise InvalidRequestError(
-            f"{name} must be a number in {bracket}{low}, {upper}], "
-            f"got {value if finite else 'one that no float holds'}.",
-            param=name,
+        raise wrong(
+            name,
+            f"must be a number in {bracket}{low}, {upper}], "
+            f"got {value if finite else 'one that no float holds'}",
         )

@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from prefixcache.config.engine_config import DEFAULT_MODEL, EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
+from prefixcache.engine.engine import KnownIds
 from prefixcache.engine.pool_watch import WATCH_SECONDS, PoolWatch, adjust_pool
 from prefixcache.exceptions import wrong
 from prefixcache.text.chat.message import Message
@@ -176,10 +177,12 @@ class LLM:
         priorities = _for_each(0 if priority is None else priority, len(many), "priority")
         options = _for_each(cache_options or CacheOptions(), len(many), "cache_options")
         call = f"call-{next(self._calls)}"  # one job: its prompts start in their order
+        known = KnownIds()
         jobs = [
-            self._job(call, *one) for one in zip(many, params, priorities, options, strict=True)
+            self._job(call, known, *one)
+            for one in zip(many, params, priorities, options, strict=True)
         ]
-        self._run(jobs, show_progress=use_tqdm)
+        self._run(jobs, known, show_progress=use_tqdm)
         return [job.result for job in jobs]
 
     def chat(
@@ -267,6 +270,7 @@ class LLM:
     def _job(
         self,
         call: str,
+        known: KnownIds,
         prompt: Prompt,
         params: SamplingParams | None,
         priority: int,
@@ -289,7 +293,7 @@ class LLM:
             for choice in range(params.n)
         ]
         for request in requests:
-            self._engine.check(request)
+            self._engine.check(request, known)
         outputs = [
             CompletionOutput(choice, logprobs=None if params.logprobs is None else [])
             for choice in range(params.n)
@@ -311,7 +315,7 @@ class LLM:
             return prompt, self._tokenizer.encode(prompt)
         return None, as_token_ids(prompt)
 
-    def _run(self, jobs: Sequence[_Job], *, show_progress: bool) -> None:
+    def _run(self, jobs: Sequence[_Job], known: KnownIds, *, show_progress: bool) -> None:
         """Steps until all jobs are done; whatever goes wrong, no request stays behind."""
         places = {
             request.request_id: (job.result, job.result.outputs[choice])
@@ -323,8 +327,10 @@ class LLM:
             try:
                 for job in jobs:
                     for request in job.requests:
-                        self._engine.add_request(request)
+                        self._engine.add_request(request, known)
                 self._collect(places, show_progress)
+                while self._engine.has_work():  # memory that is still to go back
+                    self._engine.step()
             except BaseException:  # Ctrl-C may come at any line
                 self._engine.forget_all()
                 raise

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 
 from prefixcache.exceptions import wrong
 from prefixcache.types.structured_output import StructuredOutput
@@ -95,7 +96,10 @@ class SamplingParams:
     def for_choice(self, index: int) -> SamplingParams:
         """Options of choice number `index` of the `n`: its seed is `seed + index`."""
         seed = None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
-        return replace(self, n=1, seed=seed)
+        choice = copy(self)  # not `replace`: nothing of it need be checked again
+        object.__setattr__(choice, "n", 1)
+        object.__setattr__(choice, "seed", seed)
+        return choice
 
     @property
     def greedy(self) -> bool:

@@ -190,6 +190,8 @@ def _num_logprobs(fields: ChatRequest) -> int | None:
 class ChatForm:
     """OpenAI's `chat.completion` objects."""
 
+    chunk_kind = "chat.completion.chunk"
+
     def __init__(self, tokenizer: Tokenizer, fields: ChatRequest) -> None:
         self._tokenizer = tokenizer
         self._num_logprobs = _num_logprobs(fields)
@@ -230,10 +232,6 @@ class ChatForm:
                 chunk["choices"][0]["token_ids"] = [*output.token_ids]
             yield chunk
 
-    def last_chunk(self, job: Job) -> dict[str, Any]:
-        """The chunk without choices that carries the usage."""
-        return {**head(job, "chat.completion.chunk"), "choices": []}
-
     def _whole(self, choice: Choice) -> dict[str, Any]:
         shown: dict[str, Any] = {
             "index": choice.index,
@@ -257,7 +255,7 @@ class ChatForm:
             "finish_reason": choice.finish_reason if ended else None,
             "stop_reason": choice.stop_reason if ended else None,
         }
-        return {**head(job, "chat.completion.chunk"), "choices": [shown]}
+        return {**head(job, self.chunk_kind), "choices": [shown]}
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if self._num_logprobs is None or not logprobs:

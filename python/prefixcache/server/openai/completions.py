@@ -142,6 +142,8 @@ def _mean_logprob(choice: Choice) -> float:
 class CompletionForm:
     """OpenAI's `text_completion` objects."""
 
+    chunk_kind = "text_completion"
+
     def __init__(
         self, tokenizer: Tokenizer, fields: CompletionRequest, prompts: Sequence[str | TokenIds]
     ) -> None:
@@ -158,18 +160,14 @@ class CompletionForm:
         """The whole answer, without `usage`."""
         best = _best(job, choices, self._n)
         shown = [{**self._whole(job, choice), "index": i} for i, choice in enumerate(best)]
-        return {**head(job, "text_completion"), "choices": shown}
+        return {**head(job, self.chunk_kind), "choices": shown}
 
     def chunks(self, job: Job, choice: Choice, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """One chunk, or none while text is held back."""
         shown = self._choice(job, choice, output.text, output.logprobs, output.token_ids)
         if any(map(shown.get, ("text", "logprobs", "token_ids"))) or output.finished:
             choice.started = True
-            yield {**head(job, "text_completion"), "choices": [shown]}
-
-    def last_chunk(self, job: Job) -> dict[str, Any]:
-        """The chunk without choices that carries the usage."""
-        return {**head(job, "text_completion"), "choices": []}
+            yield {**head(job, self.chunk_kind), "choices": [shown]}
 
     def _whole(self, job: Job, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.text)

@@ -138,30 +138,18 @@ async def chat_job(
     maker.check_model(fields.model)
     params, kept = _params(maker, fields), maker.encoder.num_kept(fields)
     plan, source = await chat_plan(maker, fields, size, params.structured_output)
-    special = fields.add_special_tokens is True
     if controls is None:
         controls = await maker.workers.run(size, partial(_controls, fields))
 
     def rendered_with(changed: Place) -> str:
         return _planned(maker.served, fields, size, params.structured_output, changed)[0].prompt
 
+    special = fields.add_special_tokens is True
     encoded = await maker.encoder.encode_chat(
-        source,
-        controls,
-        rendered_with,
-        param="messages",
-        add_special_tokens=special,
-        last=kept,
+        source, controls, rendered_with, add_special_tokens=special, last=kept
     )
     return await maker.job(
-        fields,
-        [encoded.token_ids],
-        plan.applied_to(params),
-        call=call,
-        new_parser=plan.new_parser,
-        caching=encoded.caching,
-        roles=encoded.roles,
-        sources=[source],
+        fields, encoded, plan.applied_to(params), call=call, new_parser=plan.new_parser
     )
 
 

@@ -17,7 +17,7 @@ from prefixcache.server.http.body import parse_fields, parse_object, read_body
 from prefixcache.server.jobs.answers import Choice, answer, head, streaming
 from prefixcache.server.jobs.caching import openai_controls, prompt_caching
 from prefixcache.server.jobs.context import Call, new_call, tell_unknown
-from prefixcache.server.jobs.encode import parse_prompts
+from prefixcache.server.jobs.encode import EncodedPrompts, parse_prompts
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.logprobs import ScoredToken, completion_logprobs, prompt_logprobs
@@ -73,7 +73,8 @@ async def completion_job(
     caching = prompt_caching(controls, ())
     encoded = await _encoded(maker, prompts, fields.add_special_tokens is not False, kept)
     sources = [PromptSource(one) if isinstance(one, str) else None for one in prompts]
-    return await maker.job(fields, encoded, params, call=call, caching=caching, sources=sources)
+    made = EncodedPrompts(encoded, caching, sources=sources)
+    return await maker.job(fields, made, params, call=call)
 
 
 async def _stripped(maker: JobMaker, prompts: Sequence[str | TokenIds]) -> Sequence[str | TokenIds]:

@@ -102,7 +102,7 @@ class LLM:
     Flags are those of `vllm serve`: see `EngineConfig`, `CacheConfig` and `SchedulerConfig` in
     `prefixcache.config`; `num_gpu_blocks_override` is another name of `num_blocks`. Raises
     `ConfigError` for a wrong flag and `ModelLoadError` when the model cannot be loaded. How the
-    model calls tools and reasons is told by its chat template unless a parser is named.
+    model calls tools and reasons is detected from its chat template unless a parser is named.
     """
 
     def __init__(

@@ -19,9 +19,9 @@ import torch
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 from prefixcache.models import digests, hub, safetensors_file
-from prefixcache.models.blocks import INDEX_FILE, read_index
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.gguf_header import read_header
+from prefixcache.models.gguf_index import INDEX_FILE, read_index
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.loader import load_model
 from prefixcache.models.weights import check_folder, shapes_of

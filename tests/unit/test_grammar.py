@@ -33,7 +33,7 @@ from prefixcache.models.hub import is_downloaded
 from prefixcache.text.grammar import compiler, grammars
 from prefixcache.text.grammar.grammars import Grammars
 from prefixcache.text.grammar.guide import Guide
-from prefixcache.text.grammar.lanes import Lanes
+from prefixcache.text.grammar.mask_workers import MaskWorkers
 from prefixcache.text.grammar.trial import Trial, Trials
 from prefixcache.text.grammar.vocabulary import Vocabulary
 from prefixcache.types.request import Request
@@ -297,11 +297,11 @@ def test_what_would_take_minutes_is_given_up(output: StructuredOutput) -> None:
 
 _ENDS_IN_A_JOB = """
 import atexit, threading, time
-from prefixcache.text.grammar.lanes import Lanes, Pace
+from prefixcache.text.grammar.mask_workers import MaskWorkers, Latency
 names = lambda: [t.name for t in threading.enumerate() if t.name.startswith("prefixcache-grammar")]
 atexit.register(lambda: print(names()))  # the first one registered is called last
-lanes, begun = Lanes(), threading.Event()
-lanes.put(lambda token: (begun.set(), time.sleep(0.2)), 0, Pace())
+workers, begun = MaskWorkers(), threading.Event()
+workers.put(lambda token: (begun.set(), time.sleep(0.2)), 0, Latency())
 begun.wait()
 assert names()
 """
@@ -315,7 +315,7 @@ def test_no_thread_outlives_the_interpreter_in_a_job() -> None:
     assert ended.stdout == "[]\n"
 
 
-class SlowLanes(Lanes):
+class SlowWorkers(MaskWorkers):
     """Works a mask out when it is told to."""
 
     def __init__(self) -> None:
@@ -344,9 +344,9 @@ def request(name: str, output: StructuredOutput | None, **params: Any) -> Reques
 
 
 def test_one_late_mask_keeps_nobody_else_from_steps(tiny_checkpoint: Checkpoint) -> None:
-    engine, lanes = tiny_engine(tiny_checkpoint), SlowLanes()
+    engine, workers = tiny_engine(tiny_checkpoint), SlowWorkers()
     assert engine._grammars is not None
-    engine._grammars._lanes = lanes
+    engine._grammars._workers = workers
     engine.add_request(request("late", StructuredOutput("regex", "[a-z]{30}")))
     engine.add_request(request("free", None))
     tokens: dict[str, list[int]] = {"late": [], "free": []}
@@ -361,7 +361,7 @@ def test_one_late_mask_keeps_nobody_else_from_steps(tiny_checkpoint: Checkpoint)
     assert len(tokens["late"]) == 1
     assert len(tokens["free"]) == 9, "the first step was that of the prompt they share"
     while engine.has_unfinished():
-        lanes.work()
+        workers.work()
         step()
     alone = tiny_engine(tiny_checkpoint)
     alone.add_request(request("late", StructuredOutput("regex", "[a-z]{30}")))

@@ -43,7 +43,7 @@ from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.hub import read_config, resolve_model
 from prefixcache.models.loader import choose_dtype, load_model, make_model
 from prefixcache.models.replaceable import ReplaceableModel
-from prefixcache.ops.blocks import BLOCK_FORMATS
+from prefixcache.ops.quantized import QUANT_FORMATS
 from prefixcache.ops.sets import torch_is_faster
 from prefixcache.runner.decoder import Decoder
 from prefixcache.runner.model_runner import ModelRunner
@@ -223,7 +223,7 @@ def _arithmetic(config: EngineConfig, dtype: torch.dtype) -> str:
 
 def _check_quantized(config: EngineConfig, weights: ReplaceableModel) -> None:
     """Raises `ConfigError` where int8 activations are asked for and there are no blocks."""
-    if config.cpu_activations == "exact" or set(weights.info.formats) & set(BLOCK_FORMATS):
+    if config.cpu_activations == "exact" or set(weights.info.formats) & set(QUANT_FORMATS):
         return
     raise ConfigError(
         "cpu_activations must be exact: no weight of this model is kept in blocks. Serve a "

@@ -13,18 +13,18 @@ from weakref import WeakValueDictionary
 from prefixcache.exceptions import GrammarError, InvalidRequestError, SlowGrammarError
 from prefixcache.text.grammar.compiler import compile_grammar
 from prefixcache.text.grammar.guide import Grammar
-from prefixcache.text.grammar.lanes import Lanes
-from prefixcache.text.grammar.marker import Marker
+from prefixcache.text.grammar.mask_workers import MaskWorkers
 from prefixcache.text.grammar.trial import Trial
+from prefixcache.text.grammar.trigger import Trigger
 from prefixcache.text.grammar.vocabulary import Vocabulary
 from prefixcache.types.structured_output import StructuredOutput
 
 _MOST_KEPT = 64
 _MOST_BYTES_KEPT = 2**28
-_MOST_MARKERS = 8
+_MOST_TRIGGERS = 8
 _MOST_REFUSED = 1024
-_MOST_LINES_TOLD = 8
-_MOST_CHARACTERS_TOLD = 160  # of a line
+_MOST_LINES_SHOWN = 8
+_MOST_CHARACTERS_SHOWN = 160  # of a line
 
 
 class Grammars:
@@ -38,13 +38,13 @@ class Grammars:
         self._make_vocabulary = make_vocabulary
         self._vocabulary: Vocabulary | None = None
         self._making = threading.Lock()
-        self._lanes = Lanes()
+        self._workers = MaskWorkers()
         self._lock = threading.Lock()
         self._compiling: dict[StructuredOutput, threading.Lock] = {}
         self._known: WeakValueDictionary[StructuredOutput, Grammar] = WeakValueDictionary()
         self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
         self._refused: OrderedDict[bytes, str] = OrderedDict()  # by digests
-        self._markers: OrderedDict[str, Marker] = OrderedDict()
+        self._triggers: OrderedDict[str, Trigger] = OrderedDict()
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -106,15 +106,15 @@ class Grammars:
             raise
         except GrammarError as error:
             raise _invalid(self._refuse(output, _without_long_quotes(str(error)))) from None
-        marker = None if output.begin_after is None else self._marker(output.begin_after)
-        grammar = Grammar(matcher, words, self.vocabulary, marker, self._lanes, num_bytes)
+        trigger = None if output.begin_after is None else self._trigger(output.begin_after)
+        grammar = Grammar(matcher, words, self.vocabulary, trigger, self._workers, num_bytes)
         with self._lock:
             self._known[output] = grammar
             self._keep(output, grammar)
         return grammar
 
     def _refuse(self, output: StructuredOutput, problem: str) -> str:
-        """Remembers that it cannot be compiled, and why; returns what clients are told."""
+        """Remembers that it cannot be compiled, and why; returns what clients get."""
         with self._lock:
             self._refused[_digest(output)] = problem
             if len(self._refused) > _MOST_REFUSED:
@@ -125,17 +125,17 @@ class Grammars:
     def _num_bytes_kept(self) -> int:
         return sum(grammar.num_bytes for grammar in self._kept.values())
 
-    def _marker(self, text: str) -> Marker:
-        """Markers are few, and what they allow takes longer to find than a grammar to compile."""
+    def _trigger(self, text: str) -> Trigger:
+        """Triggers are few, and what they allow takes longer to find than a grammar to compile."""
         vocabulary = self.vocabulary
         with self._lock:
-            marker = self._markers.pop(text, None)
-        marker = marker or Marker(text, vocabulary)
+            trigger = self._triggers.pop(text, None)
+        trigger = trigger or Trigger(text, vocabulary)
         with self._lock:
-            self._markers[text] = marker
-            if len(self._markers) > _MOST_MARKERS:
-                self._markers.popitem(last=False)
-        return marker
+            self._triggers[text] = trigger
+            if len(self._triggers) > _MOST_TRIGGERS:
+                self._triggers.popitem(last=False)
+        return trigger
 
     def _keep(self, output: StructuredOutput, grammar: Grammar) -> None:
         self._kept[output] = grammar
@@ -150,12 +150,12 @@ def _digest(output: StructuredOutput) -> bytes:
 
 def _without_long_quotes(problem: str) -> str:
     """Llguidance quotes lines of a grammar, and names in it, however long they are."""
-    return "\n".join(map(_cut, problem.splitlines()[:_MOST_LINES_TOLD]))
+    return "\n".join(map(_cut, problem.splitlines()[:_MOST_LINES_SHOWN]))
 
 
 def _cut(line: str) -> str:
     """The line without its middle, where it is long: what is wrong stands before or behind."""
-    most = _MOST_CHARACTERS_TOLD // 2
+    most = _MOST_CHARACTERS_SHOWN // 2
     return line if len(line) <= 2 * most else f"{line[:most]}...{line[-most:]}"
 
 

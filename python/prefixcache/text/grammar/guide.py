@@ -11,8 +11,8 @@ import numpy as np
 
 from prefixcache.exceptions import GrammarError
 from prefixcache.text.grammar.compiler import Matcher
-from prefixcache.text.grammar.lanes import Lanes, Pace
-from prefixcache.text.grammar.marker import Marker
+from prefixcache.text.grammar.mask_workers import Latency, MaskWorkers
+from prefixcache.text.grammar.trigger import Trigger
 from prefixcache.text.grammar.vocabulary import Vocabulary, Words
 
 _TOO_COMPLEX = "The answer left what its grammar can follow, or a limit of it was reached: "
@@ -26,14 +26,14 @@ class Grammar:
         matcher: Matcher,
         first_words: Words,
         vocabulary: Vocabulary,
-        marker: Marker | None,
-        lanes: Lanes,
+        trigger: Trigger | None,
+        workers: MaskWorkers,
         num_bytes: int = 0,
     ) -> None:
         self.vocabulary = vocabulary
-        self.marker = marker
-        self.pace = Pace()
-        self.lanes = lanes
+        self.trigger = trigger
+        self.latency = Latency()
+        self.workers = workers
         self.num_bytes = num_bytes
         self._matcher = matcher
         self._copying = threading.Lock()
@@ -56,7 +56,7 @@ class Grammar:
 class Guide:
     """Follows one answer token by token.
 
-    What may follow a token is worked out in another thread as soon as the token is known. All
+    The mask after a token is computed in another thread as soon as the token is known. All
     methods are for the thread of the loop.
     """
 
@@ -75,7 +75,7 @@ class Guide:
         """Takes the sampled token; what may follow it is worked out from now on."""
         if token_id not in self._ends:
             self._track.is_known.clear()
-            self._grammar.lanes.put(self._track.follow, token_id, self._grammar.pace)
+            self._grammar.workers.put(self._track.follow, token_id, self._grammar.latency)
 
     @property
     def is_held(self) -> bool:
@@ -83,7 +83,7 @@ class Guide:
         if self._track.is_known.is_set():
             self._was_late = False
             return False
-        return self._was_late or self._grammar.pace.is_slow
+        return self._was_late or self._grammar.latency.is_slow
 
     def wait(self, seconds: float) -> None:
         """Waits until what may follow is known, but no longer than that."""
@@ -120,9 +120,9 @@ class GuideMask:
 
 
 class _Track:
-    """An answer's place in marker and grammar, from its beginning on.
+    """An answer's place in trigger and grammar, from its beginning on.
 
-    `follow` runs in a lane's thread while `is_known` is unset; else the loop's thread reads it.
+    `follow` runs in a worker's thread while `is_known` is unset; else the loop's thread reads it.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -131,28 +131,28 @@ class _Track:
         self._matcher: Matcher | None = None
         self.error: str | None = None
         self.words = (
-            grammar.first_words if grammar.marker is None else grammar.marker.words(self._state)
+            grammar.first_words if grammar.trigger is None else grammar.trigger.words(self._state)
         )
         self._own_words: Words | None = None
         self.is_known = threading.Event()
         self.is_known.set()
 
     def follow(self, token_id: int) -> None:
-        """Goes on behind one more token, and tells the grammar's pace how long it took."""
+        """Goes on behind one more token, and notes how long it took."""
         begun = time.thread_time()
         try:
             self.words = self._words_behind(token_id)
         except BaseException as error:  # noqa: BLE001 - a panic of llguidance is this answer's alone
             self.error = str(error) or repr(error)
-        self._grammar.pace.observe(time.thread_time() - begun)
+        self._grammar.latency.observe(time.thread_time() - begun)
         self.is_known.set()
 
     def _words_behind(self, token_id: int) -> Words:
-        marker = self._grammar.marker
-        if marker is not None and not marker.is_found(self._state):
-            self._state = marker.follow(self._state, token_id)
-            found = marker.is_found(self._state)
-            return self._grammar.first_words if found else marker.words(self._state)
+        trigger = self._grammar.trigger
+        if trigger is not None and not trigger.is_found(self._state):
+            self._state = trigger.follow(self._state, token_id)
+            found = trigger.is_found(self._state)
+            return self._grammar.first_words if found else trigger.words(self._state)
         if self._matcher is None or self._own_words is None:
             self._matcher = self._grammar.new_matcher()
             self._own_words = np.zeros(len(self._grammar.first_words), dtype=np.int32)

@@ -15,7 +15,7 @@ Words = npt.NDArray[np.int32]
 
 
 # Sets of tokens that llguidance looks for in a mask as a whole: what a JSON string may go on with
-# that has room for so many characters. Strings of bounded length are as quick as others then.
+# that has room for n characters. Strings of bounded length are as quick as others then.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _ROOMS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 40)
 _SLICES = (

@@ -9,7 +9,7 @@ from prefixcache.types.sampling_params import SamplingParams
 
 
 def with_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """`params` with the token ids of their bad words beside those that they have.
+    """`params` with the token ids of their bad words in addition to those that they have.
 
     As in vLLM a word is banned as it is encoded, and also behind a space where that makes another
     token of its beginning. Raises `InvalidRequestError` for a word that is not valid Unicode.

@@ -30,7 +30,7 @@ _NAMED_TOKENS = (
 class Tokenizer:
     """Encodes text as the model's folder says, and decodes token ids.
 
-    `added_token_ids` are the tokens that stand beside the vocabulary proper, by their text.
+    `added_token_ids` are the tokens outside of the vocabulary proper, by their text.
     `longest_token` is the most characters that a token spells; `eos_token_ids` holds the token
     that the tokenizer itself names, where it names one. `response_template` tells transformers how
     to read answers. Safe to share between threads.

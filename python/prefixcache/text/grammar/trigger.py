@@ -1,4 +1,4 @@
-"""What may be sampled before the marker from which on a grammar holds."""
+"""What may be sampled before the trigger, the text from which a grammar applies."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from functools import lru_cache
 from prefixcache.text.grammar.vocabulary import Vocabulary, Words
 
 
-class Marker:
+class Trigger:
     """A text that ends what is free. It ends at a token's end: no token may reach beyond it.
 
-    A state is the number of the marker's bytes that the text ends with; 0 at the start.
+    A state is the number of the trigger's bytes that the text ends with; 0 at the start.
     """
 
     def __init__(self, text: str, vocabulary: Vocabulary) -> None:
-        self._marker = text.encode()
+        self._trigger = text.encode()
         self._vocabulary = vocabulary
         self.words = lru_cache(maxsize=32)(self._words)
         self.words(0)
 
     def is_found(self, state: int) -> bool:
         """Whether the grammar begins here."""
-        return state == len(self._marker)
+        return state == len(self._trigger)
 
     def follow(self, state: int, token_id: int) -> int:
         """The state behind one more token."""
-        text = self._marker[:state] + self._vocabulary.tokens[token_id]
-        longest = min(len(text), len(self._marker))
-        return next(n for n in range(longest, -1, -1) if text.endswith(self._marker[:n]))
+        text = self._trigger[:state] + self._vocabulary.tokens[token_id]
+        longest = min(len(text), len(self._trigger))
+        return next(n for n in range(longest, -1, -1) if text.endswith(self._trigger[:n]))
 
     def _words(self, state: int) -> Words:
-        """All tokens but those that end the answer, or go on behind the marker."""
-        vocabulary, marker, begun = self._vocabulary, self._marker, self._marker[:state]
+        """All tokens but those that end the answer, or go on behind the trigger."""
+        vocabulary, trigger, begun = self._vocabulary, self._trigger, self._trigger[:state]
         ends = set(vocabulary.eos_token_ids)
         return vocabulary.words_of(
             [
                 token_id
                 for token_id, token in enumerate(vocabulary.tokens)
-                if token_id not in ends and marker not in begun + token[:-1]
+                if token_id not in ends and trigger not in begun + token[:-1]
             ]
         )

@@ -42,7 +42,7 @@ from rich.table import Table
 
 from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.models.conversion import dequantize_folder
-from prefixcache.models.gguf_index import read_index
+from prefixcache.models.gguf.index import read_index
 from prefixcache.models.hub import resolve_model
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from prefixcache.tools.bench.machine import machine_facts, usable_cores

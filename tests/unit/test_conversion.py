@@ -20,7 +20,7 @@ from prefixcache.cli import main as cli
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.models import conversion
 from prefixcache.models.conversion import dequantize_folder, quantize_folder
-from prefixcache.models.gguf_index import WEIGHTS_FILE
+from prefixcache.models.gguf.index import WEIGHTS_FILE
 from prefixcache.models.loader import load_model
 from prefixcache.models.quantize import QUANTIZABLE
 from prefixcache.text.tokenization.tokenizer import Tokenizer

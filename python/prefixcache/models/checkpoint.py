@@ -13,7 +13,7 @@ from prefixcache._core import derive_digest
 from prefixcache.config.model_config import ModelConfig, without_defaults
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.digests import FileState, file_state, range_digests
-from prefixcache.models.gguf_index import (
+from prefixcache.models.gguf.index import (
     INDEX_FILE,
     WEIGHTS_FILE,
     IndexedTensor,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from prefixcache.config.model_config import ModelConfig, read_json_object
 from prefixcache.exceptions import FieldError, ModelLoadError
-from prefixcache.models.gguf_index import (
+from prefixcache.models.gguf.index import (
     INDEX_FILE,
     UNQUANTIZED_TYPES,
     WEIGHTS_FILE,

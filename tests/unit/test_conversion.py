@@ -52,7 +52,7 @@ def logits(folder: Path, dtype: torch.dtype) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_a_converted_model_computes_what_its_widened_weights_do(
+def test_a_converted_model_computes_what_its_dequantized_weights_do(
     tiny_checkpoint: Checkpoint,
     tmp_path: Path,
     architecture: str,
@@ -116,7 +116,7 @@ def test_the_command_names_the_formats_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "problem"),
     [
         ([], "--quantize or --widen must be given"),
         (["--quantize", "q8_0", "--widen", "float32"], "--quantize or --widen must be given"),
@@ -129,12 +129,12 @@ def test_what_cannot_be_asked_for(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
-    told: str,
+    problem: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = run(tiny_checkpoint(), *arguments)
     assert result.exit_code == 2
-    assert re.search(told, result.stderr)
+    assert re.search(problem, result.stderr)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -156,7 +156,7 @@ def _truncated(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "problem"),
     [
         (_with_nan, "layers.1.mlp.up_proj.weight holds NaN"),
         (_with_the_largest, "layers.1.mlp.up_proj.weight holds .* beyond 65,504"),
@@ -164,13 +164,13 @@ def _truncated(folder: Path) -> None:
     ],
 )
 def test_weights_that_cannot_be_converted_leave_nothing(
-    tmp_path: Path, spoil: Callable[[Path], None], told: str
+    tmp_path: Path, spoil: Callable[[Path], None], problem: str
 ) -> None:
     source, place = make_checkpoint(tmp_path / "source"), tmp_path / "place"
     spoil(source)
     result = run(source, "--quantize", "q8_0", "--output", place / "made")
     assert result.exit_code == 1
-    assert re.search(told, result.stderr)
+    assert re.search(problem, result.stderr)
     assert list(place.iterdir()) == []
 
 

@@ -289,7 +289,7 @@ def test_a_disk_that_fills_up_under_the_tokenizer_leaves_nothing(
     assert list((hub.cache_home() / "models").iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed_and_an_older_folder_told_of(
+def test_what_a_killed_process_left_is_removed_and_an_older_folder_reported(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     models = hub.cache_home() / "models"

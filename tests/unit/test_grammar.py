@@ -316,7 +316,7 @@ def test_no_thread_outlives_the_interpreter_in_a_job() -> None:
 
 
 class SlowWorkers(MaskWorkers):
-    """Works a mask out when it is told to."""
+    """Computes a mask on demand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -397,7 +397,7 @@ def test_answers_with_a_grammar_stay_out_of_steps_ahead(tiny_checkpoint: Checkpo
     assert answers[0] == answers[1]
 
 
-def test_an_answer_that_begins_anew_begins_its_grammar_anew(tiny_checkpoint: Checkpoint) -> None:
+def test_an_answer_that_restarts_restarts_its_grammar(tiny_checkpoint: Checkpoint) -> None:
     engine = tiny_engine(tiny_checkpoint)
     engine.add_request(request("a", StructuredOutput("regex", "x[a-f]{8}y[0-9]{2}")))
     text = ""
@@ -415,7 +415,7 @@ def test_an_answer_that_begins_anew_begins_its_grammar_anew(tiny_checkpoint: Che
     assert outputs[-1].finish_reason == "stop"
 
 
-def test_other_options_hold_beside_a_grammar(tiny_checkpoint: Checkpoint) -> None:
+def test_other_options_hold_with_a_grammar(tiny_checkpoint: Checkpoint) -> None:
     llm = LLM(str(tiny_checkpoint("qwen3")), dtype="float32", device="cpu", num_blocks=100)
 
     def answer(output: StructuredOutput, **params: Any) -> Any:

@@ -89,7 +89,7 @@ def test_torchs_linears_compute_with_the_same_numbers(pair: tuple[Path, Path]) -
 
 
 @pytest.mark.model
-@pytest.mark.skipif(not LONG, reason="widening it takes seconds")
+@pytest.mark.skipif(not LONG, reason="dequantizing it takes seconds")
 @pytest.mark.skipif(not is_downloaded(DEFAULT_MODEL), reason="prefixcache download was not run")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_default_model_answers_as_if_it_were_dequantized(

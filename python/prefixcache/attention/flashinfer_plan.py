@@ -96,7 +96,7 @@ def select_sequences(batch: AttentionBatch, first: int, stop: int) -> KernelRows
 def pad_decodes(batch: AttentionBatch, size: int) -> KernelRows:
     """The step's decodes and as many rows more as make `size`.
 
-    Each added row is a sequence of one token in one page; its page index stands behind those of
+    Each added row is a sequence of one token in one page; its page index comes after those of
     the step. Raises `ValueError` when the step is no pure decode of at most `size` sequences.
     """
     count = len(batch.last_page_len)

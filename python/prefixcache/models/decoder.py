@@ -147,7 +147,7 @@ class MLP:
 
 
 class DecoderLayer:
-    """Attention and MLP, each behind a norm and with a residual connection.
+    """Attention and MLP, each after a norm and with a residual connection.
 
     With `sandwich_norms` what they add to the residual is normalised too.
     """

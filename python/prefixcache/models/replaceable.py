@@ -129,7 +129,7 @@ class ReplaceableModel:
     def load(self, checkpoint: Checkpoint) -> None:
         """Writes all weights of a checked folder, in place if they are there.
 
-        Raises `ModelLoadError` when the folder has changed meanwhile. The weights that its folder
+        Raises `ModelLoadError` when the folder has changed since. The weights that its folder
         holds now are then back in the place of those before, as `checkpoint` tells, or they are
         given up where no folder holds them.
         """

@@ -66,7 +66,7 @@ class TensorIndex:
     def read(self, wanted: Iterable[IndexedTensor]) -> Iterator[Tensor | QuantizedTensor]:
         """Those tensors, one after the other.
 
-        Raises `ModelLoadError` when the file cannot be read, or is cut meanwhile.
+        Raises `ModelLoadError` when the file cannot be read, or is cut while it is read.
         """
         try:
             with self.file.open("rb") as stream:
@@ -86,8 +86,8 @@ def write_index(
 ) -> None:
     """Writes the index of the file that the folder has, or will have, by `WEIGHTS_FILE`.
 
-    `size` are the file's bytes. `sha256` is checked when weights are read, and None where the file
-    is nobody else's, who could put another one in its place.
+    `size` are the file's bytes. `sha256` is checked when weights are read, and None if the file
+    belongs to the folder, so that nothing replaces it.
     """
     entries = {one.name: _fields_of(one) for one in tensors}
     content = {"version": _VERSION, "size": size, "sha256": sha256, "tensors": entries}

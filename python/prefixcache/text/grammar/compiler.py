@@ -43,7 +43,7 @@ class Matcher:
         return Matcher(self._matcher.deep_copy(), self._vocabulary)
 
     def follow(self, token_id: int) -> None:
-        """Goes on behind one more token. Raises `GrammarError` unless the grammar allows it."""
+        """Follows one more token. Raises `GrammarError` unless the grammar allows it."""
         if not self._matcher.consume_token(token_id):
             raise GrammarError(_reason(self._matcher))
 

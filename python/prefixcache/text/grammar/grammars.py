@@ -154,7 +154,7 @@ def _without_long_quotes(problem: str) -> str:
 
 
 def _cut(line: str) -> str:
-    """The line without its middle, where it is long: what is wrong stands before or behind."""
+    """The line without its middle, if it is long: the error is at the start or the end."""
     most = _MOST_CHARACTERS_SHOWN // 2
     return line if len(line) <= 2 * most else f"{line[:most]}...{line[-most:]}"
 

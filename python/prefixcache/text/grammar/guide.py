@@ -138,16 +138,16 @@ class _Track:
         self.is_known.set()
 
     def follow(self, token_id: int) -> None:
-        """Goes on behind one more token, and notes how long it took."""
+        """Follows one more token, and notes how long it took."""
         begun = time.thread_time()
         try:
-            self.words = self._words_behind(token_id)
+            self.words = self._words_after(token_id)
         except BaseException as error:  # noqa: BLE001 - a panic of llguidance is this answer's alone
             self.error = str(error) or repr(error)
         self._grammar.latency.observe(time.thread_time() - begun)
         self.is_known.set()
 
-    def _words_behind(self, token_id: int) -> Words:
+    def _words_after(self, token_id: int) -> Words:
         trigger = self._grammar.trigger
         if trigger is not None and not trigger.is_found(self._state):
             self._state = trigger.follow(self._state, token_id)

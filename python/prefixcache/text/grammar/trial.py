@@ -136,7 +136,7 @@ _TOO_MUCH = (
 
 
 def _wait_for_answer(process: subprocess.Popen[bytes], cancelled: threading.Event | None) -> bool:
-    """Whether an answer came in time. What is `cancelled` meanwhile is answered soon."""
+    """Whether an answer came in time. After `cancelled` the answer comes soon."""
     waiting = select.poll()  # `select` takes no descriptor above 1023
     waiting.register(cast("IO[bytes]", process.stdout), select.POLLIN)
     end = time.monotonic() + _MAX_WAIT_SECONDS

@@ -24,13 +24,13 @@ class Trigger:
         return state == len(self._trigger)
 
     def follow(self, state: int, token_id: int) -> int:
-        """The state behind one more token."""
+        """The state after one more token."""
         text = self._trigger[:state] + self._vocabulary.tokens[token_id]
         longest = min(len(text), len(self._trigger))
         return next(n for n in range(longest, -1, -1) if text.endswith(self._trigger[:n]))
 
     def _words(self, state: int) -> Words:
-        """All tokens but those that end the answer, or go on behind the trigger."""
+        """All tokens but those that end the answer, or go beyond the trigger."""
         vocabulary, trigger, begun = self._vocabulary, self._trigger, self._trigger[:state]
         ends = set(vocabulary.eos_token_ids)
         return vocabulary.words_of(

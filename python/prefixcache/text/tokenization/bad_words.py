@@ -11,8 +11,8 @@ from prefixcache.types.sampling_params import SamplingParams
 def with_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
     """`params` with the token ids of their bad words in addition to those that they have.
 
-    As in vLLM a word is banned as it is encoded, and also behind a space where that makes another
-    token of its beginning. Raises `InvalidRequestError` for a word that is not valid Unicode.
+    As in vLLM a word is banned as it is encoded, and also after a space if that changes its
+    first token. Raises `InvalidRequestError` for a word that is not valid Unicode.
     """
     if not params.bad_words:
         return params
@@ -21,9 +21,9 @@ def with_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingPara
     spaced = _encoded(tokenizer, [f" {word}" for word in words])
     pairs = zip(plain, spaced, strict=True)
     others = [
-        behind
-        for alone, behind in pairs
-        if alone and len(behind) == len(alone) and behind[0] != alone[0]
+        after
+        for alone, after in pairs
+        if alone and len(after) == len(alone) and after[0] != alone[0]
     ]
     found = (*params.bad_words_token_ids, *filter(None, plain), *others)
     return dataclasses.replace(params, bad_words_token_ids=tuple(dict.fromkeys(found)))

@@ -77,7 +77,7 @@ class Kind(str, Enum):
 class Entry:
     """A column of the table: which contender, under which interpreter, with which options.
 
-    One that `reads_file` keeps the GGUF file's bytes, so its speed can be put beside a plain read.
+    One that `reads_file` keeps the GGUF file's bytes, so it can be compared with a plain read.
     """
 
     label: str
@@ -310,7 +310,7 @@ def measure(
 
 
 def _add_shares(results: Results, workers: Sequence[Worker], contexts: Sequence[int]) -> None:
-    """Round by round, the decode of one sequence beside the plain read of as many bytes."""
+    """Round by round, the decode of one sequence next to the plain read of as many bytes."""
     for context in contexts:
         row = _decode_row(1, context)
         read = results.values[row].get(READ, [])

@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def computed(
     folder: Path, dtype: torch.dtype, activations: Activations, pieces: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Logits and KV of the prompt, in steps of so many tokens."""
+    """Logits and KV of the prompt, in steps of this many tokens."""
     config = ModelConfig.from_hf(folder)
     options: dict[str, Any] = {"dtype": dtype, "device": torch.device("cpu"), "cpu": CPU}
     model = load_model(config, folder, activations=activations, **options)

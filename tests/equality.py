@@ -33,7 +33,7 @@ from prefixcache.engine.engine import Engine
 from prefixcache.kv.specs import kv_layout
 from prefixcache.models.conversion import dequantize_folder, quantize_folder
 from prefixcache.runner.pending import PendingStep
-from prefixcache.text.grammar.guide import Guide
+from prefixcache.text.grammar.answer_matcher import AnswerMatcher
 from prefixcache.text.grammar.vocabulary import Words
 from prefixcache.types.request import (
     CacheOptions,
@@ -464,16 +464,16 @@ def run(engine: Engine, requests: Sequence[Request], schedule: Schedule) -> dict
 @contextmanager
 def late_masks(seed: int) -> Generator[mock.Mock, None, None]:
     """Lets every sixth mask be late; the mock is called for each."""
-    choose, count, words = random.Random(seed), mock.Mock(), Guide.words
+    choose, count, words = random.Random(seed), mock.Mock(), AnswerMatcher.words
 
-    def often(guide: Guide, seconds: float, unwanted: tuple[int, ...]) -> Words | None:
+    def often(matcher: AnswerMatcher, seconds: float, unwanted: tuple[int, ...]) -> Words | None:
         if choose.random() < 1 / 6:
             count()
-            guide._was_late = True
+            matcher._was_late = True
             return None
-        return words(guide, 60, unwanted)
+        return words(matcher, 60, unwanted)
 
-    with mock.patch.object(Guide, "words", often):
+    with mock.patch.object(AnswerMatcher, "words", often):
         yield count
 
 

@@ -11,10 +11,10 @@ from dataclasses import astuple
 from weakref import WeakValueDictionary
 
 from prefixcache.exceptions import GrammarError, InvalidRequestError, SlowGrammarError
+from prefixcache.text.grammar.answer_matcher import Grammar
 from prefixcache.text.grammar.compiler import compile_grammar
-from prefixcache.text.grammar.guide import Grammar
 from prefixcache.text.grammar.mask_workers import MaskWorkers
-from prefixcache.text.grammar.trial import Trial
+from prefixcache.text.grammar.sandbox import Sandbox
 from prefixcache.text.grammar.trigger import Trigger
 from prefixcache.text.grammar.vocabulary import Vocabulary
 from prefixcache.types.structured_output import StructuredOutput
@@ -65,14 +65,14 @@ class Grammars:
     def compile(
         self,
         output: StructuredOutput,
-        trial: Trial | None = None,
+        sandbox: Sandbox | None = None,
         cancelled: threading.Event | None = None,
     ) -> Grammar:
         """The grammar, which takes a while when it is new.
 
-        What others have written should go through a `trial` first, which bounds time and memory.
+        What others have written should go through a `sandbox` first, which bounds time and memory.
         Raises `InvalidRequestError` that says what is wrong, at once for what was refused before,
-        and what `Trial.run` does.
+        and what `Sandbox.run` does.
         """
         grammar = self.find(output)
         if grammar is not None:
@@ -80,10 +80,10 @@ class Grammars:
         with self._lock:
             compiling = self._compiling.setdefault(output, threading.Lock())
         # Others that want the same one wait for it, but not in the way of quick ones.
-        if not compiling.acquire(blocking=trial is None or not trial.is_quick):
+        if not compiling.acquire(blocking=sandbox is None or not sandbox.is_quick):
             raise SlowGrammarError("it is being compiled")
         try:
-            return self.find(output) or self._compile(output, trial, cancelled)
+            return self.find(output) or self._compile(output, sandbox, cancelled)
         finally:
             compiling.release()
             with self._lock:
@@ -92,7 +92,7 @@ class Grammars:
     def _compile(
         self,
         output: StructuredOutput,
-        trial: Trial | None,
+        sandbox: Sandbox | None,
         cancelled: threading.Event | None,
     ) -> Grammar:
         if not self.vocabulary.eos_token_ids:
@@ -100,7 +100,7 @@ class Grammars:
         if (problem := self._refused.get(_digest(output))) is not None:
             raise _invalid(problem)
         try:
-            num_bytes = 0 if trial is None else trial.run(output, self.vocabulary, cancelled)
+            num_bytes = 0 if sandbox is None else sandbox.run(output, self.vocabulary, cancelled)
             matcher, words = compile_grammar(output, self.vocabulary)
         except SlowGrammarError:
             raise

@@ -45,15 +45,15 @@ class Grammar:
         with self._copying:
             return self._matcher.copy()
 
-    def guide(self, *, ignore_eos: bool = False) -> Guide:
+    def for_answer(self, *, ignore_eos: bool = False) -> AnswerMatcher:
         """For a new answer. With `ignore_eos` it ends only where nothing else can follow."""
-        return Guide(self, ignore_eos=ignore_eos)
+        return AnswerMatcher(self, ignore_eos=ignore_eos)
 
     def _words_without(self, token_ids: tuple[int, ...]) -> Words:
         return ~self.vocabulary.words_of(token_ids)
 
 
-class Guide:
+class AnswerMatcher:
     """Follows one answer token by token.
 
     The mask after a token is computed in another thread as soon as the token is known. All
@@ -89,9 +89,9 @@ class Guide:
         """Waits until what may follow is known, but no longer than that."""
         self._track.is_known.wait(seconds)
 
-    def mask(self, unwanted: Sequence[int]) -> GuideMask:
+    def mask(self, unwanted: Sequence[int]) -> AnswerMask:
         """Which tokens may follow, less those `unwanted` where that leaves any."""
-        return GuideMask(self, (*unwanted, *self._always_unwanted))
+        return AnswerMask(self, (*unwanted, *self._always_unwanted))
 
     def words(self, seconds: float, unwanted: tuple[int, ...]) -> Words | None:
         """See `TokenMask.words`."""
@@ -105,18 +105,18 @@ class Guide:
         return wanted if wanted.any() else track.words
 
 
-class GuideMask:
+class AnswerMask:
     """A `TokenMask` for the next token of one answer."""
 
-    __slots__ = ("_guide", "_unwanted")
+    __slots__ = ("_matcher", "_unwanted")
 
-    def __init__(self, guide: Guide, unwanted: tuple[int, ...]) -> None:
-        self._guide = guide
+    def __init__(self, matcher: AnswerMatcher, unwanted: tuple[int, ...]) -> None:
+        self._matcher = matcher
         self._unwanted = unwanted
 
     def words(self, seconds: float) -> Words | None:
         """See `TokenMask.words`."""
-        return self._guide.words(seconds, self._unwanted)
+        return self._matcher.words(seconds, self._unwanted)
 
 
 class _Track:

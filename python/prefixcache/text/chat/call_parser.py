@@ -33,9 +33,9 @@ class CallSyntax:
 
 
 class CallParser:
-    """Content and calls. What looks like a call and never has a name is content.
+    """Content and calls. What only looks like a call until its name is known is content.
 
-    `known` are the names of tools. With `most` no more calls than that are returned.
+    `known` are the names of tools. With `most` no more calls than that are passed on.
     """
 
     in_reasoning = False
@@ -138,7 +138,10 @@ class CallParser:
             return (yield from self._read_arguments(call, first))
         value = yield from self._whole_value()
         if key == "name" and not call.is_named:
-            if not isinstance(value, str) or not value or self._is_unknown(value):
+            if not isinstance(value, str) or not value:
+                return False
+            # Only a marker says that what names an unknown tool is a call.
+            if self._syntax.bare and value not in self._known:
                 return False
             self._begin(call, value)
         return value is not _CUT
@@ -175,10 +178,6 @@ class CallParser:
         except (ValueError, RecursionError):
             return _CUT
 
-    def _is_unknown(self, name: str) -> bool:
-        """Only a marker says that what names an unknown tool is a call."""
-        return self._syntax.bare and name not in self._known
-
     def _say(self, text: str) -> None:
         if text and not (self._num_calls and text.isspace()):
             self._content.append(text)
@@ -187,17 +186,17 @@ class CallParser:
         call.is_named, call.index = True, self._num_calls
         self._num_calls += 1
         self._stream.unmark()
-        if self._is_returned(call):
+        if self._is_passed_on(call):
             early, call.early = call.early, ""
             self._deltas.append(ToolCallDelta(call.index, self._new_id(), name, early))
 
     def _add(self, call: _Call, arguments: str) -> None:
         if not call.is_named:
             call.early += arguments
-        elif self._is_returned(call):
+        elif self._is_passed_on(call):
             self._deltas.append(ToolCallDelta(call.index, arguments=arguments))
 
-    def _is_returned(self, call: _Call) -> bool:
+    def _is_passed_on(self, call: _Call) -> bool:
         return self._most is None or call.index < self._most
 
 

@@ -42,7 +42,7 @@ class MessageParser(Protocol):
         ...
 
     def push(self, text: str, *, finished: bool) -> MessageDelta:
-        """What is certain after this text; with `finished` no more comes, and this is all."""
+        """What is certain after this text; with `finished`, which ends it, all is certain."""
         ...
 
 
@@ -93,7 +93,7 @@ class Message:
 
     @property
     def content(self) -> str:
-        """The text that is neither reasoning nor a call."""
+        """The text without reasoning and calls."""
         return self._joined("content")
 
     @property
@@ -106,18 +106,18 @@ class Message:
     ) -> list[TokenLogprobs]:
         """Takes what was added by tokens with these log probabilities.
 
-        Returns those of tokens that are content, which come with it or at the end: a token may have
-        no text yet, or be a part of reasoning or of a call.
+        Returns those of tokens that are content, which come with it or at the end: a token may
+        have no text yet, or be a part of reasoning or of a call.
         """
         self._pending += logprobs
         if delta.reasoning:
             self._text("reasoning").pieces.append(delta.reasoning)
-        returned = list[TokenLogprobs]()
+        released = list[TokenLogprobs]()
         if delta.content or (finished and self._pending and self._ends_in_content()):
             part = self._text("content")
             part.pieces.append(delta.content)
-            returned, self._pending = self._pending, []
-            part.logprobs += returned
+            released, self._pending = self._pending, []
+            part.logprobs += released
         elif delta:
             self._pending = []
         for one in delta.tool_calls:
@@ -125,7 +125,7 @@ class Message:
                 self.tool_calls.append(ToolCall(one.id or "", one.name))
                 self._parts.append(self.tool_calls[-1])
             self.tool_calls[one.index].add(one.arguments)
-        return returned
+        return released
 
     def parts(self) -> Iterator[tuple[MessageDelta, Sequence[TokenLogprobs]]]:
         """Each part as if it had come at once, with the log probabilities of its tokens."""

@@ -11,11 +11,10 @@ from dataclasses import astuple
 from weakref import WeakValueDictionary
 
 from prefixcache.exceptions import GrammarError, InvalidRequestError, SlowGrammarError
-from prefixcache.text.grammar.answer_matcher import Grammar
+from prefixcache.text.grammar.answer_matcher import Grammar, Trigger
 from prefixcache.text.grammar.compiler import compile_grammar
 from prefixcache.text.grammar.mask_workers import MaskWorkers
 from prefixcache.text.grammar.sandbox import Sandbox
-from prefixcache.text.grammar.trigger import Trigger
 from prefixcache.text.grammar.vocabulary import Vocabulary
 from prefixcache.types.structured_output import StructuredOutput
 
@@ -23,8 +22,8 @@ _MOST_KEPT = 64
 _MOST_BYTES_KEPT = 2**28
 _MOST_TRIGGERS = 8
 _MOST_REFUSED = 1024
-_MOST_LINES_SHOWN = 8
-_MOST_CHARACTERS_SHOWN = 160  # of a line
+_MOST_LINES = 8
+_MOST_CHARACTERS = 160  # of a line
 
 
 class Grammars:
@@ -114,7 +113,7 @@ class Grammars:
         return grammar
 
     def _refuse(self, output: StructuredOutput, problem: str) -> str:
-        """Remembers that it cannot be compiled, and why; returns what clients get."""
+        """Remembers that it cannot be compiled, and why; returns the message for clients."""
         with self._lock:
             self._refused[_digest(output)] = problem
             if len(self._refused) > _MOST_REFUSED:
@@ -150,12 +149,12 @@ def _digest(output: StructuredOutput) -> bytes:
 
 def _without_long_quotes(problem: str) -> str:
     """Llguidance quotes lines of a grammar, and names in it, however long they are."""
-    return "\n".join(map(_cut, problem.splitlines()[:_MOST_LINES_SHOWN]))
+    return "\n".join(map(_cut, problem.splitlines()[:_MOST_LINES]))
 
 
 def _cut(line: str) -> str:
     """The line without its middle, if it is long: the error is at the start or the end."""
-    most = _MOST_CHARACTERS_SHOWN // 2
+    most = _MOST_CHARACTERS // 2
     return line if len(line) <= 2 * most else f"{line[:most]}...{line[-most:]}"
 
 

@@ -316,7 +316,7 @@ class LLM:
         return None, as_token_ids(prompt)
 
     def _run(self, jobs: Sequence[_Job], known: KnownIds, *, show_progress: bool) -> None:
-        """Steps until all jobs are done; whatever goes wrong, no request stays behind."""
+        """Steps until all jobs are done; no request is left in the engine, even after an error."""
         places = {
             request.request_id: (job.result, job.result.outputs[choice])
             for job in jobs

@@ -35,7 +35,7 @@ from prefixcache.types.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from prefixcache.engine.client import EngineClient
-    from prefixcache.text.grammar.guide import Grammar
+    from prefixcache.text.grammar.answer_matcher import Grammar
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-//! What medians hide: probes beside a busy writer, eviction against the number of cached blocks, and
+//! What medians hide: probes next to a busy writer, eviction against the number of cached blocks, and
 //! the first allocation behind a long run of dead slots. Prints tables; takes about ten seconds.
 
 use std::hint::black_box;
@@ -92,7 +92,7 @@ fn beside_writer(name: &str, mut write: impl FnMut(usize) + Send, probe: impl Fn
 }
 
 fn probe_beside_writer() {
-    println!("\nA probe of {PROBE} blocks beside a thread that evicts {REQUEST} at a time");
+    println!("\nA probe of {PROBE} blocks next to a thread that evicts {REQUEST} at a time");
     let hot = keys(0, REQUEST);
     let config = PoolConfig::new(1 << 17);
     let mut lock_free = Writer::<Shared>::in_mode(config).unwrap();

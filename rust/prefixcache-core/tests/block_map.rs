@@ -1,4 +1,4 @@
-//! Maps that are drawn beside a thread that changes the pool. `pool_scripts.rs` compares maps at rest with those of
+//! Maps that are drawn next to a thread that changes the pool. `pool_scripts.rs` compares maps at rest with those of
 //! the plain pool, after each step.
 
 #[path = "common/random.rs"]

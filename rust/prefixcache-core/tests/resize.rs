@@ -1,4 +1,4 @@
-//! What a resize promises beside holders, registrations and other writers.
+//! What a resize promises next to holders, registrations and other writers.
 
 use std::cell::Cell;
 

@@ -561,7 +561,10 @@ mod models {
         }
     }
 
-    fn beside(table: &Arc<Table>, work: impl FnOnce(&Table) + 'static) -> thread::JoinHandle<()> {
+    fn in_parallel(
+        table: &Arc<Table>,
+        work: impl FnOnce(&Table) + 'static,
+    ) -> thread::JoinHandle<()> {
         let table = table.clone();
         thread::spawn(move || work(&table))
     }
@@ -570,8 +573,8 @@ mod models {
     /// removes the third, and a reader looks.
     fn insert_beside_remove_and_lookup() {
         let table = Table::new(&[NOW; 3]);
-        let inserting = beside(&table, |table| table.insert(3));
-        let removing = beside(&table, |table| table.remove(2));
+        let inserting = in_parallel(&table, |table| table.insert(3));
+        let removing = in_parallel(&table, |table| table.remove(2));
         table.look(3);
         inserting.join().unwrap();
         removing.join().unwrap();
@@ -594,8 +597,8 @@ mod models {
     /// while their blocks are recycled and a reader looks.
     fn replace_beside_remove_and_lookup() {
         let table = Table::new(&[NOW, OLD, OLD]);
-        let inserting = beside(&table, |table| table.insert(3));
-        let removing = beside(&table, |table| {
+        let inserting = in_parallel(&table, |table| table.insert(3));
+        let removing = in_parallel(&table, |table| {
             table.remove(1);
             table.remove(2);
         });
@@ -625,7 +628,7 @@ mod models {
     /// Two keys are entered at once where one place has an ended entry.
     fn two_replacements() {
         let table = Table::new(&[NOW, OLD]);
-        let other = beside(&table, |table| table.insert(3));
+        let other = in_parallel(&table, |table| table.insert(3));
         table.insert(2);
         assert!(table.finds(2), "an entry was overlooked");
         other.join().unwrap();

@@ -54,7 +54,7 @@ fn held(pool: &Pool, number: u8) -> BlockId {
     block
 }
 
-fn beside<T: 'static>(
+fn in_parallel<T: 'static>(
     pool: &Pool,
     work: impl FnOnce(&Pool) -> T + 'static,
 ) -> thread::JoinHandle<T> {
@@ -76,8 +76,8 @@ fn check_rest(pool: &Pool, held: &[BlockId]) {
 fn release_beside_evict_and_touch() {
     let pool = pool(1);
     let block = held(&pool, 1);
-    let releasing = beside(&pool, move |pool| pool.release(&[block]).unwrap());
-    let evicting = beside(&pool, allocate);
+    let releasing = in_parallel(&pool, move |pool| pool.release(&[block]).unwrap());
+    let evicting = in_parallel(&pool, allocate);
     let touched = touch(&pool, 1);
     releasing.join().unwrap();
     let evicted = evicting.join().unwrap();
@@ -105,7 +105,7 @@ fn two_releases() {
     let pool = pool(1);
     let block = held(&pool, 1);
     assert_eq!(touch(&pool, 1), Some(block));
-    let releasing = beside(&pool, move |pool| pool.release(&[block]).unwrap());
+    let releasing = in_parallel(&pool, move |pool| pool.release(&[block]).unwrap());
     pool.release(&[block]).unwrap();
     releasing.join().unwrap();
     check_rest(&pool, &[]);
@@ -128,13 +128,13 @@ fn recycle_beside_touch_and_lookup() {
     let pool = pool(1);
     let block = held(&pool, 1);
     pool.release(&[block]).unwrap();
-    let recycling = beside(&pool, |pool| {
+    let recycling = in_parallel(&pool, |pool| {
         let block = allocate(pool)?;
         let _ = pool.register(block, key(2), pool.epoch());
         pool.release(&[block]).unwrap();
         Some(block)
     });
-    let looking = beside(&pool, |pool| (pool.lookup(&key(2)), pool.lookup(&key(1))));
+    let looking = in_parallel(&pool, |pool| (pool.lookup(&key(2)), pool.lookup(&key(1))));
     let touched = touch(&pool, 1);
     if let Some(block) = touched {
         let content = pool.block(block).content();
@@ -176,7 +176,7 @@ fn clear_beside_register() {
     let pool = pool(1);
     let epoch = pool.epoch();
     let block = allocate(&pool).unwrap();
-    let clearing = beside(&pool, |pool| pool.clear_index());
+    let clearing = in_parallel(&pool, |pool| pool.clear_index());
     let _ = pool.register(block, key(1), epoch);
     clearing.join().unwrap();
     assert_eq!(pool.lookup(&key(1)), None, "content outlived the clearing");
@@ -199,7 +199,7 @@ fn commit_beside_allocate() {
     let pool = pool(3);
     let hit = held(&pool, 1);
     pool.release(&[hit]).unwrap();
-    let allocating = beside(&pool, allocate);
+    let allocating = in_parallel(&pool, allocate);
     let mut out = Vec::new();
     let hits = pool.commit([1, 2, 3].map(key).into_iter(), 1, &mut out);
     out.extend(allocating.join().unwrap());
@@ -223,7 +223,7 @@ fn commit_vs_allocate_fails_with_credits_for_misses() {
 fn commit_beside_release() {
     let pool = pool(2);
     let [kept, released] = [1, 2].map(|number| held(&pool, number));
-    let releasing = beside(&pool, move |pool| pool.release(&[released]).unwrap());
+    let releasing = in_parallel(&pool, move |pool| pool.release(&[released]).unwrap());
     let mut out = Vec::new();
     let outcome = pool.commit([1, 2].map(key).into_iter(), 0, &mut out);
     releasing.join().unwrap();
@@ -254,7 +254,7 @@ fn recycle_beside_register_after_a_clear() {
     let [one, two] = [2, 3].map(|_| allocate(&pool).unwrap());
     let put = |block, number| pool.register(block, key(number), pool.epoch()).unwrap();
     assert_eq!(put(one, 2), Registration::New);
-    let recycling = beside(&pool, allocate);
+    let recycling = in_parallel(&pool, allocate);
     let outcome = put(two, 3);
     let recycled = recycling.join().unwrap();
     // One bucket is too small an index to try a place again that was emptied after the first look.
@@ -280,14 +280,14 @@ fn recycle_vs_register_after_a_clear_fails_with_blind_removals() {
 fn two_registrations() {
     let pool = pool(2);
     let (one, two) = (allocate(&pool).unwrap(), allocate(&pool).unwrap());
-    let other = beside(&pool, move |pool| {
+    let other = in_parallel(&pool, move |pool| {
         pool.register(two, key(1), Epoch::default()).unwrap()
     });
     let outcome = pool.register(one, key(1), Epoch::default()).unwrap();
     let other = other.join().unwrap();
     let first = match (outcome, other) {
-        (Registration::New, Registration::Twin(first)) if first == one => one,
-        (Registration::Twin(first), Registration::New) if first == two => two,
+        (Registration::New, Registration::Duplicate(first)) if first == one => one,
+        (Registration::Duplicate(first), Registration::New) if first == two => two,
         both => panic!("exactly one is the first: {both:?}"),
     };
     assert_eq!(pool.lookup(&key(1)), Some(first), "the first hits");
@@ -317,9 +317,9 @@ fn register_copy_beside_recycle() {
     let first = held(&pool, 1);
     let [surplus, last] = [1, 1].map(|_| allocate(&pool).unwrap());
     let copy = |block| pool.register(block, key(1), Epoch::default()).unwrap();
-    assert_eq!(copy(surplus), Registration::Twin(first));
+    assert_eq!(copy(surplus), Registration::Duplicate(first));
     pool.release(&[surplus]).unwrap();
-    let recycling = beside(&pool, allocate);
+    let recycling = in_parallel(&pool, allocate);
     let outcome = copy(last);
     assert_eq!(recycling.join().unwrap(), Some(surplus));
     if outcome == Registration::Stale {
@@ -327,7 +327,7 @@ fn register_copy_beside_recycle() {
         assert_eq!(pool.content_drops(), 1);
         return check_rest(&pool, &[first, surplus, last]);
     }
-    assert_eq!(outcome, Registration::Twin(first));
+    assert_eq!(outcome, Registration::Duplicate(first));
     check_rest(&pool, &[first, surplus, last]);
     pool.release(&[first]).unwrap();
     assert_eq!(allocate(&pool), Some(first));
@@ -346,12 +346,12 @@ fn register_copy_vs_recycle_fails_with_blind_removals() {
 }
 
 /// The pool shrinks below a block that is being released, and grows again; each time, unless the
-/// release is under way.
+/// release is in flight.
 fn resize_beside_release() {
     let pool = pool(2);
     let (kept, block) = (allocate(&pool).unwrap(), allocate(&pool).unwrap());
     let _ = pool.register(block, key(1), Epoch::default());
-    let releasing = beside(&pool, move |pool| pool.release(&[block]).unwrap());
+    let releasing = in_parallel(&pool, move |pool| pool.release(&[block]).unwrap());
     let shrunk = pool.resize(2);
     let hit = pool.lookup(&key(1));
     let _ = pool.resize(3);
@@ -375,7 +375,7 @@ fn resize_vs_release_fails_when_releases_do_not_wait() {
 /// The pool shrinks below one of two free blocks while both are wanted.
 fn resize_beside_allocate() {
     let pool = pool(2);
-    let allocating = beside(&pool, |pool| {
+    let allocating = in_parallel(&pool, |pool| {
         let mut out = Vec::new();
         let _ = pool.allocate(2, &mut out);
         out
@@ -406,7 +406,7 @@ fn resize_vs_allocate_fails_when_allocations_do_not_wait() {
 fn resize_beside_register() {
     let pool = pool(2);
     let (kept, block) = (allocate(&pool).unwrap(), allocate(&pool).unwrap());
-    let registering = beside(&pool, move |pool| {
+    let registering = in_parallel(&pool, move |pool| {
         pool.register(block, key(1), Epoch::default()).unwrap()
     });
     assert_eq!(pool.resize(2), Ok(1));
@@ -434,7 +434,7 @@ fn resize_beside_lookup() {
     let pool = pool(2);
     let (kept, block) = (allocate(&pool).unwrap(), held(&pool, 1));
     pool.release(&[block]).unwrap();
-    let looking = beside(&pool, |pool| (pool.lookup(&key(2)), pool.lookup(&key(1))));
+    let looking = in_parallel(&pool, |pool| (pool.lookup(&key(2)), pool.lookup(&key(1))));
     assert_eq!(pool.resize(2), Ok(0));
     assert_eq!(pool.resize(3), Ok(0));
     let left = pool.lookup(&key(1));
@@ -465,7 +465,7 @@ fn demote_beside_allocate() {
     let block = held(&pool, 1);
     assert_eq!(pool.pin(&[block]), Ok(1));
     pool.release(&[block]).unwrap();
-    let demoting = beside(&pool, |pool| pool.demote(3));
+    let demoting = in_parallel(&pool, |pool| pool.demote(3));
     let mut out = Vec::new();
     let outcome = pool.allocate(2, &mut out);
     assert_eq!(outcome, Ok(()), "what fits was not served");
@@ -491,8 +491,8 @@ fn demote_beside_touch_and_evict() {
     let block = held(&pool, 1);
     assert_eq!(pool.pin(&[block]), Ok(1));
     pool.release(&[block]).unwrap();
-    let demoting = beside(&pool, |pool| pool.demote(1));
-    let evicting = beside(&pool, |pool| [allocate(pool), allocate(pool)]);
+    let demoting = in_parallel(&pool, |pool| pool.demote(1));
+    let evicting = in_parallel(&pool, |pool| [allocate(pool), allocate(pool)]);
     let touched = touch(&pool, 1);
     demoting.join().unwrap();
     let evicted = evicting.join().unwrap().into_iter().flatten();
@@ -518,7 +518,7 @@ fn pin_beside_release_and_evict() {
     let pool = pool(1);
     let block = held(&pool, 1);
     assert_eq!(touch(&pool, 1), Some(block));
-    let releasing = beside(&pool, move |pool| {
+    let releasing = in_parallel(&pool, move |pool| {
         pool.release(&[block]).unwrap();
         allocate(pool)
     });
@@ -540,28 +540,28 @@ fn pin_vs_release_vs_evict_fails_with_blind_stores_of_the_class() {
     faults::check_with(Fault::BlindClass, pin_beside_release_and_evict);
 }
 
-/// A pin of a twin moves the free copy that hits to the pinned line while another thread evicts it, and
+/// A pin of a duplicate moves the free copy that hits to the pinned line while another thread evicts it, and
 /// gives it other content.
 fn pin_copy_beside_evict() {
     let pool = pool(2);
     let first = held(&pool, 1);
-    let twin = allocate(&pool).unwrap();
-    let outcome = pool.register(twin, key(1), Epoch::default());
-    assert_eq!(outcome, Ok(Registration::Twin(first)));
+    let duplicate = allocate(&pool).unwrap();
+    let outcome = pool.register(duplicate, key(1), Epoch::default());
+    assert_eq!(outcome, Ok(Registration::Duplicate(first)));
     pool.release(&[first]).unwrap();
-    let evicting = beside(&pool, |pool| {
+    let evicting = in_parallel(&pool, |pool| {
         let block = allocate(pool)?;
         let _ = pool.register(block, key(2), pool.epoch());
         Some(block)
     });
-    let pinned = pool.pin(&[twin]).unwrap();
+    let pinned = pool.pin(&[duplicate]).unwrap();
     let evicted = evicting.join().unwrap();
     let class = |id| pool.block(id).state().class();
     if let Some(block) = evicted {
         assert_eq!(class(block), Class::DEFAULT, "other content was pinned");
     }
     assert!(pinned <= 1);
-    let held: Vec<BlockId> = evicted.into_iter().chain([twin]).collect();
+    let held: Vec<BlockId> = evicted.into_iter().chain([duplicate]).collect();
     check_rest(&pool, &held);
 }
 
@@ -583,7 +583,7 @@ fn band_in_place_beside_evict() {
     let block = held(&pool, 1);
     assert_eq!(pool.pin(&[block]), Ok(1));
     pool.release(&[block]).unwrap();
-    let evicting = beside(&pool, |pool| {
+    let evicting = in_parallel(&pool, |pool| {
         let block = allocate(pool)?;
         let _ = pool.register(block, key(2), pool.epoch());
         pool.release(&[block]).unwrap();
@@ -623,7 +623,7 @@ fn band_in_place_beside_evict_and_pin() {
     let block = held(&pool, 1);
     assert_eq!(pool.pin(&[block]), Ok(1));
     pool.release(&[block]).unwrap();
-    let evicting = beside(&pool, |pool| {
+    let evicting = in_parallel(&pool, |pool| {
         let Some(block) = allocate(pool) else { return };
         let _ = pool.register(block, key(2), pool.epoch());
         pool.pin(&[block]).unwrap();
@@ -654,7 +654,7 @@ fn band_in_place_vs_evict_and_pin_fails_without_the_look_at_the_content() {
 fn stale_release_beside_touch() {
     let pool = pool(1);
     let block = held(&pool, 1);
-    let touching = beside(&pool, |pool| touch(pool, 1));
+    let touching = in_parallel(&pool, |pool| touch(pool, 1));
     pool.clear_index();
     pool.release(&[block]).unwrap();
     let held: Vec<BlockId> = touching.join().unwrap().into_iter().collect();
@@ -678,7 +678,7 @@ fn unneeded_beside_touch_and_evict() {
     let pool = pool(2);
     let (needed, unneeded) = (held(&pool, 1), held(&pool, 2));
     pool.release(&[needed]).unwrap();
-    let evicting = beside(&pool, |pool| allocate(pool));
+    let evicting = in_parallel(&pool, |pool| allocate(pool));
     pool.release_unneeded(&[unneeded]).unwrap();
     let touched = touch(&pool, 2);
     let taken = evicting.join().unwrap();
@@ -709,7 +709,7 @@ fn evict_beside_move_between_queues() {
     pool.reuse_queue().unwrap().set_time(time);
     let blocks = [held(&pool, 1), held(&pool, 2)];
     pool.release_to(&blocks, Queue::new(0)).unwrap();
-    let evicting = beside(&pool, allocate);
+    let evicting = in_parallel(&pool, allocate);
     if let Some(block) = touch(&pool, 1) {
         pool.release_to(&[block], Queue::SHARED).unwrap();
     }
@@ -730,7 +730,7 @@ fn evict_vs_move_between_queues_fails_when_the_line_is_not_looked_at() {
 
 /// Two copies of one content are evicted at the same time: whoever listens learns from at least one of them that
 /// the content is gone, or it would believe for ever that it is there.
-fn two_evictions_of_twins() {
+fn two_evictions_of_duplicates() {
     let pool = pool(2);
     pool.listen(2, &[]).unwrap();
     let copies: Vec<BlockId> = (0..2)
@@ -742,7 +742,7 @@ fn two_evictions_of_twins() {
         })
         .collect();
     pool.release(&copies).unwrap();
-    let evicting = beside(&pool, allocate);
+    let evicting = in_parallel(&pool, allocate);
     let held: Vec<BlockId> = allocate(&pool)
         .into_iter()
         .chain(evicting.join().unwrap())
@@ -760,14 +760,14 @@ fn two_evictions_of_twins() {
 }
 
 #[test]
-fn evict_vs_evict_of_twins() {
-    check(two_evictions_of_twins);
+fn evict_vs_evict_of_duplicates() {
+    check(two_evictions_of_duplicates);
 }
 
 #[test]
 #[should_panic(expected = "nobody tells of the end")]
-fn evict_vs_evict_of_twins_fails_without_a_fence() {
-    faults::check_with(Fault::LookBeforeErased, two_evictions_of_twins);
+fn evict_vs_evict_of_duplicates_fails_without_a_fence() {
+    faults::check_with(Fault::LookBeforeErased, two_evictions_of_duplicates);
 }
 
 /// A pool of two blocks that shrinks to one: the first holds content 2, the second content 1, which goes later.
@@ -791,7 +791,7 @@ fn shrink(pool: &Pool, memory: &[AtomicU64]) -> usize {
 }
 
 fn copy_and_finish(pool: &Pool, memory: &[AtomicU64], moves: &mut Moves) -> usize {
-    for one in &moves.under_way {
+    for one in &moves.in_flight {
         let kv = memory[one.from.index()].load(Ordering::Relaxed);
         memory[one.to.index()].store(kv, Ordering::Relaxed);
     }
@@ -854,7 +854,7 @@ fn move_beside_touch() {
     pool.release(&[block, blank]).unwrap();
     let mut moves = Moves::default();
     assert_eq!(pool.begin_moves(2, 1, &mut moves), Ok(()));
-    let touching = beside(&pool, |pool| touch(pool, 1));
+    let touching = in_parallel(&pool, |pool| touch(pool, 1));
     let moved = copy_and_finish(&pool, &memory, &mut moves);
     let touched = touching.join().unwrap();
     if let Some(block) = touched {
@@ -915,13 +915,13 @@ fn move_beside_register() {
     let block = held(&pool, 1);
     let copy = allocate(&pool).unwrap();
     pool.release(&[block, blank]).unwrap();
-    let registering = beside(&pool, move |pool| {
+    let registering = in_parallel(&pool, move |pool| {
         pool.register(copy, key(1), Epoch::default()).unwrap()
     });
     assert_eq!(shrink(&pool, &memory), 1);
     let outcome = registering.join().unwrap();
-    let is_twin = matches!(outcome, Registration::Twin(_));
-    assert!(is_twin, "{outcome:?} beside a copy");
+    let is_duplicate = matches!(outcome, Registration::Duplicate(_));
+    assert!(is_duplicate, "{outcome:?} though there is a copy");
     assert_eq!(pool.lookup(&key(1)), Some(blank), "the first hits");
     pool.release(&[copy]).unwrap();
     assert_eq!(pool.resize(2), Ok(0));
@@ -934,7 +934,7 @@ fn move_vs_register() {
 }
 
 #[test]
-#[should_panic(expected = "beside a copy")]
+#[should_panic(expected = "though there is a copy")]
 fn move_vs_register_fails_when_entries_are_looked_at_once() {
     faults::check_with(Fault::LookOnce, move_beside_register);
 }

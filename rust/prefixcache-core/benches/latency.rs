@@ -91,7 +91,7 @@ fn beside_writer(name: &str, mut write: impl FnMut(usize) + Send, probe: impl Fn
     });
 }
 
-fn probe_beside_writer() {
+fn probe_with_writer() {
     println!("\nA probe of {PROBE} blocks next to a thread that evicts {REQUEST} at a time");
     let hot = keys(0, REQUEST);
     let config = PoolConfig::new(1 << 17);
@@ -323,7 +323,7 @@ fn main() {
     if is_asked_for("--hints") {
         return print_hints();
     }
-    probe_beside_writer();
+    probe_with_writer();
     print_hints();
     print_evictions();
     print_policy_calls();

@@ -137,7 +137,7 @@ on_each_pool! {
         pool.clear_index();
         pool.release(&[held]).unwrap();
         assert_eq!(pool.free_order()[0], free);
-        let current = pinned_beside(pool, 4);
+        let current = pinned_next_to(pool, 4);
         assert_eq!(pool.free_order()[0], held, "blank blocks are next, the stale pin is gone");
         assert_eq!(pool.free_order().last(), Some(&current));
         // A block of the regular tier that was cleared keeps its place before the pinned one.
@@ -194,7 +194,7 @@ on_each_pool! {
 }
 
 /// As [`pinned`], but for a pool that has pins already.
-fn pinned_beside(pool: &mut impl BlockStore, number: u8) -> BlockId {
+fn pinned_next_to(pool: &mut impl BlockStore, number: u8) -> BlockId {
     let block = registered(pool, number);
     assert_eq!(pool.pin(&[block]), Ok(1));
     pool.release(&[block]).unwrap();

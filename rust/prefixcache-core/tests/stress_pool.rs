@@ -260,7 +260,7 @@ fn two_writers() {
 
 /// One writer asks for many blocks that miss and one new one, the other for a third of the pool.
 #[test]
-fn misses_beside_allocations() {
+fn misses_with_allocations() {
     let pool = Writer::<Shared>::in_mode(PoolConfig::new(301)).unwrap();
     let stop = AtomicBool::new(false);
     let serve = |ask: fn(&mut Writer<Shared>, &mut Vec<BlockId>)| {

@@ -73,7 +73,7 @@ fn check_rest(pool: &Pool, held: &[BlockId]) {
 }
 
 /// One block is released, touched and evicted at once.
-fn release_beside_evict_and_touch() {
+fn release_with_evict_and_touch() {
     let pool = pool(1);
     let block = held(&pool, 1);
     let releasing = in_parallel(&pool, move |pool| pool.release(&[block]).unwrap());
@@ -91,13 +91,13 @@ fn release_beside_evict_and_touch() {
 
 #[test]
 fn release_vs_evict_vs_touch() {
-    check(release_beside_evict_and_touch);
+    check(release_with_evict_and_touch);
 }
 
 #[test]
 #[should_panic]
 fn release_vs_evict_vs_touch_fails_when_evicted_blocks_stay_hashed() {
-    faults::check_with(Fault::EvictHashed, release_beside_evict_and_touch);
+    faults::check_with(Fault::EvictHashed, release_with_evict_and_touch);
 }
 
 /// A block's two holders let go at once.
@@ -124,7 +124,7 @@ fn two_last_releasers_fails_when_both_only_count_down() {
 }
 
 /// A block is recycled for other content while one thread wants the old content and another looks.
-fn recycle_beside_touch_and_lookup() {
+fn recycle_with_touch_and_lookup() {
     let pool = pool(1);
     let block = held(&pool, 1);
     pool.release(&[block]).unwrap();
@@ -156,23 +156,23 @@ fn recycle_beside_touch_and_lookup() {
 
 #[test]
 fn evict_vs_lookup_vs_register() {
-    check(recycle_beside_touch_and_lookup);
+    check(recycle_with_touch_and_lookup);
 }
 
 #[test]
 #[should_panic(expected = "a hit had other content")]
 fn evict_vs_lookup_vs_register_fails_without_the_recheck() {
-    faults::check_with(Fault::SkipRecheck, recycle_beside_touch_and_lookup);
+    faults::check_with(Fault::SkipRecheck, recycle_with_touch_and_lookup);
 }
 
 #[test]
 #[should_panic]
 fn evict_vs_lookup_vs_register_fails_when_evicted_blocks_stay_hashed() {
-    faults::check_with(Fault::EvictHashed, recycle_beside_touch_and_lookup);
+    faults::check_with(Fault::EvictHashed, recycle_with_touch_and_lookup);
 }
 
 /// The index is cleared while a block of the epoch before is being registered.
-fn clear_beside_register() {
+fn clear_with_register() {
     let pool = pool(1);
     let epoch = pool.epoch();
     let block = allocate(&pool).unwrap();
@@ -185,17 +185,17 @@ fn clear_beside_register() {
 
 #[test]
 fn clear_vs_register() {
-    check(clear_beside_register);
+    check(clear_with_register);
 }
 
 #[test]
 #[should_panic(expected = "content outlived the clearing")]
 fn clear_vs_register_fails_with_the_epoch_of_now() {
-    faults::check_with(Fault::EpochOfNow, clear_beside_register);
+    faults::check_with(Fault::EpochOfNow, clear_with_register);
 }
 
 /// A commit of one hit, misses and a new block needs two blocks, a concurrent allocation the third.
-fn commit_beside_allocate() {
+fn commit_with_allocate() {
     let pool = pool(3);
     let hit = held(&pool, 1);
     pool.release(&[hit]).unwrap();
@@ -209,18 +209,18 @@ fn commit_beside_allocate() {
 
 #[test]
 fn commit_vs_allocate() {
-    check(commit_beside_allocate);
+    check(commit_with_allocate);
 }
 
 #[test]
 #[should_panic(expected = "what fits was not served")]
 fn commit_vs_allocate_fails_with_credits_for_misses() {
-    faults::check_with(Fault::CreditsForMisses, commit_beside_allocate);
+    faults::check_with(Fault::CreditsForMisses, commit_with_allocate);
 }
 
 /// A hit is held when the commit counts what it needs, and free when it takes it: it gets all or
 /// nothing. Another hit comes first, which a commit that fails has to give back.
-fn commit_beside_release() {
+fn commit_with_release() {
     let pool = pool(2);
     let [kept, released] = [1, 2].map(|number| held(&pool, number));
     let releasing = in_parallel(&pool, move |pool| pool.release(&[released]).unwrap());
@@ -235,18 +235,18 @@ fn commit_beside_release() {
 
 #[test]
 fn commit_vs_release() {
-    check(commit_beside_release);
+    check(commit_with_release);
 }
 
 #[test]
 #[should_panic(expected = "blocks were lost or doubled")]
 fn commit_vs_release_fails_when_a_failed_commit_keeps_its_hits() {
-    faults::check_with(Fault::KeepHitsOfFailure, commit_beside_release);
+    faults::check_with(Fault::KeepHitsOfFailure, commit_with_release);
 }
 
 /// The index is full, one of its entries is of an ended epoch, and the block of that one is recycled
 /// while another block is registered, which may take the place of the entry.
-fn recycle_beside_register_after_a_clear() {
+fn recycle_with_register_after_a_clear() {
     let pool = pool(3);
     let old = held(&pool, 1);
     pool.release(&[old]).unwrap();
@@ -267,13 +267,13 @@ fn recycle_beside_register_after_a_clear() {
 
 #[test]
 fn recycle_vs_register_after_a_clear() {
-    check(recycle_beside_register_after_a_clear);
+    check(recycle_with_register_after_a_clear);
 }
 
 #[test]
 #[should_panic(expected = "content was lost")]
 fn recycle_vs_register_after_a_clear_fails_with_blind_removals() {
-    faults::check_with(Fault::BlindRemoval, recycle_beside_register_after_a_clear);
+    faults::check_with(Fault::BlindRemoval, recycle_with_register_after_a_clear);
 }
 
 /// Two threads register the same content: exactly one is the first, and its block hits.
@@ -312,7 +312,7 @@ fn register_vs_register_fails_when_numbers_are_drawn_before_entries_stand() {
 }
 
 /// There are copies enough. A further one takes the entry of a free one, which is recycled meanwhile.
-fn register_copy_beside_recycle() {
+fn register_copy_with_recycle() {
     let pool = pool(3);
     let first = held(&pool, 1);
     let [surplus, last] = [1, 1].map(|_| allocate(&pool).unwrap());
@@ -336,18 +336,18 @@ fn register_copy_beside_recycle() {
 
 #[test]
 fn register_copy_vs_recycle() {
-    check(register_copy_beside_recycle);
+    check(register_copy_with_recycle);
 }
 
 #[test]
 #[should_panic]
 fn register_copy_vs_recycle_fails_with_blind_removals() {
-    faults::check_with(Fault::BlindRemoval, register_copy_beside_recycle);
+    faults::check_with(Fault::BlindRemoval, register_copy_with_recycle);
 }
 
 /// The pool shrinks below a block that is being released, and grows again; each time, unless the
 /// release is in flight.
-fn resize_beside_release() {
+fn resize_with_release() {
     let pool = pool(2);
     let (kept, block) = (allocate(&pool).unwrap(), allocate(&pool).unwrap());
     let _ = pool.register(block, key(1), Epoch::default());
@@ -363,17 +363,17 @@ fn resize_beside_release() {
 
 #[test]
 fn resize_vs_release() {
-    check(resize_beside_release);
+    check(resize_with_release);
 }
 
 #[test]
 #[should_panic]
 fn resize_vs_release_fails_when_releases_do_not_wait() {
-    faults::check_with(Fault::EnterResize, resize_beside_release);
+    faults::check_with(Fault::EnterResize, resize_with_release);
 }
 
 /// The pool shrinks below one of two free blocks while both are wanted.
-fn resize_beside_allocate() {
+fn resize_with_allocate() {
     let pool = pool(2);
     let allocating = in_parallel(&pool, |pool| {
         let mut out = Vec::new();
@@ -393,17 +393,17 @@ fn resize_beside_allocate() {
 
 #[test]
 fn resize_vs_allocate() {
-    check(resize_beside_allocate);
+    check(resize_with_allocate);
 }
 
 #[test]
 #[should_panic]
 fn resize_vs_allocate_fails_when_allocations_do_not_wait() {
-    faults::check_with(Fault::EnterResize, resize_beside_allocate);
+    faults::check_with(Fault::EnterResize, resize_with_allocate);
 }
 
 /// The pool shrinks below a held block that is being registered.
-fn resize_beside_register() {
+fn resize_with_register() {
     let pool = pool(2);
     let (kept, block) = (allocate(&pool).unwrap(), allocate(&pool).unwrap());
     let registering = in_parallel(&pool, move |pool| {
@@ -420,17 +420,17 @@ fn resize_beside_register() {
 
 #[test]
 fn resize_vs_register() {
-    check(resize_beside_register);
+    check(resize_with_register);
 }
 
 #[test]
 #[should_panic(expected = "retired and holds content")]
 fn resize_vs_register_fails_when_registrations_do_not_look_again() {
-    faults::check_with(Fault::RegisterRetired, resize_beside_register);
+    faults::check_with(Fault::RegisterRetired, resize_with_register);
 }
 
 /// A free block with content leaves the pool and comes back for other content, while a reader looks.
-fn resize_beside_lookup() {
+fn resize_with_lookup() {
     let pool = pool(2);
     let (kept, block) = (allocate(&pool).unwrap(), held(&pool, 1));
     pool.release(&[block]).unwrap();
@@ -450,17 +450,17 @@ fn resize_beside_lookup() {
 
 #[test]
 fn resize_vs_lookup() {
-    check(resize_beside_lookup);
+    check(resize_with_lookup);
 }
 
 #[test]
 #[should_panic(expected = "content outlived its block")]
 fn resize_vs_lookup_fails_when_retired_blocks_keep_their_content() {
-    faults::check_with(Fault::KeepRetired, resize_beside_lookup);
+    faults::check_with(Fault::KeepRetired, resize_with_lookup);
 }
 
 /// Of three free blocks one is being demoted: a concurrent allocation may count on the other two.
-fn demote_beside_allocate() {
+fn demote_with_allocate() {
     let pool = pool(3);
     let block = held(&pool, 1);
     assert_eq!(pool.pin(&[block]), Ok(1));
@@ -475,18 +475,18 @@ fn demote_beside_allocate() {
 
 #[test]
 fn demote_vs_allocate() {
-    check(demote_beside_allocate);
+    check(demote_with_allocate);
 }
 
 #[test]
 #[should_panic(expected = "what fits was not served")]
 fn demote_vs_allocate_fails_with_credits_for_more_than_it_moves() {
-    faults::check_with(Fault::GreedyDemotion, demote_beside_allocate);
+    faults::check_with(Fault::GreedyDemotion, demote_with_allocate);
 }
 
 /// The last block of the pinned tier is demoted, touched and evicted at once. Meanwhile a blank one is
 /// free, whose credit lets two of the three begin.
-fn demote_beside_touch_and_evict() {
+fn demote_with_touch_and_evict() {
     let pool = pool(2);
     let block = held(&pool, 1);
     assert_eq!(pool.pin(&[block]), Ok(1));
@@ -504,17 +504,17 @@ fn demote_beside_touch_and_evict() {
 
 #[test]
 fn demote_vs_touch_vs_evict() {
-    check(demote_beside_touch_and_evict);
+    check(demote_with_touch_and_evict);
 }
 
 #[test]
 #[should_panic]
 fn demote_vs_touch_vs_evict_fails_with_blind_stores() {
-    faults::check_with(Fault::BlindDemotion, demote_beside_touch_and_evict);
+    faults::check_with(Fault::BlindDemotion, demote_with_touch_and_evict);
 }
 
 /// One holder pins a block and lets it go while the other lets it go and takes what is free.
-fn pin_beside_release_and_evict() {
+fn pin_with_release_and_evict() {
     let pool = pool(1);
     let block = held(&pool, 1);
     assert_eq!(touch(&pool, 1), Some(block));
@@ -531,18 +531,18 @@ fn pin_beside_release_and_evict() {
 
 #[test]
 fn pin_vs_release_vs_evict() {
-    check(pin_beside_release_and_evict);
+    check(pin_with_release_and_evict);
 }
 
 #[test]
 #[should_panic]
 fn pin_vs_release_vs_evict_fails_with_blind_stores_of_the_class() {
-    faults::check_with(Fault::BlindClass, pin_beside_release_and_evict);
+    faults::check_with(Fault::BlindClass, pin_with_release_and_evict);
 }
 
 /// A pin of a duplicate moves the free copy that hits to the pinned line while another thread evicts it, and
 /// gives it other content.
-fn pin_copy_beside_evict() {
+fn pin_copy_with_evict() {
     let pool = pool(2);
     let first = held(&pool, 1);
     let duplicate = allocate(&pool).unwrap();
@@ -567,18 +567,18 @@ fn pin_copy_beside_evict() {
 
 #[test]
 fn pin_copy_vs_evict() {
-    check(pin_copy_beside_evict);
+    check(pin_copy_with_evict);
 }
 
 #[test]
 #[should_panic(expected = "other content was pinned")]
 fn pin_copy_vs_evict_fails_without_the_recheck() {
-    faults::check_with(Fault::SkipRecheck, pin_copy_beside_evict);
+    faults::check_with(Fault::SkipRecheck, pin_copy_with_evict);
 }
 
 /// The band of a pinned block changes where the block stands in line, while another thread evicts it and gives it
 /// other content, which has neither band nor pin.
-fn band_in_place_beside_evict() {
+fn band_in_place_with_evict() {
     let pool = pool(1);
     let block = held(&pool, 1);
     assert_eq!(pool.pin(&[block]), Ok(1));
@@ -602,23 +602,23 @@ fn band_in_place_beside_evict() {
 
 #[test]
 fn band_in_place_vs_evict() {
-    check(band_in_place_beside_evict);
+    check(band_in_place_with_evict);
 }
 
 #[test]
 #[should_panic]
 fn band_in_place_vs_evict_fails_when_the_eviction_tries_once() {
-    faults::check_with(Fault::LeaveOnce, band_in_place_beside_evict);
+    faults::check_with(Fault::LeaveOnce, band_in_place_with_evict);
 }
 
 #[test]
 #[should_panic]
 fn band_in_place_vs_evict_fails_with_blind_stores() {
-    faults::check_with(Fault::BlindClass, band_in_place_beside_evict);
+    faults::check_with(Fault::BlindClass, band_in_place_with_evict);
 }
 
 /// The same of a block whose new content is pinned too, before its band is changed.
-fn band_in_place_beside_evict_and_pin() {
+fn band_in_place_with_evict_and_pin() {
     let pool = pool(1);
     let block = held(&pool, 1);
     assert_eq!(pool.pin(&[block]), Ok(1));
@@ -641,17 +641,17 @@ fn band_in_place_beside_evict_and_pin() {
 
 #[test]
 fn band_in_place_vs_evict_and_pin() {
-    check(band_in_place_beside_evict_and_pin);
+    check(band_in_place_with_evict_and_pin);
 }
 
 #[test]
 #[should_panic(expected = "other content got the band")]
 fn band_in_place_vs_evict_and_pin_fails_without_the_look_at_the_content() {
-    faults::check_with(Fault::SkipContentCheck, band_in_place_beside_evict_and_pin);
+    faults::check_with(Fault::SkipContentCheck, band_in_place_with_evict_and_pin);
 }
 
 /// Everything is forgotten, and a block given up that another thread may have hit before.
-fn stale_release_beside_touch() {
+fn stale_release_with_touch() {
     let pool = pool(1);
     let block = held(&pool, 1);
     let touching = in_parallel(&pool, |pool| touch(pool, 1));
@@ -663,18 +663,18 @@ fn stale_release_beside_touch() {
 
 #[test]
 fn stale_release_vs_touch() {
-    check(stale_release_beside_touch);
+    check(stale_release_with_touch);
 }
 
 #[test]
 #[should_panic]
 fn stale_release_vs_touch_fails_with_blind_stores() {
-    faults::check_with(Fault::BlindBlank, stale_release_beside_touch);
+    faults::check_with(Fault::BlindBlank, stale_release_with_touch);
 }
 
 /// What is behind a window is hit by one thread while another takes a block, which is to be another one: the
 /// hit block joins the others at its release.
-fn unneeded_beside_touch_and_evict() {
+fn unneeded_with_touch_and_evict() {
     let pool = pool(2);
     let (needed, unneeded) = (held(&pool, 1), held(&pool, 2));
     pool.release(&[needed]).unwrap();
@@ -692,18 +692,18 @@ fn unneeded_beside_touch_and_evict() {
 
 #[test]
 fn unneeded_vs_touch_vs_evict() {
-    check(unneeded_beside_touch_and_evict);
+    check(unneeded_with_touch_and_evict);
 }
 
 #[test]
 #[should_panic]
 fn unneeded_vs_touch_vs_evict_fails_when_evicted_blocks_stay_hashed() {
-    faults::check_with(Fault::EvictHashed, unneeded_beside_touch_and_evict);
+    faults::check_with(Fault::EvictHashed, unneeded_with_touch_and_evict);
 }
 
 /// The oldest block is touched and released to another queue while a thread asks for a block. Another one is
 /// free, so that both may have what they want.
-fn evict_beside_move_between_queues() {
+fn evict_with_move_between_queues() {
     let pool = pool_with(2, EvictionPolicy::ReuseQueue);
     let time = std::time::Duration::from_secs(1);
     pool.reuse_queue().unwrap().set_time(time);
@@ -719,13 +719,13 @@ fn evict_beside_move_between_queues() {
 
 #[test]
 fn evict_vs_move_between_queues() {
-    check(evict_beside_move_between_queues);
+    check(evict_with_move_between_queues);
 }
 
 #[test]
 #[should_panic(expected = "the pool is whole")]
 fn evict_vs_move_between_queues_fails_when_the_line_is_not_looked_at() {
-    faults::check_with(Fault::IgnoreClass, evict_beside_move_between_queues);
+    faults::check_with(Fault::IgnoreClass, evict_with_move_between_queues);
 }
 
 /// Two copies of one content are evicted at the same time: whoever listens learns from at least one of them that
@@ -804,7 +804,7 @@ fn copy_and_finish(pool: &Pool, memory: &[AtomicU64], moves: &mut Moves) -> usiz
 }
 
 /// Content moves while another thread looks for it and for what made way.
-fn move_beside_lookup() {
+fn move_with_lookup() {
     let (pool, memory) = shrinking();
     let looking = {
         let (pool, memory) = (pool.clone(), memory.clone());
@@ -830,23 +830,23 @@ fn move_beside_lookup() {
 
 #[test]
 fn move_vs_lookup() {
-    check(move_beside_lookup);
+    check(move_with_lookup);
 }
 
 #[test]
 #[should_panic(expected = "a lookup found a block with other content")]
 fn move_vs_lookup_fails_when_content_is_found_before_its_copy() {
-    faults::check_with(Fault::MoveEarly, move_beside_lookup);
+    faults::check_with(Fault::MoveEarly, move_with_lookup);
 }
 
 #[test]
 #[should_panic(expected = "content is found all the time")]
 fn move_vs_lookup_fails_when_entries_are_looked_at_once() {
-    faults::check_with(Fault::LookOnce, move_beside_lookup);
+    faults::check_with(Fault::LookOnce, move_with_lookup);
 }
 
 /// Content moves while another thread hits it and looks at its KV.
-fn move_beside_touch() {
+fn move_with_touch() {
     let pool = pool(2);
     let memory = [0, 0, 1].map(AtomicU64::new);
     let blank = allocate(&pool).unwrap();
@@ -872,17 +872,17 @@ fn move_beside_touch() {
 
 #[test]
 fn move_vs_touch() {
-    check(move_beside_touch);
+    check(move_with_touch);
 }
 
 #[test]
 #[should_panic]
 fn move_vs_touch_fails_when_the_holder_is_not_looked_for() {
-    faults::check_with(Fault::BlindMove, move_beside_touch);
+    faults::check_with(Fault::BlindMove, move_with_touch);
 }
 
 /// Content moves while another thread takes a block and lets it go.
-fn move_beside_allocate() {
+fn move_with_allocate() {
     let (pool, memory) = shrinking();
     let allocating = {
         let (pool, memory) = (pool.clone(), memory.clone());
@@ -904,11 +904,11 @@ fn move_beside_allocate() {
 
 #[test]
 fn move_vs_allocate() {
-    check(move_beside_allocate);
+    check(move_with_allocate);
 }
 
 /// Content moves while another thread registers a copy of it.
-fn move_beside_register() {
+fn move_with_register() {
     let pool = pool(3);
     let memory = [0, 0, 1, 1].map(AtomicU64::new);
     let blank = allocate(&pool).unwrap();
@@ -930,11 +930,11 @@ fn move_beside_register() {
 
 #[test]
 fn move_vs_register() {
-    check(move_beside_register);
+    check(move_with_register);
 }
 
 #[test]
 #[should_panic(expected = "though there is a copy")]
 fn move_vs_register_fails_when_entries_are_looked_at_once() {
-    faults::check_with(Fault::LookOnce, move_beside_register);
+    faults::check_with(Fault::LookOnce, move_with_register);
 }

@@ -153,7 +153,7 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
             8 if a & 3 == 1 => {
                 let most = cache.store().num_blocks() + 1;
                 let begun = cache.begin_moves(usize::from(b) % most, 4, &mut self.moves);
-                format!("{begun:?} {:?}", self.moves.under_way)
+                format!("{begun:?} {:?}", self.moves.in_flight)
             }
             8 if a & 3 == 2 && b & 1 == 0 => format!("{:?}", cache.finish_moves(&mut self.moves)),
             8 if a & 3 == 2 => format!("{:?}", cache.abort_moves(&mut self.moves)),

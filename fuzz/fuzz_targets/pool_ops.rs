@@ -1,4 +1,4 @@
-//! Bytes as operations on a block pool, beside the plain one.
+//! Bytes as operations on a block pool, and on the plain one.
 //!
 //! The first byte chooses the mode, the order of the free line and the rings: long ones, with which the two pools
 //! must agree in everything, or rings of eight slots for up to 63 blocks, which fill up, so that

@@ -1,4 +1,4 @@
-//! What medians hide: probes beside a busy writer, eviction against the number of cached blocks, and
+//! What medians hide: probes next to a busy writer, eviction against the number of cached blocks, and
 //! the first allocation behind a long run of dead slots. Prints tables; takes about ten seconds.
 
 use std::hint::black_box;
@@ -91,8 +91,8 @@ fn beside_writer(name: &str, mut write: impl FnMut(usize) + Send, probe: impl Fn
     });
 }
 
-fn probe_beside_writer() {
-    println!("\nA probe of {PROBE} blocks beside a thread that evicts {REQUEST} at a time");
+fn probe_with_writer() {
+    println!("\nA probe of {PROBE} blocks next to a thread that evicts {REQUEST} at a time");
     let hot = keys(0, REQUEST);
     let config = PoolConfig::new(1 << 17);
     let mut lock_free = Writer::<Shared>::in_mode(config).unwrap();
@@ -327,7 +327,7 @@ fn main() {
     if is_asked_for("--hints") {
         return print_hints();
     }
-    probe_beside_writer();
+    probe_with_writer();
     print_hints();
     print_evictions();
     print_policy_calls();

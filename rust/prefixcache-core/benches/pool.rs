@@ -1,4 +1,4 @@
-//! The pool beside a plain one and a mutex around a plain one, in nanoseconds a block.
+//! The pool next to a plain one and a mutex around a plain one, in nanoseconds a block.
 //!
 //! Blocks stand in line in a shuffled order, so that the records of neighbours in line are not
 //! neighbours in memory, as after some hours of use.
@@ -230,7 +230,7 @@ fn shrink(pool: &mut impl BlockStore) {
     let mut moves = Moves::default();
     loop {
         pool.begin_moves(half, REQUEST, &mut moves).unwrap();
-        if moves.under_way.is_empty() {
+        if moves.in_flight.is_empty() {
             break;
         }
         pool.finish_moves(&mut moves).unwrap();

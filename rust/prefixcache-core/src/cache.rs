@@ -28,7 +28,7 @@ use crate::store::{BlockStore, Lookup, Moves};
 use crate::sync::{Arc, Ordering};
 use crate::weights::WeightsName;
 
-pub use publishing::Twin;
+pub use publishing::Duplicate;
 
 /// Lifetime counts of the cache, in tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -193,7 +193,7 @@ impl<S: Lookup> PrefixCache<S> {
         let holding = sequences.iter().filter_map(|one| one.holding.as_ref());
         let tables = holding.flat_map(|holding| &holding.tables);
         let held = tables.flat_map(|table| &table.blocks[table.first..]);
-        let moving = moves.under_way.iter().map(|one| &one.to);
+        let moving = moves.in_flight.iter().map(|one| &one.to);
         self.store.validate_holds(held.chain(moving).copied())
     }
 

@@ -139,7 +139,7 @@ pub enum ResizeError {
     #[error("num_blocks cannot change while another thread is changing the pool: call again")]
     Busy,
     /// Moves were begun and neither finished nor aborted.
-    #[error("moves are under way: finish or abort them first")]
+    #[error("moves are in flight: finish or abort them first")]
     Moving,
 }
 

@@ -14,7 +14,7 @@
 //! With [`EvictionPolicy::ReuseQueue`] the regular tier is one line for each queue, and the block of the lowest
 //! [`Rank`](crate::policy::Rank) among their oldest ones is handed out next.
 //!
-//! **Twins.** Several blocks may hold the same key. The one registered first hits; when it loses its
+//! **Duplicates.** Several blocks may hold the same key. The one registered first hits; when it loses its
 //! hash the next one hits. Where [`MAX_COPIES`] or more hold a key already, a registration takes the
 //! last registered free copy of the regular tier, but for the first of all, out of the index: that one
 //! keeps its hash and its place in line, and hits no more. A copy that is held is never taken out.
@@ -160,7 +160,7 @@ pub struct Move {
 #[derive(Debug, Default)]
 pub struct Moves {
     /// Those that were begun and neither finished nor aborted.
-    pub under_way: Vec<Move>,
+    pub in_flight: Vec<Move>,
     pub(crate) plan: Plan,
 }
 
@@ -197,7 +197,7 @@ pub enum Registration {
     /// The block held the key already; nothing changed.
     Already,
     /// Registered too, but this other block holds the same key and is the one that hits.
-    Twin(BlockId),
+    Duplicate(BlockId),
     /// Nothing was registered: the index was cleared since `epoch`, or the block is retired.
     Stale,
 }
@@ -465,7 +465,7 @@ pub trait BlockStore: Lookup {
 
     /// Gives the moves up: content stays where it is.
     fn abort_moves(&mut self, moves: &mut Moves) -> Result<(), Misuse> {
-        let to: Vec<BlockId> = moves.under_way.drain(..).map(|one| one.to).collect();
+        let to: Vec<BlockId> = moves.in_flight.drain(..).map(|one| one.to).collect();
         // What was to be moved is to be moved yet.
         moves.plan.made_from = None;
         self.release(&to)

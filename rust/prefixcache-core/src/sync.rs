@@ -261,11 +261,11 @@ pub(crate) enum Fault {
     SkipRecheck,
     /// A registration takes the epoch of now instead of the one its KV was computed in.
     EpochOfNow,
-    /// A registration looks for a twin before its own entry stands.
+    /// A registration looks for a duplicate before its own entry stands.
     LookEarly,
     /// A registration has its final number before its entry stands.
     NumberEarly,
-    /// A call takes or gives back blocks without looking whether a resize is under way.
+    /// A call takes or gives back blocks without looking whether a resize is running.
     EnterResize,
     /// A registration does not look whether its block left the pool meanwhile.
     RegisterRetired,

@@ -1,4 +1,4 @@
-//! Maps that are drawn beside a thread that changes the pool. `pool_scripts.rs` compares maps at rest with those of
+//! Maps that are drawn next to a thread that changes the pool. `pool_scripts.rs` compares maps at rest with those of
 //! the plain pool, after each step.
 
 #[path = "common/random.rs"]
@@ -99,7 +99,7 @@ impl Drop for Ending<'_> {
     }
 }
 
-fn draw_beside_a_writer<M: Mode>(seed: u64, maps: usize) {
+fn draw_with_a_writer<M: Mode>(seed: u64, maps: usize) {
     let mut pool = Writer::<M>::in_mode(PoolConfig::new(BLOCKS)).unwrap();
     pool.listen(64, &[]).unwrap();
     let steady = steady(&mut pool);
@@ -130,9 +130,9 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
 
     #[test]
-    fn what_stays_as_it_is_is_seen_so_beside_a_writer(seed in any::<u64>()) {
-        draw_beside_a_writer::<Shared>(seed, 200);
-        draw_beside_a_writer::<SingleWriter>(seed, 200);
+    fn what_stays_as_it_is_is_seen_so_with_a_writer(seed in any::<u64>()) {
+        draw_with_a_writer::<Shared>(seed, 200);
+        draw_with_a_writer::<SingleWriter>(seed, 200);
     }
 }
 

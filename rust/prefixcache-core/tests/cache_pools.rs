@@ -96,7 +96,7 @@ enum Step {
         seconds: u64,
         most: usize,
     },
-    /// One slice of a shrink that keeps what is worth most; nothing where one is under way.
+    /// One slice of a shrink that keeps what is worth most; nothing while one is in flight.
     BeginMoves {
         num_blocks: usize,
         most: usize,
@@ -248,8 +248,8 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
 
     fn begin_moves(&mut self, num_blocks: usize, most: usize) {
         let outcome = self.cache.begin_moves(num_blocks, most, &mut self.moves);
-        let under_way = self.moves.under_way.clone();
-        self.answer((outcome, under_way));
+        let in_flight = self.moves.in_flight.clone();
+        self.answer((outcome, in_flight));
     }
 
     fn finish_moves(&mut self) {
@@ -261,7 +261,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
         self.finish_moves();
         if num_blocks < self.cache.store().num_blocks() {
             self.begin_moves(num_blocks, 3);
-            while !self.moves.under_way.is_empty() {
+            while !self.moves.in_flight.is_empty() {
                 self.finish_moves();
                 self.begin_moves(num_blocks, 3);
             }
@@ -320,7 +320,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             if served != Ok(1) {
                 break;
             }
-            let twins = self.cache.mark_blocks_filled(batch, &[upto]);
+            let duplicates = self.cache.mark_blocks_filled(batch, &[upto]);
             let held = (0..batch[0].num_groups()).map(|group| {
                 let table = batch[0].block_table(group);
                 table.iter().filter(|block| !block.is_null()).count()
@@ -329,7 +329,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             let most = self.cache.most_blocks(len, chunk);
             assert!(held <= most, "{held} blocks are held, {most} were promised");
             computed = upto;
-            self.answer((dropped, twins));
+            self.answer((dropped, duplicates));
         }
         self.live.push(sequence);
     }
@@ -387,8 +387,8 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
 
     fn fill(&mut self, sequence: &mut Sequence) {
         let upto = sequence.num_ready_slots().min(sequence.num_tokens());
-        let twins = self.cache.mark_blocks_filled(&mut [sequence], &[upto]);
-        self.answer(twins);
+        let duplicates = self.cache.mark_blocks_filled(&mut [sequence], &[upto]);
+        self.answer(duplicates);
     }
 
     /// How much of each prompt hits, by whatever way the cache counts.
@@ -519,7 +519,7 @@ fn orders() -> impl Strategy<Value = Order> {
     (free, policy)
 }
 
-/// PROPTEST_CASES asks for more. A failing case is kept beside this file, and drawn first from then on.
+/// PROPTEST_CASES asks for more. A failing case is kept next to this file, and drawn first from then on.
 fn cases(usual: u32) -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok();
     ProptestConfig {
@@ -624,13 +624,13 @@ fn what_ends_the_bisection_ends_it_until_the_next_clear() {
             assert_eq!(hits.unwrap(), Some(PROMPT.len()));
             assert_eq!(cache.resize(3), Ok(1));
         },
-        // The twin comes after the pin.
+        // The duplicate comes after the pin.
         |cache, _| drop(commit_and_fill(cache)),
-        // The pin comes after the twin.
+        // The pin comes after the duplicate.
         |cache, whole| {
             assert_eq!(cache.unpin(whole).unwrap(), 3);
             cache.clear_cache_index();
-            let [_held, _twin] = [commit_and_fill(cache), commit_and_fill(cache)];
+            let [_held, _duplicate] = [commit_and_fill(cache), commit_and_fill(cache)];
             assert!(bisects(cache));
             assert_eq!(cache.pin(whole, PROMPT.len()).unwrap(), 3);
         },
@@ -656,7 +656,7 @@ fn a_shrink_that_moves_leaves_the_bisection_on() {
     let mut moves = Moves::default();
     // The head stands in the last of three blocks, and the shrunk pool has two.
     cache.begin_moves(3, 8, &mut moves).unwrap();
-    assert_eq!(moves.under_way.len(), 1);
+    assert_eq!(moves.in_flight.len(), 1);
     assert_eq!(cache.finish_moves(&mut moves), Ok(1));
     assert_eq!(cache.resize(3), Ok(0));
     assert!(bisects(&mut cache));

@@ -27,7 +27,10 @@ fn held_copies<M: Mode>() {
     let copies = allocate(&mut pool, 3000);
     assert_eq!(register(&mut pool, copies[0], 0), Registration::New);
     for &copy in &copies[1..] {
-        assert_eq!(register(&mut pool, copy, 0), Registration::Twin(copies[0]));
+        assert_eq!(
+            register(&mut pool, copy, 0),
+            Registration::Duplicate(copies[0])
+        );
     }
     let others = allocate(&mut pool, 250);
     for (number, &block) in (1..).zip(&others) {

@@ -293,7 +293,7 @@ fn what_the_full_group_has_is_told_apart_from_what_the_windows_lost() {
 }
 
 #[test]
-fn a_block_given_up_for_its_twin_pushes_out_no_other() {
+fn a_block_given_up_for_its_duplicate_pushes_out_no_other() {
     let mut cache = cache(&[FULL], SIZE, 8);
     let tokens = prompt(1, 8);
     finish(&mut cache, &prompt(2, 16), Retention::Everything);
@@ -303,10 +303,10 @@ fn a_block_given_up_for_its_twin_pushes_out_no_other() {
     }
     let [first, second] = &mut both;
     let batch = &mut [&mut *first, &mut *second];
-    for twin in cache.mark_blocks_filled(batch, &[8, 8]).unwrap() {
-        let own = &mut *batch[twin.sequence];
+    for duplicate in cache.mark_blocks_filled(batch, &[8, 8]).unwrap() {
+        let own = &mut *batch[duplicate.sequence];
         cache
-            .replace_block(own, twin.group, twin.index, twin.holder)
+            .replace_block(own, duplicate.group, duplicate.index, duplicate.holder)
             .unwrap();
     }
     assert_eq!(first.block_table(0), second.block_table(0));

@@ -17,7 +17,7 @@ fn allocate(pool: &mut impl BlockStore, count: usize) -> Vec<BlockId> {
     blocks
 }
 
-/// A held block that is registered under the key, first or as a twin.
+/// A held block that is registered under the key, first or as a duplicate.
 fn registered(pool: &mut impl BlockStore, number: u8) -> BlockId {
     let block = allocate(pool, 1)[0];
     let outcome = pool.register(block, key(number), pool.epoch()).unwrap();
@@ -107,26 +107,26 @@ on_each_pool! {
         assert_eq!(pool.lookup(&key(1)), None);
     }
 
-    fn a_pin_of_a_twin_is_on_the_copy_that_hits(pool) {
+    fn a_pin_of_a_duplicate_is_on_the_copy_that_hits(pool) {
         let first = registered(pool, 1);
-        let twin = registered(pool, 1);
+        let duplicate = registered(pool, 1);
         pool.release(&[first]).unwrap();
-        assert_eq!(pool.pin(&[twin]), Ok(1), "the free copy moves to the pinned tier");
+        assert_eq!(pool.pin(&[duplicate]), Ok(1), "the free copy moves to the pinned tier");
         assert_eq!((pool.stats().pinned_free, pool.free_order().last()), (1, Some(&first)));
-        assert_eq!(pool.pin(&[twin]), Ok(0));
-        pool.release(&[twin]).unwrap();
+        assert_eq!(pool.pin(&[duplicate]), Ok(0));
+        pool.release(&[duplicate]).unwrap();
         assert_eq!(pool.stats().pinned_free, 1, "one copy is enough");
         let others = allocate(pool, BLOCKS - 1);
         assert_eq!(pool.lookup(&key(1)), Some(first));
         pool.release(&others).unwrap();
     }
 
-    fn an_unpin_of_a_twin_takes_the_pin_off_the_copy_that_has_it(pool) {
+    fn an_unpin_of_a_duplicate_takes_the_pin_off_the_copy_that_has_it(pool) {
         let first = pinned(pool, 1);
-        let twin = registered(pool, 1);
-        assert_eq!(pool.unpin(&[twin]), Ok(1));
+        let duplicate = registered(pool, 1);
+        assert_eq!(pool.unpin(&[duplicate]), Ok(1));
         assert_eq!((pool.stats().pinned_free, pool.free_order().last()), (0, Some(&first)));
-        pool.release(&[twin]).unwrap();
+        pool.release(&[duplicate]).unwrap();
     }
 
     fn pins_of_an_ended_epoch_go_first(pool) {
@@ -137,7 +137,7 @@ on_each_pool! {
         pool.clear_index();
         pool.release(&[held]).unwrap();
         assert_eq!(pool.free_order()[0], free);
-        let current = pinned_beside(pool, 4);
+        let current = pinned_next_to(pool, 4);
         assert_eq!(pool.free_order()[0], held, "blank blocks are next, the stale pin is gone");
         assert_eq!(pool.free_order().last(), Some(&current));
         // A block of the regular tier that was cleared keeps its place before the pinned one.
@@ -194,7 +194,7 @@ on_each_pool! {
 }
 
 /// As [`pinned`], but for a pool that has pins already.
-fn pinned_beside(pool: &mut impl BlockStore, number: u8) -> BlockId {
+fn pinned_next_to(pool: &mut impl BlockStore, number: u8) -> BlockId {
     let block = registered(pool, number);
     assert_eq!(pool.pin(&[block]), Ok(1));
     pool.release(&[block]).unwrap();

@@ -1,4 +1,4 @@
-//! What a resize promises beside holders, registrations and other writers.
+//! What a resize promises next to holders, registrations and other writers.
 
 use std::cell::Cell;
 
@@ -58,7 +58,7 @@ fn a_block_that_can_count_no_more_holders_is_registered_anew() {
 
 /// The keys of a commit resize the pool, as another thread might while the commit takes its blocks.
 #[test]
-fn a_resize_beside_a_writer_is_refused() {
+fn a_resize_with_a_writer_is_refused() {
     let (mut pool, block) = pool::<Shared>();
     let other = pool.clone();
     let refusals = Cell::new(0);

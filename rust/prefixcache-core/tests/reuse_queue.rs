@@ -1,4 +1,4 @@
-//! Reuse-queue beside LRU on small random workloads.
+//! Reuse-queue against LRU on small random workloads.
 
 use std::time::Duration;
 

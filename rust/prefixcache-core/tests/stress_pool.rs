@@ -1,6 +1,6 @@
 //! Two threads that change the pool and two that probe it, for PREFIXCACHE_STRESS_SECONDS (5).
 //!
-//! A table beside the pool says what each block's KV would hold. A writer fills it before it registers
+//! A table next to the pool says what each block's KV would hold. A writer fills it before it registers
 //! a block, and checks it at every hit, under its hold: a block that was recycled under a reader, or
 //! handed to two writers, shows up as content that is not what the key says. At the end, at rest, every
 //! block must be there once.
@@ -133,7 +133,7 @@ impl<M: Mode> World<M> {
             40..60 => drop(pool.demote(random.below(30) as usize)),
             64..68 => self.shrink(pool, random),
             68..70 => drop(pool.release_cached(random.below(20) as usize)),
-            // Refused beside the other writer.
+            // Refused while the other thread writes.
             60..64 => drop(pool.resize(BLOCKS - 100 + random.below(200) as usize)),
             _ => {}
         }
@@ -143,11 +143,11 @@ impl<M: Mode> World<M> {
     fn shrink(&self, pool: &mut Writer<M>, random: &mut Random) {
         let mut moves = Moves::default();
         let num_blocks = BLOCKS - 100 + random.below(80) as usize;
-        // Refused beside the other writer, and for more blocks than there are.
+        // Refused while the other thread writes, and for more blocks than there are.
         if pool.begin_moves(num_blocks, 16, &mut moves).is_err() {
             return;
         }
-        for one in &moves.under_way {
+        for one in &moves.in_flight {
             let kv = self.memory[one.from.index()].load(Ordering::Acquire);
             self.memory[one.to.index()].store(kv, Ordering::Release);
         }
@@ -260,7 +260,7 @@ fn two_writers() {
 
 /// One writer asks for many blocks that miss and one new one, the other for a third of the pool.
 #[test]
-fn misses_beside_allocations() {
+fn misses_with_allocations() {
     let pool = Writer::<Shared>::in_mode(PoolConfig::new(301)).unwrap();
     let stop = AtomicBool::new(false);
     let serve = |ask: fn(&mut Writer<Shared>, &mut Vec<BlockId>)| {

@@ -258,7 +258,7 @@ impl Mover {
                 let mut story = format!("{:?}", pool.finish_moves(&mut self.moves));
                 loop {
                     story += &self.begin(pool, num_blocks, most + 1);
-                    if self.moves.under_way.is_empty() {
+                    if self.moves.in_flight.is_empty() {
                         return format!("{story} {:?}", pool.resize(num_blocks));
                     }
                     story += &format!(" {:?} ", pool.finish_moves(&mut self.moves));
@@ -270,15 +270,15 @@ impl Mover {
     fn begin(&mut self, pool: &mut impl BlockStore, num_blocks: usize, most: usize) -> String {
         let outcome = pool.begin_moves(num_blocks, most, &mut self.moves);
         if outcome.is_ok() {
-            let copies = self.moves.under_way.iter().map(|one| (one.from, one.to));
+            let copies = self.moves.in_flight.iter().map(|one| (one.from, one.to));
             self.copied.extend(copies);
         }
-        format!("{outcome:?} {:?}", self.moves.under_way)
+        format!("{outcome:?} {:?}", self.moves.in_flight)
     }
 
     /// The blocks that content is being moved to.
     fn held(&self) -> Vec<BlockId> {
-        self.moves.under_way.iter().map(|one| one.to).collect()
+        self.moves.in_flight.iter().map(|one| one.to).collect()
     }
 }
 
@@ -350,7 +350,7 @@ pub fn assert_conserves<M: Mode>(pool: &mut Writer<M>, steps: &[Step]) {
         if let Some(request) = &taken {
             check_taken(&script, &contents, step, request);
         }
-        if outcome.starts_with("Ok(New") || outcome.starts_with("Ok(Twin") {
+        if outcome.starts_with("Ok(New") || outcome.starts_with("Ok(Duplicate") {
             let [_, a, b] = step;
             let (block, _) = script.block(a, b).expect("it was registered");
             contents.insert(block, key(a ^ b.rotate_left(3)));

@@ -1,4 +1,4 @@
-//! The obvious block pool, scripts that drive it beside the lock-free one, and the obvious hashes.
+//! The obvious block pool, scripts that drive it next to the lock-free one, and the obvious hashes.
 //!
 //! For tests, fuzzing and benchmarks; nothing that is shipped depends on this crate.
 

@@ -859,7 +859,7 @@ impl State {
         moves: &mut Moves,
     ) -> Result<(), ResizeError> {
         self.config.check_num_blocks(num_blocks)?;
-        if !moves.under_way.is_empty() {
+        if !moves.in_flight.is_empty() {
             return Err(ResizeError::Moving);
         }
         if num_blocks > self.num_blocks {
@@ -871,10 +871,10 @@ impl State {
         }
         self.move_end(num_blocks);
         let before = self.stats.evictions;
-        while moves.under_way.len() < most
-            && let Some(one) = self.next_move(&moves.under_way)
+        while moves.in_flight.len() < most
+            && let Some(one) = self.next_move(&moves.in_flight)
         {
-            moves.under_way.push(one);
+            moves.in_flight.push(one);
         }
         self.stats.lost_to_resize += self.stats.evictions - before;
         Ok(())
@@ -882,9 +882,9 @@ impl State {
 
     /// Of the leaving blocks with content the last in the order, and the first block below, if that goes
     /// first of the two.
-    fn next_move(&mut self, under_way: &[Move]) -> Option<Move> {
+    fn next_move(&mut self, in_flight: &[Move]) -> Option<Move> {
         let order = self.tiers_in_order();
-        let is_from = |id: BlockId| under_way.iter().any(|one| one.from == id);
+        let is_from = |id: BlockId| in_flight.iter().any(|one| one.from == id);
         let can_move = |id: BlockId| self.is_above(id) && self.is_cached(id) && !is_from(id);
         let last = order.iter().rposition(|&id| can_move(id))?;
         let from = order[last];
@@ -917,7 +917,7 @@ impl State {
         };
         let mut failed = vec![];
         let mut moved = 0;
-        for one in moves.under_way.drain(..) {
+        for one in moves.in_flight.drain(..) {
             if can_finish(self, &one) {
                 self.carry(one.from, one.to);
                 moved += 1;
@@ -995,7 +995,7 @@ impl State {
         let hitting = self.lookup(&key);
         self.take_out_surplus(key);
         self.enter(id, key);
-        Ok(hitting.map_or(Registration::New, Registration::Twin))
+        Ok(hitting.map_or(Registration::New, Registration::Duplicate))
     }
 
     /// Where many blocks hold the key, takes the last free one of the regular tier out of the index.

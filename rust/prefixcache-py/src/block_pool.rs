@@ -154,7 +154,7 @@ max_blocks=None)"
         }
         let pool = &mut *self.writer.write()?;
         let register = |(&block, key)| match pool.register(block, key, epoch) {
-            Ok(Registration::Twin(holder)) => Ok(Some(holder.get())),
+            Ok(Registration::Duplicate(holder)) => Ok(Some(holder.get())),
             Ok(_) => Ok(None),
             Err(misuse) => Err(misuse),
         };

@@ -372,7 +372,7 @@ retention_budget=0.2, max_cached_blocks=None)"
 
     /// Say that the KV of the first `upto[i]` tokens is there, and publish the full blocks among them.
     ///
-    /// Returns the twins among them: (sequence, group, index in the block table, the block that
+    /// Returns the duplicates among them: (sequence, group, index in the block table, the block that
     /// already holds the content). A sequence committed before the last clear publishes nothing.
     fn mark_blocks_filled(
         &self,
@@ -381,17 +381,22 @@ retention_budget=0.2, max_cached_blocks=None)"
         upto: Numbers<names::Upto>,
     ) -> PyResult<Vec<(usize, u16, usize, u32)>> {
         let upto = &upto.0;
-        let twins = self.on_batch(&sequences, |core, batch| {
+        let duplicates = self.on_batch(&sequences, |core, batch| {
             let filled = batch.iter().map(|sequence| sequence.num_filled()).sum();
             run_on_tokens(py, saturating_sum(upto).saturating_sub(filled), || {
                 core.mark_blocks_filled(batch, upto)
             })
         })?;
-        let plain = |twin: &cache::Twin| {
-            let group = twin.group.get();
-            (twin.sequence, group, twin.index, twin.holder.get())
+        let plain = |duplicate: &cache::Duplicate| {
+            let group = duplicate.group.get();
+            (
+                duplicate.sequence,
+                group,
+                duplicate.index,
+                duplicate.holder.get(),
+            )
         };
-        Ok(twins.iter().map(plain).collect())
+        Ok(duplicates.iter().map(plain).collect())
     }
 
     /// Drop the blocks that no token from `upto[i]` on needs; how many.
@@ -418,7 +423,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         })
     }
 
-    /// Swap a published block of a sequence for `block`, the twin that hits, and give its own one up.
+    /// Swap a published block of a sequence for `block`, the duplicate that hits, and give its own one up.
     fn replace_block(
         &self,
         sequence: &Sequence,
@@ -561,7 +566,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         let begun = run(py, work, || core.begin_moves(num_blocks, most, moves));
         begun.map_err(IntoPyErr::into_py_err)?;
         let array = |side: fn(&Move) -> BlockId| {
-            let ids = moves.under_way.iter().map(|one| side(one).get() as i32);
+            let ids = moves.in_flight.iter().map(|one| side(one).get() as i32);
             PyArray1::from_iter(py, ids)
         };
         Ok((array(|one| one.from), array(|one| one.to)))
@@ -571,7 +576,7 @@ retention_budget=0.2, max_cached_blocks=None)"
     fn finish_moves(&self, py: Python<'_>) -> PyResult<usize> {
         let core = &mut *self.0.write()?;
         let moves = &mut *self.moves()?;
-        let finished = run(py, moves.under_way.len(), || core.finish_moves(moves));
+        let finished = run(py, moves.in_flight.len(), || core.finish_moves(moves));
         finished.map_err(IntoPyErr::into_py_err)
     }
 
@@ -579,7 +584,7 @@ retention_budget=0.2, max_cached_blocks=None)"
     fn abort_moves(&self, py: Python<'_>) -> PyResult<()> {
         let core = &mut *self.0.write()?;
         let moves = &mut *self.moves()?;
-        let aborted = run(py, moves.under_way.len(), || core.abort_moves(moves));
+        let aborted = run(py, moves.in_flight.len(), || core.abort_moves(moves));
         aborted.map_err(|misuse| CacheError::from(misuse).into_py_err())
     }
 
@@ -833,7 +838,7 @@ retention_budget=0.2, max_cached_blocks=None)"
 }
 
 impl PrefixCache {
-    /// The slice of a shrink that is under way.
+    /// The slice of a shrink that is in flight.
     fn moves(&self) -> PyResult<Using<'_, Moves>> {
         let moves = self.0.moves.try_use();
         moves.ok_or_else(|| ResizeError::Busy.into_py_err())

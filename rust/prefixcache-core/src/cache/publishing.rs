@@ -16,7 +16,7 @@ const EXPECT_AHEAD: usize = 8;
 /// A block that was registered while another block already held the same content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Twin {
+pub struct Duplicate {
     /// Which of the sequences of the call.
     pub sequence: usize,
     /// The group of the block.
@@ -29,14 +29,14 @@ pub struct Twin {
 
 impl<S: BlockStore> PrefixCache<S> {
     /// Says that the KV of the first `upto[i]` tokens is there, and publishes the full blocks among
-    /// them. Marking again, or less, changes nothing. Returns the twins among the blocks published.
+    /// them. Marking again, or less, changes nothing. Returns the duplicates among the blocks published.
     ///
     /// A sequence that was committed before the index was last cleared publishes nothing.
     pub fn mark_blocks_filled(
         &mut self,
         sequences: &mut [&mut Sequence],
         upto: &[usize],
-    ) -> Result<Vec<Twin>, CacheError> {
+    ) -> Result<Vec<Duplicate>, CacheError> {
         self.check_committed(sequences)?;
         check_len("upto", upto.len(), sequences.len())?;
         for (index, (sequence, &upto)) in sequences.iter().zip(upto).enumerate() {
@@ -46,12 +46,12 @@ impl<S: BlockStore> PrefixCache<S> {
                 return Err(InvalidArgument::new(Argument::element("upto", index), reason).into());
             }
         }
-        let mut twins = Vec::new();
+        let mut duplicates = Vec::new();
         self.store.begin_registrations();
         for (index, (sequence, &upto)) in sequences.iter_mut().zip(upto).enumerate() {
-            self.publish(sequence, index, upto, &mut twins)?;
+            self.publish(sequence, index, upto, &mut duplicates)?;
         }
-        Ok(twins)
+        Ok(duplicates)
     }
 
     fn publish(
@@ -59,7 +59,7 @@ impl<S: BlockStore> PrefixCache<S> {
         sequence: &mut Sequence,
         number: usize,
         upto: usize,
-        twins: &mut Vec<Twin>,
+        duplicates: &mut Vec<Duplicate>,
     ) -> Result<(), Misuse> {
         let Some(holding) = &mut sequence.holding else {
             return Ok(());
@@ -71,8 +71,8 @@ impl<S: BlockStore> PrefixCache<S> {
         let is_reported = is_open && self.store.event_log().is_some();
         let mut new = Vec::new();
         let outcome = self.register_all(holding, hashes, |group, index, outcome| {
-            if let Registration::Twin(holder) = outcome {
-                twins.push(Twin {
+            if let Registration::Duplicate(holder) = outcome {
+                duplicates.push(Duplicate {
                     sequence: number,
                     group,
                     index,
@@ -136,7 +136,7 @@ impl<S: BlockStore> PrefixCache<S> {
         }
     }
 
-    /// Swaps a published block of a sequence for `block`, its twin that hits, and gives the own one up,
+    /// Swaps a published block of a sequence for `block`, its duplicate that hits, and gives the own one up,
     /// which loses its content unless others hold it.
     pub fn replace_block(
         &mut self,

@@ -348,17 +348,17 @@ impl<M: Mode> BlockPool<M> {
             self.number_others(spot, &content, epoch);
         }
         let before = |other: &Found| other.seq.get() < block.seq();
-        let twin = early.unwrap_or_else(|| look().filter(before));
+        let duplicate = early.unwrap_or_else(|| look().filter(before));
         self.end_claim(id, entered);
-        match twin {
+        match duplicate {
             _ if !entered => Registration::Stale,
             Some(other) => {
                 if !M::SHARED {
                     block.note_copy();
                     self.block(other.id).note_copy();
                 }
-                self.note_twins_above_default(spot, &content);
-                Registration::Twin(other.id)
+                self.note_duplicates_above_default(spot, &content);
+                Registration::Duplicate(other.id)
             }
             None => Registration::New,
         }
@@ -369,7 +369,7 @@ impl<M: Mode> BlockPool<M> {
     fn enter_index(&self, id: BlockId, spot: Spot, content: &Content, epoch: Epoch) -> bool {
         let ended = |id| self.spot_if_ended(id);
         let room =
-            self.replace_surplus(id, spot, content) || self.index.insert::<M>(spot, id, ended);
+            self.replace_excess(id, spot, content) || self.index.insert::<M>(spot, id, ended);
         if !room {
             M::add(&self.counters.drops, 1);
         }
@@ -390,18 +390,18 @@ impl<M: Mode> BlockPool<M> {
         entered
     }
 
-    // Twins.
+    // Duplicates.
 
     /// Gives a block the index entry of a copy of its content that is one too many; whether there was one.
     ///
     /// The copy is free and the block is held, so the block is given back after it: whatever stands in
     /// line before the copy still stands before a block with its content. In a pool that several
     /// threads change, the copy may be touched meanwhile. It is a valid hit, and can be found no more.
-    fn replace_surplus(&self, id: BlockId, spot: Spot, content: &Content) -> bool {
+    fn replace_excess(&self, id: BlockId, spot: Spot, content: &Content) -> bool {
         if self.index.only_candidate(spot) != Only::Unclear {
             return false;
         }
-        let surplus = self.surplus_copy(spot, content);
+        let surplus = self.excess_copy(spot, content);
         let replaced = surplus.is_some_and(|copy| self.index.replace::<M>(spot, copy, id));
         if replaced {
             M::add(&self.counters.surplus, 1);
@@ -412,7 +412,7 @@ impl<M: Mode> BlockPool<M> {
     /// Of [`MAX_COPIES`] or more blocks with one content, the last registered one, but for the first, that
     /// is free in the default class.
     #[cold]
-    fn surplus_copy(&self, spot: Spot, content: &Content) -> Option<BlockId> {
+    fn excess_copy(&self, spot: Spot, content: &Content) -> Option<BlockId> {
         let (mut copies, mut first, mut last_free) = (0, None::<Found>, None::<Found>);
         self.for_each_copy(spot, content, |copy| {
             copies += 1;
@@ -440,7 +440,7 @@ impl<M: Mode> BlockPool<M> {
 
     /// Content whose copies are of different classes may be lost out of order: those who hold one of the
     /// others may hold, further on, blocks that outlive it by their class.
-    fn note_twins_above_default(&self, spot: Spot, content: &Content) {
+    fn note_duplicates_above_default(&self, spot: Spot, content: &Content) {
         let (mut copies, mut above) = (0, false);
         self.for_each_copy(spot, content, |copy| {
             copies += 1;
@@ -451,11 +451,11 @@ impl<M: Mode> BlockPool<M> {
         }
     }
 
-    /// [`Self::note_twins_above_default`] for the content of a held block.
-    fn note_twins_of(&self, key: &BlockKey) {
+    /// [`Self::note_duplicates_above_default`] for the content of a held block.
+    fn note_duplicates_of(&self, key: &BlockKey) {
         let content = Content::from(key);
         let spot = self.index.spot(&content, self.contents.epoch());
-        self.note_twins_above_default(spot, &content);
+        self.note_duplicates_above_default(spot, &content);
     }
 
     // Pins.
@@ -487,7 +487,7 @@ impl<M: Mode> BlockPool<M> {
             .find(&key)
             .filter(|&hit| !self.is_pinned(hit))
             .is_some_and(|hit| self.classify(hit, id, &key, State::pinned));
-        self.note_twins_of(&key);
+        self.note_duplicates_of(&key);
         pinned
     }
 
@@ -546,7 +546,7 @@ impl<M: Mode> BlockPool<M> {
             // What follows the content in other requests may be of a higher band.
             self.contents.disorder();
         } else if !held.is_null() && !is_alone {
-            self.note_twins_of(key);
+            self.note_duplicates_of(key);
         }
         true
     }

@@ -202,7 +202,7 @@ mod models {
     }
 
     /// One thread pops a block; another pops two and puts the first of them back, then a chain.
-    fn pop_beside_pop_and_push() {
+    fn pop_with_pop_and_push() {
         let shared = Arc::new((FreeStack::default(), [(); 5].map(|()| Block::default())));
         shared
             .0
@@ -232,17 +232,17 @@ mod models {
 
     #[test]
     fn chain_pop_vs_push() {
-        check(pop_beside_pop_and_push);
+        check(pop_with_pop_and_push);
     }
 
     #[test]
     #[should_panic(expected = "lost or doubled")]
     fn chain_pop_vs_push_fails_without_the_tag() {
-        faults::check_with(Fault::KeepTag, pop_beside_pop_and_push);
+        faults::check_with(Fault::KeepTag, pop_with_pop_and_push);
     }
 
     /// Two threads take fresh blocks.
-    fn take_beside_take() {
+    fn take_with_take() {
         let run = Arc::new(FreshRun::new(1, 5));
         let other = {
             let run = run.clone();
@@ -266,12 +266,12 @@ mod models {
 
     #[test]
     fn fresh_run_take_vs_take() {
-        check(take_beside_take);
+        check(take_with_take);
     }
 
     #[test]
     #[should_panic(expected = "lost or doubled")]
     fn fresh_run_take_vs_take_fails_with_blind_stores() {
-        faults::check_with(Fault::BlindRunStore, take_beside_take);
+        faults::check_with(Fault::BlindRunStore, take_with_take);
     }
 }

@@ -561,17 +561,20 @@ mod models {
         }
     }
 
-    fn beside(table: &Arc<Table>, work: impl FnOnce(&Table) + 'static) -> thread::JoinHandle<()> {
+    fn in_parallel(
+        table: &Arc<Table>,
+        work: impl FnOnce(&Table) + 'static,
+    ) -> thread::JoinHandle<()> {
         let table = table.clone();
         thread::spawn(move || work(&table))
     }
 
     /// The home bucket is full and a third entry stands behind it. One thread enters a fourth key, one
     /// removes the third, and a reader looks.
-    fn insert_beside_remove_and_lookup() {
+    fn insert_with_remove_and_lookup() {
         let table = Table::new(&[NOW; 3]);
-        let inserting = beside(&table, |table| table.insert(3));
-        let removing = beside(&table, |table| table.remove(2));
+        let inserting = in_parallel(&table, |table| table.insert(3));
+        let removing = in_parallel(&table, |table| table.remove(2));
         table.look(3);
         inserting.join().unwrap();
         removing.join().unwrap();
@@ -580,22 +583,22 @@ mod models {
 
     #[test]
     fn insert_vs_remove_vs_lookup() {
-        check(insert_beside_remove_and_lookup);
+        check(insert_with_remove_and_lookup);
     }
 
     #[test]
     #[should_panic(expected = "overlooked")]
     fn insert_vs_remove_vs_lookup_fails_with_late_counts() {
-        faults::check_with(Fault::CountLate, insert_beside_remove_and_lookup);
+        faults::check_with(Fault::CountLate, insert_with_remove_and_lookup);
     }
 
     /// The second and third entries are of an epoch that has ended; the third stands behind the home
     /// bucket. One thread enters a fourth key, which takes the second's place and clears the third's,
     /// while their blocks are recycled and a reader looks.
-    fn replace_beside_remove_and_lookup() {
+    fn replace_with_remove_and_lookup() {
         let table = Table::new(&[NOW, OLD, OLD]);
-        let inserting = beside(&table, |table| table.insert(3));
-        let removing = beside(&table, |table| {
+        let inserting = in_parallel(&table, |table| table.insert(3));
+        let removing = in_parallel(&table, |table| {
             table.remove(1);
             table.remove(2);
         });
@@ -607,25 +610,25 @@ mod models {
 
     #[test]
     fn replace_vs_remove_vs_lookup() {
-        check(replace_beside_remove_and_lookup);
+        check(replace_with_remove_and_lookup);
     }
 
     #[test]
     #[should_panic(expected = "the table is whole")]
     fn replace_vs_remove_vs_lookup_fails_with_blind_removals() {
-        faults::check_with(Fault::BlindRemoval, replace_beside_remove_and_lookup);
+        faults::check_with(Fault::BlindRemoval, replace_with_remove_and_lookup);
     }
 
     #[test]
     #[should_panic(expected = "overflows that are not there")]
     fn replace_vs_remove_vs_lookup_fails_when_counts_stay() {
-        faults::check_with(Fault::KeepCounts, replace_beside_remove_and_lookup);
+        faults::check_with(Fault::KeepCounts, replace_with_remove_and_lookup);
     }
 
     /// Two keys are entered at once where one place has an ended entry.
     fn two_replacements() {
         let table = Table::new(&[NOW, OLD]);
-        let other = beside(&table, |table| table.insert(3));
+        let other = in_parallel(&table, |table| table.insert(3));
         table.insert(2);
         assert!(table.finds(2), "an entry was overlooked");
         other.join().unwrap();

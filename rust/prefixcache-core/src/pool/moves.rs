@@ -38,7 +38,7 @@ impl<M: Mode> BlockPool<M> {
         moves: &mut Moves,
     ) -> Result<(), ResizeError> {
         self.config.check_num_blocks(num_blocks)?;
-        if !moves.under_way.is_empty() {
+        if !moves.in_flight.is_empty() {
             return Err(ResizeError::Moving);
         }
         let most_blocks = self.size.num_blocks();
@@ -55,8 +55,8 @@ impl<M: Mode> BlockPool<M> {
         let evictions = self.evictions();
         self.move_end(num_blocks);
         self.plan(&mut moves.plan);
-        while moves.under_way.len() < most {
-            let wanted = BATCH.min(most - moves.under_way.len());
+        while moves.in_flight.len() < most {
+            let wanted = BATCH.min(most - moves.in_flight.len());
             // Fewer than asked for: blocks below are left that go before some of the batch alone.
             if self.add_moves(wanted, moves) < wanted && self.add_moves(1, moves) == 0 {
                 break;
@@ -64,7 +64,7 @@ impl<M: Mode> BlockPool<M> {
         }
         self.size.count_lost::<M>(self.evictions() - evictions);
         if planted(Fault::MoveEarly) {
-            moves.under_way.iter().for_each(|one| self.carry(one));
+            moves.in_flight.iter().for_each(|one| self.carry(one));
         }
         Ok(())
     }
@@ -116,7 +116,7 @@ impl<M: Mode> BlockPool<M> {
         self.take_for_moves(credits, &mut to, |id| self.goes_before(id, place, rank));
         self.credits.give::<M>(credits - to.len());
         let pairs = from.iter().zip(&to);
-        moves.under_way.extend(pairs.map(|(&(from, _), &to)| {
+        moves.in_flight.extend(pairs.map(|(&(from, _), &to)| {
             let (key, epoch) = (self.block(from).key(), self.block(from).epoch());
             Move {
                 from,
@@ -157,7 +157,7 @@ impl<M: Mode> BlockPool<M> {
             return Err(ResizeError::Busy);
         };
         let (mut moved, mut failed) = (0, Vec::new());
-        for batch in moves.under_way.chunks(BATCH) {
+        for batch in moves.in_flight.chunks(BATCH) {
             batch.iter().for_each(|one| self.prefetch_move(one));
             for one in batch {
                 if planted(Fault::MoveEarly) || self.can_finish(one) {
@@ -168,7 +168,7 @@ impl<M: Mode> BlockPool<M> {
                 }
             }
         }
-        moves.under_way.clear();
+        moves.in_flight.clear();
         if !failed.is_empty() {
             moves.plan.made_from = None;
         }

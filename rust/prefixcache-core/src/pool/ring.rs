@@ -290,7 +290,7 @@ impl<M: Mode> Ring<M> {
         }
     }
 
-    /// Lets the slot of `ticket` name `block` in the place of the one that stood there. No walk is under way.
+    /// Lets the slot of `ticket` name `block` in the place of the one that stood there. No walk is running.
     pub(crate) fn replace(&self, ticket: Ticket, from: BlockId, block: BlockId) {
         let replaced = M::exchange(
             self.word(ticket),

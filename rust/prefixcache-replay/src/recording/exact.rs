@@ -171,7 +171,7 @@ struct Cache {
     cache: PrefixCache<Writer>,
     moves: Moves,
     block_size: usize,
-    merges_twins: bool,
+    deduplicates: bool,
     windows: Option<Windows>,
     requests: HashMap<u64, Request>,
     /// Tokens that were looked up beyond full blocks: the replayed sequences have none.
@@ -204,7 +204,7 @@ impl Cache {
             cache,
             moves: Moves::default(),
             block_size: header.block_size,
-            merges_twins: header.merge_twins,
+            deduplicates: header.merge_twins,
             windows: header.retention,
             requests: HashMap::new(),
             rest_queries: 0,
@@ -478,12 +478,16 @@ impl Cache {
         let outcome = self
             .cache
             .mark_blocks_filled(&mut sequences(&mut taken), &upto);
-        let merged = outcome.and_then(|twins| {
-            let twins = twins.iter().filter(|_| self.merges_twins);
-            for twin in twins {
-                let sequence = &mut taken[twin.sequence].sequence;
-                self.cache
-                    .replace_block(sequence, twin.group, twin.index, twin.holder)?;
+        let merged = outcome.and_then(|duplicates| {
+            let duplicates = duplicates.iter().filter(|_| self.deduplicates);
+            for duplicate in duplicates {
+                let sequence = &mut taken[duplicate.sequence].sequence;
+                self.cache.replace_block(
+                    sequence,
+                    duplicate.group,
+                    duplicate.index,
+                    duplicate.holder,
+                )?;
             }
             Ok(())
         });
@@ -519,7 +523,7 @@ impl Cache {
 
     fn move_cached(&mut self, blocks: usize, most: usize, moved: bool) -> Result<(), Stop> {
         self.cache.begin_moves(blocks, most, &mut self.moves)?;
-        if self.moves.under_way.is_empty() {
+        if self.moves.in_flight.is_empty() {
             return Ok(());
         }
         if moved {

@@ -121,7 +121,7 @@ impl World {
         let before = self.reserved.fetch_add(2, Ordering::SeqCst);
         let mut moves = Moves::default();
         if before + 2 < SHRUNK as u64 && self.pool.begin_moves(SHRUNK, 2, &mut moves).is_ok() {
-            for one in &moves.under_way {
+            for one in &moves.in_flight {
                 let kv = self.memory[one.from.index()].load(Ordering::SeqCst);
                 self.memory[one.to.index()].store(kv, Ordering::SeqCst);
             }

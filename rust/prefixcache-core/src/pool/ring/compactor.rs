@@ -74,7 +74,7 @@ impl<M: Mode> Ring<M> {
         compactor.busy.store(false, Release);
     }
 
-    /// The pass that is under way, or a new one if the ring is still half full.
+    /// The current pass, or a new one if the ring is still half full.
     fn resume<'a>(&'a self, blocks: &'a [Block], credits: &'a Credits) -> Option<Pass<'a, M>> {
         // Relaxed, as all loads and stores of the cursors: `busy` orders them.
         let compactor = &self.compactor.0;

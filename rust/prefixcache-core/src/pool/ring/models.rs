@@ -110,7 +110,7 @@ impl Line {
 }
 
 /// Both of two blocks are being released while a third thread takes what it finds, and looks again.
-fn release_beside_evict() {
+fn release_with_evict() {
     let line = Line::new(2);
     let releasing = {
         let line = line.clone();
@@ -125,24 +125,24 @@ fn release_beside_evict() {
 
 #[test]
 fn release_vs_evict() {
-    check(release_beside_evict);
+    check(release_with_evict);
 }
 
 #[test]
 #[should_panic(expected = "lost or doubled")]
 fn release_vs_evict_fails_when_the_head_passes_pending_slots() {
-    faults::check_with(Fault::PassPending, release_beside_evict);
+    faults::check_with(Fault::PassPending, release_with_evict);
 }
 
 #[test]
 #[should_panic(expected = "lost or doubled")]
 fn release_vs_evict_fails_when_the_slot_comes_before_the_state() {
-    faults::check_with(Fault::SlotBeforeState, release_beside_evict);
+    faults::check_with(Fault::SlotBeforeState, release_with_evict);
 }
 
 /// A block leaves while its slot is pending; the head passes by the count of vacated slots, and it is
 /// handed out again in the next lap.
-fn release_beside_touch_and_wrap() {
+fn release_with_touch_and_wrap() {
     let line = Line::new(2);
     line.skip(1);
     // A credit for the touch, as the one of the release comes only after its slot is written.
@@ -167,18 +167,18 @@ fn release_beside_touch_and_wrap() {
 
 #[test]
 fn release_vs_touch_vs_wrap() {
-    check(release_beside_touch_and_wrap);
+    check(release_with_touch_and_wrap);
 }
 
 #[test]
 #[should_panic(expected = "lost or doubled")]
 fn release_vs_touch_vs_wrap_fails_with_blind_stores() {
-    faults::check_with(Fault::BlindSlotStore, release_beside_touch_and_wrap);
+    faults::check_with(Fault::BlindSlotStore, release_with_touch_and_wrap);
 }
 
 /// A cold block holds the head, with vacant slots behind it: the compactor moves it while one thread
 /// takes what it finds and another releases into what gets free.
-fn compact_beside_evict_and_release() {
+fn compact_with_evict_and_release() {
     let line = Line::new(2);
     assert!(line.release(1));
     line.skip(2);
@@ -203,18 +203,18 @@ fn compact_beside_evict_and_release() {
 
 #[test]
 fn compact_vs_evict_vs_wrap() {
-    check(compact_beside_evict_and_release);
+    check(compact_with_evict_and_release);
 }
 
 #[test]
 #[should_panic(expected = "lost or doubled")]
 fn compact_vs_evict_vs_wrap_fails_when_blocks_move_to_slots_that_are_not_reopened() {
-    faults::check_with(Fault::MoveUnopened, compact_beside_evict_and_release);
+    faults::check_with(Fault::MoveUnopened, compact_with_evict_and_release);
 }
 
 /// The compactor reopens a slot in a segment that was all vacant, while another thread skips by the
 /// counts and takes what it finds.
-fn compact_beside_skip() {
+fn compact_with_skip() {
     let line = Line::new(1);
     assert!(line.release(1));
     line.skip(3);
@@ -233,11 +233,11 @@ fn compact_beside_skip() {
 
 #[test]
 fn skip_counter_vs_compact() {
-    check(compact_beside_skip);
+    check(compact_with_skip);
 }
 
 #[test]
 #[should_panic(expected = "lost or doubled")]
 fn skip_counter_vs_compact_fails_when_revivals_are_not_counted() {
-    faults::check_with(Fault::SkipReopened, compact_beside_skip);
+    faults::check_with(Fault::SkipReopened, compact_with_skip);
 }

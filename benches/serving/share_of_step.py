@@ -40,7 +40,7 @@ class Way:
         self.contender = Contender(
             threads=1, max_tokens=16384, max_seqs=BATCH, dtype="bfloat16", **flags
         )
-        self.model: Any = self.contender._engine._runner._model  # type: ignore[attr-defined]
+        self.model: Any = self.contender._engine._runner.steps._model  # type: ignore[attr-defined]
         self.in_model = 0.0
         for name in ("forward", "compute_logits"):
             setattr(self.model, name, self._timed(getattr(self.model, name)))

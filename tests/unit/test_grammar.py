@@ -184,9 +184,9 @@ def test_a_grammar_is_compiled_once_and_kept_while_it_is_followed() -> None:
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        (StructuredOutput("json", "{"), "no JSON"),
+        (StructuredOutput("json", "{"), "not JSON"),
         (StructuredOutput("json", "false"), "must be an object"),
-        (StructuredOutput("json", "[" * 10**5), "no JSON"),
+        (StructuredOutput("json", "[" * 10**5), "not JSON"),
         (StructuredOutput("json", '{"items": [{}, {"type": "strin"}]}'), "at /items/1: "),
         (
             StructuredOutput("json", '{"anyOf": [{}, {"properties": {"a": {"$ref": "#/b"}}}]}'),

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "benches" / "gpu"
 # What a machine with a GPU may lack, and what only servers, plots and tests of ours import.
@@ -49,7 +51,6 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
             del sys.modules[name]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("command", [[], ["--jit"]], ids=["first", "jit"])
 def test_the_dry_run_needs_no_package_that_the_machine_may_lack(
     tmp_path: Path, command: list[str]

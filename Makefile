@@ -71,7 +71,7 @@ nightly: test-long shuttle bench-gpu-dry ## what .ci/run leaves out: long forms,
 	$(MAKE) --no-print-directory soak MINUTES=60
 
 test-ray: setup-dev                ## three replicas under Ray Serve, killed and commanded in mid-traffic
-	cd tests/ray_serve && ../../$(BIN)/pytest --durations=5
+	cd tests/ray_serve && ../../$(BIN)/pytest --timeout=900 --durations=5
 
 test-clients: setup model .venv-clients/.built ## clients that people use, against a server (own environment)
 	cd tests/clients && ../../.venv-clients/bin/pytest --durations=5

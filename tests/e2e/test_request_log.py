@@ -126,7 +126,7 @@ def _post_and_leave(address: str, body: bytes, when: Callable[[], bool]) -> None
     host, port = address.removeprefix("http://").split(":")
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=150) as connection:
         connection.sendall(head.encode() + body)
         wait_until(when)
 
@@ -210,7 +210,7 @@ async def test_what_the_event_loop_finds_shows_no_message(tokenizer: Tokenizer) 
         await send({"type": "http.response.body", "body": b""})
 
     with log() as written, running(app) as address:
-        httpx.get(address)
+        httpx.get(address, timeout=60)
         wait_until(lambda: "never retrieved" in written.getvalue())
     assert seen
     assert CANARY not in written.getvalue()

@@ -20,6 +20,8 @@ import pytest
 from click.testing import CliRunner
 
 from prefixcache.cli.main import app
+from prefixcache.server.http.listener import listening
+from prefixcache.server.options.serve_options import ServeOptions
 from server_process import PREFIXCACHE, ServerProcess, server_process
 from serving import events, wait_until
 
@@ -112,31 +114,40 @@ def test_the_example_names_the_key_and_the_log_says_what_was_chosen(folder, tmp_
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_the_command_serves_until_it_is_told_to_stop(tiny_checkpoint, host, caplog):
+def test_the_command_serves_until_it_is_told_to_stop(tiny_checkpoint, host, caplog, monkeypatch):
     """In this process, which asks itself from another thread and then stops itself."""
-    port = _free_port()
+    ports: list[int] = []
+
+    @contextmanager
+    def watched(options: ServeOptions) -> Generator[socket.socket, None, None]:
+        with listening(options) as listener:
+            ports.append(listener.getsockname()[1])
+            yield listener
+
+    monkeypatch.setattr("prefixcache.server.serve.listening", watched)
     answers: list[bytes] = []
     body = {"prompt": [5, 6, 7], "max_tokens": 300, "ignore_eos": True}
 
     def ask_and_stop() -> None:
-        address = f"http://127.0.0.1:{port}"
         try:
+            wait_until(lambda: ports != [])
+            address = f"http://127.0.0.1:{ports[0]}"
             wait_until(lambda: _is_healthy(address))
             answers.append(httpx.get(f"{address}/v1/models", timeout=60).content)
             answers.append(httpx.post(f"{address}/v1/completions", json=body, timeout=60).content)
-            answers.append(_answer_to_the_larger_of_two_bodies(port))
+            answers.append(_answer_to_the_larger_of_two_bodies(ports[0]))
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
     asking = threading.Thread(target=ask_and_stop)
     asking.start()
-    command = ["serve", str(tiny_checkpoint()), "--host", host, "--port", str(port), *_FLAGS]
+    command = ["serve", str(tiny_checkpoint()), "--host", host, "--port", "0", *_FLAGS]
     limits = ["--request-timeout", "0.0001", "--max-total-body-bytes", "32MiB"]
     result = CliRunner().invoke(app, [*command, *limits])
     asking.join()
     assert result.exit_code == 0
     shown = "localhost" if host == "0.0.0.0" else host
-    assert f"curl http://{shown}:{port}/v1/chat/completions" in result.output
+    assert f"curl http://{shown}:{ports[0]}/v1/chat/completions" in result.output
     for told, answer in zip((b"tiny", b"request_timeout", b"bodies_full"), answers, strict=True):
         assert told in answer
     assert ("WITHOUT A KEY, EVERYBODY" in caplog.text) == (host == "0.0.0.0")
@@ -161,12 +172,6 @@ def _answer_to_the_larger_of_two_bodies(port: int) -> bytes:
                 return answer.read()
             larger.sendall(b" ")
     raise TimeoutError
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _is_healthy(address: str) -> bool:

@@ -109,7 +109,7 @@ def test_while_answers_end_new_requests_and_probes_hear_503(
 def _listens(address: str) -> bool:
     host, port = address.removeprefix("http://").split(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=30):
+        with socket.create_connection((host, int(port)), timeout=150):
             return True
     except OSError:
         return False
@@ -227,7 +227,7 @@ def test_an_answer_whose_client_left_is_no_success(
     with running(fake_app(script.engine, tokenizer)) as address:
         host, port = address.removeprefix("http://").split(":")
         body = f'{{"prompt": [5, 6], "stream": {str(streamed).lower()}}}'
-        with socket.create_connection((host, int(port)), timeout=30) as connection:
+        with socket.create_connection((host, int(port)), timeout=150) as connection:
             head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n"
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             connection.sendall((head + body).encode())

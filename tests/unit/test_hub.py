@@ -278,7 +278,7 @@ def test_of_two_at_once_one_converts_and_both_get_the_folder(
 
     def convert_while_the_other_waits(file: Path, folder: Path, sha256: str) -> None:
         converted.append(folder)
-        second.wait(10)
+        second.wait(120)
         convert(file, folder, sha256)
 
     monkeypatch.setattr(hub, "_convert", convert_while_the_other_waits)
@@ -299,7 +299,7 @@ def test_threads_that_link_one_file_at_once_all_succeed(tmp_path: Path) -> None:
         together = Barrier(4)
 
         def link(_: int, folder: Path = folder, together: Barrier = together) -> None:
-            together.wait(30)
+            together.wait()
             hub._link(folder / "model.gguf", file)
 
         with ThreadPoolExecutor(4) as threads:

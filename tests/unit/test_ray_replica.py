@@ -633,7 +633,7 @@ async def test_replicas_that_answer_are_heard_beside_one_that_hangs(
 ) -> None:
     class Hangs:
         async def status(self) -> None:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
     class Here:
         async def status(self) -> dict[str, Any]:

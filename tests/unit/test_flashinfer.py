@@ -73,9 +73,13 @@ def prompts(count: int, length: int, shared: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["llama", "qwen2", "qwen3", "mistral", "mistral-window", "gemma3"]
+    ("architecture", "invariance"),
+    [
+        *(("gemma3", mode) for mode in MODES),
+        *(("llama", "off"), ("qwen2", "split"), ("qwen3", "packed")),
+        *(("mistral", "unified"), ("mistral-window", "off")),
+    ],
 )
-@pytest.mark.parametrize("invariance", MODES)
 def test_models_answer_as_with_plain_torch_attention(
     tiny_checkpoint: TinyCheckpoint, architecture: str, invariance: str
 ) -> None:
@@ -146,8 +150,9 @@ def test_the_steps_mix_decodes_with_chunks_and_hit_the_cache(
     assert ours.scheduler.hit_counter.hit_tokens, "no prompt hit the cache"
 
 
-@pytest.mark.parametrize("hopper", [True, False])
-@pytest.mark.parametrize("invariance", MODES)
+@pytest.mark.parametrize(
+    ("invariance", "hopper"), [*((mode, True) for mode in MODES), ("off", False), ("split", False)]
+)
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_graphs_step_computes_what_a_plain_one_does(
     window: int | None, invariance: str, hopper: bool
@@ -180,8 +185,7 @@ def test_a_graphs_step_computes_what_a_plain_one_does(
 GROUPS = (SPEC, *[dataclasses.replace(SPEC, sliding_window=window) for window in (5, 5, 9)])
 
 
-@pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize(("graph", "hopper"), [(False, False), (True, True)])
 @pytest.mark.parametrize("invariance", [*MODES, "tensor cores"])
 def test_groups_that_share_memory_are_planned_before_any_of_them_runs(
     invariance: str, hopper: bool, graph: bool
@@ -288,8 +292,13 @@ def _reference_kernels(_device: torch.device) -> types.ModuleType:
     return flashinfer_reference
 
 
-@pytest.mark.parametrize("invariance", [*MODES, "tensor cores"])
-@pytest.mark.parametrize("heads", [(28, 4), (64, 8), (4, 1), (1, 1)])
+@pytest.mark.parametrize(
+    ("invariance", "heads"),
+    [
+        *((mode, (28, 4)) for mode in [*MODES, "tensor cores"]),
+        *(("off", (64, 8)), ("packed", (64, 8)), ("off", (4, 1)), ("packed", (1, 1))),
+    ],
+)
 def test_the_plan_of_a_graph_fits_what_it_pins_on_the_host(invariance, heads) -> None:
     """And it is little: models of seven groups have well over a hundred graphs."""
     spec = AttentionSpec(num_heads=heads[0], num_kv_heads=heads[1], head_dim=64, scale=0.1)
@@ -303,8 +312,7 @@ def test_the_plan_of_a_graph_fits_what_it_pins_on_the_host(invariance, heads) ->
     assert max(len(p) for p in pinned) <= 256 * 1024 + 512 * heads[0] * 64
 
 
-@pytest.mark.parametrize("head_dim", [8, 256])
-@pytest.mark.parametrize("page_size", [4, 16, 80])
+@pytest.mark.parametrize(("page_size", "head_dim"), [(4, 8), (16, 256), (80, 8)])
 @pytest.mark.parametrize("invariance", ["split", "unified"])
 def test_bits_do_not_depend_on_the_pages_left_out_behind_a_window(
     invariance: str, page_size: int, head_dim: int

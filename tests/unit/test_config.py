@@ -595,7 +595,7 @@ def test_attention_backends_are_those_that_can_be_made() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3"])
+@pytest.mark.parametrize("architecture", ["Mistral", "Gemma3"])
 def test_hostile_fields_are_errors_that_name_them(
     architecture: str, changes: dict[str, Any]
 ) -> None:

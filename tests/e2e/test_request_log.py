@@ -145,9 +145,7 @@ async def _fails(request: Request) -> AsyncIterator[RequestOutput]:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-async def test_nothing_of_a_prompt_and_no_key_is_in_the_log(
-    tokenizer: Tokenizer, form: LogFormat, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_of_a_prompt_and_no_key_is_in_the_log(tokenizer, form, monkeypatch):
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"cannot encode {CANARY}")
 
@@ -216,9 +214,7 @@ async def test_what_the_event_loop_finds_shows_no_message(tokenizer: Tokenizer) 
     assert CANARY not in written.getvalue()
 
 
-def test_a_log_file_may_be_rotated_and_lost(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_file_may_be_rotated_and_lost(tmp_path, capfd):
     folder = tmp_path / "logs"
     folder.mkdir()
     handler = log_handler("json", file=folder / "log")

@@ -166,9 +166,7 @@ def interleaved(pieces: Sequence[tuple[int, int, bool]]) -> list[Work]:
 
 @SLOW
 @given(pieces=pieces)
-def test_any_interleaving_gives_the_bits_of_the_cold_run(
-    runs: Runs, pieces: list[tuple[int, int, bool]]
-) -> None:
+def test_any_interleaving_gives_the_bits_of_the_cold_run(runs, pieces):
     assert runs.differences(interleaved(pieces)) == 0
 
 
@@ -232,9 +230,7 @@ def test_answers_and_blocks_of_any_schedule_are_those_of_lone_cold_runs(
     assert min(total.guided, total.late_masks) > 0
 
 
-def test_answers_of_kept_blocks_are_those_of_lone_runs_with_widened_weights(
-    tmp_path: Path, seed: int
-) -> None:
+def test_answers_of_kept_blocks_are_those_of_lone_runs_with_widened_weights(tmp_path, seed):
     folder, widened = make_pair(tmp_path, "bfloat16", "Q4_1", **WIDE)
     bench, total = Bench(folder, "bfloat16", widened=widened), Counts()
     for turn in range(bounded(usual=2, long=50)):
@@ -244,9 +240,7 @@ def test_answers_of_kept_blocks_are_those_of_lone_runs_with_widened_weights(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_preempted_answers_are_those_of_lone_cold_runs(
-    tiny_checkpoint: Checkpoint, dtype: str, seed: int
-) -> None:
+def test_preempted_answers_are_those_of_lone_cold_runs(tiny_checkpoint, dtype, seed):
     """A pool that holds one long request and little else, until all that can happen has."""
 
     def all_happened(total: Counts) -> bool:

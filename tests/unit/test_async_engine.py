@@ -123,9 +123,7 @@ async def test_an_id_in_use_fails_its_own_stream_alone(serve: Make) -> None:
     assert tokens_of(await first) == answer_alone(PROMPT, 4)
 
 
-async def test_an_unexpected_error_in_add_fails_its_own_stream_alone(
-    serve: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unexpected_error_in_add_fails_its_own_stream_alone(serve, monkeypatch):
     served = serve()
     start = served.cache.start
 
@@ -141,9 +139,7 @@ async def test_an_unexpected_error_in_add_fails_its_own_stream_alone(
     assert tokens_of(await collect(served.engine, make_request("good"))) == answer_alone(PROMPT, 4)
 
 
-async def test_poisoned_requests_do_not_end_an_idle_server(
-    serve: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_poisoned_requests_do_not_end_an_idle_server(serve, caplog):
     served = serve()
     served.runner.failures = [RuntimeError("poisoned") for _ in range(5)]
     with caplog.at_level(logging.CRITICAL):
@@ -411,9 +407,7 @@ async def test_closing_a_job_ends_all_its_requests(serve: Make) -> None:
     assert len(served.runner.plans) == 4
 
 
-async def test_a_request_that_cannot_be_added_ends_its_job_alone(
-    serve: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_that_cannot_be_added_ends_its_job_alone(serve, monkeypatch):
     served = serve()
     other = await start_held(served)
     start = served.cache.start
@@ -446,9 +440,7 @@ async def test_a_job_is_checked_as_a_whole_before_it_starts(serve: Make) -> None
     assert not served.runner.plans
 
 
-async def test_steps_go_on_while_a_long_job_is_added(
-    serve: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_steps_go_on_while_a_long_job_is_added(serve, monkeypatch):
     monkeypatch.setattr(async_engine, "_AT_ONCE", 1)
     served = serve(max_num_seqs=8)
     running = await start_held(served)
@@ -468,9 +460,7 @@ async def test_steps_go_on_while_a_long_job_is_added(
 
 
 @pytest.mark.parametrize("drain", [False, True])
-async def test_a_shutdown_meets_a_job_that_is_still_added(
-    serve: Make, monkeypatch: pytest.MonkeyPatch, drain: bool
-) -> None:
+async def test_a_shutdown_meets_a_job_that_is_still_added(serve, monkeypatch, drain):
     monkeypatch.setattr(async_engine, "_AT_ONCE", 1)
     served = serve(max_num_seqs=2)
     served.gate.hold_after(1)
@@ -488,9 +478,7 @@ async def test_a_shutdown_meets_a_job_that_is_still_added(
     assert all_free(served.cache)()
 
 
-async def test_a_job_that_is_closed_while_it_is_added_adds_no_more(
-    serve: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_job_that_is_closed_while_it_is_added_adds_no_more(serve, monkeypatch):
     monkeypatch.setattr(async_engine, "_AT_ONCE", 1)
     served = serve()
     served.gate.hold_after(2)
@@ -587,9 +575,7 @@ async def test_shutdown_aborts_what_runs(serve: Make) -> None:
         served.engine.generate(make_request())
 
 
-async def test_a_dead_engine_tells_everybody(
-    serve: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_dead_engine_tells_everybody(serve, caplog, monkeypatch):
     served = serve()
     served.gate.hold_after()
     tasks = [

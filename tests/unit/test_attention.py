@@ -47,13 +47,7 @@ def expected_rows(
     ("heads", "block_size"), [((4, 4), BLOCK_SIZE), ((4, 2), 16), ((7, 1), 16)]
 )
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, 2.0), (100, None), (None, 2.0)])
-def test_mixed_batch(
-    backend: str,
-    heads: tuple[int, int],
-    window: int | None,
-    softcap: float | None,
-    block_size: int,
-) -> None:
+def test_mixed_batch(backend, heads, window, softcap, block_size):
     spec = AttentionSpec(
         num_heads=heads[0],
         num_kv_heads=heads[1],

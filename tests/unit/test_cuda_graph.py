@@ -80,9 +80,7 @@ def test_no_size_holds_more_than_the_largest() -> None:
     ("architecture", "mode"),
     [*(("gemma3", mode) for mode in MODES), ("qwen2", "off"), ("qwen3", "packed")],
 )
-def test_replays_answer_as_plain_steps_do(
-    tiny_checkpoint: TinyCheckpoint, architecture: str, mode: str
-) -> None:
+def test_replays_answer_as_plain_steps_do(tiny_checkpoint, architecture, mode):
     model = load(tiny_checkpoint(architecture))
     capture = TapeCapture()
     graphs = server(model, capture, **MODES[mode])
@@ -115,9 +113,7 @@ def test_nothing_is_collected_while_a_graph_is_captured(tiny_checkpoint: TinyChe
     assert gc.isenabled()
 
 
-def test_batches_shrink_through_the_sizes_and_others_run_plainly(
-    tiny_checkpoint: TinyCheckpoint,
-) -> None:
+def test_batches_shrink_through_the_sizes_and_others_run_plainly(tiny_checkpoint):
     model = load(tiny_checkpoint("smollm2"))
     capture = TapeCapture()
     graphs = server(model, capture, max_tokens=16, num_blocks=40)
@@ -149,9 +145,7 @@ def test_other_sampling_follows_on_the_graphs_logits(tiny_checkpoint: TinyCheckp
         assert graphs.logprobs[name] == pytest.approx(values, abs=1e-4)
 
 
-def test_added_rows_leave_all_blocks_but_the_null_block_alone(
-    tiny_checkpoint: TinyCheckpoint,
-) -> None:
+def test_added_rows_leave_all_blocks_but_the_null_block_alone(tiny_checkpoint):
     model = load(tiny_checkpoint("smollm2"))
     graphs, plain = server(model, TapeCapture()), PagedServer(model)
     asked = prompts(6, 10, 4, 15, 7)
@@ -162,9 +156,7 @@ def test_added_rows_leave_all_blocks_but_the_null_block_alone(
     assert ours[0].any(), "no row was added"
 
 
-def test_unusable_logits_end_their_sequence_alone(
-    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_logits_end_their_sequence_alone(tiny_checkpoint, monkeypatch):
     model = load(tiny_checkpoint("smollm2"))
     graphs = server(model, TapeCapture())
     graphs.generate(prompts(5, 6), 3)

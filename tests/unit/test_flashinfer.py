@@ -80,9 +80,7 @@ def prompts(count: int, length: int, shared: int = 0) -> list[list[int]]:
         *(("mistral", "unified"), ("mistral-window", "off")),
     ],
 )
-def test_models_answer_as_with_plain_torch_attention(
-    tiny_checkpoint: TinyCheckpoint, architecture: str, invariance: str
-) -> None:
+def test_models_answer_as_with_plain_torch_attention(tiny_checkpoint, architecture, invariance):
     model = load(tiny_checkpoint(architecture))
     asked = prompts(5, 37, shared=9)
     options = {"temperature": 0.0, "logprobs": 0}
@@ -101,9 +99,7 @@ def test_a_hybrid_models_answers_have_the_same_bits_on_a_hit_and_in_chunks(
     assert answers["hit"] == answers["chunks"] == answers["cold"]
 
 
-def test_a_hybrid_models_bits_would_change_were_tables_not_aligned(
-    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hybrid_models_bits_would_change_were_tables_not_aligned(tiny_checkpoint, monkeypatch):
     monkeypatch.setattr("prefixcache.attention.flashinfer_planner.grid_pages", lambda _page_size: 1)
     answers = _hybrid_answers(tiny_checkpoint("gemma3"), "unified")
     assert answers["hit"] != answers["cold"]
@@ -137,9 +133,7 @@ def _led_server(model: DecoderModel, invariance: str, **options: int) -> PagedSe
     return PagedServer(model, made, **options)
 
 
-def test_the_steps_mix_decodes_with_chunks_and_hit_the_cache(
-    tiny_checkpoint: TinyCheckpoint,
-) -> None:
+def test_the_steps_mix_decodes_with_chunks_and_hit_the_cache(tiny_checkpoint):
     model = load(tiny_checkpoint("qwen3"))
     asked = prompts(6, 41, shared=16)
     ours = PagedServer(model, backend, num_blocks=48, max_tokens=16)
@@ -154,9 +148,7 @@ def test_the_steps_mix_decodes_with_chunks_and_hit_the_cache(
     ("invariance", "hopper"), [*((mode, True) for mode in MODES), ("off", False), ("split", False)]
 )
 @pytest.mark.parametrize("window", [None, 5])
-def test_a_graphs_step_computes_what_a_plain_one_does(
-    window: int | None, invariance: str, hopper: bool
-) -> None:
+def test_a_graphs_step_computes_what_a_plain_one_does(window, invariance, hopper):
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5, sliding_window=window)
     make = partial(backend, spec, invariance=invariance, hopper=hopper)
     sequences = [
@@ -187,9 +179,7 @@ GROUPS = (SPEC, *[dataclasses.replace(SPEC, sliding_window=window) for window in
 
 @pytest.mark.parametrize(("graph", "hopper"), [(False, False), (True, True)])
 @pytest.mark.parametrize("invariance", [*MODES, "tensor cores"])
-def test_groups_that_share_memory_are_planned_before_any_of_them_runs(
-    invariance: str, hopper: bool, graph: bool
-) -> None:
+def test_groups_that_share_memory_are_planned_before_any_of_them_runs(invariance, hopper, graph):
     """Each with its window and its own tables; two layers of each, as a model interleaves them."""
     memory = SharedMemory(CPU, 1 << 20)
     starts = (21, 9, 0) if graph else (21, 9)
@@ -314,9 +304,7 @@ def test_the_plan_of_a_graph_fits_what_it_pins_on_the_host(invariance, heads) ->
 
 @pytest.mark.parametrize(("page_size", "head_dim"), [(4, 8), (16, 256), (80, 8)])
 @pytest.mark.parametrize("invariance", ["split", "unified"])
-def test_bits_do_not_depend_on_the_pages_left_out_behind_a_window(
-    invariance: str, page_size: int, head_dim: int
-) -> None:
+def test_bits_do_not_depend_on_the_pages_left_out_behind_a_window(invariance, page_size, head_dim):
     """Each chunk lists other pages: the key tiles must begin at the same tokens all the same."""
     attend = partial(_attend_in_chunks, invariance, page_size, head_dim)
     whole = attend([260])
@@ -459,9 +447,7 @@ def test_tables_go_to_the_device_from_pinned_memory(monkeypatch) -> None:
 
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("invariance", MODES)
-def test_the_hosts_tables_may_be_filled_anew_once_a_step_is_planned(
-    monkeypatch: pytest.MonkeyPatch, invariance: str, graph: bool
-) -> None:
+def test_the_hosts_tables_may_be_filled_anew_once_a_step_is_planned(monkeypatch, invariance, graph):
     """The next step is planned while the device computes this one."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     decodes = [SlowSequence(9, 1, (1, 2, 3), True), SlowSequence(5, 1, (4, 5), True)]

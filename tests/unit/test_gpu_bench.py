@@ -52,9 +52,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("command", [[], ["--jit"]], ids=["first", "jit"])
-def test_the_dry_run_needs_no_package_that_the_machine_may_lack(
-    tmp_path: Path, command: list[str]
-) -> None:
+def test_the_dry_run_needs_no_package_that_the_machine_may_lack(tmp_path, command):
     (tmp_path / "sitecustomize.py").write_text(_BLOCK)
     paths = [str(tmp_path), str(ROOT / "python")]
     done = subprocess.run(
@@ -88,9 +86,7 @@ def test_the_dry_run_needs_no_package_that_the_machine_may_lack(
     assert {row["unit"] for row in rows if row["section"] == "peer"} == {"not installed"}
 
 
-def test_a_section_that_hangs_loses_neither_its_rows_nor_its_words(
-    tmp_path: Path, bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_section_that_hangs_loses_neither_its_rows_nor_its_words(tmp_path, bench, monkeypatch):
     limit = 12345
     run = bench.Run(folder=tmp_path, environment=bench.section_environment(jit=False))
 
@@ -117,9 +113,7 @@ def test_a_section_that_hangs_loses_neither_its_rows_nor_its_words(
     _wait_until_gone(row["child"])
 
 
-def test_a_section_that_fails_is_a_row_and_the_others_are_run(
-    tmp_path: Path, bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_section_that_fails_is_a_row_and_the_others_are_run(tmp_path, bench, monkeypatch):
     hang = "import time; time.sleep(600)"
     scripts = {"broken": "raise ValueError('told why')", "good": "pass", "slow": hang}
     monkeypatch.setattr(
@@ -227,13 +221,8 @@ class _Broken:
     ],
 )
 def test_a_mode_that_fails_does_not_lose_those_after_it(
-    section: str,
-    is_broken: Any,
-    measured: set[str],
-    tmp_path: Path,
-    bench: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    section, is_broken, measured, tmp_path, bench, monkeypatch
+):
     import progress
     import sections
 
@@ -251,9 +240,7 @@ def test_a_mode_that_fails_does_not_lose_those_after_it(
     assert not (tmp_path / "begun").exists()
 
 
-def test_a_process_that_lost_its_device_ends_and_tells_where_it_was(
-    tmp_path: Path, bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_lost_its_device_ends_and_tells_where_it_was(tmp_path, bench, monkeypatch):
     import progress
     import sections
 
@@ -297,9 +284,7 @@ progress.end()
 """
 
 
-def test_another_process_goes_on_after_the_part_that_ended_one(
-    tmp_path: Path, bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_process_goes_on_after_the_part_that_ended_one(tmp_path, bench, monkeypatch):
     monkeypatch.setattr(
         bench.Run,
         "_command",
@@ -327,9 +312,7 @@ def test_third(): tried.touch()
 """
 
 
-def test_tests_go_on_after_one_that_loses_the_device(
-    tmp_path: Path, bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tests_go_on_after_one_that_loses_the_device(tmp_path, bench, monkeypatch):
     folder = tmp_path / "tests" / "gpu"
     folder.mkdir(parents=True)
     (folder / "test_losing.py").write_text(_LOSES)
@@ -369,9 +352,7 @@ def test_a_row_that_was_cut_off_does_not_hide_those_before(tmp_path: Path, bench
     assert bench.read_rows(record) == [{"section": "steps"}]
 
 
-def test_kernels_are_compiled_only_where_it_was_asked_for(
-    tmp_path: Path, bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_compiled_only_where_it_was_asked_for(tmp_path, bench, monkeypatch):
     package = tmp_path / "flashinfer_jit_cache"
     assert "FLASHINFER_DISABLE_JIT" not in bench.section_environment(jit=False)
     package.mkdir()
@@ -396,9 +377,7 @@ def _wait_until_gone(process: int) -> None:
         return
 
 
-def test_packed_kernels_lie_where_flashinfer_asks_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_kernels_lie_where_flashinfer_asks_for_them(tmp_path, monkeypatch):
     package = shutil.copytree(BENCH / "prebuilt", tmp_path / "packed") / "flashinfer_jit_cache"
     (package / "version.txt").write_text("0.6.14\n")
     monkeypatch.syspath_prepend(str(package.parent))

@@ -96,16 +96,3 @@ async def test_keys_over_their_budget_do_not_touch_a_third(tiny_checkpoint):
         assert counted["hints_demoted"] > USABLE
         assert counted["hinted_blocks"] <= 3 * 0.2 * USABLE
         assert await ask(client, [*PREFIX, 7], key="c") == (96, cold)
-
-
-async def test_a_pool_full_of_the_dearest_serves_everybody(tiny_checkpoint):
-    folder = tiny_checkpoint()
-    async with served_folder(folder, num_blocks=USABLE + 1, retention_budget=1.0) as (client, _):
-        for number in range(6):
-            prompt = [number, *[9] * 159]
-            await ask(client, prompt, max_tokens=1, retention=[{"priority": 100}])
-        assert (await stats(client))["hinted_blocks"] >= 0.9 * USABLE
-        prompts = [[200 + number, *range(300)] for number in range(6)]
-        hits, choices = await ask(client, prompts, max_tokens=8)  # type: ignore[arg-type]
-        assert hits == 0
-        assert [choice["finish_reason"] for choice in choices] == ["length"] * 6

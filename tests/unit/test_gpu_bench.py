@@ -301,57 +301,6 @@ def test_another_process_goes_on_after_the_part_that_ended_one(tmp_path, bench, 
     assert processes[0] == processes[1] != processes[2] == processes[3]
 
 
-_LOSES = """
-import pytest_rows
-from pathlib import Path
-tried = Path(__file__).with_name("tried")
-pytest_rows.device_is_lost = lambda: True
-def test_first(): pass
-def test_second(): assert False
-def test_third(): tried.touch()
-"""
-
-
-def test_tests_go_on_after_one_that_loses_the_device(tmp_path, bench, monkeypatch):
-    folder = tmp_path / "tests" / "gpu"
-    folder.mkdir(parents=True)
-    (folder / "test_losing.py").write_text(_LOSES)
-    monkeypatch.setattr(bench, "TESTS", folder.parent)
-    run = bench.Run(folder=tmp_path, environment=bench.section_environment(jit=False))
-    run.job(bench.Job("tests", marks="not jit"), 60)
-    told = [(row["what"].rpartition("::")[2], row["unit"], row["ok"]) for row in _rows(tmp_path)]
-    assert told == [
-        ("test_first", "s; passed", True),
-        ("test_second", "s; failed", False),
-        ("test_third", "s; passed", True),
-    ]
-    assert (folder / "tried").exists()
-
-
-def test_plugins_that_the_machine_happens_to_have_are_not_loaded(bench: Any) -> None:
-    assert bench.section_environment(jit=True)["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] == "1"
-
-
-def test_what_the_budget_leaves_no_time_for_is_said(tmp_path: Path, bench: Any) -> None:
-    bench.run_all(bench.Run(folder=tmp_path), [bench.Job("steps", "qwen2.5-7b")], budget=1)
-    (row,) = _rows(tmp_path)
-    assert row == {"section": "steps", "what": "steps qwen2.5-7b", "unit": "skipped: no time left"}
-
-
-def test_each_command_fits_into_ten_minutes_and_the_smoke_comes_first(bench: Any) -> None:
-    assert bench.FULL[0].section == "smoke"
-    assert bench.FULL[1] == bench.Job("tests", marks="not jit", seconds=bench.FULL[1].seconds)
-    prebuilt = {job.shape for job in bench.FULL}
-    assert "llama-3.2-1b" not in prebuilt, "its heads of 64 have no prebuilt kernel"
-    assert {job.peer for job in bench.FULL[:-1]} == {""}
-
-
-def test_a_row_that_was_cut_off_does_not_hide_those_before(tmp_path: Path, bench: Any) -> None:
-    record = tmp_path / "rows.jsonl"
-    record.write_text('{"section": "steps"}\n{"section": "wor')
-    assert bench.read_rows(record) == [{"section": "steps"}]
-
-
 def test_kernels_are_compiled_only_where_it_was_asked_for(tmp_path, bench, monkeypatch):
     package = tmp_path / "flashinfer_jit_cache"
     assert "FLASHINFER_DISABLE_JIT" not in bench.section_environment(jit=False)

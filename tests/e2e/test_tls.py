@@ -138,7 +138,7 @@ def _stalled(
     ):
         host, port = address.removeprefix("http://").split(":")
         where = host, int(port)
-        stalled = [stack.enter_context(socket.create_connection(where, 30)) for _ in range(4)]
+        stalled = [stack.enter_context(socket.create_connection(where, 150)) for _ in range(4)]
         yield stalled, server.server_state, address.replace("http:", "https:")
 
 

@@ -1,7 +1,7 @@
 """The wheel alone: built, installed in an empty environment, and asked outside of the tree.
 
 `python tests/wheel.py` keeps nothing. First the cache alone, beside numpy and nothing else; then
-the server beside what the wheel's own metadata requires, linked from this environment and nothing
+the server with what the wheel's own metadata requires, linked from this environment and nothing
 more of it, for which the default model must have been fetched.
 """
 

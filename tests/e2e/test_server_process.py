@@ -76,8 +76,8 @@ def test_a_second_sigint_ends_at_once(tiny_checkpoint, tmp_path):
         assert events("".join(parts))[-1]["error"]["code"] == "server_stopping"
 
 
-def test_a_busy_port_is_told_at_once_and_the_example_works(folder, tmp_path):
-    with _serving(folder, tmp_path) as server:
+def test_a_busy_port_is_an_error_at_once_and_the_example_works_with_the_key(folder, tmp_path):
+    with _serving(folder, tmp_path, "--api-key", "s3cret") as server:
         port = server.address.rpartition(":")[2]
         second = subprocess.run(
             [*PREFIXCACHE, "serve", str(folder), "--port", port],
@@ -89,28 +89,22 @@ def test_a_busy_port_is_told_at_once_and_the_example_works(folder, tmp_path):
         assert f"127.0.0.1:{port}" in second.stderr
         assert "in use" in second.stderr
         assert len(second.stderr.splitlines()) == 1
-        _, url, _, header, _, data = shlex.split(server.example)
-        name, value = header.split(": ")
-        answer = httpx.post(url, content=data, headers={name: value}, timeout=60).json()
-        assert answer["model"] == json.loads(data)["model"] == "tiny"
-        assert answer["choices"][0]["message"]["role"] == "assistant"
-        os.kill(server.process.pid, signal.SIGINT)
-        assert server.end() == 0
-
-
-def test_the_example_names_the_key_and_the_log_says_what_was_chosen(folder, tmp_path):
-    with _serving(folder, tmp_path, "--api-key", "s3cret") as server:
         assert "s3cret" not in server.example
         words = shlex.split(server.example.replace("$PREFIXCACHE_API_KEY", "s3cret"))
         headers = dict(words[i + 1].split(": ") for i, word in enumerate(words) if word == "-H")
-        response = httpx.post(words[1], content=words[-1], headers=headers, timeout=60)
-        assert response.status_code == 200
+        answer = httpx.post(words[1], content=words[-1], headers=headers, timeout=60).json()
+        assert answer["model"] == json.loads(words[-1])["model"] == "tiny"
         assert json.loads(words[-1])["temperature"] == 0
+        assert answer["choices"][0]["message"]["role"] == "assistant"
+        os.kill(server.process.pid, signal.SIGINT)
+        assert server.end() == 0
     log = (tmp_path / "log").read_text()
-    told_of_cache = "100 blocks of 16 tokens (0.00 GiB), prefix cache on, eviction lru"
-    for told in ("float32 on cpu with", told_of_cache):
-        assert told in log
-    assert "a step 64 sequences and 2048 tokens" in log
+    for chosen in (
+        "float32 on cpu with",
+        "100 blocks of 16 tokens (0.00 GiB), prefix cache on, eviction lru",
+        "a step 64 sequences and 2048 tokens",
+    ):
+        assert chosen in log
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

@@ -173,6 +173,7 @@ def _sleep_without_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefixcache.kv.cache_manager.CacheManager.reset", lambda self: None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "break_it", [_skip_the_version, _keep_in_flight, _keep_the_tokens, _sleep_without_forgetting]
 )
@@ -340,6 +341,7 @@ async def test_real_models_answer_as_alone_under_one_version(live: LiveHammer) -
     assert live.has_seen_all
 
 
+@pytest.mark.long
 async def test_real_models_show_a_missing_version_step(live, monkeypatch):
     _skip_the_version(monkeypatch)
     with pytest.raises(AssertionError):

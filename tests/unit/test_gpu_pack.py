@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "benches" / "gpu"
 # Keeps what pip is asked for, and leaves a wheel that it does not name.

@@ -86,9 +86,11 @@ async def test_a_replay_counts_what_the_server_counted(
     flags = {"num_blocks": 90, "block_size": 8, "max_num_seqs": 8, "record_trace": path} | flags
     async with served_folder(tiny_checkpoint(model), **flags) as (client, _):
         assert metric((await client.get("/metrics")).text, "trace_recording") == 1
-        await Day(client, seed).pass_by(flags["num_blocks"])
-        while (stats := (await client.get("/prefix_cache/stats")).json())["blocks_in_use"]:
-            await asyncio.sleep(0.01)
+        day, stats = Day(client, seed), {"evictions": 0}
+        while not stats["evictions"]:
+            await day.pass_by(flags["num_blocks"])
+            while (stats := (await client.get("/prefix_cache/stats")).json())["blocks_in_use"]:
+                await asyncio.sleep(0.01)
     found = replay_recording(path)
     assert found["difference"] is None
     assert (found["agrees"], found["ended"], found["unchecked_events"]) == (True, "end", 0)

@@ -49,7 +49,7 @@ def folder(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 
 def test_sigterm_lets_open_answers_end(folder, tmp_path):
-    with _serving(folder, tmp_path) as server:
+    with _serving(folder, tmp_path, "--drain-seconds", "600") as server:
         with _open_stream(server.address, max_tokens=300) as response:
             parts = response.iter_text()
             text = next(parts)

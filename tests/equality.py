@@ -333,8 +333,10 @@ class Bench:
         invariant: bool = True,
         widened: Path | None = None,
         activations: Activations = "exact",
+        threads: int = 1,
     ) -> None:
         self._folder = folder
+        self._threads = threads
         self._activations: Activations = activations
         self._dtype = dtype
         self._invariant = invariant
@@ -383,7 +385,9 @@ class Bench:
         return answered
 
     def _engine(self, schedule: Schedule, folder: Path) -> Engine:
-        engine = make_engine(folder, self._dtype, self._invariant, schedule, self._activations)
+        engine = make_engine(
+            folder, self._dtype, self._invariant, schedule, self._activations, self._threads
+        )
         submit = engine._runner.submit
 
         def watched(plan: StepPlan) -> PendingStep:
@@ -417,6 +421,7 @@ def make_engine(
     invariant: bool,
     schedule: Schedule,
     activations: Activations = "exact",
+    threads: int = 1,
 ) -> Engine:
     num_groups = len(kv_layout(ModelConfig.from_hf(folder)).groups)
     config = EngineConfig(
@@ -424,6 +429,7 @@ def make_engine(
         dtype=dtype,  # type: ignore[arg-type]
         device="cpu",
         cpu_activations=activations,
+        cpu_threads=threads,
         batch_invariant=invariant,
         attention="auto" if invariant else "torch",
         cache=CacheConfig(
@@ -504,10 +510,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             folder, widened = make_pair(Path(scratch), dtype, block_format, **shape)
             for threads in (1, 2):
-                torch.set_num_threads(threads)
                 bench = Bench(
                     folder,
                     dtype,
+                    threads=threads,
                     invariant=not arguments.no_batch_invariant,
                     widened=widened if activations == "exact" else None,
                     activations=activations,

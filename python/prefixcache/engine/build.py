@@ -45,6 +45,7 @@ from prefixcache.models.loader import choose_dtype, load_model, make_model
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.ops.blocks import BLOCK_FORMATS
 from prefixcache.ops.sets import torch_is_faster
+from prefixcache.ops.threads import default_threads
 from prefixcache.runner.decoder import Decoder
 from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.scheduler.scheduler import Scheduler
@@ -88,9 +89,10 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     config = config.on(device.type)
     dtype = choose_dtype(config.dtype, model_config.checkpoint_dtype, device)
     tokenizer = Tokenizer.from_folder(folder)
-    cpu = _kernel_threads(config, device)
+    threads = config.cpu_threads or default_threads()
+    cpu = _kernel_threads(config, device, threads)
     with ThreadPoolExecutor(1) as beside:
-        reading = beside.submit(read_checkpoint, folder, torch.get_num_threads())
+        reading = beside.submit(read_checkpoint, folder, threads)
         model, attention, sizes, max_model_len = _model_and_pool(
             config, model_config, folder, dtype, device, cpu
         )
@@ -140,7 +142,7 @@ def build(config: EngineConfig, folder: Path | None = None) -> BuiltEngine:
     engine = Engine(parts)
     if writer is not None:
         engine.metrics.of_recording = writer.families
-    _log_choices(config, parts, kv, cpu)
+    _log_choices(config, parts, kv, cpu, threads)
     _log_retention(config.cache, retention, cache, kv.layout, parts.scheduler.max_num_tokens)
     return BuiltEngine(
         engine=engine,
@@ -231,9 +233,11 @@ def _check_quantized(config: EngineConfig, weights: ReplaceableModel) -> None:
     )
 
 
-def _log_choices(config: EngineConfig, parts: EngineParts, kv: KVTensors, cpu: Cpu | None) -> None:
+def _log_choices(
+    config: EngineConfig, parts: EngineParts, kv: KVTensors, cpu: Cpu | None, threads: int
+) -> None:
     """What was chosen where nothing was said, in one line."""
-    threads = "" if kv.device.type != "cpu" else f" with {torch.get_num_threads()} threads"
+    of_cpu = f" with {threads} threads" if kv.device.type == "cpu" else ""
     kernels = "" if cpu is None else f" ({cpu.instructions})"
     limits = config.scheduler.limits()
     logger.info(
@@ -242,7 +246,7 @@ def _log_choices(config: EngineConfig, parts: EngineParts, kv: KVTensors, cpu: C
         "%d tokens.",
         str(kv.dtype).removeprefix("torch."),
         kv.device,
-        threads,
+        of_cpu,
         kernels,
         kv.attention.name,
         kv.num_blocks,
@@ -366,8 +370,10 @@ def _model_and_pool(
     return model, attention, sizes, max_model_len
 
 
-def _kernel_threads(config: EngineConfig, device: torch.device) -> Cpu | None:
-    """The threads of the CPU's own kernels, as many as torch has; None where torch's are used.
+def _kernel_threads(config: EngineConfig, device: torch.device, threads: int) -> Cpu | None:
+    """The threads of the CPU's own kernels; None where torch's kernels are used, or another device.
+
+    Torch then has one thread: its OpenMP threads spin after each op, on the cores of ours.
 
     Raises `ConfigError` where int8 activations are asked for, which those alone know.
 
@@ -383,7 +389,9 @@ def _kernel_threads(config: EngineConfig, device: torch.device) -> Cpu | None:
             f"cpu_activations must be exact on {device} with attention {config.attention}: int8 "
             "needs the CPU's own kernels."
         )
-    return Cpu(torch.get_num_threads()) if own else None
+    if device.type == "cpu":
+        torch.set_num_threads(1 if own else threads)
+    return Cpu(threads) if own else None
 
 
 def _attention(config: EngineConfig, model: DecoderModel, cpu: Cpu | None) -> GroupedAttention:

@@ -220,6 +220,8 @@ def _trace_writer(config: CacheConfig) -> TraceWriter | None:
 def _arithmetic(config: EngineConfig, dtype: torch.dtype) -> str:
     """The arithmetic's name in the root of the cache's hashes: none hits what another computed."""
     name = str(dtype).removeprefix("torch.")
+    if config.cpu_instructions is not None:
+        name = f"{name}/{config.cpu_instructions}"
     return name if config.cpu_activations == "exact" else f"{name}, {config.cpu_activations}"
 
 
@@ -391,7 +393,18 @@ def _kernel_threads(config: EngineConfig, device: torch.device, threads: int) ->
         )
     if device.type == "cpu":
         torch.set_num_threads(1 if own else threads)
-    return Cpu(threads) if own else None
+    return _make_cpu(threads, config.cpu_instructions) if own else None
+
+
+def _make_cpu(threads: int, instructions: str | None) -> Cpu:
+    """Raises `ConfigError` where the processor has no such instructions."""
+    available = Cpu.available_instructions()
+    if instructions is not None and instructions not in available:
+        raise ConfigError(
+            f"cpu_instructions must be one of {', '.join(available)} on this processor, "
+            f"not {instructions}."
+        )
+    return Cpu(threads, instructions)
 
 
 def _attention(config: EngineConfig, model: DecoderModel, cpu: Cpu | None) -> GroupedAttention:

@@ -25,14 +25,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from fake_engine import make_engine
-from fake_runner import FakeRunner, KnownOutputs
+from fake_runner import FakeRunner
+from plain_runner import KnownStep
 from prefixcache._core import replay_recording
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.recording import RecordedCacheManager
 from prefixcache.kv.trace_writer import TraceWriter
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
-from prefixcache.types.step_plan import SequenceOutput, StepPlan
+from prefixcache.types.step_plan import SequenceOutput, StepPlan, StepResult
 
 BLOCK_SIZE = 16
 
@@ -40,10 +41,11 @@ BLOCK_SIZE = 16
 class IdleRunner(FakeRunner):
     """Computes nothing: each token is the one that follows its sequence's length."""
 
-    def submit(self, plan: StepPlan) -> KnownOutputs:
+    def submit(self, plan: StepPlan) -> KnownStep:
         rows = plan.sequences
         tokens = [(one.start + one.num_tokens) % 90 if one.sampling else None for one in rows]
-        return KnownOutputs([SequenceOutput(token_id=token) for token in tokens])
+        outputs = [SequenceOutput(token_id=token) for token in tokens]
+        return KnownStep(StepResult(outputs))
 
 
 class Loop:

@@ -319,7 +319,7 @@ def test_the_table_of_losses_keeps_the_last_ones() -> None:
 
 def test_a_reader_ends_with_its_engine() -> None:
     room = Room()
-    reader = room.engine._losses
+    reader = room.engine._evictions
     seen = []
     room.engine.listen_to_losses(seen.append)
     room.engine.read_losses()

@@ -57,6 +57,7 @@ def test_an_embedding_is_read_from_the_blocks_it_was_written_as(kernels: bool, t
         is_dense = isinstance(weight, torch.Tensor)
         numbers = (weight if is_dense else weight.dequantized(torch.float32)).bfloat16()
         assert torch.equal(embedding(ids), numbers[ids.long()])
+        assert (embedding.num_bytes == 0) == tied
         if tied:
             dense = ops.linear(256, 48)
             dense.copy_rows(0, numbers)

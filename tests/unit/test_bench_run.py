@@ -333,6 +333,14 @@ def test_the_command_prints_writes_and_draws(
     assert "A: cache on" in again.stdout
 
 
+@pytest.mark.parametrize("option", [["--plot", "x.png"], ["--html", "x.html"]])
+def test_a_picture_needs_the_extra(option: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixcache.tools.pictures.find_spec", lambda _name: None)
+    result = CliRunner().invoke(app, ["bench", *option, "--model", "./nowhere"])
+    assert result.exit_code == 2
+    assert f"{option[0]} needs matplotlib: pip install 'prefixcache[plot]'" in result.stderr
+
+
 def test_the_command_says_what_is_wrong() -> None:
     result = CliRunner().invoke(app, ["bench", "--prefix-len", "-5"])
     assert result.exit_code == 2

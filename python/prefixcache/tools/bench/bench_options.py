@@ -15,6 +15,8 @@ from prefixcache.tools.bench.arrivals import LoadConfig
 from prefixcache.tools.bench.goodput import parse_objectives
 from prefixcache.tools.bench.workloads import WorkloadConfig
 
+DEFAULT_PICTURE = Path("prefixcache-bench.png")
+
 # How each variant's engine differs; the first one is what the others are compared with.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "cache off": {"enable_prefix_caching": False},
@@ -68,8 +70,11 @@ class BenchOptions(Checked):
     html: Path | None = flag(
         None, "Where to write a page with table and pictures (HTML).", "Benchmark"
     )
-    plot: Path = flag(
-        Path("prefixcache-bench.png"), "Where to draw the picture (png, svg or pdf).", "Benchmark"
+    plot: Path | None = flag(
+        None,
+        "Where to draw the picture (png, svg or pdf).",
+        "Benchmark",
+        shown=str(DEFAULT_PICTURE),
     )
     flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -236,12 +234,6 @@ def to_json(report: Report) -> dict[str, Any]:
         "errors": report.errors,
         "variants": [_variant_json(variant) for variant in report.variants],
     }
-
-
-def write_json(report: Report, path: Path) -> None:
-    """Writes the report, its parents made where needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(to_json(report), indent=1) + "\n", encoding="utf-8")
 
 
 def _variant_json(variant: Variant) -> dict[str, Any]:

@@ -360,7 +360,7 @@ async def test_a_command_that_is_obeyed_is_remembered(replica: EngineReplica) ->
     after = await replica.fleet_state()
     assert after == before.after(pause).named_by(done)
     assert after.number == 1
-    wrong = Command("resize", (None, 1))
+    wrong = Command("resize", {"num_blocks": 1})
     refused = await replica.obey(wrong, after.after(wrong))
     assert isinstance(refused, Refused)
     assert await replica.fleet_state() == after
@@ -416,7 +416,7 @@ async def test_a_replica_of_other_weights_does_not_start(
 async def test_a_replica_that_cannot_do_the_commands_does_not_start(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    state = FleetState(number=1, root_hash="00", size=Command("resize", (None, 1)))
+    state = FleetState(number=1, root_hash="00", size=Command("resize", {"num_blocks": 1}))
     with pytest.raises(PrefixCacheError, match="blocks"):
         async with replica_of(monkeypatch, folder, commands=Told(state)):
             pass
@@ -582,7 +582,7 @@ async def test_commands_of_the_ingress_reach_all_replicas(
         assert (await client.post("/resume")).status_code == 200
         assert (await client.get("/ready")).status_code == 200
     engine: Any = deployed.ingress._engine
-    await engine._orders.update_weights(**update_to(other_weights).options)
+    await engine._orders.give(UPDATE_WEIGHTS, **update_to(other_weights).options)
     assert await root_of(first) == await root_of(second) == engine._orders.state.root_hash
     assert (await first.status())["is_paused"] is False
     for one in (first, second):

@@ -49,9 +49,8 @@ from ray.exceptions import RayActorError
 from prefixcache.ray_serve import known_caches
 from prefixcache.ray_serve.answer import Answer
 from prefixcache.ray_serve.app import create_fleet_app
-from prefixcache.ray_serve.fleet.commands import Commands
-from prefixcache.ray_serve.fleet.merged_metrics import merged_metrics
-from prefixcache.ray_serve.fleet.orders import Orders
+from prefixcache.ray_serve.fleet.commands import Commands, Orders
+from prefixcache.ray_serve.fleet.replicas import merged_metrics
 from prefixcache.ray_serve.job import Accepted, Failed, Outputs, Part, RoutedJob, Stale
 from prefixcache.ray_serve.known_caches import KnownCaches
 
@@ -356,11 +355,11 @@ async def test_orders_are_those_of_a_control() -> None:
 
     deployment: Any = Deployment()
     orders = Orders(deployment, FleetState())
-    assert await orders.run(lambda control: control.sleep(1, mode="abort")) == 7
-    assert given == [Command("sleep", (1,), {"mode": "abort"})]
+    assert await orders.give("sleep", level=1, mode="abort") == 7
+    assert given == [Command("sleep", {"level": 1, "mode": "abort"})]
     assert orders.state.root_hash == "b"
     with pytest.raises(InvalidRequestError):
-        await orders.run(lambda control: control.resize(None, 3))
+        await orders.give("resize", num_blocks=3)
 
 
 def test_hashes_made_elsewhere_are_those_of_the_cache() -> None:
@@ -527,5 +526,5 @@ async def test_the_ingress_tells_of_all_replicas() -> None:
             assert refused.status_code == 501
             assert path in refused.json()["error"]["message"]
         assert (await client.post("/sleep?level=2")).status_code == 200
-        assert orders.give.await_args.args == (Command("sleep", options={"level": 2}),)
+        assert orders.give.await_args == mock.call("sleep", level=2)
         assert (await client.get("/openapi.json")).status_code == 200

@@ -24,10 +24,10 @@ def verify(given: Given) -> None:
     where the server could not be asked, or was never seen to hit.
     """
     from prefixcache.tools.verify.client import VerifyError
-    from prefixcache.tools.verify.verify_run import base_url
+    from prefixcache.tools.verify.verify_run import check_url
 
     options = given.make(VerifyOptions)
-    base_url(options.url)
+    check_url(options.url)
     check_can_write({"--output": options.output})
     try:
         report = _run(options)

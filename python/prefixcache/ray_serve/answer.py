@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from prefixcache.core import BlockHashes
 from prefixcache.exceptions import EngineDeadError, RequestTimeoutError
-from prefixcache.ray_serve.fleet.orders import Orders
+from prefixcache.ray_serve.fleet.commands import Orders
 from prefixcache.ray_serve.job import Accepted, Failed, Outputs, Part, RoutedJob, Stale
 from prefixcache.ray_serve.parts import Parts
 from prefixcache.types.request import Request, RequestOutput

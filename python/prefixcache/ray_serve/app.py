@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -12,9 +13,9 @@ from pydantic_core import to_jsonable_python
 from starlette.responses import Response
 
 from prefixcache.engine.control import Control
-from prefixcache.ray_serve.fleet.fleet_state import Command
+from prefixcache.ray_serve.fleet.commands import Orders
+from prefixcache.ray_serve.fleet.fleet_state import UPDATE_WEIGHTS
 from prefixcache.ray_serve.fleet.not_there import not_there_router
-from prefixcache.ray_serve.fleet.orders import Orders
 from prefixcache.ray_serve.fleet.replicas import Fleet
 from prefixcache.ray_serve.fleet_engine import FleetEngine
 from prefixcache.server.admin.admin import add_changes, add_commands, command_options
@@ -59,13 +60,10 @@ def _command_router(orders: Orders, model_dirs: ModelDirs) -> APIRouter:
     add_commands(
         router,
         Control.endpoints(),
-        lambda command, given: orders.give(Command(command.__name__, options=given)),
+        lambda command, given: orders.give(command.__name__, **given),
     )
     add_changes(
-        router,
-        orders.run,
-        orders.update_weights,
-        model_dirs,
+        router, partial(orders.give, "resize"), partial(orders.give, UPDATE_WEIGHTS), model_dirs
     )
     return router
 

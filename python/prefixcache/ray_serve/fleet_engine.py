@@ -9,9 +9,9 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from prefixcache.ray_serve.answer import Answer, Batch
-from prefixcache.ray_serve.fleet.broadcast import ask_all
+from prefixcache.ray_serve.fleet.commands import Orders
 from prefixcache.ray_serve.fleet.fleet_state import Refused
-from prefixcache.ray_serve.fleet.orders import Orders
+from prefixcache.ray_serve.fleet.replicas import ask_all
 from prefixcache.text.grammar.grammars import Grammars
 from prefixcache.text.grammar.guide import Grammar
 from prefixcache.text.grammar.trial import Trials

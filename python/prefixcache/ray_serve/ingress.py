@@ -10,7 +10,7 @@ from prefixcache.config.flags import shown_values
 from prefixcache.config.logs import set_up_logging
 from prefixcache.models.hub import read_config, resolve_model
 from prefixcache.ray_serve.app import create_fleet_app
-from prefixcache.ray_serve.fleet.orders import Orders
+from prefixcache.ray_serve.fleet.commands import Orders
 from prefixcache.ray_serve.fleet.replicas import Fleet
 from prefixcache.ray_serve.fleet_engine import FleetEngine
 from prefixcache.server.admin.model_dirs import ModelDirs

@@ -315,7 +315,7 @@ def _events_config(options: ServeOptions) -> KVEventsConfig:
 def _done(command: Command, control: Control) -> Any:
     if command.name == UPDATE_WEIGHTS:
         return update_weights(control, **command.options)
-    return getattr(control, command.name)(*command.args, **command.options)
+    return getattr(control, command.name)(**command.options)
 
 
 def _deadline(job: RoutedJob) -> float | None:

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 
 from prefixcache.exceptions import EngineDeadError
-from prefixcache.ray_serve.fleet.broadcast import ask_all
 from prefixcache.ray_serve.fleet.fleet_state import (
     UPDATE_WEIGHTS,
     Command,
@@ -22,6 +24,7 @@ from prefixcache.ray_serve.fleet.fleet_state import (
     FleetState,
     Refused,
 )
+from prefixcache.ray_serve.fleet.replicas import ask_all
 
 if TYPE_CHECKING:
     from prefixcache.engine.stats import PrefixHashInfo
@@ -132,3 +135,28 @@ def _refusal(answers: Sequence[Any]) -> Refused | None:
 
 def _application() -> str:
     return serve.get_replica_context().app_name
+
+
+class Orders:
+    """An ingress's side of `Commands`: sends them, and knows what replicas are like."""
+
+    def __init__(self, commands: DeploymentHandle[Any], state: FleetState) -> None:
+        self.state = state
+        self._commands = commands
+
+    async def give(self, name: str, **options: Any) -> Any:
+        """What the command returns, once all replicas have done it. Raises what it raises."""
+        try:
+            state, answer = await self._commands.run.remote(Command(name, options))
+        except (RayError, RayServeException) as error:
+            message = "Commands were cut off: ask for the state, and send it again if need be."
+            raise EngineDeadError(message) from error
+        self.learn(state)
+        if isinstance(answer, Refused):
+            raise answer.error
+        return answer.result
+
+    def learn(self, state: FleetState) -> None:
+        """What replicas are like, if that is newer than what is known."""
+        if state.number > self.state.number:
+            self.state = state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ class Command:
     """A method of `engine.control.Control` and its arguments."""
 
     name: str
-    args: Sequence[Any] = ()
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
 

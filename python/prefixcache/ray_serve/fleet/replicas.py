@@ -1,17 +1,48 @@
-"""What is known of all replicas, asked of them when somebody wants to know."""
+"""All replicas at once: what they say, and what becomes of their metrics."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from prefixcache.exceptions import EngineDeadError
-from prefixcache.ray_serve.fleet.broadcast import ask_all
-from prefixcache.ray_serve.fleet.merged_metrics import merged_metrics
+
+logger = logging.getLogger(__name__)
 
 # For a replica to say how it is; between steps it is free to.
 _ASK_SECONDS = 10.0
+
+
+async def ask_all(
+    replicas: DeploymentHandle[Any], method: str, *args: Any, seconds: float
+) -> list[Any]:
+    """What the replicas answer that do so within `seconds`; none where none runs.
+
+    One that dies, hangs or fails is left out, and logged.
+    """
+    asked = replicas.broadcast(method, *args)
+    # Ray's way for event loops loses all answers where one is late.
+    wait = partial(asked.results, timeout_s=seconds, return_exceptions=True)
+    try:
+        found = await asyncio.to_thread(wait)
+    except (RayError, RayServeException, TimeoutError) as error:
+        logger.warning("No replica was asked for %s: %s.", method, type(error).__name__)
+        return []
+    for one in found:
+        if isinstance(one, BaseException):
+            logger.warning("A replica did not answer %s: %s.", method, type(one).__name__)
+    return [one for one in found if not isinstance(one, BaseException)]
 
 
 class Fleet:
@@ -38,3 +69,25 @@ class Fleet:
         if not answers:
             raise EngineDeadError("No replica answers.")
         return answers
+
+
+def merged_metrics(pages: Sequence[str]) -> str:
+    """One page with all samples, in the order of the first page that has a family.
+
+    Replicas tell theirs apart by a label.
+    """
+    families: dict[str, Metric] = {}
+    for page in pages:
+        for family in text_string_to_metric_families(page):
+            known = families.setdefault(family.name, family)
+            if known is not family:
+                known.samples += family.samples
+    return generate_latest(_Families(families.values())).decode()
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

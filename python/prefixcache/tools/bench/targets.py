@@ -10,12 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import httpx
 
 from prefixcache.exceptions import EngineDeadError, PrefixCacheError
-from prefixcache.tools.answer_stream import (
-    RefusedStreamError,
-    StreamError,
-    check_status,
-    stream_events,
-)
 from prefixcache.tools.bench.prompts import (
     SOURCE_TEXT,
     ChatForm,
@@ -27,6 +21,13 @@ from prefixcache.tools.bench.prompts import (
 )
 from prefixcache.tools.bench.records import BenchmarkError, RequestFailedError, RequestRecord
 from prefixcache.tools.bench.sessions import Text
+from prefixcache.tools.openai_api import (
+    RefusedStreamError,
+    StreamError,
+    check_status,
+    reason,
+    stream_events,
+)
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.sampling_params import SamplingParams
 
@@ -166,7 +167,7 @@ class HttpTarget:
         except StreamError as error:
             raise RequestFailedError(str(error)) from error
         except httpx.HTTPError as error:
-            raise BenchmarkError(f"{self._client.base_url} is gone: {_told(error)}") from error
+            raise BenchmarkError(f"{self._client.base_url} is gone: {reason(error)}") from error
         if not answer.arrivals or not answer.is_whole:
             raise RequestFailedError("The stream ended before its answer.")
         usage = answer.usage
@@ -191,7 +192,7 @@ class HttpTarget:
         try:
             reply = await self._client.post("/reset_prefix_cache")
         except httpx.HTTPError as error:
-            raise BenchmarkError(f"{self._client.base_url} is gone: {_told(error)}") from error
+            raise BenchmarkError(f"{self._client.base_url} is gone: {reason(error)}") from error
         return reply.is_success
 
     def _body(self, prompt: Prompt) -> dict[str, Any]:
@@ -277,7 +278,7 @@ async def _card(client: httpx.AsyncClient, model: str | None) -> dict[str, Any]:
     try:
         reply = await client.get("/v1/models")
     except httpx.HTTPError as error:
-        raise BenchmarkError(f"No server answers at {client.base_url}: {_told(error)}") from error
+        raise BenchmarkError(f"No server answers at {client.base_url}: {reason(error)}") from error
     if reply.is_error and model is not None:
         return {"id": model}
     answer = _json(reply)
@@ -336,7 +337,7 @@ async def post_json(client: httpx.AsyncClient, path: str, body: Mapping[str, Any
     try:
         return _json(await client.post(path, json=body))
     except httpx.HTTPError as error:
-        raise BenchmarkError(f"{client.base_url} is gone: {_told(error)}") from error
+        raise BenchmarkError(f"{client.base_url} is gone: {reason(error)}") from error
 
 
 def _json(reply: httpx.Response) -> Any:
@@ -347,7 +348,3 @@ def _json(reply: httpx.Response) -> Any:
         raise RequestFailedError(str(error)) from error
     except ValueError as error:
         raise RequestFailedError(f"{reply.request.url} answers no JSON.") from error
-
-
-def _told(error: httpx.HTTPError) -> str:
-    return str(error) or type(error).__name__

@@ -12,7 +12,7 @@ from typing import Any
 
 from prefixcache._core import TraceReplay, replay_recording
 from prefixcache.exceptions import PrefixCacheError
-from prefixcache.tools.replay.hints import Hint
+from prefixcache.tools.replay.replay_options import Hint
 from prefixcache.tools.replay.sizes import Size
 from prefixcache.tools.replay.ttft_model import TtftModel
 

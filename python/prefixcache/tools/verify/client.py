@@ -13,11 +13,12 @@ from typing import Any
 import httpx
 
 from prefixcache.exceptions import PrefixCacheError
-from prefixcache.tools.answer_stream import (
+from prefixcache.tools.openai_api import (
     RefusedStreamError,
     StreamError,
     check_status,
     cut,
+    reason,
     stream_events,
 )
 from prefixcache.tools.verify.comparison import Answer, TokenScore
@@ -82,8 +83,8 @@ class Asker:
         except asyncio.TimeoutError:  # Another class than TimeoutError on Python 3.10.
             raise VerifyError(f"No answer in {self._options.timeout:g} s.") from None
         except httpx.HTTPError as error:
-            told = str(error) or type(error).__name__
-            raise VerifyError(f"{self._client.base_url} does not answer: {told}") from error
+            message = f"{self._client.base_url} does not answer: {reason(error)}"
+            raise VerifyError(message) from error
         finally:
             self._on_done()
 

@@ -24,7 +24,7 @@ from prefixcache.events.wire import (
     decode_snapshot,
 )
 from prefixcache.exceptions import InvalidRequestError
-from prefixcache.ray_serve.fleet.fleet_state import Refused
+from prefixcache.ray_serve.replicas.replica_state import Refused
 
 pytest.importorskip("ray")
 

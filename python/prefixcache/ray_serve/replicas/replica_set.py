@@ -45,7 +45,7 @@ async def ask_all(
     return [one for one in found if not isinstance(one, BaseException)]
 
 
-class Fleet:
+class ReplicaSet:
     """Asks every replica behind a handle."""
 
     def __init__(self, replicas: DeploymentHandle[Any]) -> None:

@@ -22,7 +22,7 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetState:
+class ReplicaState:
     """What all replicas are like after `number` commands, as the commands that make one so.
 
     `root_hash` is that of every replica: the same model, weights, types and blocks, and
@@ -37,11 +37,11 @@ class FleetState:
     sleep: tuple[Command, ...] = ()
     pause: Command | None = None
 
-    def after(self, command: Command) -> FleetState:
+    def after(self, command: Command) -> ReplicaState:
         """The state when all have done a command."""
         return dataclasses.replace(self, number=self.number + 1, **self._changed(command))
 
-    def named_by(self, done: Done) -> FleetState:
+    def named_by(self, done: Done) -> ReplicaState:
         """With the names of a replica that has done the last command."""
         return dataclasses.replace(self, root_hash=done.root_hash, weights_name=done.weights_name)
 

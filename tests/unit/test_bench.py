@@ -16,8 +16,7 @@ from rich.console import Console
 
 from prefixcache.exceptions import ConfigError
 from prefixcache.tools.bench import machine
-from prefixcache.tools.bench.goodput import parse_objectives
-from prefixcache.tools.bench.records import RequestRecord, Run
+from prefixcache.tools.bench.records import RequestRecord, Run, parse_objectives
 from prefixcache.tools.bench.reports.compare import compare_files
 from prefixcache.tools.bench.reports.page import write_page
 from prefixcache.tools.bench.reports.plots import draw

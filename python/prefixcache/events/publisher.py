@@ -13,8 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from prefixcache.events.config import KVEventsConfig
-from prefixcache.events.form import WireForm
-from prefixcache.events.snapshot import CacheSnapshot
+from prefixcache.events.form import CacheSnapshot, WireForm
 from prefixcache.events.sockets import EventSockets
 from prefixcache.events.wire import EventBatch, encode_batch
 from prefixcache.kv.events import CacheEvents

@@ -12,7 +12,7 @@ from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.config.flags import flag
 from prefixcache.exceptions import FieldError
 from prefixcache.tools.bench.arrivals import LoadConfig
-from prefixcache.tools.bench.goodput import parse_objectives
+from prefixcache.tools.bench.records import parse_objectives
 from prefixcache.tools.bench.workloads import WorkloadConfig
 
 DEFAULT_PICTURE = Path("prefixcache-bench.png")

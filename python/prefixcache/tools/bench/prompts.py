@@ -39,23 +39,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to send, how many tokens to ask for, and the salt under which it is cached.
+    """What to send, and how many tokens to ask for.
 
     `continues` where a later prompt repeats the answer, so that its ids must be told.
     """
 
     messages: tuple[Message, ...]
     output_len: int
-    cache_salt: str | None = None
     continues: bool = False
-
-    @classmethod
-    def of_tokens(
-        cls, token_ids: Sequence[int], output_len: int, cache_salt: str | None = None
-    ) -> Prompt:
-        """A prompt of token ids."""
-        message = Message("user", as_token_ids(token_ids))
-        return cls((message,), output_len, cache_salt)
 
 
 class PromptForm(ABC):

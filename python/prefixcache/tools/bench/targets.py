@@ -28,7 +28,7 @@ from prefixcache.tools.openai_api import (
     reason,
     stream_events,
 )
-from prefixcache.types.request import CacheOptions, Request
+from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -115,7 +115,6 @@ class EngineTarget:
             request_id=f"bench-{next(self._numbers)}",
             prompt_token_ids=self.form.joined(prompt.messages),
             params=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=prompt.output_len),
-            cache=CacheOptions(salt=prompt.cache_salt),
             arrival_time=time.monotonic(),
         )
 
@@ -196,7 +195,6 @@ class HttpTarget:
         return reply.is_success
 
     def _body(self, prompt: Prompt) -> dict[str, Any]:
-        salt = {} if prompt.cache_salt is None else {"cache_salt": prompt.cache_salt}
         return {
             "model": self.model,
             **self.form.body(prompt),
@@ -205,7 +203,6 @@ class HttpTarget:
             "stream": True,
             "stream_options": {"include_usage": True},
             **self._fields,
-            **salt,
         }
 
 

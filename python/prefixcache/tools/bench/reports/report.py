@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from prefixcache.tools.bench.goodput import is_good
 from prefixcache.tools.bench.machine import machine_facts
-from prefixcache.tools.bench.records import RequestRecord, Run
+from prefixcache.tools.bench.records import RequestRecord, Run, is_good
 
 # Outputs by session and turn, with which others are compared.
 Reference = Mapping[tuple[str, int], object]

@@ -14,7 +14,7 @@ from functools import partial
 from typing import NoReturn
 
 from prefixcache.config.logs import SHOWS_ERROR
-from prefixcache.diagnostics.losses import Losses
+from prefixcache.diagnostics.evictions import Evictions
 from prefixcache.engine.control import Control
 from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.losses import LossReader
@@ -200,7 +200,7 @@ class Engine:
         """What the cache has of a prompt now. From any thread."""
         return self._cache.look_up(token_ids, salt)
 
-    def listen_to_losses(self, listener: Callable[[Losses], None]) -> None:
+    def listen_to_losses(self, listener: Callable[[Evictions], None]) -> None:
         """Calls `listener` twice a second, and at `read_losses`, with what the cache lost.
 
         From threads of its own, one at a time; from any thread.

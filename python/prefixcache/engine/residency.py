@@ -8,7 +8,7 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from prefixcache.diagnostics.losses import Losses
+from prefixcache.diagnostics.evictions import Evictions
 from prefixcache.engine.losses import LossReader
 from prefixcache.kv.cache_manager import EVICTED_CAUSES, CacheManager
 from prefixcache.metrics import PREFIX, Histogram
@@ -55,7 +55,7 @@ class BlockResidency:
             value=self._cache.num_missed_losses,
         )
 
-    def _observe(self, losses: Losses) -> None:
+    def _observe(self, losses: Evictions) -> None:
         rows = losses.rows
         evicted = np.isin(rows["cause"], EVICTED_CAUSES)
         self._lifetime.observe_all(rows["age"][evicted])

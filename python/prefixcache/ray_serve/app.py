@@ -96,12 +96,12 @@ def _info_router(
     replicas: ReplicaSet, served: ServedModel, release: str, flags: Mapping[str, Any]
 ) -> APIRouter:
     router = APIRouter()
-    told = ("batch_invariant", "dtype", "weights", "prefix_hash")
+    names = ("batch_invariant", "dtype", "weights", "prefix_hash")
 
     @router.get("/version")
     async def show_version() -> dict[str, Any]:
         about = await replicas.about()
-        shown = {name: about[0][name] for name in told}
+        shown = {name: about[0][name] for name in names}
         return {"version": release, "cpu_activations": about[0]["activations"], **shown}
 
     @router.get("/server_info")

@@ -40,7 +40,7 @@ class PrefixRequestRouter(RequestRouter):
         self._routing = PrefixRouting(block_size=block_size)
         self._caches = KnownCaches(self._routing)
         self._routed: dict[str, Routed] = {}
-        # Calls under way that are no jobs; Ray counts them as requests of a replica.
+        # Calls in flight that are no jobs; Ray counts them as requests of a replica.
         self._asked = Counter[str]()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

@@ -67,8 +67,8 @@ def check_status(reply: httpx.Response) -> None:
     """Raises `RefusedStreamError` for an error's status; the body has been read."""
     if reply.is_error:
         request = reply.request
-        told = f"{request.method} {request.url}: {reply.status_code} {cut(reply.text)}"
-        raise RefusedStreamError(told)
+        message = f"{request.method} {request.url}: {reply.status_code} {cut(reply.text)}"
+        raise RefusedStreamError(message)
 
 
 def reason(error: httpx.HTTPError) -> str:

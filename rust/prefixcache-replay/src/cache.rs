@@ -46,7 +46,7 @@ pub struct Outcome {
     pub input_tokens: u64,
     /// Those that hit.
     pub hit_tokens: u64,
-    /// Blocks that lost their content for another.
+    /// Blocks whose content was evicted for another's.
     pub evictions: u64,
     /// Of each request, the tokens of its prompt that had to be computed.
     pub computed: Quantiles,
@@ -77,7 +77,7 @@ pub enum ConfigError {
     /// The cache could not be made.
     #[error(transparent)]
     Argument(#[from] InvalidArgument),
-    /// There is no memory for what is told of lost blocks.
+    /// There is no memory for the log of evicted blocks.
     #[error(transparent)]
     Listen(#[from] ListenError),
 }
@@ -224,14 +224,14 @@ impl Cache {
         Ok(sequence.num_tokens())
     }
 
-    /// Keeps lost blocks for [`Self::take_lost`] from now on: those of one request at least.
+    /// Keeps evicted blocks for [`Self::take_evicted`] from now on: those of one request at least.
     pub fn listen(&self) -> Result<(), ListenError> {
         let capacity = (self.num_blocks + 1).next_power_of_two();
         self.cache.store().listen(capacity, &[])
     }
 
     /// The blocks that nobody has any more, as KV events name them, since the last call.
-    pub fn take_lost(&self, lost: &mut Vec<u64>) {
+    pub fn take_evicted(&self, evicted: &mut Vec<u64>) {
         let mut losses = Vec::new();
         self.cache.store().take_losses(usize::MAX, &mut losses);
         let last = losses.iter().filter_map(|loss| match loss {
@@ -242,8 +242,8 @@ impl Cache {
             }) => Some(event_hash(hash)),
             Loss::Block(_) | Loss::Everything => None,
         });
-        lost.clear();
-        lost.extend(last);
+        evicted.clear();
+        evicted.extend(last);
     }
 
     /// What the requests so far found.

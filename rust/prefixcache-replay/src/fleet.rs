@@ -1,7 +1,7 @@
 //! Many servers, each with a cache and a queue of its own, behind a router: a model, not a measurement.
 //!
 //! A server computes one prompt after the other, in the order of arrival. The router learns what a server has cached
-//! from what the cache tells: lost blocks as the prompt that takes their place begins, stored ones as it ends.
+//! from what the cache reports: evicted blocks as the prompt that takes their place begins, stored ones as it ends.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -9,13 +9,14 @@ use std::time::{Duration, Instant};
 use prefixcache_core::error::CacheError;
 use prefixcache_routing::choice::{Chooser, InvalidWeight, Prompt, Weights};
 use prefixcache_routing::index::{IndexError, ReplicaIndex};
+use prefixcache_routing::mix::mix;
 use prefixcache_routing::replica::ReplicaId;
 use thiserror::Error;
 
 use crate::cache::{Cache, CacheConfig, ConfigError, Waiting};
 use crate::quantiles::Quantiles;
 use crate::server::PrefillTime;
-use crate::trace::{Request, mix};
+use crate::trace::Request;
 
 /// Which server gets a request.
 #[derive(Clone, Copy, Debug)]
@@ -79,10 +80,6 @@ pub struct FleetOutcome {
     pub ttft_us: Quantiles,
     /// Nanoseconds in which the router chose for a request and noted its choice.
     pub choice_ns: Quantiles,
-    /// Nanoseconds in which it took in what the caches told of a request.
-    pub event_ns: Quantiles,
-    /// Bytes of what it knows of the caches, at the end.
-    pub index_bytes: usize,
     /// Different blocks that it knows of.
     pub index_blocks: usize,
 }
@@ -159,7 +156,7 @@ impl Server {
         Some(ended)
     }
 
-    /// Starts the next prompt, unless one is under way or none waits. Returns the tokens that hit and the TTFT in
+    /// Starts the next prompt, unless one is in flight or none waits. Returns the tokens that hit and the TTFT in
     /// milliseconds.
     fn start(
         &mut self,
@@ -269,7 +266,7 @@ impl Knowledge {
         ))
     }
 
-    fn lost(&mut self, server: usize, hashes: &[u64]) -> Result<(), IndexError> {
+    fn evicted(&mut self, server: usize, hashes: &[u64]) -> Result<(), IndexError> {
         self.index.removed(ReplicaId(server as u16), hashes)
     }
 
@@ -298,7 +295,7 @@ pub struct Fleet {
     knowledge: Option<Knowledge>,
     block_size: usize,
     num_requests: u64,
-    lost: Vec<u64>,
+    evicted: Vec<u64>,
     outcome: FleetOutcome,
 }
 
@@ -318,7 +315,7 @@ impl Fleet {
             knowledge,
             block_size,
             num_requests: 0,
-            lost: Vec::new(),
+            evicted: Vec::new(),
             outcome: FleetOutcome::default(),
         })
     }
@@ -397,13 +394,9 @@ impl Fleet {
     fn note_start(&mut self, server: usize, hit: usize, ttft_ms: f64) -> Result<(), IndexError> {
         self.outcome.hit_tokens += hit as u64;
         self.outcome.ttft_us.push((ttft_ms * 1e3) as u64);
-        self.servers[server].cache.take_lost(&mut self.lost);
+        self.servers[server].cache.take_evicted(&mut self.evicted);
         if let Some(knowledge) = &mut self.knowledge {
-            let begin = Instant::now();
-            knowledge.lost(server, &self.lost)?;
-            self.outcome
-                .event_ns
-                .push(begin.elapsed().as_nanos() as u64);
+            knowledge.evicted(server, &self.evicted)?;
         }
         Ok(())
     }
@@ -411,11 +404,7 @@ impl Fleet {
     fn note_end(&mut self, server: usize, ended: &Running) -> Result<(), IndexError> {
         self.in_flight[server] -= 1;
         if let Some(knowledge) = &mut self.knowledge {
-            let begin = Instant::now();
             knowledge.ended(server, ended)?;
-            self.outcome
-                .event_ns
-                .push(begin.elapsed().as_nanos() as u64);
         }
         Ok(())
     }
@@ -427,7 +416,6 @@ impl Fleet {
         Ok(FleetOutcome {
             computed_tokens: self.servers.iter().map(|one| one.computed_tokens).collect(),
             requests: self.servers.iter().map(|one| one.requests).collect(),
-            index_bytes: index.map_or(0, ReplicaIndex::memory_bytes),
             index_blocks: index.map_or(0, ReplicaIndex::num_blocks),
             ..self.outcome
         })

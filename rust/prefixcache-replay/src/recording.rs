@@ -8,8 +8,8 @@ mod events;
 mod exact;
 mod names;
 
-pub use events::{Counters, Event, Header, Line, Policy, RecordedHint};
-pub(crate) use events::{hint_of, part_path};
+pub(crate) use events::{Added, Event, Events, Line, hint_of};
+pub use events::{Counters, Header};
 pub use exact::{Agreement, replay};
 pub(crate) use names::parse as parse_names;
 pub use names::write as write_name;

@@ -64,7 +64,7 @@ fn waits(
     found
 }
 
-/// Runs requests that come so many milliseconds after each other through server and oracle.
+/// Runs requests that come `gaps` milliseconds after each other through server and oracle.
 fn check(prompts: &[Vec<u8>], gaps: &[u64], capacity: usize, admission: Admission) {
     let mut requests = trace_of(prompts);
     let mut time_ms = 0;

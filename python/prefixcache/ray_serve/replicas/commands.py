@@ -120,7 +120,7 @@ class Commands:
         return state
 
     async def _ask(self, method: str, *args: Any) -> list[Any]:
-        """What the replicas say; those that died meanwhile start anew and join."""
+        """What the replicas say; those that died meanwhile are started again and join."""
         replicas = serve.get_deployment_handle(REPLICAS, _application())
         # Replicas end commands themselves in time, but for those whose process hangs.
         seconds = _ASK_SECONDS + (self._timeout if method in _BETWEEN_STEPS else 0)

@@ -26,7 +26,7 @@ class ReplicaState:
     """What all replicas are like after `number` commands, as the commands that make one so.
 
     `root_hash` is that of every replica: the same model, weights, types and blocks, and
-    `weights_name` what it calls the weights; None until the first one has told its own.
+    `weights_name` what it calls the weights; None until the first one has reported its own.
     """
 
     number: int = 0

@@ -41,7 +41,7 @@ class Message:
 class Prompt:
     """What to send, and how many tokens to ask for.
 
-    `continues` where a later prompt repeats the answer, so that its ids must be told.
+    `continues` where a later prompt repeats the answer, so that its ids must be returned.
     """
 
     messages: tuple[Message, ...]
@@ -103,7 +103,7 @@ class TokenForm(PromptForm):
     def answer(self, output: tuple[int, ...] | str) -> Content:
         """The answer's ids."""
         if isinstance(output, str):
-            raise TypeError("a server of token ids told none of its answer's")
+            raise TypeError("a server of token ids returned none of its answer's")
         return as_token_ids(output)
 
     def count(self, messages: Sequence[Message]) -> int:

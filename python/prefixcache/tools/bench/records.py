@@ -65,8 +65,8 @@ class RequestRecord:
 class Run:
     """What one run of a workload gave. `error` is what ended it before its end.
 
-    `failures` are the errors of requests that failed, `too_long` counts those that were not sent
-    because the model does not take so many tokens, `unsent` those of sessions that ended by either.
+    `failures` are the errors of requests that failed. `too_long` counts those that were not sent
+    because they exceed the model's context, `unsent` those of sessions that ended by either.
     """
 
     records: list[RequestRecord] = field(default_factory=list[RequestRecord])

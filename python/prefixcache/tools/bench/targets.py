@@ -180,7 +180,7 @@ class HttpTarget:
         )
 
     async def ask(self, prompt: Prompt) -> dict[str, Any]:
-        """The usage of a request that is not streamed; empty where none is told."""
+        """The usage of a request that is not streamed; empty where none is reported."""
         body = self._body(prompt)
         del body["stream"], body["stream_options"]
         answer = await post_json(self._client, self.form.path, body)
@@ -218,7 +218,7 @@ class _Answer:
 
     @property
     def output(self) -> tuple[int, ...] | str:
-        """Token ids where they were told, else text."""
+        """Token ids where they were reported, else text."""
         return tuple(self._token_ids) or "".join(self._texts)
 
     def add(self, at: float, event: dict[str, Any]) -> None:
@@ -298,7 +298,7 @@ async def _form(client: httpx.AsyncClient, name: FormName, model: str) -> Prompt
     body = {"model": model, "prompt": SOURCE_TEXT, "add_special_tokens": False}
     tokens = (await post_json(client, "/tokenize", body)).get("tokens")
     if not tokens:
-        raise RequestFailedError("/tokenize tells no tokens.")
+        raise RequestFailedError("/tokenize returns no tokens.")
     return TokenForm(tokens)
 
 
@@ -321,7 +321,7 @@ async def _calibrate(target: HttpTarget, form: TextForm) -> None:
     if few and many and many > few:
         form.tokens_per_word = (many - few) / 200
     else:
-        target.remarks += ("The server tells no usage: a word counts as one token.",)
+        target.remarks += ("The server reports no usage: a word counts as one token.",)
 
 
 def _words(form: PromptForm, count: int) -> Prompt:

@@ -91,7 +91,7 @@ class ReplayOptions(Checked):
     )
     compare: str | None = flag(
         None,
-        "Flags of another configuration, in quotes, to be set beside this one: "
+        "Flags of another configuration, in quotes, to compare with this one: "
         "'--sizes 20% --eviction-policy reuse-queue'.",
         "Replay",
     )

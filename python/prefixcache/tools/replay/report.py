@@ -100,7 +100,7 @@ def remarks(report: Report) -> list[str]:
     if any(trace.as_recorded for trace in report.traces):
         found.append(
             "The rows of a recording are predictions, at its own size and policy too: requests one "
-            "after the other, none of which holds blocks beside another."
+            "after the other, so that no two hold blocks at once."
         )
     return found
 

@@ -39,7 +39,7 @@ class RefusedError(VerifyError):
 class Asker:
     """Sends questions to one server.
 
-    `asks_logprobs` and `asks_usage` say what requests ask for beside the answer; `settle` finds
+    `asks_logprobs` and `asks_usage` say what requests ask for besides the answer; `settle` finds
     out what the server takes.
     """
 
@@ -55,7 +55,7 @@ class Asker:
         self.notes: list[str] = []
 
     async def settle(self, question: Question) -> None:
-        """Asks once, with less and less beside the answer. Raises `VerifyError`."""
+        """Asks once, with less and less besides the answer. Raises `VerifyError`."""
         self.model = self.model or await self._first_model()
         wants_logprobs = (True, False) if self.asks_logprobs else (False,)
         refusals = list[RefusedError]()

@@ -75,12 +75,12 @@ def compare(expected: Answer, got: Answer, tolerance: float = 0.0) -> Comparison
     largest, scores = 0.0, Comparison("nothing")
     for position, (right, found) in enumerate(zip_longest(expected.scores, got.scores)):
         if right is None or found is None or right.token != found.token:
-            told = _token(right, expected), _token(found, got)
-            return Comparison("answer", position, *told, largest)
+            tokens = _token(right, expected), _token(found, got)
+            return Comparison("answer", position, *tokens, largest)
         distance = right.distance(found)
         largest = max(largest, distance)
         if scores.change == "nothing" and distance > tolerance:
-            scores = Comparison("logprobs", position, _told(right), _told(found))
+            scores = Comparison("logprobs", position, _shown(right), _shown(found))
     texts = _compare_texts(expected, got)
     return replace(scores if texts.change == "nothing" else texts, largest=largest)
 
@@ -99,7 +99,7 @@ def _token(score: TokenScore | None, answer: Answer) -> str:
     return f"its end, {answer.finish_reason}" if score is None else repr(score.token)
 
 
-def _told(score: TokenScore) -> str:
+def _shown(score: TokenScore) -> str:
     return f"{score.token!r} {score.logprob:.9g}"
 
 

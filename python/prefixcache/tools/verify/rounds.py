@@ -55,7 +55,7 @@ class Round:
 
     @property
     def reports_hits(self) -> bool:
-        """Whether the server told how many tokens hit."""
+        """Whether the server reported how many tokens hit."""
         return all(one.answer.cached_tokens is not None for one in self.asked)
 
     def comparisons(self, tolerance: float) -> list[Comparison]:
@@ -150,7 +150,7 @@ class Plan:
         return answers, again
 
     async def _next_turns(self, answers: Sequence[Answer]) -> Round:
-        """A second turn, whose prompt hits the first with its answer, beside itself cold."""
+        """A second turn, whose prompt hits the first with its answer, and the same cold."""
         hit, cold = list[Answer](), list[Answer]()
         for question, answer in zip(self._questions, answers, strict=True):
             turn = question.next_turn(answer.text)

@@ -13,7 +13,9 @@ use prefixcache_core::{
     BlockPool, Extras, Groups, HashConfig, PrefixCache, Scope, Sequence, SingleWriter,
 };
 
-use super::events::{Counters, Event, Events, Header, RecordedHint, Windows, hint_of};
+use super::events::{
+    Added, Counters, Event, Events, Header, RecordedHint, Started, Windows, hint_of,
+};
 use super::names;
 use crate::lines::{Fault, TraceError};
 
@@ -62,7 +64,7 @@ pub fn replay(path: &Path) -> Result<Agreement, TraceError> {
     let mut events = Events::open(path)?;
     let header = events.header().clone();
     let mut cache = Cache::new(&header).map_err(|fault| events.invalid(fault))?;
-    let mut told = Agreement {
+    let mut found = Agreement {
         header,
         parts: 1,
         requests: 0,
@@ -76,25 +78,25 @@ pub fn replay(path: &Path) -> Result<Agreement, TraceError> {
     };
     while let Some(line) = events.read()? {
         cache.set_time(line.t);
-        told.events += 1;
+        found.events += 1;
         let outcome = match line.event {
             Event::Next {} => {
                 events.open_next()?;
-                told.parts += 1;
+                found.parts += 1;
                 continue;
             }
             Event::Stop { reason } => {
-                told.ended = Some(reason);
+                found.ended = Some(reason);
                 continue;
             }
             Event::Counters(live) => {
-                (told.live, told.replayed) = (live, cache.counters());
-                told.unchecked = 0;
-                compare(&told.live, &told.replayed).map(|()| told.checks += 1)
+                (found.live, found.replayed) = (live, cache.counters());
+                found.unchecked = 0;
+                compare(&found.live, &found.replayed).map(|()| found.checks += 1)
             }
             event => {
-                told.unchecked += 1;
-                told.requests += u64::from(matches!(event, Event::Add { .. }));
+                found.unchecked += 1;
+                found.requests += u64::from(matches!(event, Event::Add(_)));
                 cache.apply(event)
             }
         };
@@ -102,23 +104,23 @@ pub fn replay(path: &Path) -> Result<Agreement, TraceError> {
             Ok(()) => {}
             Err(Stop::Invalid(fault)) => return Err(events.invalid(fault)),
             Err(Stop::Differs(how)) => {
-                told.difference = Some(format!("{}: {how}", events.place()));
+                found.difference = Some(format!("{}: {how}", events.place()));
                 break;
             }
         }
     }
-    Ok(told)
+    Ok(found)
 }
 
 fn compare(live: &Counters, replayed: &Counters) -> Result<(), Stop> {
     let pairs = live.named().into_iter().zip(replayed.named());
     let other = pairs.filter(|(live, replayed)| live != replayed);
-    let told: Vec<String> = other
+    let found: Vec<String> = other
         .map(|((name, live), (_, replayed))| format!("{name} {live} live and {replayed} replayed"))
         .collect();
-    match told.is_empty() {
+    match found.is_empty() {
         true => Ok(()),
-        false => Err(Stop::Differs(told.join(", "))),
+        false => Err(Stop::Differs(found.join(", "))),
     }
 }
 
@@ -159,7 +161,7 @@ fn no_request(id: u64) -> Stop {
 /// A request that waits or runs.
 struct Request {
     sequence: Sequence,
-    /// Its full blocks as far as they were told.
+    /// Its full blocks as far as they are known.
     blocks: Vec<u64>,
     prompt_blocks: usize,
     is_hashed: bool,
@@ -175,7 +177,7 @@ struct Cache {
     ledger: Ledger,
     moves: Moves,
     block_size: usize,
-    merges_twins: bool,
+    merges_duplicates: bool,
     windows: Option<Windows>,
     requests: HashMap<u64, Request>,
     /// Tokens that were looked up beyond full blocks: the replayed sequences have none.
@@ -184,33 +186,32 @@ struct Cache {
 
 impl Cache {
     fn new(header: &Header) -> Result<Self, Fault> {
-        let groups = header.groups.iter().map(super::events::Group::spec);
         let refused = |reason: String| Fault::new("header", format!("is refused: {reason}"));
-        let told = |error: InvalidArgument| refused(error.to_string());
+        let found = |error: InvalidArgument| refused(error.to_string());
         let hashing = HashConfig {
             model: "recording".into(),
             revision: String::new(),
             kv_dtype: String::new(),
             arithmetic: String::new(),
             block_size: header.block_size,
-            groups: Groups::new(groups.collect()).map_err(told)?,
+            groups: Groups::new(header.groups.clone()).map_err(found)?,
         };
-        hashing.check().map_err(told)?;
+        hashing.check().map_err(found)?;
         let pool = BlockPool::new(PoolConfig {
             num_blocks: header.num_blocks,
             max_blocks: header.max_blocks,
-            free_order: header.free_order.into(),
-            eviction_policy: header.eviction_policy.into(),
+            free_order: header.free_order,
+            eviction_policy: header.eviction_policy,
         });
         let pool = pool.map_err(|error: PoolError| refused(error.to_string()))?;
-        let cache = PrefixCache::new(hashing, pool).map_err(told)?;
+        let cache = PrefixCache::new(hashing, pool).map_err(found)?;
         cache.set_max_cached(header.max_cached_blocks);
         Ok(Self {
             cache,
-            ledger: Ledger::new(header.retention_budget).map_err(told)?,
+            ledger: Ledger::new(header.retention_budget).map_err(found)?,
             moves: Moves::default(),
             block_size: header.block_size,
-            merges_twins: header.merge_twins,
+            merges_duplicates: header.merge_duplicates,
             windows: header.retention,
             requests: HashMap::new(),
             rest_queries: 0,
@@ -244,8 +245,8 @@ impl Cache {
 
     fn apply(&mut self, event: Event<'_>) -> Result<(), Stop> {
         match event {
-            add @ Event::Add { .. } => self.add(add),
-            start @ Event::Start { .. } => self.start(start),
+            Event::Add(added) => self.add(&added),
+            Event::Start(started) => self.start(&started),
             Event::Slots { ids, upto } => self.give_slots(&ids, &upto),
             Event::Publish { ids, upto, names } => self.publish(&ids, &upto, &names),
             Event::Anchor { id, at } => {
@@ -296,27 +297,17 @@ impl Cache {
         request.ok_or_else(|| no_request(id))
     }
 
-    fn add(&mut self, event: Event<'_>) -> Result<(), Stop> {
-        let Event::Add {
-            id,
-            tokens,
-            names,
-            hints,
-            owner,
-            hashed,
-            write,
-            write_upto,
-        } = event
-        else {
-            return Ok(());
-        };
+    fn add(&mut self, added: &Added<'_>) -> Result<(), Stop> {
+        let &Added {
+            id, tokens, hashed, ..
+        } = added;
         if tokens > MAX_TOKENS {
             return invalid(
                 "tokens",
                 format!("must be at most {MAX_TOKENS}, not {tokens}"),
             );
         }
-        let blocks = names::parse(names)?;
+        let blocks = names::parse(added.names)?;
         let wanted = if hashed { tokens / self.block_size } else { 0 };
         if blocks.len() != wanted {
             return invalid(
@@ -324,9 +315,9 @@ impl Cache {
                 format!("must be of {wanted} blocks, not {}", blocks.len()),
             );
         }
-        let hints = match hints.is_empty() {
+        let hints = match added.hints.is_empty() {
             true => None,
-            false => Some(read_hints(&owner, &hints)?),
+            false => Some(read_hints(&added.owner, &added.hints)?),
         };
         let last = tokens.saturating_sub(1);
         let request = Request {
@@ -335,11 +326,11 @@ impl Cache {
             blocks,
             is_hashed: hashed,
             hints,
-            anchors: [Some(last), write_upto.filter(|&upto| upto > 0)]
+            anchors: [Some(last), added.write_upto.filter(|&upto| upto > 0)]
                 .into_iter()
                 .flatten()
                 .collect(),
-            is_pinned: write,
+            is_pinned: added.write,
         };
         if self.requests.insert(id, request).is_some() {
             return invalid(
@@ -386,8 +377,8 @@ impl Cache {
         Ok(())
     }
 
-    /// Tells a request's further full blocks.
-    fn tell(&mut self, id: u64, names: &str) -> Result<&mut Request, Stop> {
+    /// Adds a request's further full blocks.
+    fn add_blocks(&mut self, id: u64, names: &str) -> Result<&mut Request, Stop> {
         let size = self.block_size;
         let blocks = names::parse(names)?;
         let request = self.request(id)?;
@@ -402,20 +393,16 @@ impl Cache {
         Ok(request)
     }
 
-    fn start(&mut self, event: Event<'_>) -> Result<(), Stop> {
-        let Event::Start {
+    fn start(&mut self, started: &Started<'_>) -> Result<(), Stop> {
+        let &Started {
             id,
             tokens,
-            names,
             hit,
             new,
-            chunk,
-        } = event
-        else {
-            return Ok(());
-        };
+            ..
+        } = started;
         let size = self.block_size;
-        let request = self.tell(id, names)?;
+        let request = self.add_blocks(id, started.names)?;
         let full = request.blocks.len() * size;
         if request.is_hashed && (tokens < full || tokens - full >= size) {
             return invalid(
@@ -424,9 +411,12 @@ impl Cache {
             );
         }
         let mut sequence = self.take_one(id)?;
-        let outcome =
-            self.cache
-                .commit_in_chunks(&mut sequence.sequence, hit, new, chunk.unwrap_or(new));
+        let outcome = self.cache.commit_in_chunks(
+            &mut sequence.sequence,
+            hit,
+            new,
+            started.chunk.unwrap_or(new),
+        );
         if matches!(outcome, Ok(Some(_))) {
             self.ledger
                 .note_hits(self.cache.store(), &sequence.sequence);
@@ -476,7 +466,7 @@ impl Cache {
             return invalid("upto and names", "must have an entry for each of ids");
         }
         for (&id, names) in ids.iter().zip(names) {
-            self.tell(id, names)?;
+            self.add_blocks(id, names)?;
         }
         let mut taken = self.take(ids)?;
         // Sequences of a replay have full blocks alone.
@@ -488,12 +478,11 @@ impl Cache {
         let outcome = self
             .cache
             .mark_blocks_filled(&mut sequences(&mut taken), &upto);
-        let merged = outcome.and_then(|twins| {
-            let twins = twins.iter().filter(|_| self.merges_twins);
-            for twin in twins {
-                let sequence = &mut taken[twin.sequence].sequence;
+        let merged = outcome.and_then(|duplicates| {
+            for one in duplicates.iter().filter(|_| self.merges_duplicates) {
+                let sequence = &mut taken[one.sequence].sequence;
                 self.cache
-                    .replace_block(sequence, twin.group, twin.index, twin.holder)?;
+                    .replace_block(sequence, one.group, one.index, one.holder)?;
             }
             Ok(())
         });
@@ -582,6 +571,6 @@ fn retention(windows: Windows, may_pin: bool) -> Retention {
 
 fn read_hints(owner: &str, hints: &[RecordedHint]) -> Result<Hints, Fault> {
     let ranges = hints.iter().map(hint_of).collect::<Result<_, _>>()?;
-    let told = |error: InvalidArgument| Fault::new("hints", error.to_string());
-    Hints::new(Owner::named(owner), ranges).map_err(told)
+    let found = |error: InvalidArgument| Fault::new("hints", error.to_string());
+    Hints::new(Owner::named(owner), ranges).map_err(found)
 }

@@ -130,7 +130,7 @@ def make_report(
         dict(machine_facts()),
         settings,
         variants,
-        (*remarks, *_told_remarks(measured)),
+        (*remarks, *_length_remarks(measured)),
         (*errors, *_errors(measured)),
     )
 
@@ -139,7 +139,7 @@ def _outputs(run: Run) -> Reference:
     return {(record.session, record.turn): record.output for record in run.records}
 
 
-def _told_remarks(runs: Mapping[str, Sequence[Run]]) -> list[str]:
+def _length_remarks(runs: Mapping[str, Sequence[Run]]) -> list[str]:
     too_long = max((run.too_long for repeats in runs.values() for run in repeats), default=0)
     if not too_long:
         return []
@@ -148,13 +148,13 @@ def _told_remarks(runs: Mapping[str, Sequence[Run]]) -> list[str]:
 
 def _errors(runs: Mapping[str, Sequence[Run]]) -> tuple[str, ...]:
     """What ended runs, and how many requests failed, with the first reason of each variant."""
-    told = list[str]()
+    found = list[str]()
     for name, repeats in runs.items():
-        told += [f"{name}: {run.error}" for run in repeats if run.error is not None]
+        found += [f"{name}: {run.error}" for run in repeats if run.error is not None]
         failures = [failure for run in repeats for failure in run.failures]
         if failures:
-            told.append(f"{name}: {len(failures)} requests failed, the first: {failures[0]}")
-    return tuple(told)
+            found.append(f"{name}: {len(failures)} requests failed, the first: {failures[0]}")
+    return tuple(found)
 
 
 def summarize(run: Run, objectives: Mapping[str, float], reference: Reference | None) -> Summary:

@@ -96,6 +96,7 @@ lint-python:
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/lint-imports --config importlinter-torch.toml
 	$(BIN)/python -m mypy.stubtest prefixcache._core
 
 loom:                              ## the model checker on the shipped lock-free code

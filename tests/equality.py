@@ -32,7 +32,6 @@ from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
 from prefixcache.kv.specs import kv_layout
 from prefixcache.models.conversion import quantize_folder, widen_folder
-from prefixcache.runner.pending import PendingStep
 from prefixcache.text.grammar.guide import Guide
 from prefixcache.text.grammar.vocabulary import Words
 from prefixcache.types.request import (
@@ -44,7 +43,7 @@ from prefixcache.types.request import (
 )
 from prefixcache.types.retention_range import RetentionRange
 from prefixcache.types.sampling_params import SamplingParams
-from prefixcache.types.step_plan import ScheduledSequence, StepPlan
+from prefixcache.types.step_plan import InFlightStep, ScheduledSequence, StepPlan
 from prefixcache.types.structured_output import StructuredOutput
 from tiny_models import VOCAB_SIZE, make_checkpoint
 
@@ -310,7 +309,7 @@ def _filled_blocks(sequence: ScheduledSequence, size: int) -> range:
 
 def _blocks_bytes(engine: Engine, row: int, index: int) -> bytes:
     """Keys and values of all layers in a sequence's block, in the order of the groups."""
-    attention = engine._runner._attention  # type: ignore[attr-defined]
+    attention = engine._runner.steps._attention  # type: ignore[attr-defined]
     parts = []
     for tables, backend in zip(engine._runner.block_tables, attention.backends, strict=True):
         page = tables.indptr[row] + index - tables.first_pages[row]
@@ -386,7 +385,7 @@ class Bench:
         engine = make_engine(folder, self._dtype, self._invariant, schedule, self._activations)
         submit = engine._runner.submit
 
-        def watched(plan: StepPlan) -> PendingStep:
+        def watched(plan: StepPlan) -> InFlightStep:
             step = submit(plan)
             self._chunks += sum(sequence.sampling is None for sequence in plan.sequences)
             self._witness.see(engine, plan)

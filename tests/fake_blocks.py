@@ -10,13 +10,14 @@ import numpy.typing as npt
 from fake_runner import FakeRunner
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.elastic import ElasticPool
-from prefixcache.kv.sizing import PoolSizes
+from prefixcache.kv.specs import PoolSizes
 
 BLOCK_BYTES = 1 << 20
 
 
 class FakeBlocks:
-    is_resizable = True
+    is_resizable = comes_when_written = True
+    granule_blocks = 1
 
     def __init__(self, runner: FakeRunner, num_blocks: int) -> None:
         self._runner = runner
@@ -54,7 +55,7 @@ def make_pool(
     *,
     floor: int = 2,
     clock: Callable[[], float] | None = None,
-    grows_by_itself: bool = False,
+    **options: bool,
 ) -> ElasticPool:
     """A pool around the runner's memory, of which `cache` may use all up to its `max_blocks`."""
     sizes = PoolSizes(
@@ -65,9 +66,7 @@ def make_pool(
         free_bytes=cache.max_blocks * BLOCK_BYTES,
     )
     blocks = FakeBlocks(runner, cache.num_blocks)
-    return ElasticPool(
-        cache, blocks, sizes, grows_by_itself=grows_by_itself, clock=clock or (lambda: 0.0)
-    )
+    return ElasticPool(cache, blocks, sizes, clock=clock or (lambda: 0.0), **options)
 
 
 def slow_clock() -> Callable[[], float]:

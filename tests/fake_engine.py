@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fake_blocks import make_pool
-from fake_runner import VOCAB_SIZE, FakeRunner
+from fake_runner import FakeRunner
 from late_runner import LateRunner
+from plain_runner import VOCAB_SIZE
 from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.kv.cache_manager import CacheManager, GroupKind

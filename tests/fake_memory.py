@@ -12,8 +12,9 @@ import numpy as np
 from torch import Tensor
 
 from fake_engine import make_engine
-from fake_runner import FakeRunner, next_token, window_of
+from fake_runner import FakeRunner, window_of
 from late_runner import LateRunner
+from plain_runner import next_token
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.weights_names import content_name
 from prefixcache.exceptions import ModelLoadError

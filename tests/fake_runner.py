@@ -1,8 +1,8 @@
-"""A runner whose next token is a function of the KV it reads through the block tables.
+"""A `PlainRunner` that checks its block tables, and can fail.
 
-Each slot holds the token that was written there. A wrong block table, a hit on a block that was
-not filled, or a block handed out twice gives another token than `answer_alone`. Every group of
-layers writes and reads through a table of its own, and all of them must see the same tokens.
+A wrong block table, a hit on a block that was not filled, or a block in two tables gives another
+token than `answer_alone`. Every group of layers writes and reads through a table of its own, and
+all of them must see the same tokens.
 """
 
 from __future__ import annotations
@@ -10,22 +10,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-import zlib
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from plain_runner import KnownStep, PlainRunner, next_token
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.cache_manager import GroupKind
-from prefixcache.types.request import TokenLogprobs
 from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 
 T = TypeVar("T")
-VOCAB_SIZE = 97
 
 
 def tokens_of_plan(plan: StepPlan) -> list[tuple[ScheduledSequence, list[int]]]:
@@ -35,10 +32,6 @@ def tokens_of_plan(plan: StepPlan) -> list[tuple[ScheduledSequence, list[int]]]:
     tokens = plan.token_ids.tolist()
     parts = zip(plan.sequences, ends, strict=True)
     return [(sequence, tokens[end - sequence.num_tokens : end]) for sequence, end in parts]
-
-
-def next_token(history: Sequence[int], vocab_size: int = VOCAB_SIZE) -> int:
-    return zlib.crc32(np.asarray(history, dtype=np.int64).tobytes()) % vocab_size
 
 
 def window_of(groups: Sequence[GroupKind]) -> int | None:
@@ -61,18 +54,7 @@ def answer_alone(
     return answer
 
 
-@dataclass(frozen=True)
-class KnownOutputs:
-    """What `submit` of a runner gives that computes at once."""
-
-    values: list[SequenceOutput]
-    is_known: bool = True
-
-    def outputs(self) -> list[SequenceOutput]:
-        return self.values
-
-
-class FakeRunner:
+class FakeRunner(PlainRunner):
     def __init__(
         self,
         num_blocks: int,
@@ -83,24 +65,17 @@ class FakeRunner:
         max_pages: int,
         groups: Sequence[GroupKind] = ("full",),
     ) -> None:
-        self._kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
+        sizes = {"max_tokens": max_tokens, "max_seqs": max_seqs, "max_pages": max_pages}
+        super().__init__(num_blocks, block_size, **sizes)
         self.arrays = [self._kv]
-        self.block_tables = tuple(
-            BlockTableBuffers.of_size(max_tokens=max_tokens, max_seqs=max_seqs, max_pages=max_pages)
-            for _ in groups
-        )
+        self.block_tables = tuple(BlockTableBuffers.of_size(**sizes) for _ in groups)
         self.tables = self.block_tables
         self._windows = [None if kind == "full" else kind[1] for kind in groups]
         self._widest = self._windows.index(window_of(groups))
-        self.runs_ahead = False
         self.plans: list[StepPlan] = []
-        self.broken_tokens: set[int] = set()
         self.failures: list[Exception] = []
         self.on_row: Callable[[int, ScheduledSequence], None] = lambda row, sequence: None
         self.lost: Exception | None = None
-
-    def submit(self, plan: StepPlan) -> KnownOutputs:
-        return KnownOutputs(self.execute(plan))
 
     def run_empty_step(self) -> None:
         if self.lost is not None:
@@ -148,27 +123,6 @@ class FakeRunner:
         window = self._windows[self._widest] or end
         return values[max(0, end - window) - first : end - first]
 
-    def _output(self, row: int, sequence: ScheduledSequence) -> SequenceOutput:
-        history = self._seen(self._kv, row, sequence.start + sequence.num_tokens)
-        if sequence.sampling is None:
-            token = None
-        elif self.broken_tokens & set(history):
-            return SequenceOutput(error="broken")
-        else:
-            token = next_token(history)
-            while token in sequence.sampling.banned_token_ids:
-                token = (token + 1) % VOCAB_SIZE
-        return SequenceOutput(token_id=token, prompt_logprobs=self._prompt_logprobs(row, sequence))
-
-    def _prompt_logprobs(self, row: int, sequence: ScheduledSequence) -> tuple[TokenLogprobs, ...]:
-        if sequence.prompt_logprobs is None:
-            return ()
-        followers = sequence.prompt_logprobs.followers.tolist()
-        return tuple(
-            TokenLogprobs(token, -float(next_token(self._seen(self._kv, row, end))), 1)
-            for end, token in enumerate(followers, sequence.start + 1)
-        )
-
 
 async def loop_passes(engine: AsyncEngine) -> None:
     """Waits until the loop has done whatever it does now: it does it between two commands."""
@@ -186,7 +140,7 @@ class StepGate:
         self._is_held = False
         start = runner.submit
 
-        def submit(plan: StepPlan) -> KnownOutputs:
+        def submit(plan: StepPlan) -> KnownStep:
             self._pass()
             self.num_steps += 1
             return start(plan)

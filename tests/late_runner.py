@@ -12,7 +12,8 @@ import numpy as np
 
 from fake_runner import FakeRunner
 from prefixcache.kv.buffers import BlockTableBuffers
-from prefixcache.types.step_plan import SamplingInput, SequenceOutput, StepPlan
+from prefixcache.runner.base import check_supported
+from prefixcache.types.step_plan import SamplingInput, SequenceOutput, StepPlan, StepResult
 
 
 class LateRunner(FakeRunner):
@@ -30,9 +31,10 @@ class LateRunner(FakeRunner):
         self._sampled: list[int] = []
 
     def submit(self, plan: StepPlan) -> LateStep:
+        check_supported(plan)
         assert len(self._queue) < 2, "at most two steps are in flight"
         self.num_ahead += len(self._queue)
-        step = LateStep(self, plan, copy.deepcopy(self.block_tables), is_known=not _stays(plan))
+        step = LateStep(plan, copy.deepcopy(self.block_tables), is_known=not _stays(plan))
         self._queue.append(step)
         for tables in self.block_tables:
             tables.slot_mapping.fill(-(2**40))
@@ -40,6 +42,11 @@ class LateRunner(FakeRunner):
         if step.is_known:
             self.compute_until(step)
         return step
+
+    def results(self, step: LateStep) -> StepResult:
+        self.compute_until(step)
+        assert step.values is not None
+        return StepResult(step.values)
 
     def finish(self) -> None:
         """Computes what was submitted, whether or not anybody reads it."""
@@ -74,17 +81,11 @@ class LateRunner(FakeRunner):
 
 @dataclass(eq=False)
 class LateStep:
-    runner: LateRunner
     plan: StepPlan
     tables: tuple[BlockTableBuffers, ...]
     is_known: bool
     values: list[SequenceOutput] | None = None
     error: Exception | None = None
-
-    def outputs(self) -> list[SequenceOutput]:
-        self.runner.compute_until(self)
-        assert self.values is not None
-        return self.values
 
 
 def _stays(plan: StepPlan) -> bool:

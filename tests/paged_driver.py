@@ -12,8 +12,8 @@ from prefixcache._core import Cpu
 from prefixcache.attention.base import AttentionBatch
 from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.kv.specs import kv_layout
-from prefixcache.kv.tensors import KVTensors, attention_groups
 from prefixcache.models.decoder import DecoderModel
+from prefixcache.runner.kv_tensors import KVTensors, attention_groups
 
 
 def make_batch(

@@ -13,9 +13,9 @@ from prefixcache.attention.torch_attention import TorchAttention
 from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_layout
-from prefixcache.kv.tensors import attention_groups
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.runner.cuda_graph import DecodeGraphs, graph_sizes
+from prefixcache.runner.kv_tensors import attention_groups
 from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.types.request import Request
@@ -105,7 +105,10 @@ class PagedServer:
         plan = self.scheduler.schedule()
         self.plans.append(plan)
         self.cache.fill(plan, self.runner.block_tables)
-        self.take(plan, self.runner.submit(plan).outputs())
+        self.take(plan, self.results(plan))
+
+    def results(self, plan: StepPlan) -> Sequence[SequenceOutput]:
+        return self.runner.results(self.runner.submit(plan)).outputs
 
     def take(self, plan: StepPlan, outputs: Sequence[SequenceOutput]) -> None:
         self.scheduler.complete(plan, outputs)

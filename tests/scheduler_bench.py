@@ -19,6 +19,8 @@ from prefixcache.types.step_plan import StepPlan
 class Bench:
     """A scheduler with its cache and runner, stepped by hand."""
 
+    make_runner: Callable[..., Any] = FakeRunner
+
     def __init__(
         self,
         *,
@@ -53,13 +55,13 @@ class Bench:
             enable_prefix_caching=enable_prefix_caching,
             clock=clock,
         )
-        self.runner = FakeRunner(
+        self.runner = self.make_runner(
             num_blocks,
             block_size,
             max_tokens=max_num_batched_tokens,
             max_seqs=max_num_seqs,
             max_pages=-(-max_model_len // block_size),
-            groups=groups,
+            **({} if groups == ("full",) else {"groups": groups}),
         )
         self.answers: dict[str, list[int]] = {}
         self.limits: dict[str, int] = {}
@@ -77,7 +79,7 @@ class Bench:
         if not plan.sequences:
             return plan
         self.cache.fill(plan, self.runner.block_tables)
-        outputs = self.runner.execute(plan)
+        outputs = self.runner.results(self.runner.submit(plan)).outputs
         self.scheduler.complete(plan, outputs)
         for sequence, output in zip(plan.sequences, outputs, strict=True):
             if output.token_id is not None:

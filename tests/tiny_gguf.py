@@ -62,6 +62,7 @@ _SCALES = {
     "Q5_K": {0: 62 * 64, 2: 2 * 64},
     "Q6_K": {208: 32 * 128},
 }
+_FLAG_TYPES = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
 _TOP_LEVEL = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -75,10 +76,13 @@ def write_gguf(
     *,
     pre: str = "smollm",
     formats: Sequence[str] = ("Q8_0",),
+    tokenizer: dict[str, object] | None = None,
 ) -> Path:
     """Matrices in these formats in turn, the rest as float32; the model becomes what the file says.
 
-    Formats that the gguf package cannot write get random blocks.
+    `pre` is that of a byte-level vocabulary; "sentencepiece" writes the other kind, as Gemma 3 has
+    it. `tokenizer` are more flags of `tokenizer.ggml`. Formats that
+    the gguf package cannot write get random blocks.
     """
     config = model.config
     architecture = str(config.model_type).removesuffix("_text")
@@ -98,11 +102,15 @@ def write_gguf(
         writer.add_sliding_window(config.sliding_window)
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_add_space_prefix(False)
         if config.final_logit_softcapping:
             writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if architecture == "gemma3" or pre == "sentencepiece":
         _add_sentencepiece(writer)
     else:
         _add_tokenizer(writer, pre)
+    for key, value in (tokenizer or {}).items():
+        writer.add_key_value(f"tokenizer.ggml.{key}", value, _FLAG_TYPES[type(value)])
     for number, (name, parameter) in enumerate(model.named_parameters()):
         _add_tensor(writer, name, parameter, config, formats[number % len(formats)], number)
     writer.write_header_to_file()
@@ -145,8 +153,6 @@ def _add_sentencepiece(writer: gguf.GGUFWriter) -> None:
     writer.add_eos_token_id(1)
     writer.add_bos_token_id(2)
     writer.add_unk_token_id(3)
-    writer.add_add_bos_token(True)
-    writer.add_add_space_prefix(False)
     writer.add_chat_template(GEMMA_CHAT_TEMPLATE)
 
 

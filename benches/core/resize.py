@@ -26,10 +26,9 @@ from prefixcache.attention.base import AttentionSpec
 from prefixcache.attention.registry import make_attention
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.elastic import ElasticPool
-from prefixcache.kv.memory import HostMemory, host_page_bytes
-from prefixcache.kv.sizing import PoolSizes
-from prefixcache.kv.specs import KVGroup, KVLayout
-from prefixcache.kv.tensors import KVTensors, attention_groups
+from prefixcache.kv.specs import KVGroup, KVLayout, PoolSizes
+from prefixcache.runner.kv_tensors import KVTensors, attention_groups
+from prefixcache.runner.reserved_memory import HostMemory, host_page_bytes
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
 

@@ -17,15 +17,15 @@ from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.engine.device import make_graphs, trial_blocks
 from prefixcache.engine.engine import Engine, EngineParts
-from prefixcache.engine.memory import ModelMemory
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_layout
-from prefixcache.kv.tensors import KVTensors, attention_groups
 from prefixcache.models.decoder import Builder, DecoderModel
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.ops.sets import TorchOps
+from prefixcache.runner.device import make_graphs, profile_blocks
+from prefixcache.runner.kv_tensors import KVTensors, attention_groups
+from prefixcache.runner.model_memory import ModelMemory
 from prefixcache.runner.model_runner import ModelRunner
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.types.request import Request
@@ -317,4 +317,4 @@ def _num_blocks(
     if model.device.type != "cuda":
         return CPU_BLOCKS
     wanted = 2 * setup.max_seqs * -(-setup.max_model_len // BLOCK_SIZE) + 1
-    return min(wanted, trial_blocks(config, model, attention, setup.max_model_len))
+    return min(wanted, profile_blocks(config, model, attention, setup.max_model_len))

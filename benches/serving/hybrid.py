@@ -44,7 +44,6 @@ from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import GroupKind
-from prefixcache.runner.pending import PendingStep
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.tools.bench.machine import machine_facts
 from prefixcache.types.request import Request
@@ -54,6 +53,7 @@ from prefixcache.types.step_plan import SequenceOutput, StepPlan
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from fake_engine import IdText
+from plain_runner import PlainRunner
 from tiny_models import save_tokenizer
 
 BLOCK = 16
@@ -237,18 +237,12 @@ def config_of(row: str, model: str) -> EngineConfig:
     )
 
 
-class NoRunner:
+class NoRunner(PlainRunner):
     """Computes nothing: every token is the same."""
 
-    runs_ahead = False
-    block_tables: tuple[BlockTableBuffers, ...] = ()
-
-    def submit(self, plan: StepPlan) -> PendingStep:
+    def execute(self, plan: StepPlan) -> list[SequenceOutput]:
         sampled = [sequence.sampling is not None for sequence in plan.sequences]
-        outputs = [SequenceOutput(token_id=3 if one else None) for one in sampled]
-        return PendingStep(lambda: outputs, is_known=True)
-
-    def run_empty_step(self) -> None: ...
+        return [SequenceOutput(token_id=3 if one else None) for one in sampled]
 
 
 class TablelessCache(CacheManager):
@@ -272,7 +266,7 @@ def simulated(row: str) -> Engine:
     parts: dict[str, Any] = {
         "scheduler": scheduler,
         "cache": cache,
-        "runner": NoRunner(),
+        "runner": NoRunner(1, 1, max_tokens=1, max_seqs=1, max_pages=1),
         "make_detokenizer": IdText,
         "vocab_size": VOCAB,
         "eos_token_ids": (),

@@ -36,7 +36,8 @@ import typer
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from fake_engine import make_engine
-from fake_runner import FakeRunner, KnownOutputs
+from fake_runner import FakeRunner
+from plain_runner import KnownStep
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.engine import Engine
 from prefixcache.server.app import create_app
@@ -45,7 +46,7 @@ from prefixcache.text.tokenization.tokenizer import Tokenizer
 from prefixcache.tools.bench.machine import machine_facts
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
-from prefixcache.types.step_plan import SequenceOutput, StepPlan
+from prefixcache.types.step_plan import SequenceOutput, StepPlan, StepResult
 from serving import running
 from tiny_models import save_tokenizer
 
@@ -62,12 +63,12 @@ class TimedRunner(FakeRunner):
         self._seconds = seconds
         self.begun: list[float] = []
 
-    def submit(self, plan: StepPlan) -> KnownOutputs:
+    def submit(self, plan: StepPlan) -> KnownStep:
         if len(plan.sequences) == self._num_seqs == plan.num_tokens:
             self.begun.append(time.perf_counter())
         time.sleep(self._seconds)
         outputs = [SequenceOutput(token_id=7 if one.sampling else None) for one in plan.sequences]
-        return KnownOutputs(outputs)
+        return KnownStep(StepResult(outputs))
 
     @property
     def step_seconds(self) -> float:

@@ -37,6 +37,11 @@ class InvalidRequestError(PrefixCacheError, ValueError):
         self.code = code
 
 
+def wrong(field: str, problem: str, code: str | None = None) -> InvalidRequestError:
+    """The error of a request's field whose `problem` goes on after its name."""
+    return InvalidRequestError(f"{field} {problem}.", param=field, code=code)
+
+
 class RequestTooLargeError(InvalidRequestError):
     """The request needs more tokens or blocks than the engine will ever have."""
 

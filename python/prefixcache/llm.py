@@ -26,13 +26,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from prefixcache.config.engine_config import DEFAULT_MODEL, EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
+from prefixcache.engine.engine import KnownIds
 from prefixcache.engine.pool_watch import WATCH_SECONDS, PoolWatch, adjust_pool
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import wrong
 from prefixcache.text.chat.message import Message
 from prefixcache.text.chat.parser_names import ReasoningParserName, ToolCallParserName
 from prefixcache.text.chat.plan import ChatFormat, ChatPlan
 from prefixcache.text.chat.tools import read_tool_use
-from prefixcache.text.tokenization.bad_words import with_bad_words
+from prefixcache.text.tokenization.tokenizer import with_bad_words
 from prefixcache.types.request import (
     CacheOptions,
     FinishReason,
@@ -102,7 +103,7 @@ class LLM:
     Flags are those of `vllm serve`: see `EngineConfig`, `CacheConfig` and `SchedulerConfig` in
     `prefixcache.config`; `num_gpu_blocks_override` is another name of `num_blocks`. Raises
     `ConfigError` for a wrong flag and `ModelLoadError` when the model cannot be loaded. How the
-    model calls tools and reasons is told by its chat template unless a parser is named.
+    model calls tools and reasons is read from its chat template unless a parser is named.
     """
 
     def __init__(
@@ -172,16 +173,16 @@ class LLM:
         many = _as_list(prompts)
         params = _for_each(sampling_params, len(many), "sampling_params")
         if priority is not None and not self._has_priorities:
-            raise InvalidRequestError(
-                "priority needs scheduling_policy='priority'.", param="priority"
-            )
+            raise wrong("priority", "needs scheduling_policy='priority'")
         priorities = _for_each(0 if priority is None else priority, len(many), "priority")
         options = _for_each(cache_options or CacheOptions(), len(many), "cache_options")
         call = f"call-{next(self._calls)}"  # one job: its prompts start in their order
+        known = KnownIds()
         jobs = [
-            self._job(call, *one) for one in zip(many, params, priorities, options, strict=True)
+            self._job(call, known, *one)
+            for one in zip(many, params, priorities, options, strict=True)
         ]
-        self._run(jobs, show_progress=use_tqdm)
+        self._run(jobs, known, show_progress=use_tqdm)
         return [job.result for job in jobs]
 
     def chat(
@@ -269,6 +270,7 @@ class LLM:
     def _job(
         self,
         call: str,
+        known: KnownIds,
         prompt: Prompt,
         params: SamplingParams | None,
         priority: int,
@@ -291,7 +293,7 @@ class LLM:
             for choice in range(params.n)
         ]
         for request in requests:
-            self._engine.check(request)
+            self._engine.check(request, known)
         outputs = [
             CompletionOutput(choice, logprobs=None if params.logprobs is None else [])
             for choice in range(params.n)
@@ -313,7 +315,7 @@ class LLM:
             return prompt, self._tokenizer.encode(prompt)
         return None, as_token_ids(prompt)
 
-    def _run(self, jobs: Sequence[_Job], *, show_progress: bool) -> None:
+    def _run(self, jobs: Sequence[_Job], known: KnownIds, *, show_progress: bool) -> None:
         """Steps until all jobs are done; whatever goes wrong, no request stays behind."""
         places = {
             request.request_id: (job.result, job.result.outputs[choice])
@@ -325,8 +327,10 @@ class LLM:
             try:
                 for job in jobs:
                     for request in job.requests:
-                        self._engine.add_request(request)
+                        self._engine.add_request(request, known)
                 self._collect(places, show_progress)
+                while self._engine.has_work():  # memory that is still to go back
+                    self._engine.step()
             except BaseException:  # Ctrl-C may come at any line
                 self._engine.forget_all()
                 raise
@@ -405,9 +409,7 @@ def _for_each(value: Any, count: int, name: str) -> Iterator[Any]:
     if not isinstance(value, Sequence):
         return itertools.repeat(value, count)
     if len(value) != count:
-        raise InvalidRequestError(
-            f"{name} has {len(value)} entries for {count} prompts.", param=name
-        )
+        raise wrong(name, f"has {len(value)} entries for {count} prompts")
     return iter(value)
 
 

@@ -399,10 +399,10 @@ class _Transport(asyncio.Transport):
 def _connection(app: Any) -> Iterator[tuple[Connection, _Transport, _Clock]]:
     """A connection in the hands of the test."""
     options: Any = serve.ServeOptions(timeout_read=2)
-    config = serve.server_config(app, options)
+    limits = ConnectionLimits(most=9, read_seconds=2, write_seconds=30)
+    config = serve.server_config(app, options, limits)
     config.load()
     clock, transport = _Clock(), _Transport()
-    limits = ConnectionLimits(most=9, read_seconds=2, write_seconds=30)
     loop: Any = clock
     connection = Connection(config, ServerState(), {}, limits=limits, _loop=loop)
     connection.connection_made(transport)
@@ -526,7 +526,8 @@ def test_who_left_is_not_written_to(caplog: pytest.LogCaptureFixture) -> None:
             await send({"type": "http.response.body", "body": b"x", "more_body": True})
         done.set()
 
-    config = serve.server_config(bursts, serve.ServeOptions())
+    limits = ConnectionLimits(most=9, read_seconds=20, write_seconds=30)
+    config = serve.server_config(bursts, serve.ServeOptions(), limits)
     config.port, config.loop = 0, "asyncio"
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)

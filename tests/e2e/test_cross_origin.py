@@ -16,8 +16,7 @@ from prefixcache.config.model_config import GenerationDefaults
 from prefixcache.server.app import create_app
 from prefixcache.server.http.access import AccessRules
 from prefixcache.server.jobs.served_model import ServedModel
-from prefixcache.server.options.cross_origin import CrossOrigin
-from prefixcache.server.options.serve_options import ServeOptions
+from prefixcache.server.options.serve_options import CrossOrigin, ServeOptions
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from prefixcache.types.request import Request, RequestOutput
 from serving import MODEL, FakeEngine, client_of, says
@@ -130,7 +129,7 @@ async def test_a_page_may_read_why_its_request_failed(make_app) -> None:
         (["--allowed-origins", "https://App.example.com"], "--allowed-origins must be"),
         (["--allowed-origins", "null"], "--allowed-origins must be"),
         (["--allowed-origins", ""], "--allowed-origins must be"),
-        (["--allowed-origins", f'["{PAGE}"'], "--allowed-origins is no JSON list"),
+        (["--allowed-origins", f'["{PAGE}"'], "--allowed-origins is not a JSON list"),
         (["--allowed-origins", "[5]"], "--allowed-origins must be a valid string"),
         (["--allowed-origins", PAGE, "--allowed-methods", "GET;POST"], "--allowed-methods must"),
         (["--allowed-origins", PAGE, "--allowed-headers", "a b:"], "--allowed-headers must"),

@@ -11,7 +11,7 @@ import pytest
 
 from browser import browser, needs_chromium
 from prefixcache.server.http.access import AccessRules
-from prefixcache.server.options.cross_origin import CrossOrigin
+from prefixcache.server.options.serve_options import CrossOrigin
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from serving import FakeEngine, fake_app, running, says
 from tiny_models import save_tokenizer

@@ -183,7 +183,7 @@ def test_other_servers_are_told_apart(
     monkeypatch.setattr(httpx.Client, "get", get)
     result = CliRunner().invoke(command, ["explain", "--url", "http://127.0.0.1:1"])
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("error: http://127.0.0.1:1 is no prefixcache server")
+    assert result.stderr.startswith("error: http://127.0.0.1:1 is not a prefixcache server")
 
 
 def test_a_server_that_is_not_there_is_one_line() -> None:

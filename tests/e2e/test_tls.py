@@ -27,7 +27,7 @@ from uvicorn.server import ServerState
 from prefixcache.cli.main import app as command
 from prefixcache.server.http.tls import Certificates
 from prefixcache.server.jobs.context import Lifecycle
-from prefixcache.server.options.tls_options import TlsOptions
+from prefixcache.server.options.serve_options import TlsOptions
 from serving import serving, wait_until
 
 LONG_AGO = datetime.datetime(2001, 1, 1, tzinfo=datetime.timezone.utc)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
@@ -37,20 +36,18 @@ def plug_in(faults: Faults) -> None:
 
 
 def _plug_into_forward(faults: Faults) -> None:
-    submit = ModelRunner.submit
+    submit, results = ModelRunner.submit, ModelRunner.results
 
     def faulty(self: ModelRunner, plan: Any) -> Any:
         faults.meet("forward-before")
         faults.meet("forward-memory", InjectedMemoryError)
-        pending = submit(self, plan)
+        return submit(self, plan)
 
-        def outputs() -> Any:  # computed, and lost on the way
-            faults.meet("forward-after")
-            return pending.outputs()
+    def faulty_results(self: ModelRunner, step: Any) -> Any:  # computed, and lost on the way
+        faults.meet("forward-after")
+        return results(self, step)
 
-        return dataclasses.replace(pending, outputs=outputs)
-
-    ModelRunner.submit = faulty
+    ModelRunner.submit, ModelRunner.results = faulty, faulty_results
 
 
 def _plug_into_texts(faults: Faults) -> None:

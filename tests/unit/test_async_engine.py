@@ -30,6 +30,7 @@ from prefixcache.exceptions import (
 )
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.types.request import Request, RequestOutput
+from prefixcache.types.sampling_params import SamplingParams
 from serving import until
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -673,3 +674,43 @@ def test_a_closed_event_loop_frees_its_requests(serve: Make) -> None:
     served.gate.open()
     asyncio.run(until(all_free(served.cache)))
     assert len(served.runner.plans) == 4
+
+
+class CountedIds(tuple[int, ...]):
+    """Token ids that count how often somebody goes through them."""
+
+    num_looks = 0
+
+    def __iter__(self) -> Iterator[int]:
+        CountedIds.num_looks += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("options", [{"seed": 3}, {}], ids=["seeded", "unseeded"])
+async def test_token_ids_of_options_are_checked_once_a_job(
+    serve: Make, monkeypatch: pytest.MonkeyPatch, options: dict[str, int]
+) -> None:
+    monkeypatch.setattr(CountedIds, "num_looks", 0)
+    ids = CountedIds(range(90))
+    params = SamplingParams(n=50, max_tokens=1, allowed_token_ids=ids, min_tokens=1, **options)
+    requests = [
+        Request(
+            request_id=f"{choice}",
+            prompt_token_ids=[5, 6, 7],
+            params=params.for_choice(choice),
+            job_id="job",
+        )
+        for choice in range(params.n)
+    ]
+    served = serve()
+    ended = [one async for one in await served.engine.generate_all(requests)]
+    assert len(ended) == len(requests)
+    assert CountedIds.num_looks <= 3
+
+
+async def test_a_choice_with_other_ids_is_checked_too(serve: Make) -> None:
+    requests = job_of([[5, 6], [5, 6]], allowed_token_ids=(5,))
+    wrong = dataclasses.replace(requests[1].params, allowed_token_ids=(10**6,))
+    requests[1] = dataclasses.replace(requests[1], params=wrong)
+    with pytest.raises(InvalidRequestError, match="allowed_token_ids"):
+        await serve().engine.generate_all(requests)

@@ -22,10 +22,12 @@ from prefixcache.server.jobs.caching import (
     prompt_caching,
     written_by_ttl,
 )
+from prefixcache.server.jobs.sampling_fields import ResponseCacheOptions
 from prefixcache.text.tokenization.chat_template import ChatTemplate
 from prefixcache.types.retention_range import RetentionRange
 from tiny_models import CHAT_TEMPLATE
 
+EXPLICIT_MODE = ResponseCacheOptions(mode="explicit")
 FIRST, SECOND, THIRD = (Place("messages", index) for index in range(3))
 EXPLICIT, EPHEMERAL = {"mode": "explicit"}, {"type": "ephemeral"}
 MINUTES, HOUR = 300, 3600
@@ -42,16 +44,16 @@ def test_without_controls_everything_is_cached() -> None:
 
 
 def test_openai_options() -> None:
-    assert openai_controls([], has_options=True) == CachingControls(ttl_s=1800)
-    assert openai_controls([], has_options=True, ttl="12h") == CachingControls(ttl_s=12 * HOUR)
+    assert openai_controls([], ResponseCacheOptions()) == CachingControls(ttl_s=1800)
+    assert openai_controls([], ResponseCacheOptions(ttl="12h")) == CachingControls(ttl_s=12 * HOUR)
     assert openai_controls([], retention="24h") == CachingControls(ttl_s=24 * HOUR)
-    explicit = openai_controls(marked(EXPLICIT), mode="explicit", has_options=True)
+    explicit = openai_controls(marked(EXPLICIT), EXPLICIT_MODE)
     assert explicit == CachingControls(explicit=True, breakpoints=(Breakpoint(FIRST, 1800),))
     own = openai_controls(marked(EXPLICIT | {"ttl": "12h"}, EXPLICIT))
     assert [one.ttl_s for one in own.breakpoints] == [12 * HOUR, 1800]
     many = marked(*[EXPLICIT] * 6)
     assert [one.place.index for one in openai_controls(many).breakpoints] == [3, 4, 5]
-    latest = openai_controls(many, mode="explicit", has_options=True).breakpoints
+    latest = openai_controls(many, EXPLICIT_MODE).breakpoints
     assert [one.place.index for one in latest] == [2, 3, 4, 5]
 
 
@@ -108,7 +110,7 @@ def test_the_control_at_the_top_counts_among_the_four() -> None:
 
 def test_both_of_openais_ways_at_once_are_refused() -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        openai_controls([], has_options=True, retention="24h")
+        openai_controls([], ResponseCacheOptions(), "24h")
     assert refused.value.param == "prompt_cache_retention"
 
 
@@ -129,7 +131,7 @@ def test_what_lies_before_several_breakpoints_is_kept_for_the_longest_ttl() -> N
 
 
 def test_breakpoints_may_be_in_any_order_in_one_place_or_not_shown() -> None:
-    controls = openai_controls(marked(*[EXPLICIT] * 3), mode="explicit", has_options=True)
+    controls = openai_controls(marked(*[EXPLICIT] * 3), EXPLICIT_MODE)
     shown = prompt_caching(controls, [20, 0, 8])
     assert [(one.start, one.end) for one in shown.retention] == [(0, 8), (8, 20)]
     assert shown.write_upto == 20

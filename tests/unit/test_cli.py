@@ -281,8 +281,11 @@ def test_a_flag_that_the_model_shows_to_be_wrong_is_named_as_it_was_said(monkeyp
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("max_num_seq: 3", "'max_num_seq' in {} is no flag of this command; did you mean max_num_"),
-        ("7: 3", "7 in {} is no flag of this command."),
+        (
+            "max_num_seq: 3",
+            "'max_num_seq' in {} is not a flag of this command; did you mean max_num_",
+        ),
+        ("7: 3", "7 in {} is not a flag of this command."),
         ("max_num_seqs: many", "max_num_seqs in {} must be a valid integer"),
         ("max_num_seqs: true", "max_num_seqs in {} must be a valid integer"),
         ("max-num-seqs: 4.0", "max-num-seqs in {} must be a valid integer"),

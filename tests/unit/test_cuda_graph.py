@@ -170,12 +170,12 @@ def test_unusable_logits_end_their_sequence_alone(
     graphs.scheduler.add(_request("b", [8, 9, 10, 11]), seed=1)
     plan = graphs.scheduler.schedule()
     graphs.cache.fill(plan, graphs.runner.block_tables)
-    graphs.scheduler.complete(plan, graphs.runner.submit(plan).outputs())
+    graphs.scheduler.complete(plan, graphs.results(plan))
     plan = graphs.scheduler.schedule()
     graphs.cache.fill(plan, graphs.runner.block_tables)
     page = int(graphs.runner.block_tables[0].indices[0])
     graphs.kv[0][page, 1, 0] = float("nan")
-    first, second = graphs.runner.submit(plan).outputs()
+    first, second = graphs.results(plan)
     assert first.error is not None
     assert first.token_id is None
     assert second.token_id is not None

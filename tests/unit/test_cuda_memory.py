@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from prefixcache.config.engine_config import EngineConfig
-from prefixcache.engine import device as engine_device
 from prefixcache.exceptions import ConfigError, OutOfMemoryError
-from prefixcache.kv.memory import CudaMemory
-from prefixcache.kv.sizing import PoolSizes
-from prefixcache.kv.specs import KVGroup, KVLayout
+from prefixcache.kv.specs import KVGroup, KVLayout, PoolSizes
+from prefixcache.runner import device as runner_device
+from prefixcache.runner.reserved_memory import CudaMemory
 
 GRANULE = 4096
 SUCCESS, FAILED = 0, 2
@@ -190,11 +189,11 @@ def test_only_elastic_flags_ask_for_mapping_and_they_say_what_is_lacking(
     layout = KVLayout((KVGroup((0,)),), num_kv_heads=2, head_dim=16)
     sizes = PoolSizes(start=8, ceiling=8, floor=2, block_bytes=4096, free_bytes=0)
     elastic = EngineConfig.from_flags(min_free_memory="1GiB")
-    monkeypatch.setattr(engine_device, "cuda_driver", lambda device: driver)
-    assert engine_device._reserve(EngineConfig(), layout, sizes, device) is None
-    reserve = engine_device._reserve(elastic, layout, sizes, device)
+    monkeypatch.setattr(runner_device, "cuda_driver", lambda device: driver)
+    assert runner_device._reserve(EngineConfig(), layout, sizes, device) is None
+    reserve = runner_device._reserve(elastic, layout, sizes, device)
     assert reserve is not None
     assert reserve(9 * GRANULE).page_bytes == GRANULE
-    monkeypatch.setattr(engine_device, "cuda_driver", lambda device: None)
+    monkeypatch.setattr(runner_device, "cuda_driver", lambda device: None)
     with pytest.raises(ConfigError, match=r"min_free_memory need on CUDA .* pip install"):
-        engine_device._reserve(elastic, layout, sizes, device)
+        runner_device._reserve(elastic, layout, sizes, device)

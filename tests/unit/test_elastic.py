@@ -22,7 +22,9 @@ from prefixcache.engine.engine import Engine
 from prefixcache.engine.pool_watch import adjust_pool
 from prefixcache.exceptions import ConfigError, InvalidRequestError, RequestTooLargeError
 from prefixcache.kv.elastic import ElasticPool, ResizeStatus
-from prefixcache.kv.sizing import pool_sizes
+from prefixcache.llm import LLM
+from prefixcache.runner.sizing import pool_sizes
+from prefixcache.types.sampling_params import SamplingParams
 
 MIB = 1 << 20
 PROMPT = [*range(10, 26)]
@@ -213,6 +215,41 @@ def test_only_so_many_blocks_outlive_their_requests(most: int) -> None:
     assert elastic.cache.stats()["cached_blocks"] == most
     cached = [elastic.engine.probe(make_request("", prompt)) for prompt in prompts]
     assert cached == ([0, 0, 0] if most == 0 else [0, 8, 16])
+
+
+def test_where_cached_blocks_are_bounded_the_memory_of_the_others_goes_back() -> None:
+    elastic = Elastic(max_cached_blocks=6, pool_options={"bounds_memory": True})
+    prompts = fill(elastic, 9)
+    assert elastic.pool.memory.num_mapped_bytes() <= (1 + 6) * BLOCK_BYTES
+    assert elastic.answer("again", prompts[8]) == 16
+    elastic.control.resize(num_blocks=10)
+    elastic.control.resize(num_blocks=40)
+    assert elastic.answer("once more", prompts[8]) == 16
+
+
+@pytest.mark.parametrize("most", [None, 10])
+def test_memory_of_the_machine_goes_back_where_cached_blocks_are_bounded(
+    tiny_checkpoint: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, most: int | None
+) -> None:
+    monkeypatch.setattr("prefixcache.kv.unused_memory.WORTH_BYTES", 1)
+    flags = {"dtype": "float32", "device": "cpu", "num_blocks": 600}
+    llm = LLM(str(tiny_checkpoint()), prefix_cache_max_blocks=most, **flags)
+    pool = llm._engine._pool
+    prompts = [[5 + number, *range(30, 330)] for number in range(24)]
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    first, again = (llm.generate(prompts, params, use_tqdm=False) for _ in range(2))
+    assert [one.outputs for one in again] == [one.outputs for one in first]
+    mapped = pool.memory.num_mapped_bytes() // pool.sizes.block_bytes
+    assert mapped > 400 if most is None else mapped <= 1 + most
+
+
+def test_what_requests_hold_keeps_its_memory_while_that_of_others_goes_back() -> None:
+    elastic = Elastic(max_cached_blocks=0, pool_options={"bounds_memory": True})
+    elastic.add("long", PROMPT, 40)
+    elastic.step()
+    fill(elastic, 9)
+    assert elastic.tokens["long"] == answer_alone(PROMPT, 40)
+    assert elastic.pool.memory.num_mapped_bytes() <= 20 * BLOCK_BYTES
 
 
 def test_slices_that_have_little_to_do_do_not_make_later_ones_longer() -> None:
@@ -475,7 +512,7 @@ def test_a_file_stands_for_the_available_memory(
     file = tmp_path / "available"
     elastic = Elastic(pool_options={"grows_by_itself": True})
     config = ElasticConfig(min_free_memory=100 * MIB, available_memory_file=str(file))  # type: ignore[arg-type]
-    elastic.engine.self_sizing = SelfSizing.of(config, elastic.pool, None)  # type: ignore[arg-type]
+    elastic.engine.self_sizing = SelfSizing.of(config, elastic.pool, lambda: 0)
     for text, size in (("", 40), ("much", 40), (f"{90 * MIB}\n", 40 - 10 - 13)):
         file.write_text(text)
         adjust_pool(elastic.engine)
@@ -500,8 +537,8 @@ def test_sizes_out_of_order_and_beyond_the_machine_are_refused_by_name(
     with pytest.raises(ConfigError, match=r"available_memory_file needs min_free_memory"):
         ElasticConfig(available_memory_file=Path("x"))
     cpu: Any = type("Device", (), {"type": "cpu"})
-    monkeypatch.setattr("prefixcache.kv.sizing.available_memory", lambda device: 600 * MIB)
-    monkeypatch.setattr("prefixcache.kv.sizing.total_memory", lambda device: 1000 * MIB)
+    monkeypatch.setattr("prefixcache.runner.sizing.available_memory", lambda device: 600 * MIB)
+    monkeypatch.setattr("prefixcache.runner.sizing.total_memory", lambda device: 1000 * MIB)
     sized = partial(pool_sizes, start=100, block_bytes=MIB, device=cpu)
     found = sized(CacheConfig(kv_cache_max_memory=0.5, kv_cache_min_memory="50MiB"))  # type: ignore[arg-type]
     assert (found.floor, found.start, found.ceiling) == (50, 100, 300)

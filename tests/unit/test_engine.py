@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from fake_engine import IdText, make_engine, make_request
-from fake_runner import VOCAB_SIZE, answer_alone, next_token
+from fake_runner import answer_alone
+from plain_runner import VOCAB_SIZE, next_token
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError, RequestTooLargeError
 from prefixcache.kv.cache_manager import CacheManager

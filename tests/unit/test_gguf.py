@@ -21,7 +21,7 @@ from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 from prefixcache.models import digests, hub, safetensors_file
 from prefixcache.models.blocks import INDEX_FILE, read_index
 from prefixcache.models.decoder import DecoderModel
-from prefixcache.models.gguf_header import read_header
+from prefixcache.models.gguf.header import read_header
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.loader import load_model
 from prefixcache.models.weights import check_folder, shapes_of
@@ -283,7 +283,7 @@ def test_a_disk_that_fills_up_under_the_tokenizer_leaves_nothing(
     def fill(*_: Any) -> None:
         raise Exception("No space left on device (os error 28)")
 
-    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", fill)
+    monkeypatch.setattr("prefixcache.models.gguf.tokenizer._write", fill)
     with pytest.raises(ModelLoadError, match=r"tiny\.gguf: its tokenizer .*No space left"):
         resolve_model(str(file))
     assert list((hub.cache_home() / "models").iterdir()) == []

@@ -381,7 +381,7 @@ def test_answers_with_a_grammar_stay_out_of_steps_ahead(tiny_checkpoint: Checkpo
     answers = []
     for runs_ahead in (False, True):
         engine = tiny_engine(tiny_checkpoint)
-        engine._runner.runs_ahead = runs_ahead
+        engine._runner.steps.runs_ahead = runs_ahead
         for number, output in enumerate(grammars):
             engine.add_request(request(f"{number}", output, logprobs=None))
         tokens: dict[str, list[int]] = {f"{number}": [] for number in range(3)}

@@ -32,13 +32,13 @@ def test_the_fastest_that_keep_what_was_promised(
     amx: bool,
     expected: tuple[str, bool],
 ) -> None:
-    monkeypatch.setattr("prefixcache.engine.build.torch_is_faster", lambda: amx)
+    monkeypatch.setattr("prefixcache.runner.torch_runner.torch_is_faster", lambda: amx)
     config = EngineConfig.from_flags(
         model=str(tiny_checkpoint()), num_blocks=32, device="cpu", **flags
     )
     built = build(config)
-    assert (built.engine._runner._attention.name, built.batch_invariant) == expected
-    ours = built.engine._runner._model.loaded._stack is not None
+    assert (built.engine._runner.steps._attention.name, built.batch_invariant) == expected
+    ours = built.engine._runner.steps._model.loaded._stack is not None
     assert ours == (expected[0] == "cpu")
 
 

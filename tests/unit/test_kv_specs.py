@@ -15,9 +15,9 @@ from prefixcache.config.engine_config import CacheConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.core import PrefixCache
 from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
-from prefixcache.kv.sizing import choose_num_blocks
 from prefixcache.kv.specs import GroupKind, KVGroup, kv_layout
-from prefixcache.kv.tensors import KVTensors, attention_groups
+from prefixcache.runner.kv_tensors import KVTensors, attention_groups
+from prefixcache.runner.sizing import choose_num_blocks
 
 CPU = torch.device("cpu")
 GEMMA_3_1B = tuple(None if layer % 6 == 5 else 512 for layer in range(26))

@@ -18,10 +18,10 @@ from prefixcache.attention.registry import make_attention
 from prefixcache.config.engine_config import CacheConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import FieldError, OutOfMemoryError
-from prefixcache.kv.memory import HostMemory
-from prefixcache.kv.sizing import available_memory, choose_num_blocks
 from prefixcache.kv.specs import KVGroup, KVLayout, kv_layout
-from prefixcache.kv.tensors import KVTensors, attention_groups
+from prefixcache.runner.kv_tensors import KVTensors, attention_groups
+from prefixcache.runner.reserved_memory import HostMemory
+from prefixcache.runner.sizing import available_memory, choose_num_blocks
 
 CPU = torch.device("cpu")
 LAYOUT = KVLayout((KVGroup((0, 1, 2)),), num_kv_heads=2, head_dim=16)
@@ -77,7 +77,7 @@ def _resident_bytes() -> int:
 def test_more_than_the_free_memory_is_refused_with_the_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("prefixcache.kv.tensors.available_memory", lambda device: 4 << 20)
+    monkeypatch.setattr("prefixcache.runner.kv_tensors.available_memory", lambda device: 4 << 20)
     with pytest.raises(OutOfMemoryError, match=r"1024 blocks.* 12 MiB, but only 4 MiB"):
         allocate(1024)
 
@@ -90,7 +90,7 @@ def test_asked_sizes_are_taken_at_their_word() -> None:
 def test_without_a_size_half_of_the_free_memory_but_not_more_than_4_gib(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    free = "prefixcache.kv.sizing.available_memory"
+    free = "prefixcache.runner.sizing.available_memory"
     monkeypatch.setattr(free, lambda device: 1 << 30)
     assert choose(CacheConfig()) == (1 << 29) // BLOCK_BYTES
     monkeypatch.setattr(free, lambda device: 1 << 40)
@@ -102,7 +102,9 @@ def test_a_share_is_one_of_what_is_free_on_the_device(
     monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     free = {"cpu": 100 << 30, "cuda": 40 << 30}
-    monkeypatch.setattr("prefixcache.kv.sizing.available_memory", lambda device: free[device.type])
+    monkeypatch.setattr(
+        "prefixcache.runner.sizing.available_memory", lambda device: free[device.type]
+    )
     found = choose_num_blocks(
         CacheConfig(kv_cache_memory=0.25), LAYOUT, torch.float32, torch.device(device)
     )
@@ -119,7 +121,7 @@ def test_free_memory_is_the_systems_within_the_containers_limit(
     for file, text in zip(files, (limit, usage), strict=True):
         file.write_text(text)
     missing = (str(tmp_path / "no"), str(tmp_path / "nothing"))
-    monkeypatch.setattr("prefixcache.kv.sizing._CGROUP_FILES", (files, missing))
+    monkeypatch.setattr("prefixcache.runner.sizing._CGROUP_FILES", (files, missing))
     monkeypatch.setattr("psutil.virtual_memory", lambda: mock.Mock(available=7000))
     assert available_memory(CPU) == free
 
@@ -249,7 +251,7 @@ def test_blocks_are_copied_in_every_tensor(order: str) -> None:
 def test_growing_beyond_the_free_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = kv_of(10, max_blocks=1000)
     memory.allocate()
-    monkeypatch.setattr("prefixcache.kv.tensors.available_memory", lambda device: 1 << 20)
+    monkeypatch.setattr("prefixcache.runner.kv_tensors.available_memory", lambda device: 1 << 20)
     with pytest.raises(OutOfMemoryError, match=r"1000 blocks"):
         memory.grow(1000)
     assert memory.num_blocks == 10

@@ -1,4 +1,4 @@
-"""Sizing the pool by a trial of the largest step, and what an engine on CUDA is made with."""
+"""Sizing the pool by a run of the largest step, and what an engine on CUDA is made with."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from prefixcache.attention.flashinfer import FlashInferAttention
 from prefixcache.attention.torch_attention import TorchAttention
 from prefixcache.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.engine import device as engine_device
 from prefixcache.exceptions import ConfigError, OutOfMemoryError
-from prefixcache.kv.sizing import DeviceMemory, fitting_blocks
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import load_model
 from prefixcache.ops import cuda as ops_cuda
-from prefixcache.runner.trial import run_largest_step
+from prefixcache.runner import device as runner_device
+from prefixcache.runner.profile_run import run_largest_step
+from prefixcache.runner.sizing import DeviceMemory, fitting_blocks
 from tape import TapeCapture
 
 CPU = torch.device("cpu")
@@ -91,25 +91,25 @@ def config(**options) -> EngineConfig:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3-window"])
-def test_a_pool_is_sized_by_trial_where_nothing_says_its_size(
+def test_a_pool_is_sized_by_run_where_nothing_says_its_size(
     tiny_checkpoint: TinyCheckpoint, architecture: str
 ) -> None:
     """The one with windows has four layers, in two groups of two that share the blocks' bytes."""
     cuda = torch.device("cuda", 1)
-    assert engine_device.is_sized_by_trial(config(), cuda)
-    assert not engine_device.is_sized_by_trial(config(), CPU)
-    assert not engine_device.is_sized_by_trial(config(cache=CacheConfig(num_blocks=9)), cuda)
-    assert not engine_device.is_sized_by_trial(config(cache=CacheConfig(kv_cache_memory=9)), cuda)
+    assert runner_device.is_sized_by_run(config(), cuda)
+    assert not runner_device.is_sized_by_run(config(), CPU)
+    assert not runner_device.is_sized_by_run(config(cache=CacheConfig(num_blocks=9)), cuda)
+    assert not runner_device.is_sized_by_run(config(cache=CacheConfig(kv_cache_memory=9)), cuda)
     model = load(tiny_checkpoint(architecture))
     ran = []
 
-    def measure(trial, device) -> DeviceMemory:
-        trial()
+    def measure(profile_run, device) -> DeviceMemory:
+        profile_run()
         ran.append(device)
         return DeviceMemory(total=1000 * 2**14, free=900 * 2**14, reserved=0, peak=0)
 
     attention = grouped_attention(model, TorchAttention)
-    blocks = engine_device.trial_blocks(config(), model, attention, 100, measure)
+    blocks = runner_device.profile_blocks(config(), model, attention, 100, measure)
     per_block = 2 * 2 * 16 * 2 * 32 * 4  # layers, keys and values, tokens, heads, size, bytes
     assert blocks == (900 - 100) * 2**14 // per_block
     assert ran == [model.device]
@@ -129,28 +129,28 @@ def test_graphs_are_made_where_backend_and_flags_allow(tiny_checkpoint: TinyChec
         ),
     )
     attention.bind([torch.zeros(3, 2, 16, 2, 32) for _ in range(2)])
-    assert engine_device.make_graphs(config(), model, attention, 64, capture) is not None
+    assert runner_device.make_graphs(config(), model, attention, 64, capture) is not None
     assert (
-        engine_device.make_graphs(config(enforce_eager=True), model, attention, 64, capture) is None
+        runner_device.make_graphs(config(enforce_eager=True), model, attention, 64, capture) is None
     )
     plain = grouped_attention(model, TorchAttention)
-    assert engine_device.make_graphs(config(), model, plain, 64, capture) is None
-    assert engine_device.make_graphs(config(), model, attention, 64) is None, "a CPU has no graphs"
+    assert runner_device.make_graphs(config(), model, plain, 64, capture) is None
+    assert runner_device.make_graphs(config(), model, attention, 64) is None, "a CPU has no graphs"
 
 
 def test_the_device_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = []
-    monkeypatch.setattr(engine_device, "pin_matmul", lambda: pinned.append(True))
+    monkeypatch.setattr(runner_device, "pin_matmul", lambda: pinned.append(True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert engine_device.choose_device(config()) == CPU
+    assert runner_device.choose_device(config()) == CPU
     with pytest.raises(ConfigError, match="finds no CUDA device"):
-        engine_device.choose_device(config(device="cuda"))
+        runner_device.choose_device(config(device="cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    assert engine_device.choose_device(config(device="cpu")) == CPU
-    assert engine_device.choose_device(config()) == torch.device("cuda", 2)
+    assert runner_device.choose_device(config(device="cpu")) == CPU
+    assert runner_device.choose_device(config()) == torch.device("cuda", 2)
     assert not pinned, "CUDA is not batch-invariant unless it is asked to be"
-    assert engine_device.choose_device(config(batch_invariant=True)) == torch.device("cuda", 2)
+    assert runner_device.choose_device(config(batch_invariant=True)) == torch.device("cuda", 2)
     assert pinned
 
 

@@ -319,10 +319,10 @@ def test_the_table_of_losses_keeps_the_last_ones() -> None:
 
 def test_a_reader_ends_with_its_engine() -> None:
     room = Room()
-    reader = room.engine._losses
+    reader = room.engine._evictions
     seen = []
-    room.engine.listen_to_losses(seen.append)
-    room.engine.read_losses()
+    room.engine.listen_to_evictions(seen.append)
+    room.engine.read_evictions()
     assert len(seen) == 1
     gone = weakref.ref(reader)
     del room, reader

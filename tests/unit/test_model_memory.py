@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from prefixcache.engine.memory import ModelMemory
 from prefixcache.exceptions import OutOfMemoryError
+from prefixcache.runner.model_memory import ModelMemory
 from prefixcache.scheduler.hit_counter import HitCounter
 
 

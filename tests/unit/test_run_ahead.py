@@ -19,12 +19,12 @@ from plans import plan_of
 from prefixcache import LLM
 from prefixcache.attention.flashinfer import FlashInferAttention
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.engine.device import shares_answers
 from prefixcache.engine.engine import Engine
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.models.loader import load_model
 from prefixcache.runner.batch import resolve_pending
-from prefixcache.runner.pending import ResultCopies
+from prefixcache.runner.device import shares_answers
+from prefixcache.runner.results import ResultCopies
 from prefixcache.types.request import Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import StepPlan
@@ -64,7 +64,7 @@ def test_decodes_can_be_submitted_before_their_tokens_are_known(
         )
     plan = server.scheduler.schedule()
     server.cache.fill(plan, server.runner.block_tables)
-    server.scheduler.complete(plan, server.runner.submit(plan).outputs())
+    server.scheduler.complete(plan, server.results(plan))
     second = server.scheduler.schedule()
     server.cache.fill(second, server.runner.block_tables)
     in_flight = server.runner.submit(second)
@@ -74,7 +74,7 @@ def test_decodes_can_be_submitted_before_their_tokens_are_known(
     assert server.cache.ensure_slots([(s.request_id, s.start + 1) for s in later]) == 2
     server.cache.fill(third, server.runner.block_tables)
     after = server.runner.submit(third)
-    seconds, thirds = in_flight.outputs(), after.outputs()
+    seconds, thirds = (server.runner.results(step).outputs for step in (in_flight, after))
     assert [[s.token_id, t.token_id] for s, t in zip(seconds, thirds, strict=True)] == [
         answer[1:] for answer in expected
     ]
@@ -221,7 +221,7 @@ def test_real_answers_do_not_depend_on_run_ahead(
         llm = LLM(
             str(tiny_checkpoint("qwen3")), dtype="float32", device="cpu", num_blocks=num_blocks
         )
-        llm._engine._runner.runs_ahead = ahead
+        llm._engine._runner.steps.runs_ahead = ahead
         alone = [llm.generate([prompts[i]], params[i], use_tqdm=False)[0] for i in (0, 2, 4, 7)]
         crowd = llm.generate(prompts, params, use_tqdm=False)
         answers.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in (*alone, *crowd)])
@@ -237,7 +237,7 @@ def test_every_option_is_planned_ahead(
     resolve = mock.Mock(side_effect=resolve_pending)
     monkeypatch.setattr("prefixcache.runner.batch.resolve_pending", resolve)
     llm = LLM(str(tiny_checkpoint("qwen3")), dtype="float32", device="cpu", num_blocks=50)
-    llm._engine._runner.runs_ahead = True
+    llm._engine._runner.steps.runs_ahead = True
     given = {"max_tokens": 9, "temperature": 0.0, "ignore_eos": True} | options
     (output,) = llm.generate(["Que sera"], SamplingParams(**given), use_tqdm=False)
     assert resolve.call_count >= len(output.outputs[0].token_ids) - 1 > 0
@@ -253,7 +253,7 @@ def test_log_probabilities_of_a_prompt_are_planned_ahead(
     for ahead in (False, True):
         small = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 50}
         llm = LLM(str(tiny_checkpoint("qwen3")), dtype="float32", device="cpu", **small)
-        runner, is_known = llm._engine._runner, []
+        runner, is_known = llm._engine._runner.steps, []
         runner.runs_ahead = ahead
         start = runner.submit
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from plans import context, plan_of
 from prefixcache.runner.batch import StepBuffers
-from prefixcache.runner.pending import StepResults
+from prefixcache.runner.results import StepResults
 from prefixcache.runner.sampling import race
 from prefixcache.runner.sampling.row_options import SampledRow
 from prefixcache.runner.sampling.sampler import Sampler

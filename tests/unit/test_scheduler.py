@@ -6,11 +6,18 @@ import dataclasses
 
 import pytest
 
-from fake_runner import answer_alone
+from fake_runner import FakeRunner, answer_alone
+from plain_runner import PlainRunner
 from prefixcache.exceptions import RequestTooLargeError
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.sampling_params import SamplingParams
 from scheduler_bench import Bench, counts, prompt_of
+
+
+@pytest.fixture(autouse=True, params=[FakeRunner, PlainRunner])
+def _runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stands behind the boundary, the scheduler's rules hold."""
+    monkeypatch.setattr(Bench, "make_runner", request.param)
 
 
 def test_a_request_gets_its_lone_answer_and_its_blocks_come_back() -> None:

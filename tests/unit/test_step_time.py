@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fake_engine import make_engine, make_request
-from fake_runner import KnownOutputs, answer_alone
+from fake_runner import answer_alone
+from plain_runner import KnownStep
 from plans import plan_of
 from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.engine.engine import Engine
@@ -64,7 +65,7 @@ def engine_on(machine: Machine, *, max_model_len: int = 8192, **options: Any) ->
     )
     submit = runner.submit
 
-    def timed(plan: StepPlan) -> KnownOutputs:
+    def timed(plan: StepPlan) -> KnownStep:
         machine.compute(plan)
         return submit(plan)
 

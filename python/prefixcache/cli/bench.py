@@ -80,7 +80,7 @@ class _Bars:
         self._tasks = dict[str, Any]()
 
     def advance(self, name: str, count: int) -> None:
-        """So many more requests of a variant are over."""
+        """`count` more requests of a variant are over."""
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=self._total)
         self._progress.advance(self._tasks[name], count)

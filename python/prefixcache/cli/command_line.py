@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import click
 from click.core import ParameterSource
 
-from prefixcache.cli.foreign_flags import ForeignFlag, ForeignOption
+from prefixcache.cli.vllm_flags import VllmOption
 from prefixcache.config.checked import adapters, check, shown
 from prefixcache.config.flags import Group, build, closest, leaves
 from prefixcache.exceptions import FieldError, InvalidRequestError, PrefixCacheError
@@ -76,7 +76,7 @@ class FlagCommand(click.Command):
         *kinds: type[Any],
         arguments: Sequence[click.Argument] = (),
         without: Collection[str] = (),
-        foreign: Sequence[ForeignFlag] = (),
+        foreign: Iterable[VllmOption] = (),
     ) -> None:
         self._run = run
         found = dict[str, FlagOption]()
@@ -87,7 +87,7 @@ class FlagCommand(click.Command):
         self._flags = found
         config = click.Option(["--config"], metavar="<path>", help="YAML file with flags.")
         params: list[click.Parameter] = [*arguments, *found.values(), config]
-        params += map(ForeignOption, foreign)
+        params += foreign
         name = run.__name__.replace("_", "-")
         super().__init__(name, params=params, help=run.__doc__, epilog=_SOURCES)
 
@@ -119,7 +119,7 @@ class FlagCommand(click.Command):
         path = ctx.params["config"] or _variable("config")
         file = _read_file(Path(path), self._flags) if path else {}
         for param in self.params:
-            if isinstance(param, ForeignOption):
+            if isinstance(param, VllmOption):
                 param.refuse(ctx)
         values = {name: ctx.params[name] for name in ctx.params if name not in self._flags}
         places = dict[str, str]()
@@ -177,24 +177,24 @@ class FlagOption(click.Option):
     name: str
 
     def __init__(self, kind: type[Any], one: Field[Any]) -> None:
-        told = one.metadata
+        declared = one.metadata
         hint = get_type_hints(kind, include_extras=True)[one.name]
         value_type = _value_type(hint)
-        names = [_dashed(name) for name in (one.name, *told["aliases"])]
+        names = [_dashed(name) for name in (one.name, *declared["aliases"])]
         if value_type is bool:
             names = [f"{name}/--no-{name.removeprefix('--')}" for name in names]
-        default = told["shown"] or _shown_default(one.default)
+        default = declared["shown"] or _shown_default(one.default)
         super().__init__(
             [one.name, *names],
             type=bool if value_type is bool else click.UNPROCESSED,
             default=None,
             multiple=get_origin(hint) is tuple,
-            metavar=told["metavar"] or _metavar(value_type),
-            help=told["help"] + (f"  [default: {default}]" if default else ""),
+            metavar=declared["metavar"] or _metavar(value_type),
+            help=declared["help"] + (f"  [default: {default}]" if default else ""),
         )
-        self.group: Group = told["group"]
-        self.greedy: bool = told["greedy"]
-        self._is_listed: bool = told["listed"]
+        self.group: Group = declared["group"]
+        self.greedy: bool = declared["greedy"]
+        self._is_listed: bool = declared["listed"]
         self._kind = kind
         self._is_secret = not one.repr
 
@@ -234,14 +234,14 @@ def _items(place: str, value: Any) -> list[Any]:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise FieldError(place, f"is no JSON list, got {shown(value)}.") from None
+        raise FieldError(place, f"is not a JSON list, got {shown(value)}.") from None
 
 
 def _read_file(path: Path, flags: Mapping[str, FlagOption]) -> dict[str, Place]:
     """What the file says, by the names of flags. Raises `FieldError`.
 
-    Keys are names or aliases of flags, with dashes or without. What is wrong with the file is told
-    without a line of it: there may be a key in it.
+    Keys are names or aliases of flags, with dashes or without. An error about the file shows
+    no line of it: there may be a key in it.
     """
     import yaml
 
@@ -260,7 +260,7 @@ def _read_file(path: Path, flags: Mapping[str, FlagOption]) -> dict[str, Place]:
     for key, value in (content or {}).items():
         name = _plain(key)
         if name not in known:
-            problem = f"is no flag of this command{closest(name, known)}."
+            problem = f"is not a flag of this command{closest(name, known)}."
             raise FieldError(f"{shown(key)} in {path}", problem)
         if value is not None:
             found[known[name]] = (f"{key} in {path}", value)

@@ -1,4 +1,4 @@
-"""The command `prefixcache explain`: why prompts were not cached, told by a running server."""
+"""The command `prefixcache explain`: why prompts were not cached, as a running server says."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def explain(given: Given) -> None:
     """
     options = given.make(ExplainOptions)
     path: str | None = given.values["body"]
-    told = _asked(options, None if path is None else _read(path))
+    answer = _asked(options, None if path is None else _read(path))
     if options.json:
-        click.echo(json.dumps(told, ensure_ascii=False, indent=2))
+        click.echo(json.dumps(answer, ensure_ascii=False, indent=2))
         return
     try:
-        lines = _advice(told, options) if path is None else _explanation(told)
+        lines = _advice(answer, options) if path is None else [*map(_line, answer["prompts"])]
     except (KeyError, TypeError) as error:
         raise _unknown(options) from error
     for line in lines:
@@ -87,12 +87,12 @@ def _asked(options: ExplainOptions, body: bytes | None) -> dict[str, Any]:
 
 def _read_answer(options: ExplainOptions, response: httpx.Response) -> dict[str, Any]:
     try:
-        told = response.json()
+        found = response.json()
     except ValueError:
-        told = None
-    if not isinstance(told, dict):
+        found = None
+    if not isinstance(found, dict):
         raise _unknown(options)
-    answer = cast("dict[str, Any]", told)
+    answer = cast("dict[str, Any]", found)
     if response.is_success:
         return answer
     error = answer.get("error")
@@ -103,29 +103,25 @@ def _read_answer(options: ExplainOptions, response: httpx.Response) -> dict[str,
 
 
 def _unknown(options: ExplainOptions) -> PrefixCacheError:
-    return PrefixCacheError(f"{options.url} is no prefixcache server that explains misses.")
+    return PrefixCacheError(f"{options.url} is not a prefixcache server that explains misses.")
 
 
-def _advice(told: Mapping[str, Any], options: ExplainOptions) -> list[str]:
-    asked, cached = told["prompt_tokens"], told["cached_tokens"]
+def _advice(answer: Mapping[str, Any], options: ExplainOptions) -> list[str]:
+    asked, cached = answer["prompt_tokens"], answer["cached_tokens"]
     share = f"{100 * cached / asked:.1f} %" if asked else "none"
-    findings = told["findings"]
-    total = f"{told['num_requests']} prompts remembered, {asked} tokens: {share} from the cache"
-    lines = [f"{total}, {told['tokens_recomputed']} tokens computed again."]
+    findings = answer["findings"]
+    total = f"{answer['num_requests']} prompts remembered, {asked} tokens: {share} from the cache"
+    lines = [f"{total}, {answer['tokens_recomputed']} tokens computed again."]
     lines += [f"{place}. {one['description']}" for place, one in enumerate(findings, 1)]
     if not findings:
         lines.append("Nothing that an earlier prompt had was computed again.")
-    elif told["num_findings"] > len(findings):
-        lines.append(f"and {told['num_findings'] - len(findings)} more (--limit {options.limit})")
+    elif answer["num_findings"] > len(findings):
+        lines.append(f"and {answer['num_findings'] - len(findings)} more (--limit {options.limit})")
     return lines
 
 
-def _explanation(told: Mapping[str, Any]) -> list[str]:
-    """A line for each prompt of the body."""
-    return [_line(prompt) for prompt in told["prompts"]]
-
-
 def _line(prompt: Mapping[str, Any]) -> str:
+    """Of one prompt of the body."""
     difference = (prompt["earlier"] or {}).get("difference")
     differs = f" Compared with an earlier one, {difference['description']}." if difference else ""
     cached = f"{prompt['cached_tokens']} of {prompt['prompt_tokens']} tokens are cached"

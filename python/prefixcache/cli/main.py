@@ -20,7 +20,7 @@ from prefixcache.cli.command_line import FlagCommand, FlagGroup, Given
 from prefixcache.cli.explain import ExplainOptions, explain
 from prefixcache.cli.replay import replay
 from prefixcache.cli.verify import verify
-from prefixcache.cli.vllm_flags import VLLM_FLAGS
+from prefixcache.cli.vllm_flags import vllm_options
 from prefixcache.config.checked import Checked, shown
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.config.flags import flag, leaves
@@ -43,7 +43,7 @@ QUANTIZABLE = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions(Checked):
-    """Flags of `prefixcache generate` beside those of the engine; `SamplingParams` checks most."""
+    """Flags of `prefixcache generate` besides the engine's; `SamplingParams` checks most."""
 
     prompt: str
     chat: bool = flag(False, "Ask as a user in a chat, rather than go on with the text.", "Answer")
@@ -133,7 +133,7 @@ def generate(given: Given) -> None:
     config = given.make(EngineConfig, max_num_seqs=1)
     set_up_logging(options.log_level, shows_prompts=True)
     _let_threads_sleep(config)
-    _sampling_params(options, {})  # Wrong options are told before a model is loaded.
+    _sampling_params(options, {})  # Wrong options are reported before a model is loaded.
     from prefixcache.engine.build import build
     from prefixcache.models.hub import resolve_model
 
@@ -151,7 +151,7 @@ def download(given: Given) -> None:
 
 
 def convert(given: Given) -> None:
-    """Quantize a model's weights, or widen quantized ones, into a folder that can be served."""
+    """Quantize a model's weights, or dequantize them, into a folder that can be served."""
     options, config = given.make(ConvertOptions), given.make(EngineConfig)
     from prefixcache.models.conversion import convert_model
 
@@ -229,7 +229,7 @@ app = click.Group(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     commands=[
-        FlagCommand(serve, ServeOptions, EngineConfig, arguments=[_MODEL], foreign=VLLM_FLAGS),
+        FlagCommand(serve, ServeOptions, EngineConfig, arguments=[_MODEL], foreign=vllm_options()),
         FlagCommand(
             serve_ray,
             RayOptions,

@@ -62,7 +62,7 @@ class Checked:
         self.check_together()
 
     def check_together(self) -> None:
-        """What fields must fulfil beside each other. Raises `FieldError`."""
+        """What fields must fulfil together. Raises `FieldError`."""
 
 
 @cache
@@ -111,7 +111,7 @@ def problem(error: ValidationError, *, secret: bool = False) -> str:
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """At most so many characters of `text`."""
+    """At most `most` characters of `text`."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 

@@ -58,7 +58,7 @@ def parse_memory(value: object) -> int | float:
 
 
 def _read_size(text: str) -> int | float | None:
-    """None for what is no size.
+    """None for text that is not a size.
 
     pydantic's `ByteSize` would read "2GiB too much" as 2 GiB, "5bit" as 0 bytes, and "2G" as 2 GB.
     """
@@ -113,7 +113,7 @@ class CacheConfig(Checked):
     """The paged KV cache. `num_blocks` counts the null block, as vLLM's override does.
 
     With neither `num_blocks` nor `kv_cache_memory`, a CPU's pool takes a share of the free memory,
-    and a GPU's what `gpu_memory_utilization` of its memory leaves beside the weights and the
+    and a GPU's what `gpu_memory_utilization` of its memory leaves next to the weights and the
     largest step.
 
     With `merge_duplicate_blocks` a block whose content another one holds is given up for that one,
@@ -204,9 +204,9 @@ class CacheConfig(Checked):
     )
     prefix_cache_retention_interval: RetentionInterval | None = flag(
         None,
-        "With sliding windows: keep a window for later requests at every multiple of so many "
-        "tokens too; 0 only where they are likely to begin (the end of a prompt, of an answer, and "
-        "of what requests share), none every block of every window.",
+        "With sliding windows: keep a window for later requests at every multiple of this number "
+        "of tokens too; 0 only where they are likely to begin (the end of a prompt, of an answer, "
+        "and of what requests share), none every block of every window.",
         "Cache",
         shown="0, or none where all layers have a window; --max-num-batched-tokens with "
         "--pin-swa-tokens",
@@ -241,7 +241,7 @@ class CacheConfig(Checked):
                 f"must be a power of two from 1 to {MAX_BLOCK_SIZE}, got {self.block_size}.",
             )
         if self.num_blocks is not None and self.kv_cache_memory is not None:
-            raise FieldError("kv_cache_memory", "stands beside num_blocks: give one, not both.")
+            raise FieldError("kv_cache_memory", "excludes num_blocks: give one, not both.")
         self._check_range()
         if self.pin_swa_tokens and self.prefix_cache_retention_interval == "none":
             raise FieldError(
@@ -326,7 +326,7 @@ class SchedulerConfig(Checked):
     it brings a threshold of its own. With `share_in_flight` a request waits, at most
     `max_wait_steps` steps, for blocks that another one is computing.
 
-    While answers are under way, chunks of prompts are so short that a step takes `max_step_ms` at
+    While answers are in flight, chunks of prompts are so short that a step takes `max_step_ms` at
     most, as far as earlier steps tell. The limits of a step that are None go by the device.
     """
 
@@ -349,7 +349,7 @@ class SchedulerConfig(Checked):
     )
     max_step_ms: NonNegativeFloat | None = flag(
         None,
-        "Most milliseconds of a step while answers are under way; 0 sets no limit.",
+        "Most milliseconds of a step while answers are in flight; 0 sets no limit.",
         "Scheduling",
         shown="250 on a CPU, 0 on CUDA",
     )
@@ -381,7 +381,7 @@ class SchedulerConfig(Checked):
             )
 
     def limits(self, device: str = "cpu") -> StepLimits:
-        """What is given, and otherwise the usual beside it on a device as "cpu" or "cuda:0"."""
+        """What is given, and otherwise what is usual with it on a device as "cpu" or "cuda:0"."""
         usual = _CUDA_LIMITS if device.startswith("cuda") else _CPU_LIMITS
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         return StepLimits(

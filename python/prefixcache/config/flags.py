@@ -51,9 +51,9 @@ def flag(
     The option of a `greedy` one takes all values up to the next option, a value of a `listed` one
     may be several: a JSON list, or text with commas between them.
     """
-    told: dict[str, Any] = {"help": help, "group": group, "shown": shown, "metavar": metavar}
-    told |= {"aliases": aliases, "greedy": greedy, "listed": listed}
-    return field(default=default, repr=not secret, metadata=told)
+    metadata: dict[str, Any] = {"help": help, "group": group, "shown": shown, "metavar": metavar}
+    metadata |= {"aliases": aliases, "greedy": greedy, "listed": listed}
+    return field(default=default, repr=not secret, metadata=metadata)
 
 
 def leaves(kind: type[Any]) -> dict[str, tuple[type[Any], Field[Any]]]:

@@ -71,7 +71,7 @@ _ROPE_FIELDS: dict[str, Any] = {
     "mscale_all_dim": float,
     "truncate": bool,
 }
-# Fields of the whole model, which a file with a `text_config` may have beside it.
+# Fields of the whole model, which a file with a `text_config` may have next to it.
 _OUTER_FIELDS = (
     "dtype",
     "torch_dtype",
@@ -93,11 +93,11 @@ class Family:
     """What the config.json of an architecture may say, and what it means without saying it.
 
     `model_type` is transformers' name for its configuration. `required` are fields without which
-    there is no model, `always_said` those that transformers writes beside the ones of all families,
+    there is no model, `always_said` those that transformers writes besides those of all families,
     `refused` those that must not be set. `biases` are those it may have: others ignore what the
     file says. There are no windows, one for all layers, or one for the layers of a type, which
     another field may switch off; `ropes_by_layer` says that ropes go by these types too. Files of a
-    family with `sees_images` may describe, and hold, a model of images beside the one of text.
+    family with `sees_images` may describe, and hold, a model of images next to the one of text.
     `flags` makes fields of `ModelConfig` of a whole config.
     """
 

@@ -52,7 +52,7 @@ def log_handler(
 
 
 def with_fields(**fields: Any) -> dict[str, Any]:
-    """`extra` of a record: what stands in a line of JSON beside or, as `message`, for its text."""
+    """`extra` of a record: members of a line of JSON; `message` replaces the record's text."""
     return {"fields": fields}
 
 
@@ -73,10 +73,10 @@ class _LogFile(WatchedFileHandler):
         before = self._num_lost
         try:
             super().emit(record)
-        except Exception:  # noqa: BLE001 - told on stderr
+        except Exception:  # noqa: BLE001 - reported on stderr
             self.handleError(record)
         if before and self._num_lost == before:
-            _tell(f"The log {self.baseFilename} is written again; {before} lines were lost.")
+            _report(f"The log {self.baseFilename} is written again; {before} lines were lost.")
             self._num_lost = 0
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
@@ -86,11 +86,11 @@ class _LogFile(WatchedFileHandler):
             super().handleError(record)
             return
         if not self._num_lost:
-            _tell(f"The log {self.baseFilename} cannot be written: {error.strerror}.")
+            _report(f"The log {self.baseFilename} cannot be written: {error.strerror}.")
         self._num_lost += 1
 
 
-def _tell(line: str) -> None:
+def _report(line: str) -> None:
     with suppress(OSError, AttributeError):  # a full disk too, or none at all
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
@@ -104,11 +104,13 @@ class _Text(logging.Formatter):
         self._shows_errors = shows_errors
 
     def format(self, record: logging.LogRecord) -> str:
-        text = self.formatMessage(_with_message(self, record))
+        record.message = record.getMessage()
+        record.asctime = self.formatTime(record, self.datefmt)
+        text = self.formatMessage(record)
         error = _error_of(record)
         if error is None:
             return text
-        return f"{text}\n{told_error(error, shown=self._shows_errors or _is_shown(record))}"
+        return f"{text}\n{error_stack(error, shown=self._shows_errors or _is_shown(record))}"
 
 
 class _Json(logging.Formatter):
@@ -131,14 +133,8 @@ class _Json(logging.Formatter):
         if error is not None:
             line["error_type"] = type(error).__name__
             shown = self._shows_errors or _is_shown(record)
-            line["stack"] = told_error(error, shown=shown)
+            line["stack"] = error_stack(error, shown=shown)
         return json.dumps(line, default=str)
-
-
-def _with_message(formatter: logging.Formatter, record: logging.LogRecord) -> logging.LogRecord:
-    record.message = record.getMessage()
-    record.asctime = formatter.formatTime(record, formatter.datefmt)
-    return record
 
 
 def _error_of(record: logging.LogRecord) -> BaseException | None:
@@ -149,7 +145,7 @@ def _is_shown(record: logging.LogRecord) -> bool:
     return getattr(record, "shows_error", False)
 
 
-def told_error(error: BaseException, *, shown: bool) -> str:
+def error_stack(error: BaseException, *, shown: bool) -> str:
     """The stack of an exception and of those that led to it, with their messages if `shown`."""
     if shown:
         return "".join(traceback.format_exception(error)).rstrip()

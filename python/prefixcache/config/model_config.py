@@ -167,8 +167,8 @@ class ModelConfig(Checked):
     ) -> ModelConfig:
         """Reads a Hugging Face config.json: its dict, the file, or the folder that holds it.
 
-        `generation` is the dict of generation_config.json; with a path it is read from beside
-        config.json when it is there. Runs none of the folder's code and asks no network. Raises
+        `generation` is the dict of generation_config.json; with a path it is read from the
+        same folder when it is there. Runs none of the folder's code and asks no network. Raises
         `UnsupportedModelError` naming what is not supported, `ConfigError` for a missing or wrong
         field, `ModelLoadError` for an unreadable file.
         """
@@ -176,9 +176,9 @@ class ModelConfig(Checked):
             path = Path(source)
             config_path = path / "config.json" if path.is_dir() else path
             source = read_json_object(config_path)
-            beside = config_path.with_name("generation_config.json")
-            if generation is None and beside.is_file():
-                generation = read_json_object(beside)
+            sibling = config_path.with_name("generation_config.json")
+            if generation is None and sibling.is_file():
+                generation = read_json_object(sibling)
         return _from_hf(source, generation or {})
 
 

@@ -35,11 +35,11 @@ class Diagnosed(Protocol):
         """What the cache has of a prompt now."""
         ...
 
-    def listen_to_losses(self, listener: Callable[[Evictions], None]) -> None:
+    def listen_to_evictions(self, listener: Callable[[Evictions], None]) -> None:
         """Calls `listener` regularly with what was evicted, from one thread at a time."""
         ...
 
-    def read_losses(self) -> None:
+    def read_evictions(self) -> None:
         """Calls the listeners with what was evicted until now."""
         ...
 
@@ -82,7 +82,7 @@ class CacheDiagnostics:
             history=self.history,
             evictions=self._evictions,
         )
-        engine.listen_to_losses(self._take)
+        engine.listen_to_evictions(self._take)
 
     def begin(self, name: str, prompt: RememberedPrompt) -> None:
         """A prompt goes to the engine; `name` is unique. Where memory is short it is forgotten."""
@@ -94,7 +94,7 @@ class CacheDiagnostics:
 
     def settle(self) -> None:
         """Takes in what was evicted and which requests ended until now."""
-        self._engine.read_losses()
+        self._engine.read_evictions()
 
     def explain(self, asked: Asked, *, sees_all: bool) -> Explanation:
         """Why the prompt misses or missed; see `Reasons.explain`. Call `settle` before."""

@@ -1,6 +1,6 @@
 """The engine for asyncio: one thread runs the loop, everything reaches it through one queue.
 
-A request's outputs go back to the event loop that asked, all of a step in one hand-over. An idle
+A request's outputs go back to the event loop that asked, all of a step in one delivery. An idle
 loop waits on the queue and costs nothing.
 """
 
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from prefixcache.config.logs import SHOWS_ERROR
 from prefixcache.engine.control import Control
-from prefixcache.engine.engine import Engine
+from prefixcache.engine.engine import Engine, KnownIds
 from prefixcache.engine.pool_watch import PoolWatch
 from prefixcache.exceptions import (
     EngineDeadError,
@@ -51,7 +51,7 @@ _MAX_COMMANDS = 32
 
 _AT_ONCE = 2**16
 _REQUEST_COST = 256
-"""Tokens of requests that are checked or added in one go, and what a request costs beside them."""
+"""Tokens of requests that are checked or added in one go, and what a request costs in addition."""
 
 _TOO_SLOW = "The answer was read so slowly that its work was cancelled."
 
@@ -62,8 +62,11 @@ class _Stream:
     Its methods are called in that event loop alone.
     """
 
-    def __init__(self, requests: Sequence[Request], most_unread: int | None) -> None:
+    def __init__(
+        self, requests: Sequence[Request], known: KnownIds, most_unread: int | None
+    ) -> None:
         self.requests = requests
+        self.known = known
         self.is_open = True
         self.sent = time.monotonic()
         self.loop = asyncio.get_running_loop()
@@ -252,19 +255,23 @@ class AsyncEngine:
 
     def check(self, request: Request) -> None:
         """Raises `InvalidRequestError`, or `EngineHaltedError` while the engine sleeps."""
+        self._check(request, None)
+
+    def _check(self, request: Request, known: KnownIds | None) -> None:
         self._raise_if_dead()
-        self._engine.check(request)
+        self._engine.check(request, known)
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Streams what each step adds to the request; closing the stream aborts the request.
 
         Raises `InvalidRequestError`, `QueueFullError`, `RateLimitError`, `EngineHaltedError` and
-        `EngineDeadError` at once. The request is handed over when the iteration starts. A stream
+        `EngineDeadError` at once. The engine gets the request when the iteration starts. A stream
         whose engine dies raises `EngineDeadError`. An output that is `restarted` takes back all
         before it.
         """
-        self.check(request)
-        return _without_index(_one_by_one(self._open([request])))
+        known = KnownIds()
+        self._check(request, known)
+        return _without_index(_one_by_one(self._open([request], known)))
 
     async def generate_all(
         self, requests: Sequence[Request]
@@ -291,15 +298,15 @@ class AsyncEngine:
         """
         if len({request.job for request in requests}) != 1:
             raise InvalidRequestError("Requests of one stream need one job_id.", param="job_id")
-        end = 0
+        end, known = 0, KnownIds()
         while end < len(requests):
             if end:
                 await asyncio.sleep(0)
             begin, end = end, _end_of_part(requests, end)
             for request in requests[begin:end]:
-                self.check(request)
+                self._check(request, known)
             self._queue.raise_if_full(requests[0])
-        return self._open(requests, deadline, max_unread)
+        return self._open(requests, known, deadline, max_unread)
 
     def find_grammar(self, output: StructuredOutput) -> Grammar | None:
         """The grammar of such answers, if it is compiled already."""
@@ -325,14 +332,14 @@ class AsyncEngine:
     def probe(self, request: Request) -> int:
         """Tokens of the prompt that are cached now, in full blocks; see `Engine.probe`.
 
-        Reads beside the loop, from any thread, and does not wait for a step. Raises what `generate`
-        does.
+        Reads while the loop runs, from any thread, and does not wait for a step. Raises what
+        `generate` does.
         """
         self._raise_if_dead()
         return self._engine.probe(request)
 
     async def probe_all(self, requests: Sequence[Request]) -> list[int]:
-        """`probe` of each, in a thread beside the event loop."""
+        """`probe` of each, in a thread of its own."""
         return await asyncio.to_thread(lambda: list(map(self.probe, requests)))
 
     @property
@@ -344,13 +351,13 @@ class AsyncEngine:
     async def run(self, operation: Callable[[Control], T]) -> T:
         """Runs commands in a thread: `await engine.run(lambda control: control.sleep(1))`.
 
-        Each command runs between two steps; what `operation` does besides is beside the steps.
+        Each command runs between two steps; the rest of `operation` runs during steps.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._command_threads, operation, self.control)
 
     async def loop_passes(self) -> None:
-        """Returns when the loop has come round: after the step under way, or at once when idle.
+        """Returns when the loop has come round: after the step in flight, or at once when idle.
 
         Raises `EngineDeadError` when it never will.
         """
@@ -377,19 +384,25 @@ class AsyncEngine:
     def _open(
         self,
         requests: Sequence[Request],
+        known: KnownIds,
         deadline: float | None = None,
         max_unread: int | None = None,
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """The stream of checked requests."""
         self._queue.raise_if_full(requests[0])
-        outputs = self._outputs(requests, deadline, max_unread)
+        outputs = self._outputs(requests, known, deadline, max_unread)
         self._queue.let_in(requests[0], outputs)
         return outputs
 
     async def _outputs(
-        self, requests: Sequence[Request], deadline: float | None, max_unread: int | None
+        self,
+        requests: Sequence[Request],
+        known: KnownIds,
+        deadline: float | None,
+        max_unread: int | None,
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
-        stream = _Stream(requests, None if max_unread is None else max_unread * len(requests))
+        most_unread = None if max_unread is None else max_unread * len(requests)
+        stream = _Stream(requests, known, most_unread)
         self._send(partial(self._add, stream))
         timer = self._end_at(deadline, stream)
         num_open = len(requests)
@@ -498,7 +511,7 @@ class AsyncEngine:
         request = stream.requests[index]
         try:
             self._raise_if_ending(is_new_job=index == 0)
-            self._engine.add_request(request)
+            self._engine.add_request(request, stream.known)
         except Exception as error:  # noqa: BLE001 - the caller gets it
             self._abandon(stream)
             self._deliver([(stream, error)])
@@ -572,12 +585,12 @@ class AsyncEngine:
         self._deliver(deliveries)
 
     def _deliver(self, deliveries: Sequence[_Delivery]) -> None:
-        """One hand-over for each event loop."""
+        """One delivery for each event loop."""
         by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Delivery]] = defaultdict(list)
         for delivery in deliveries:
             by_loop[delivery[0].loop].append(delivery)
         for loop, batch in by_loop.items():
-            self._hand_over(loop, batch)
+            self._deliver_to(loop, batch)
 
     def _put_all(self, batch: Sequence[_Delivery]) -> None:
         """Runs on the event loop."""
@@ -585,7 +598,7 @@ class AsyncEngine:
             if not stream.put(item):
                 self._cut(stream, SlowReaderError(_TOO_SLOW))
 
-    def _hand_over(self, loop: asyncio.AbstractEventLoop, batch: Sequence[_Delivery]) -> None:
+    def _deliver_to(self, loop: asyncio.AbstractEventLoop, batch: Sequence[_Delivery]) -> None:
         try:
             loop.call_soon_threadsafe(self._put_all, batch)
         except RuntimeError:  # the event loop is closed: nobody listens

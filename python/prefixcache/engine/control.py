@@ -8,7 +8,7 @@ Whoever changes something says what happens to the requests in flight, their `mo
 - "keep": they go on with the blocks they hold, which nobody else can hit from then on. An answer
   that goes on under new weights mixes two versions; so does one that is preempted and restarts.
 - "recompute": they give their blocks back and are computed again. Where the weights change, an
-  answer begins anew from its prompt, with the same seed, so that it is that of one version as a
+  answer restarts from its prompt, with the same seed, so that it is that of one version as a
   whole; tokens that were handed out are void (`RequestOutput.restarted`). Where the weights stay,
   its tokens stay too.
 - "abort": they end, with `finish_reason` "abort".
@@ -25,11 +25,9 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from prefixcache.config.checked import shown
 from prefixcache.config.engine_config import parse_memory
-from prefixcache.engine.memory import ModelMemory
 from prefixcache.engine.stats import PrefixCacheStats, PrefixHashInfo
 from prefixcache.engine.weights_names import (
     Tags,
@@ -50,11 +48,11 @@ from prefixcache.kv.elastic import ElasticPool, ResizeStatus
 from prefixcache.kv.events import CacheEvents
 from prefixcache.models.checkpoint import Checkpoint
 from prefixcache.models.hub import resolve_model
-from prefixcache.models.replaceable import ReplaceableModel, WeightsInfo
 from prefixcache.models.weights import listed
+from prefixcache.runner.base import ModelMemory, ModelWeights
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.state import RequestProgress
-from prefixcache.types.modes import InFlightMode, MemoryTag, SleepMode
+from prefixcache.types.modes import InFlightMode, MemoryTag, SleepMode, WeightsInfo
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +89,7 @@ class InFlightRequests(Protocol):
     """The part of `Engine` that commands need. Named here, since `Engine` imports this module."""
 
     def drain(self) -> None:
-        """Waits until no step is under way."""
+        """Waits until no step is in flight."""
         ...
 
     def abort_all(self) -> None:
@@ -103,7 +101,7 @@ class InFlightRequests(Protocol):
         ...
 
     def restart_all(self) -> None:
-        """Takes their blocks back and lets their answers begin anew."""
+        """Takes their blocks back and restarts their answers."""
         ...
 
 
@@ -111,7 +109,7 @@ class Control:
     """The commands, and what is known of the engine; any thread may use both.
 
     A command that is marked so runs between two steps and returns when it is done. Everything else
-    runs beside the steps and waits for none: properties, statistics, looking for new weights. Wrong
+    runs during steps and waits for none: properties, statistics, looking for new weights. Wrong
     arguments, and commands that do not fit the engine's state, raise `InvalidRequestError`. Without
     `memory` the engine can neither sleep nor change its weights.
 
@@ -295,7 +293,7 @@ class Control:
         slices between steps. Of several calls at once the last one to begin decides, and each
         returns the same. Blocks above the end that requests hold go as these end; while the
         engine sleeps all of it waits for `wake_up`. Raises `InvalidRequestError` for a size out of
-        range, while an update of the weights is under way, and where there is not as much memory.
+        range, during an update of the weights, and where there is not as much memory.
         """
         pool = self._require_pool()
         wanted, param = _asked_blocks(pool, memory, num_blocks)
@@ -318,8 +316,8 @@ class Control:
     def _begin_resize(self, pool: ElasticPool, num_blocks: int, param: str) -> None:
         if self.is_updating:
             raise InvalidRequestError(
-                f"{param} cannot change before end_weight_update has ended the weight update that "
-                f"is under way. Allowed then are {pool.sizes.describe()}.",
+                f"{param} cannot change before end_weight_update has ended the open weight "
+                f"update. Allowed then are {pool.sizes.describe()}.",
                 param=param,
             )
         self._requests.drain()
@@ -366,7 +364,7 @@ class Control:
         """Gives the KV cache's memory back, at level 2 that of the weights too.
 
         Cached prefixes are forgotten. Requests in flight wait for the wake-up, or are aborted; at
-        level 2, where other weights may come back, their answers begin anew.
+        level 2, where other weights may come back, their answers restart.
         """
         _check_choice("level", level, Literal[1, 2])
         _check_choice("mode", mode, SleepMode)
@@ -463,7 +461,7 @@ class Control:
     ) -> int:
         """Replaces all weights by those that `check_path` found; returns their version.
 
-        Ends an update in chunks that is under way. When the folder has changed since its check the
+        Ends an update in chunks that is open. When the folder has changed since its check the
         old weights are put back, or the engine falls asleep where no folder holds them; it raises
         `ModelLoadError`. `weight_version` is that of `update_weights_from_disk`.
         """
@@ -502,10 +500,10 @@ class Control:
         self._updated = set()
 
     @between_steps
-    def update_weights(self, tensors: Mapping[str, Tensor]) -> None:
+    def update_weights(self, tensors: Mapping[str, Any]) -> None:
         """Replaces the named weights: names and shapes are the checkpoint's, types are converted.
 
-        A tensor with a wrong name or shape is refused together with its whole chunk.
+        They are torch tensors. One with a wrong name or shape is refused with its whole chunk.
         """
         weights, updated = self._require_memory().weights, self._require_update()
         with _blaming("weights"):
@@ -532,7 +530,7 @@ class Control:
     @between_steps
     def load_state_dict(
         self,
-        state_dict: Mapping[str, Tensor],
+        state_dict: Mapping[str, Any],
         mode: InFlightMode = "recompute",
         *,
         strict: bool = True,
@@ -661,7 +659,7 @@ def _check_count(name: str, value: object) -> None:
         raise InvalidRequestError(f"{name} must be an integer, got {shown(value)}.", param=name)
 
 
-def _content_name(weights: ReplaceableModel) -> str | None:
+def _content_name(weights: ModelWeights) -> str | None:
     """The name of weights that a folder holds; None of others."""
     checkpoint = weights.checkpoint
     return checkpoint and content_name(checkpoint.digest, weights.quantized_digest)

@@ -10,14 +10,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-
-import torch
 
 from prefixcache.config.engine_config import ElasticConfig
 from prefixcache.kv.elastic import ElasticPool
-from prefixcache.kv.sizing import available_memory
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +40,12 @@ class SelfSizing:
         self._idle_part = 0
 
     @classmethod
-    def of(cls, config: ElasticConfig, pool: ElasticPool, device: torch.device) -> SelfSizing:
+    def of(
+        cls, config: ElasticConfig, pool: ElasticPool, read_available: Callable[[], int]
+    ) -> SelfSizing:
         """What the flags say, with the device's memory or the file that stands for it."""
         file = config.available_memory_file
-        read = partial(available_memory, device) if file is None else _MemoryFile(file).read
-        return cls(config, pool, read)
+        return cls(config, pool, read_available if file is None else _MemoryFile(file).read)
 
     def choose(self, idle_seconds: float) -> Change | None:
         """What is to be done to the pool now, between two steps; most often nothing."""

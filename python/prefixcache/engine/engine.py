@@ -7,34 +7,31 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import NoReturn
+from typing import Any
 
 from prefixcache.config.logs import SHOWS_ERROR
 from prefixcache.diagnostics.evictions import Evictions
 from prefixcache.engine.control import Control
 from prefixcache.engine.elastic import SelfSizing
-from prefixcache.engine.losses import LossReader
-from prefixcache.engine.memory import ModelMemory
+from prefixcache.engine.evictions import EvictionReader
 from prefixcache.engine.output import Answer
 from prefixcache.engine.residency import BlockResidency
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
 from prefixcache.kv.cache_manager import CacheManager, PrefixLookup
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.metrics import Gauges, Metrics
-from prefixcache.runner.model_runner import ModelRunner
-from prefixcache.runner.pending import PendingStep
-from prefixcache.scheduler.scheduler import Scheduler, StepInFlight
+from prefixcache.runner.base import ModelMemory, StepRunner
+from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.text.grammar.grammars import Grammars
 from prefixcache.text.grammar.guide import Grammar, Guide
 from prefixcache.text.grammar.trial import Trial
 from prefixcache.text.tokenization.detokenizer import IncrementalDetokenizer
 from prefixcache.types.request import Ending, Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
-from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan, SubmittedStep
+from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 from prefixcache.types.structured_output import StructuredOutput
 from prefixcache.types.token_ids import TokenIds
 
@@ -44,18 +41,22 @@ logger = logging.getLogger(__name__)
 _LONGEST_IDLE = 5e-3
 
 
+KnownIds = set[tuple[int, ...]]
+"""Options of one job whose token ids were checked: the objects that hold them, by identity."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
     """What an engine is put together from; `engine.build` makes it from an `EngineConfig`.
 
     Without `pool` the cache keeps its size, and without `self_sizing` it does unless it is asked.
-    With `residency` metrics tell of its blocks; `losses` then feeds it.
+    With `residency` metrics have times of blocks; `evictions` then feeds it.
     `clock` tells seconds, by which the scheduler learns how long steps take.
     """
 
     scheduler: Scheduler
     cache: CacheManager
-    runner: ModelRunner
+    runner: StepRunner[Any]
     make_detokenizer: Callable[[SamplingParams], IncrementalDetokenizer]
     vocab_size: int
     eos_token_ids: Collection[int]
@@ -65,7 +66,7 @@ class EngineParts:
     self_sizing: SelfSizing | None = None
     grammars: Grammars | None = None
     residency: BlockResidency | None = None
-    losses: LossReader | None = None
+    evictions: EvictionReader | None = None
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -76,7 +77,7 @@ class Engine:
     loop's.
     A request that fails ends with `finish_reason` "error"; a step that fails ends its requests so,
     and `EngineDeadError` is raised when the device cannot compute an empty step either. What
-    `control` does to requests is told by `take_outputs`.
+    `control` does to requests comes from `take_outputs`.
 
     Where the runner keeps a step's tokens on the device, the next step is submitted before they are
     read. A token past the end of an answer may be computed then; nobody gets it.
@@ -103,7 +104,7 @@ class Engine:
         self.self_sizing = parts.self_sizing
         self.control = Control(self, parts.scheduler, parts.cache, parts.memory, parts.pool)
         self.metrics = Metrics(self._gauges)
-        self._losses = parts.losses or LossReader(parts.cache)
+        self._evictions = parts.evictions or EvictionReader(parts.cache)
         if parts.residency is not None:
             self.metrics.of_blocks = parts.residency.families
         if self._pool is not None:
@@ -115,7 +116,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` has something to do, and may do it."""
-        if self._pool is not None and self._pool.has_slices and not self.control.is_sleeping:
+        if self._pool is not None and self._pool.has_work and not self.control.is_sleeping:
             return True
         return self._scheduler.has_unfinished() and not self.control.is_halted
 
@@ -142,14 +143,19 @@ class Engine:
         """Whether a request of the job waits or runs. From any thread."""
         return self._scheduler.has_job(job)
 
-    def check(self, request: Request) -> None:
+    def check(self, request: Request, known: KnownIds | None = None) -> None:
         """Raises `InvalidRequestError` when the request cannot be served. From any thread.
 
-        Raises `EngineHaltedError` while the engine sleeps.
+        Token ids of options that are `known` are not looked at again, those that are looked at
+        become so. Raises `EngineHaltedError` while the engine sleeps.
         """
         self.control.raise_if_sleeping()
         _check_token_ids(request.prompt_token_ids, self._vocab_size)
-        self._check_chosen_ids(request.params)
+        ids = _identity_of_ids(request.params)
+        if known is None or ids not in known:
+            self._check_chosen_ids(request.params)
+            if known is not None:
+                known.add(ids)
         if request.params.structured_output is not None:
             self.compile(request.params.structured_output)
         self._scheduler.check(request)
@@ -200,27 +206,27 @@ class Engine:
         """What the cache has of a prompt now. From any thread."""
         return self._cache.look_up(token_ids, salt)
 
-    def listen_to_losses(self, listener: Callable[[Evictions], None]) -> None:
-        """Calls `listener` twice a second, and at `read_losses`, with what the cache lost.
+    def listen_to_evictions(self, listener: Callable[[Evictions], None]) -> None:
+        """Calls `listener` twice a second, and at `read_evictions`, with what was evicted.
 
         From threads of its own, one at a time; from any thread.
         """
-        self._losses.listen(listener)
+        self._evictions.listen(listener)
 
-    def read_losses(self) -> None:
-        """Tells the listeners what was lost until now. From any thread."""
-        self._losses.read()
+    def read_evictions(self) -> None:
+        """Reports to the listeners what was evicted until now. From any thread."""
+        self._evictions.read()
 
     def adopt_loop(self) -> None:
         """Makes the calling thread the loop's; the one before it must have stopped."""
         self._cache.adopt_writer()
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, known: KnownIds | None = None) -> None:
         """Lets the request wait for its turn. Raises what `check` does.
 
         Whatever it raises, nothing of the request stays behind.
         """
-        self.check(request)
+        self.check(request, known)
         if request.request_id in self._answers:
             raise InvalidRequestError(
                 f"request_id {request.request_id!r} is in use.", param="request_id"
@@ -251,7 +257,7 @@ class Engine:
         self._note_usage()
 
     def restart_all(self) -> None:
-        """Takes the blocks of all requests back and lets their answers begin anew."""
+        """Takes the blocks of all requests back and restarts their answers."""
         begun = self._scheduler.restart_all()
         outputs = map(self._restart, begun)
         self._outbox += [output for output in outputs if output is not None]
@@ -299,7 +305,7 @@ class Engine:
         return outputs
 
     def close(self) -> None:
-        """Ends what goes on beside the steps, of which there are no more. From any thread."""
+        """Ends what ran along with the steps, of which there are no more. From any thread."""
         self._cache.close()
 
     def drain(self) -> None:
@@ -313,7 +319,7 @@ class Engine:
         """Does a slice of a resize, or takes memory for requests; what steps in flight gave."""
         if pool.can_grow and self._scheduler.has_unfinished():
             pool.grow()
-        if not pool.has_slices:
+        if not pool.has_work:
             return []
         outputs: list[RequestOutput] = []
         while self._steps:
@@ -333,11 +339,10 @@ class Engine:
 
     def _is_ahead(self) -> bool:
         """Whether the step in flight may stay so until the next one is submitted."""
-        return (
-            len(self._steps) == 1
-            and not _submitted(self._steps[0]).is_known
-            and self._scheduler.has_unfinished()
-        )
+        if len(self._steps) != 1 or not self._scheduler.has_unfinished():
+            return False
+        step = self._steps[0].in_flight
+        return step is not None and not step.is_known
 
     def _note_begun(self, plan: StepPlan) -> None:
         now = time.monotonic()
@@ -350,17 +355,19 @@ class Engine:
         try:
             self._cache.fill(plan, self._runner.block_tables)
             with self._host_time.paused():
-                step.submitted = self._runner.submit(plan)
-        except Exception as error:  # noqa: BLE001 - raised again when the steps before are read
-            step.submitted = PendingStep(partial(_raise, error), is_known=True)
+                step.in_flight = self._runner.submit(plan)
+        except Exception as error:  # noqa: BLE001 - the steps before are read first
+            step.error = error
 
     def _read_oldest(self) -> list[RequestOutput]:
         """What came of a step; when it fails, those submitted after it do too."""
         step = self._steps[0]
         plan = step.plan
         try:
+            if step.error is not None:
+                raise step.error
             with self._host_time.paused():
-                results = _submitted(step).outputs()
+                results = self._runner.results(step.in_flight).outputs
         except Exception as error:  # whatever the model raised, the others can be served
             logger.exception("A step failed; its requests end.", extra=SHOWS_ERROR)
             return self._fail_steps(error)
@@ -375,7 +382,7 @@ class Engine:
         begun, self._last_read = max(since, self._last_read), self._clock()
         self._scheduler.observe_time(plan, self._last_read - begun)
 
-    def _take(self, plan: StepPlan, results: list[SequenceOutput]) -> list[RequestOutput]:
+    def _take(self, plan: StepPlan, results: Sequence[SequenceOutput]) -> list[RequestOutput]:
         rows = self._scheduler.complete(plan, results)
         now = time.monotonic()
         outputs: list[RequestOutput] = []
@@ -431,7 +438,7 @@ class Engine:
             ) from error
 
     def _restart(self, request_id: str) -> RequestOutput | None:
-        """Lets an answer begin anew; what its caller is told, if anything."""
+        """Restarts an answer; what its caller gets, if anything."""
         answer = self._answers[request_id]
         try:
             return answer.restart(self._make_detokenizer(answer.request.params))
@@ -520,17 +527,8 @@ class Engine:
         )
 
 
-def _submitted(step: StepInFlight) -> SubmittedStep:
-    assert step.submitted is not None, "a planned step is submitted before anything is read"
-    return step.submitted
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
-
-
 class _HostTime:
-    """What steps take beside the runner's own work, in seconds."""
+    """What steps take apart from the runner's own work, in seconds."""
 
     def __init__(self) -> None:
         self.begin()
@@ -564,6 +562,12 @@ def _check_token_ids(token_ids: TokenIds, vocab_size: int) -> None:
             f"{vocab_size - 1}.",
             param="prompt",
         )
+
+
+def _identity_of_ids(params: SamplingParams) -> tuple[int, ...]:
+    """The same for all choices of a job; it means nothing once the job is gone."""
+    named = (params.logit_bias, params.allowed_token_ids, params.bad_words_token_ids)
+    return (*map(id, (*named, params.stop_token_ids)), params.min_tokens > 0)
 
 
 def _failed(error: Exception) -> Ending:

@@ -44,7 +44,7 @@ class Answer:
             self._begun = now
 
     def restart(self, detokenizer: IncrementalDetokenizer) -> RequestOutput | None:
-        """Begins anew, with an unused detokenizer; says so where tokens were handed out."""
+        """Starts again with an unused detokenizer; says so where tokens were delivered."""
         begun = self._num_tokens > 0
         self._detokenizer = detokenizer
         self._num_tokens = self._num_cached_tokens = self._num_written_tokens = 0

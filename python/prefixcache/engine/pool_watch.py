@@ -28,7 +28,7 @@ class _Turn(Protocol):
 class PoolWatch:
     """A thread that asks an engine's `SelfSizing` once a second and does what it says.
 
-    It looks beside the steps and waits for none unless something is to be done. While somebody else
+    It looks during steps and waits for none unless something is to be done. While somebody else
     has `turn`, he steps the engine and calls `adjust_pool`. The engine may be collected; that ends
     it, as does `close` or the engine's death.
     """

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from prefixcache.diagnostics.evictions import Evictions
-from prefixcache.engine.losses import LossReader
+from prefixcache.engine.evictions import EvictionReader
 from prefixcache.kv.cache_manager import EVICTED_CAUSES, CacheManager
 from prefixcache.metrics import PREFIX, Histogram
 
@@ -23,12 +23,12 @@ _LOG_CAPACITY = 1 << 16
 class BlockResidency:
     """The histograms of one cache, under vLLM's names; every block is counted, without sampling.
 
-    Losses that the log had no room for are counted as missed.
+    Evictions that the log had no room for are counted as missed.
     """
 
-    def __init__(self, cache: CacheManager, losses: LossReader) -> None:
+    def __init__(self, cache: CacheManager, evictions: EvictionReader) -> None:
         self._cache = cache
-        self._losses = losses
+        self._evictions = evictions
         self._lifetime = Histogram(
             "kv_block_lifetime_seconds",
             "From the registration of a block's content to its eviction.",
@@ -42,11 +42,11 @@ class BlockResidency:
         self._gaps = Histogram(
             "kv_block_reuse_gap_seconds", "Between two uses of a block's content.", _SECONDS
         )
-        losses.listen(self._observe, capacity=_LOG_CAPACITY, gap_bounds=_SECONDS)
+        evictions.listen(self._observe, capacity=_LOG_CAPACITY, gap_bounds=_SECONDS)
 
     def families(self) -> Iterator[Metric]:
         """The histograms as they stand now. From any thread."""
-        self._losses.read()
+        self._evictions.read()
         self._gaps.replace(*self._cache.reuse_gaps())
         yield from (histogram.family() for histogram in (self._lifetime, self._idle, self._gaps))
         yield CounterMetricFamily(
@@ -55,8 +55,8 @@ class BlockResidency:
             value=self._cache.num_missed_losses,
         )
 
-    def _observe(self, losses: Evictions) -> None:
-        rows = losses.rows
+    def _observe(self, evictions: Evictions) -> None:
+        rows = evictions.rows
         evicted = np.isin(rows["cause"], EVICTED_CAUSES)
         self._lifetime.observe_all(rows["age"][evicted])
         self._idle.observe_all(rows["idle"][evicted])

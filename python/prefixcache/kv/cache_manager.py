@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 _LOGGED_COUNTERS = ("evictions", "pins", "demotions", "pinned_evictions", "hints_demoted")
 
 EVICTED_CAUSES = (1, 3, 4, 5)
-"""Causes of losses that nobody chose for these blocks: eviction, a full line, a smaller pool, the
-bound on what may be cached."""
+"""Why blocks go that nobody chose: room was needed, a full LRU list, a smaller pool, the bound on
+what may be cached."""
 
 HASH_FORMAT = "prefixcache v2"
 """Names what docs/hashing.md specifies; other bytes under a block's name get another format."""
@@ -76,7 +76,8 @@ class CacheManager:
 
     `model`, `revision`, `weights`, `kv_dtype` and `arithmetic` enter every hash, `weights` until it
     is changed. `retention_budget` is the share of the pool, 0 to 1, that the hints of one owner may
-    raise. `num_resets` counts what made all that was published before unfindable.
+    raise. `num_resets` counts what made all that was published before unfindable, and
+    `num_released_blocks` those that no request held any more after one gave its blocks back.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class CacheManager:
         self._merge_twins = merge_twins
         self.num_merged_blocks = 0
         self.num_resets = 0
+        self.num_released_blocks = 0
         self._hints_expire = False
         self._sequences: dict[str, CoreSequence] = {}
         self._unhashed: set[str] = set()
@@ -230,7 +232,7 @@ class CacheManager:
         self._cache.listen(capacity, gap_bounds)
 
     def take_losses(self, most: int) -> dict[str, npt.NDArray[Any]]:
-        """Up to `most` losses, each one row of the arrays of the core. From any thread."""
+        """Up to `most` evictions, each one row of the arrays of the core. From any thread."""
         return self._cache.take_losses(most)
 
     def keep_events(self) -> CacheEvents:
@@ -239,7 +241,7 @@ class CacheManager:
 
     @property
     def num_missed_losses(self) -> int:
-        """Losses for which the log had no room. From any thread."""
+        """Evictions for which the log had no room. From any thread."""
         return self._cache.missed_losses
 
     def reuse_gaps(self) -> tuple[list[int], float]:
@@ -257,7 +259,7 @@ class CacheManager:
     def probe(self, request: Request) -> int:
         """Leading tokens of the prompt that hit now, in full blocks. From any thread.
 
-        Hashes the prompt anew and only reads, so it waits for nobody and nobody for it.
+        Hashes the prompt again and only reads, so it waits for nobody and nobody for it.
         """
         hashes = self._cache.compute_block_hashes(
             request.prompt_token_ids, cache_salt=request.cache.salt
@@ -388,7 +390,7 @@ class CacheManager:
         return self._sequences[request_id].num_ready_slots
 
     def ensure_slots(self, wanted: Sequence[tuple[str, int]]) -> int:
-        """Slots in every group for each request's first so many tokens, in order.
+        """Slots in every group for each request's first tokens up to a number, in order.
 
         Returns how many leading requests have theirs; the others are unchanged.
         """
@@ -417,7 +419,7 @@ class CacheManager:
     def mark_filled(self, request_ids: Sequence[str], upto: Sequence[int]) -> Mapping[int, int]:
         """Publishes each request's full blocks below `upto` tokens, whose KV is there now.
 
-        A block whose content another one holds already is given up for that one, if twins merge.
+        A block whose content another one has already is given up for that one, if these are merged.
         Returns how many blocks of which of the requests others held in every group already.
         """
         sequences = self._of(request_ids)
@@ -439,7 +441,7 @@ class CacheManager:
     def drop_unneeded(self, computed: Sequence[tuple[str, int]]) -> None:
         """Gives back the blocks that no token from the given one on needs, request by request.
 
-        The tokens before are computed, in no step under way, and were published, if they ever are.
+        The tokens before are computed, in no step in flight, and were published, if they ever are.
         """
         sequences = self._of([request_id for request_id, _ in computed])
         self._cache.drop_unneeded(sequences, [upto for _, upto in computed])
@@ -448,7 +450,7 @@ class CacheManager:
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Gives the blocks back; the requests stay known and can be committed again."""
-        self._cache.release(self._of(request_ids))
+        self._release(self._of(request_ids))
         for request_id in request_ids:
             logger.debug("Request %s gives its blocks back and waits.", request_id)
 
@@ -462,7 +464,7 @@ class CacheManager:
         held = {name: ended[name] for name in ended if ended[name].is_committed}
         if self._pins:
             self._cache.pin_anchors([held[name] for name in ended_well if name in held])
-        self._cache.release(list(held.values()))
+        self._release(list(held.values()))
         if self._pins:
             self._demote_beyond_share()
         for request_id in ended:
@@ -470,6 +472,11 @@ class CacheManager:
             self._prompt_lengths.pop(request_id, None)
             self._unhashed.discard(request_id)
             logger.debug("Request %s ends and gives its blocks back.", request_id)
+
+    def _release(self, sequences: list[CoreSequence]) -> None:
+        free = self.num_free_blocks
+        self._cache.release(sequences)
+        self.num_released_blocks += self.num_free_blocks - free
 
     def free_all(self) -> None:
         """Gives all blocks back and forgets all requests, whatever was left half done."""
@@ -535,7 +542,7 @@ class CacheManager:
         return self._cache.new_weight_version(weights)
 
     def close(self) -> None:
-        """Ends what goes on beside the cache: a recording, where there is one. From any thread."""
+        """Ends what runs along with the cache: a recording, where there is one. From any thread."""
 
     def _of(self, request_ids: Iterable[str]) -> list[CoreSequence]:
         sequences = self._sequences

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from prefixcache.config.checked import shown
 from prefixcache.exceptions import InvalidRequestError, OutOfMemoryError
 from prefixcache.kv.cache_manager import Blocks, CacheManager
-from prefixcache.kv.sizing import PoolSizes
+from prefixcache.kv.specs import PoolSizes
+from prefixcache.kv.unused_memory import Pages, UnusedMemory
 from prefixcache.metrics import PoolGauges
 
 logger = logging.getLogger(__name__)
@@ -31,10 +32,15 @@ _MOST_GROWN_BLOCKS = 1 << 17
 _MOST_GROWN_BYTES = 16 << 30
 
 
-class BlockMemory(Protocol):
+class BlockMemory(Pages, Protocol):
     """The KV tensors, as far as a resize goes; see `KVTensors`."""
 
     num_blocks: int
+
+    @property
+    def comes_when_written(self) -> bool:
+        """Whether memory that was given back is there again once a block is written."""
+        ...
 
     @property
     def is_resizable(self) -> bool:
@@ -52,10 +58,6 @@ class BlockMemory(Protocol):
 
     def grow(self, num_blocks: int) -> None:
         """Makes blocks usable up to `num_blocks` of them. Raises `OutOfMemoryError`."""
-        ...
-
-    def give_back(self, first: int, end: int, held: Sequence[int] = ()) -> int:
-        """Gives back the memory of these blocks but for those held; the bytes."""
         ...
 
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
@@ -118,7 +120,8 @@ class ElasticPool:
 
     `wanted` is the size that was asked for; `limit` is what `allow` permits of it. With
     `grows_by_itself` the pool returns up to there when requests come; else it keeps the size it
-    has. One thread makes all calls but those that only read.
+    has. With `bounds_memory` that of blocks that hold nothing goes back, where it can come again by
+    itself. One thread makes all calls but those that only read.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class ElasticPool:
         sizes: PoolSizes,
         *,
         grows_by_itself: bool = False,
+        bounds_memory: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.sizes = sizes
@@ -149,6 +153,9 @@ class ElasticPool:
         self._moves = _Pace(_FIRST_SLICE_BYTES // sizes.block_bytes)
         self._trims = _Pace(2 * _FIRST_SLICE_BYTES // sizes.block_bytes)
         self._before = self.counts
+        self._unused: UnusedMemory | None = None
+        if bounds_memory and memory.comes_when_written:
+            self._unused = UnusedMemory(cache, memory, sizes.block_bytes)
         cache.make_room = self.make_room
 
     # What is asked, from any thread.
@@ -209,6 +216,13 @@ class ElasticPool:
         return self._size
 
     @property
+    def has_work(self) -> bool:
+        """Whether `advance` has something to do."""
+        if self._is_asleep or self.has_slices:
+            return self.has_slices
+        return self._unused is not None and self._unused.has_slices and not self._held_above
+
+    @property
     def is_at_floor(self) -> bool:
         """Whether the pool is, or is becoming, as small as it may be."""
         return self._target <= self.sizes.floor
@@ -245,7 +259,11 @@ class ElasticPool:
 
         When copying fails the shrink is given up, with nothing lost by that slice, and it raises.
         """
-        if not self.has_slices or self._is_asleep:
+        if self._is_asleep:
+            return False
+        if not self.has_slices:
+            if self._unused is not None:
+                self._unused.advance()
             return False
         begun, lost_before = self._clock(), self._cache.num_lost_to_resizes
         pace = self._trims if self._size <= self._target else self._moves
@@ -263,7 +281,9 @@ class ElasticPool:
         return self.has_slices
 
     def note_release(self) -> None:
-        """Looks at blocks above the end once requests gave blocks back."""
+        """Looks at blocks above the end, and at unused ones, once requests gave blocks back."""
+        if self._unused is not None:
+            self._unused.note_release()
         if self._held_above:
             held, self._held_above = self._held_above, self._cache.num_held_above
             if self._held_above < held:
@@ -289,6 +309,7 @@ class ElasticPool:
         """The memory is given up; nothing is held or cached."""
         self._is_asleep = True
         self._held_above = 0
+        self._stop_unused()
 
     def wake(self) -> None:
         """Before the memory is made again: what was begun takes effect."""
@@ -303,7 +324,8 @@ class ElasticPool:
             self._log()
 
     def _begin(self, target: int) -> None:
-        """Ends whatever is under way, and grows or lets slices follow."""
+        """Ends whatever is in flight, and grows or lets slices follow."""
+        self._stop_unused()
         if self._is_asleep:
             self._start_counting()
             self._target, self.has_slices = target, True
@@ -318,12 +340,16 @@ class ElasticPool:
             self._is_moving = False
         self._target = target
         self._mapped_end = max(self._mapped_end, self._size)
-        # Trimming starts anew: requests may have ended above what was trimmed.
+        # Trimming starts again: requests may have ended above what was trimmed.
         self._trimmed_to, self._trims_again = self._size, False
         self.has_slices = target < self._size or self._size < self._mapped_end
         self._count(seconds=self._clock() - begun)
         if not self.has_slices:
             self._log()
+
+    def _stop_unused(self) -> None:
+        if self._unused is not None:
+            self._unused.stop()
 
     def _try_to_grow(self, target: int) -> None:
         """Where memory is short the pool keeps its size."""

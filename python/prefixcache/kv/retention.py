@@ -67,7 +67,7 @@ class Retention:
     def num_blocks_kept(
         self, num_tokens: int, block_size: int, windows: Sequence[int | None]
     ) -> int:
-        """Blocks that a prefix of so many tokens leaves behind, in groups with these windows.
+        """Blocks that a prefix of that many tokens leaves behind, in groups with these windows.
 
         None stands for full attention.
         """

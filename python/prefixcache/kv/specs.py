@@ -1,4 +1,4 @@
-"""KV cache groups: layers that share a block table, derived from a model's config alone."""
+"""The shape of the KV cache: groups of layers that share a block table, and its size in blocks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Literal, TypeAlias
 from prefixcache.config.model_config import ModelConfig
 
 GroupKind: TypeAlias = Literal["full"] | tuple[Literal["sliding_window"], int]
-"""How a group's layers attend: to all tokens before, or to a window of so many, itself counted."""
+"""How a group's layers attend: to all tokens before, or to a window of tokens, itself counted."""
 
 # Above the fewest layers of a kind, groups are made as large as the most only up to this factor:
 # padding then costs less than a group more.
 _MOST_BY_FEWEST = 1.25
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,31 @@ class KVLayout:
     def most_pages(self, num_tokens: int, chunk: int, block_size: int) -> tuple[int, ...]:
         """`KVGroup.most_pages` of each group."""
         return tuple(group.most_pages(num_tokens, chunk, block_size) for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSizes:
+    """How large the pool is and may become, in blocks, the null block included.
+
+    It has `start` blocks at first, `ceiling` at most and `floor` at least; each is of
+    `block_bytes`. Shares are of `free_bytes`, what was free at the start.
+    """
+
+    start: int
+    ceiling: int
+    floor: int
+    block_bytes: int
+    free_bytes: int
+
+    def blocks_of(self, memory: int | float) -> int:
+        """Blocks that `memory` bytes hold, or a share of what was free at the start."""
+        asked = int(memory * self.free_bytes) if isinstance(memory, float) else memory
+        return asked // self.block_bytes
+
+    def describe(self) -> str:
+        """The range of sizes, for errors."""
+        low, high = (size * self.block_bytes / _MIB for size in (self.floor, self.ceiling))
+        return f"{self.floor} to {self.ceiling} blocks ({low:,.1f} to {high:,.1f} MiB)"
 
 
 def kv_layout(model: ModelConfig) -> KVLayout:

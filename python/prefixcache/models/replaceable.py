@@ -29,18 +29,11 @@ from prefixcache.models.weights import (
     shapes_of,
 )
 from prefixcache.ops.blocks import BLOCK_FORMATS, QuantizedTensor
+from prefixcache.types.modes import WeightsInfo
 
 logger = logging.getLogger(__name__)
 
 _GIVEN_TENSOR = "The update"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class WeightsInfo:
-    """The weights as they are kept: types and formats of blocks, and bytes of memory."""
-
-    formats: tuple[str, ...]
-    bytes: int
 
 
 class ReplaceableModel:

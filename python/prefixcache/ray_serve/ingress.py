@@ -16,7 +16,7 @@ from prefixcache.ray_serve.routed_engine import RoutedEngine
 from prefixcache.server.admin.model_dirs import ModelDirs
 from prefixcache.server.serve import access_rules, served_model, server_limits
 from prefixcache.text.grammar.grammars import Grammars
-from prefixcache.text.model_vocabulary import vocabulary_of
+from prefixcache.text.grammar.vocabulary import vocabulary_of
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

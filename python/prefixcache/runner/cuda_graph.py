@@ -20,8 +20,8 @@ from torch import Tensor
 from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.runner.batch import Batch
 from prefixcache.runner.decoder import Decoder
+from prefixcache.runner.profile_run import null_batch
 from prefixcache.runner.sampling.sampler import greedy_token_ids
-from prefixcache.runner.trial import null_batch
 
 Replay = Callable[[], None]
 

@@ -1,6 +1,6 @@
 """Runs the model on a planned step, and samples.
 
-The runner is told everything by the `StepPlan` and the block tables in its buffers; it asks
+The `StepPlan` and the block tables in its buffers say everything to the runner; it asks
 nothing of the cache or the scheduler. Letters of shapes: T tokens in the step, R rows of logits, E
 hidden size, V vocabulary.
 """
@@ -16,16 +16,17 @@ from torch import Tensor
 
 from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.runner.base import check_supported
 from prefixcache.runner.batch import Batch, StepBuffers
 from prefixcache.runner.cuda_graph import DecodeGraphs
 from prefixcache.runner.decoder import Decoder
-from prefixcache.runner.pending import PendingStep, ResultCopies, StepResults
+from prefixcache.runner.profile_run import run_largest_step
+from prefixcache.runner.results import LaunchedStep, ResultCopies, StepResults
 from prefixcache.runner.sampling.logprobs import PackedLogprobs, compute_logprobs
 from prefixcache.runner.sampling.row_options import SampledRow
 from prefixcache.runner.sampling.sampler import Sampled, Sampler
 from prefixcache.runner.sampling.upload import Upload
-from prefixcache.runner.trial import run_largest_step
-from prefixcache.types.step_plan import PromptLogprobsInput, StepPlan
+from prefixcache.types.step_plan import PromptLogprobsInput, StepPlan, StepResult
 
 _LOGPROB_ROWS = 256
 
@@ -34,13 +35,8 @@ class ModelRunner:
     """One model on one device, with the buffers of its steps.
 
     `max_pages` has for each KV cache group the most pages of a sequence in a step. With `graphs`,
-    pure decodes are replayed from them. At most two submitted steps may wait for their results.
-    `runs_ahead` tells that a step may still be computed when its outputs are known: where nothing
-    is sampled they are known at once, and an error then shows in a later step. `shares_kv` tells
-    that a sequence may read KV that was computed for another one; else the prefix cache stays off.
+    pure decodes are replayed from them.
     """
-
-    shares_kv = True
 
     def __init__(
         self,
@@ -72,28 +68,25 @@ class ModelRunner:
 
     @property
     def block_tables(self) -> Sequence[BlockTableBuffers]:
-        """Arrays for the cache to fill before each step, one set a KV cache group."""
+        """See `StepRunner`."""
         return self._buffers.block_tables
 
     @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> PendingStep:
-        """Starts the step on the device, and returns before it ends where that is possible.
-
-        The plan's tokens below zero are those that the step before sampled. What the host is told
-        comes by an asynchronous copy.
-        """
+    def submit(self, plan: StepPlan) -> LaunchedStep:
+        """See `StepRunner`. What the host gets comes by an asynchronous copy."""
+        check_supported(plan)
         with self._on_device():
             results = self._compute(plan, self._buffers.load(plan, self._sampled_R))
             self._sampled_R = results.token_ids_R
             read = self._copies.start(results.numbers)
-        is_known = not (self.runs_ahead and len(results.numbers))
-        return PendingStep(lambda: results.outputs(read()), is_known=is_known)
+        return LaunchedStep(results, read, not (self.runs_ahead and len(results.numbers)))
+
+    def results(self, step: LaunchedStep) -> StepResult:
+        """See `StepRunner`."""
+        return StepResult(step.results.outputs(step.read()))
 
     def run_empty_step(self) -> None:
-        """Computes one token of no request, in the null block; waits for it.
-
-        Raises whatever keeps the device from computing.
-        """
+        """See `StepRunner`."""
         with self._on_device():
             run_largest_step(
                 self._model,

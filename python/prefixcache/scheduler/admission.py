@@ -99,7 +99,7 @@ class Admission:
         return self._cache.count_hits(state.request_id, most)
 
     def _lost_to_windows(self, state: RequestState, matched: int, most: int) -> int:
-        """Tokens that could be read but for their windows, which the request computes anew."""
+        """Tokens that could be read but for their windows, which the request computes again."""
         if matched >= most or not self._may_read(state):
             return 0
         return self._cache.add_junction(state.request_id, matched, most)

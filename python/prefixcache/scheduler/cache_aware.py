@@ -3,7 +3,7 @@
 Priority and the turns of clients stand above hits: which client starts how many requests is decided
 as without them (`queue.py`), so nobody gains turns by sending hits. Of the requests that may start
 in this round, the one with the longest hit does: among several with the same length, those with the
-same prefix as the one before, so that few prefixes are in use at a time. Hits are counted anew
+same prefix as the one before, so that few prefixes are in use at a time. Hits are counted again
 for each start, over the first `WINDOW` requests in order.
 
 A request that has waited `max_delay` seconds is a barrier: nobody behind it in order goes
@@ -76,7 +76,7 @@ class CacheAwareQueue(WaitingQueue):
         return waited
 
     def forget_hits(self) -> None:
-        """Lets hits be counted anew for the next start."""
+        """Lets hits be counted again for the next start."""
         self._ranked.clear()
 
     def _place(self, state: RequestState) -> Order:

@@ -47,7 +47,7 @@ class Limits:
         self._check_blocks(prompt + output - 1)
 
     def describe_lack(self, num_tokens: int) -> str:
-        """Why a request of so many tokens cannot start now."""
+        """Why a request of that many tokens cannot start now."""
         return (
             f"The request needs {self._most_blocks(num_tokens)} KV cache blocks of "
             f"{self._cache.block_size} tokens for its {num_tokens} tokens, but only "
@@ -56,7 +56,7 @@ class Limits:
         )
 
     def make_room(self, num_tokens: int) -> bool:
-        """Whether the pool has grown for a request of so many tokens that alone has no room."""
+        """Whether the pool has grown for a request of that many tokens that alone has no room."""
         return self._cache.make_room(self._most_blocks(num_tokens))
 
     def _check_context(self, prompt: int, output: int, least: int) -> None:

@@ -117,7 +117,7 @@ class WaitingQueue:
         return True
 
     def forget_hits(self) -> None:
-        """Told when a step begins and when a request has started: hits may be others now."""
+        """Called when a step begins and when a request has started: hits may be others now."""
 
     def forget_rounds(self) -> None:
         """Counts rounds from the beginning; nothing may wait, and nothing that has started live."""

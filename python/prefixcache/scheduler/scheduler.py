@@ -42,19 +42,20 @@ from prefixcache.scheduler.state import RequestProgress, RequestState
 from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.text.grammar.guide import Guide
 from prefixcache.types.request import CacheOptions, Ending, Request
-from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan, SubmittedStep
+from prefixcache.types.step_plan import InFlightStep, ScheduledSequence, SequenceOutput, StepPlan
 
 
 @dataclass(slots=True)
-class StepInFlight:
+class ScheduledStep:
     """A planned step whose outputs are not completed yet, and the states of its sequences.
 
-    `submitted` is what the runner gave for it, at the time `since`.
+    `in_flight` is what the runner gave for it, at the time `since`, or `error` what it raised.
     """
 
     plan: StepPlan
     states: list[RequestState]
-    submitted: SubmittedStep | None = None
+    in_flight: InFlightStep | None = None
+    error: Exception | None = None
     since: float = 0.0
 
 
@@ -111,7 +112,7 @@ class Scheduler:
         self._max_running_per_client = config.max_running_per_key
         self._waiting = self._make_queue(config, clock)
         self._running: list[RequestState] = []
-        self.steps_in_flight: deque[StepInFlight] = deque()
+        self.steps_in_flight: deque[ScheduledStep] = deque()
         self._rejected: list[tuple[str, Ending]] = []
         self._serials = itertools.count()
         self.num_preemptions = 0
@@ -325,11 +326,11 @@ class Scheduler:
             self._requeue_last()
 
     def restart_all(self) -> list[str]:
-        """`requeue_running`, and every answer begins anew; returns ids of those begun."""
+        """`requeue_running`, and every answer restarts; returns ids of those begun."""
         self.requeue_running()
         begun = [state for state in self._states.values() if state.num_cached_tokens is not None]
         for state in begun:
-            state.begin_anew()
+            state.restart_answer()
             self._start_sequence(state.request)
         return [state.request_id for state in begun]
 
@@ -396,7 +397,7 @@ class Scheduler:
         return chunks, budget
 
     def _budget(self, decodes: Sequence[_Chunk]) -> StepBudget:
-        """What the step may compute beside these decodes."""
+        """What the step may compute in addition to these decodes."""
         budget = StepBudget(self._max_num_batched_tokens, self._max_step_seconds, self._step_times)
         for chunk in decodes:
             budget.add_decode(chunk.state.num_computed_tokens)
@@ -435,7 +436,7 @@ class Scheduler:
         token_ids = np.concatenate([np.array(decoded, dtype=np.int32), *parts])
         plan = StepPlan(tuple(sequences), token_ids, len(decoded))
         if chunks:
-            self.steps_in_flight.append(StepInFlight(plan, [chunk.state for chunk in chunks]))
+            self.steps_in_flight.append(ScheduledStep(plan, [chunk.state for chunk in chunks]))
         return plan
 
     def _whole_blocks(self, num_tokens: int) -> int:
@@ -527,7 +528,7 @@ class Scheduler:
             self._waiting.push(state)
 
     def _publish(self, filled: Iterable[tuple[RequestState, int]]) -> None:
-        """Registers full blocks of requests whose KV is there now, up to so many tokens."""
+        """Registers full blocks of requests whose KV is there now, up to that many tokens."""
         if not self._publishes:
             return
         written = [
@@ -535,12 +536,12 @@ class Scheduler:
         ]
         if not written:
             return
-        twins = self._cache.mark_filled(
+        duplicates = self._cache.mark_filled(
             [state.request_id for state, _ in written], [upto for _, upto in written]
         )
         for place, (state, upto) in enumerate(written):
             if state.num_resets == self._cache.num_resets:
-                state.count_written(upto, twins.get(place, 0), self._cache.block_size)
+                state.count_written(upto, duplicates.get(place, 0), self._cache.block_size)
             state.num_published_tokens = upto
             self._announce(state)
 

@@ -122,7 +122,7 @@ class RequestState:
         return self.round < sys.maxsize
 
     def progress(self) -> RequestProgress:
-        """How far it is. From any thread: beside a step, numbers may differ by that step."""
+        """How far it is. From any thread: during a step, numbers may differ by that step."""
         return RequestProgress(
             request_id=self.request_id,
             prompt_tokens=self.tokens.num_prompt_tokens,
@@ -146,14 +146,14 @@ class RequestState:
 
     @property
     def is_full(self) -> bool:
-        """Whether the answer ends with the step that is under way, whatever it samples."""
+        """Whether the answer ends with the step in flight, whatever it samples."""
         return self.num_tokens >= self.max_num_tokens
 
     @property
     def is_held(self) -> bool:
         """Whether a grammar keeps the answer out of the next step.
 
-        What may follow is found out once the last token is known, beside the step that computes it.
+        What may follow is worked out once the last token is known, while its step is computed.
         """
         if self.guide is None:
             return False
@@ -165,7 +165,7 @@ class RequestState:
         wanted = self.request.params.prompt_logprobs is not None
         return wanted and self.num_prompt_logprobs < self.tokens.num_prompt_tokens - 1
 
-    def begin_anew(self) -> None:
+    def restart_answer(self) -> None:
         """Nothing is computed, and nothing was generated."""
         self.tokens.forget_answer()
         if self.guide is not None:
@@ -187,15 +187,15 @@ class RequestState:
         """Whether blocks are still to be published, as far as its tokens are known."""
         return self.num_published_tokens < self.write_limit
 
-    def count_written(self, upto: int, twins: int, block_size: int) -> None:
-        """Counts the prompt's full blocks below `upto` tokens, but `twins` of them, as written."""
+    def count_written(self, upto: int, duplicates: int, block_size: int) -> None:
+        """Counts the prompt's full blocks below `upto` as written, but `duplicates` of them."""
         prompt = self.tokens.num_prompt_tokens
-        new = min(upto, prompt) // block_size - self.num_published_tokens // block_size - twins
+        new = min(upto, prompt) // block_size - self.num_published_tokens // block_size - duplicates
         self.num_written_tokens += max(0, new) * block_size
 
     @property
     def next_token(self) -> int:
-        """What a decode computes: -1 - i for the i-th token that the step under way samples."""
+        """What a decode computes: -1 - i for the i-th token that the step in flight samples."""
         at = self.num_computed_tokens
         return self.tokens.at(at) if at < len(self.tokens) else -1 - self._sampled_row
 

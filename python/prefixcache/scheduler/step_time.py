@@ -17,7 +17,7 @@ from prefixcache.types.step_plan import StepPlan
 
 _REMEMBERED_STEPS = 16
 _AGEING = 0.8
-"""Weight of a remembered step beside the next younger one of its kind."""
+"""Weight of a remembered step relative to the next younger one of its kind."""
 _TYPICAL_TOKENS = 16
 _SHORTEST = 1e-6
 """Seconds of the shortest step: a clock may tell none at all."""
@@ -67,7 +67,7 @@ class StepTimeModel:
     ) -> int:
         """How many of `wanted` tokens from `start` on may join a step of `load`.
 
-        So many that the step ends within `seconds`. With `stays_near` it is also not far from all
+        As many as let the step end within `seconds`. With `stays_near` it is also not far from all
         that were measured: what nobody measured may take any time.
         """
         fit = self._fit()
@@ -129,7 +129,7 @@ class _Fit(NamedTuple):
 
 
 def _weights(count: int) -> list[float]:
-    """Of so many samples, from the oldest to the youngest."""
+    """Of this number of samples, from the oldest to the youngest."""
     return [_AGEING**age for age in reversed(range(count))]
 
 

@@ -12,15 +12,12 @@ from starlette.middleware.cors import CORSMiddleware
 
 from prefixcache.server.admin.admin import admin_router, command_options
 from prefixcache.server.admin.health import health_router
-from prefixcache.server.admin.info import info_router, models_router
+from prefixcache.server.admin.model_cards import models_router
 from prefixcache.server.admin.model_dirs import ModelDirs
-from prefixcache.server.admin.not_served import not_served_router
 from prefixcache.server.anthropic.messages import messages_router
-from prefixcache.server.cache.explain import explain_router
 from prefixcache.server.cache.kv_events import kv_events_router
 from prefixcache.server.cache.misses import misses_router
 from prefixcache.server.cache.probe import probe_router
-from prefixcache.server.cache.warm import warm_router
 from prefixcache.server.dashboard.routes import dashboard_router
 from prefixcache.server.http.access import AccessCheck, AccessRules
 from prefixcache.server.http.errors import on_http_exception
@@ -34,15 +31,15 @@ from prefixcache.server.openai.response_store import ResponseStore
 from prefixcache.server.openai.responses import responses_router
 from prefixcache.server.openai.tokenize import tokenize_router
 from prefixcache.server.openapi import describe
-from prefixcache.server.options.cross_origin import CrossOrigin
 from prefixcache.server.options.limits import ServerLimits
+from prefixcache.server.options.serve_options import CrossOrigin
 
 if TYPE_CHECKING:
     from prefixcache.diagnostics.room import CacheDiagnostics
     from prefixcache.engine.async_engine import AsyncEngine
     from prefixcache.events.publisher import EventPublisher
 
-# Headers of answers that pages of other origins may read, beside those that they always may.
+# Headers of answers that pages of other origins may read, besides those that they always may.
 _SHOWN_TO_PAGES = ("Retry-After", "X-Request-Id", "X-Prefixcache-Warning")
 
 
@@ -71,9 +68,7 @@ def create_app(
     lifecycle = lifecycle or Lifecycle()
     responses = ResponseStore()
     app = client_app(maker, responses, release)
-    app.include_router(explain_router(maker, responses))
-    app.include_router(misses_router(maker))
-    app.include_router(info_router(engine, served, release))
+    app.include_router(misses_router(maker, responses))
     app.include_router(health_router(engine, served, release, flags or {}, events))
     app.include_router(kv_events_router(events, maker.workers))
     app.include_router(dashboard_router(engine, maker, release, lifecycle))
@@ -108,9 +103,7 @@ def client_app(maker: JobMaker, responses: ResponseStore, release: str) -> FastA
     app.include_router(messages_router(maker))
     app.include_router(tokenize_router(maker))
     app.include_router(probe_router(maker, responses))
-    app.include_router(warm_router(maker, responses))
     app.include_router(models_router(maker))
-    app.include_router(not_served_router())
     return app
 
 

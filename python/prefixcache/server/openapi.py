@@ -15,8 +15,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from prefixcache.server.anthropic.messages import CountTokensRequest, MessagesRequest
+from prefixcache.server.http.body import RequestFields
 from prefixcache.server.http.errors import is_anthropic
-from prefixcache.server.http.fields import RequestFields
 from prefixcache.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -71,12 +71,12 @@ _NAMED_EVENT = _object(
     data=_STRING | {"contentMediaType": "application/json", "contentSchema": _object(type=_STRING)},
 )
 _USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_CHOICES = _object(id=_STRING, object=_STRING, choices=_list_of(_object()), usage=_USAGE)
 _CACHED = _object(prompt_tokens=_COUNT, cached_tokens=_COUNT)
 _EXPLANATION = _object(
     prompt_tokens=_COUNT, cached_tokens=_COUNT, reason=_STRING, description=_STRING
 )
 _PREFIX_HASH = _object(format=_STRING, block_size=_COUNT, root_hash=_STRING, weights_name=_STRING)
-_PROMPT_MODELS = (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
 _RESPONSE = _object(
     id=_STRING,
     object=_word("response"),
@@ -169,20 +169,31 @@ class _Endpoint:
     properties: Mapping[str, Schema] = field(default_factory=dict[str, Schema])
 
 
+def _about_prompt(summary: str, answer: Schema) -> _Endpoint:
+    """What takes the body of any endpoint that takes a prompt."""
+    return _Endpoint(
+        summary=summary,
+        answer=answer,
+        models=(CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest),
+        example={"prompt": "The capital of France is"},
+        parameters=(_VERSION,),
+    )
+
+
 _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
     ("post", "/v1/completions"): _Endpoint(
         summary="Goes on with texts.",
         models=(CompletionRequest,),
         properties={"prompt": _PROMPT},
         example={"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
-        answer=_object(id=_STRING, object=_STRING, choices=_list_of(_object()), usage=_USAGE),
+        answer=_CHOICES,
         events=_EVENT,
     ),
     ("post", "/v1/chat/completions"): _Endpoint(
         summary="Answers a chat.",
         models=(ChatRequest,),
         example={"messages": _QUESTION, "max_tokens": 8, "temperature": 0},
-        answer=_object(id=_STRING, object=_STRING, choices=_list_of(_object()), usage=_USAGE),
+        answer=_CHOICES,
         events=_EVENT,
     ),
     ("post", "/v1/responses"): _Endpoint(
@@ -264,26 +275,15 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
         example={"tokens": [1, 2, 3]},
         answer=_object(prompt=_STRING),
     ),
-    ("post", "/prefix_cache/probe"): _Endpoint(
-        summary="How many tokens of a request's prompt are cached now.",
-        models=_PROMPT_MODELS,
-        example={"prompt": "The capital of France is"},
-        answer=_CACHED,
-        parameters=(_VERSION,),
+    ("post", "/prefix_cache/probe"): _about_prompt(
+        "How many tokens of a request's prompt are cached now.", _CACHED
     ),
-    ("post", "/prefix_cache/explain"): _Endpoint(
-        summary="How many tokens of a request's prompt are cached now, and why no more.",
-        models=_PROMPT_MODELS,
-        example={"prompt": "The capital of France is"},
-        answer=_object(prompt_tokens=_COUNT, cached_tokens=_COUNT, prompts=_list_of(_EXPLANATION)),
-        parameters=(_VERSION,),
+    ("post", "/prefix_cache/explain"): _about_prompt(
+        "How many tokens of a request's prompt are cached now, and why no more.",
+        _object(prompt_tokens=_COUNT, cached_tokens=_COUNT, prompts=_list_of(_EXPLANATION)),
     ),
-    ("post", "/prefix_cache/warm"): _Endpoint(
-        summary="Computes a request's prompt and keeps it.",
-        models=_PROMPT_MODELS,
-        example={"prompt": "The capital of France is"},
-        answer=_CACHED,
-        parameters=(_VERSION,),
+    ("post", "/prefix_cache/warm"): _about_prompt(
+        "Computes a request's prompt and keeps it.", _CACHED
     ),
     ("get", "/health"): _Endpoint(summary="200 while answers can be computed."),
     ("get", "/ping"): _Endpoint(summary="As /health, for probes that ask there."),
@@ -445,7 +445,7 @@ def _answer(path: str, endpoint: _Endpoint) -> Schema:
     if endpoint.events:
         content[_EVENTS] = {"itemSchema": endpoint.events}
     header = {
-        "description": "Names fields of the body that nobody reads.",
+        "description": "Names the unknown fields of the body.",
         "schema": _STRING,
         "required": False,
     }

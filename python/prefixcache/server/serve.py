@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _INFINITE = resource.RLIM_INFINITY
-# Model files, pipes and libraries, beside the connections.
+# Model files, pipes and libraries, in addition to the connections.
 _OWN_FILES = 256
 # For clients to read the last of what they were sent.
 _CLOSE_SECONDS = 1
@@ -251,11 +251,8 @@ def _run(server: Server, listener: socket.socket, options: ServeOptions) -> None
         raise cannot_listen(options, error) from error
 
 
-def server_config(
-    app: FastAPI, options: ServeOptions, limits: ConnectionLimits | None = None
-) -> uvicorn.Config:
+def server_config(app: FastAPI, options: ServeOptions, limits: ConnectionLimits) -> uvicorn.Config:
     """The settings of uvicorn: its fast parser and event loop, our limits of a connection."""
-    limits = limits or connection_limits(options)
     return uvicorn.Config(
         app,
         http=cast("type[Connection]", partial(Connection, limits=limits)),
@@ -268,15 +265,6 @@ def server_config(
         server_header=False,
         timeout_keep_alive=options.timeout_keep_alive,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
-    )
-
-
-def connection_limits(options: ServeOptions) -> ConnectionLimits:
-    """What the connections of a server share."""
-    return ConnectionLimits(
-        most=options.limit_concurrency,
-        read_seconds=options.timeout_read,
-        write_seconds=options.timeout_write,
     )
 
 
@@ -296,7 +284,11 @@ class Server(uvicorn.Server):
         certificates: Certificates | None = None,
         notifier: Notifier | None = None,
     ) -> None:
-        self._limits = connection_limits(options)
+        self._limits = ConnectionLimits(
+            most=options.limit_concurrency,
+            read_seconds=options.timeout_read,
+            write_seconds=options.timeout_write,
+        )
         super().__init__(server_config(app, options, self._limits))
         self._certificates = certificates
         self._watching: asyncio.Task[None] | None = None

@@ -1,4 +1,4 @@
-"""What systemd is told of the server, where it started it with `Type=notify`; see sd_notify(3)."""
+"""What the server reports to systemd, if started with `Type=notify`; see sd_notify(3)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Notifier:
     """Tells systemd of the server's start, its end, and that its step loop is alive.
 
     `loop_passes` returns once the step loop has come round, and raises `EngineDeadError` when it
-    never will again: nothing is told then, and systemd restarts the server after `WatchdogSec`.
+    never will again: nothing is reported then, and systemd restarts the server after `WatchdogSec`.
     Does nothing where `environment` names no socket.
     """
 
@@ -33,25 +33,25 @@ class Notifier:
 
     def ready(self, status: str) -> None:
         """The server answers from now on. Called in the event loop, which then tells the rest."""
-        self._tell(f"READY=1\nSTATUS={status}")
+        self._report(f"READY=1\nSTATUS={status}")
         if self._address and self._watchdog_seconds is not None:
             self._watchdog = asyncio.create_task(self._keep_alive(self._watchdog_seconds))
 
     def stopping(self) -> None:
         """The server takes nothing more. The watchdog goes on until open answers have ended."""
-        self._tell("STOPPING=1\nSTATUS=open answers end")
+        self._report("STOPPING=1\nSTATUS=open answers end")
 
     async def _keep_alive(self, seconds: float) -> None:
         """Three times in the time that systemd waits."""
         try:
             while True:
                 await self._loop_passes()
-                self._tell("WATCHDOG=1")
+                self._report("WATCHDOG=1")
                 await asyncio.sleep(seconds / 3)
         except EngineDeadError as error:
-            self._tell(f"STATUS={error}".splitlines()[0])
+            self._report(f"STATUS={error}".splitlines()[0])
 
-    def _tell(self, state: str) -> None:
+    def _report(self, state: str) -> None:
         if not self._address:
             return
         try:
@@ -59,7 +59,7 @@ class Notifier:
                 sender.setblocking(False)
                 sender.sendto(state.encode(), self._address)
         except OSError as error:
-            logger.warning("systemd cannot be told %s: %s", state.splitlines()[0], error)
+            logger.warning("%s could not be reported to systemd: %s", state.splitlines()[0], error)
 
 
 def _address(name: str) -> str:

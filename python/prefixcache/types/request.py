@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import wrong
 from prefixcache.types.retention_range import RetentionRange, check_ranges, check_within
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import TokenIds, as_token_ids
@@ -23,10 +23,7 @@ ErrorCode = Literal["insufficient_kv_cache", "grammar_limit"]
 def _check_hit_threshold(value: object) -> None:
     """Raises `InvalidRequestError` unless `value` is a number from 0 to 1; a boolean is none."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
-        raise InvalidRequestError(
-            f"cache_hit_threshold must be a number from 0.0 to 1.0, got {value!r}.",
-            param="cache_hit_threshold",
-        )
+        raise wrong("cache_hit_threshold", f"must be a number from 0.0 to 1.0, got {value!r}")
 
 
 def _check_salt(value: str) -> None:
@@ -34,16 +31,27 @@ def _check_salt(value: str) -> None:
     try:
         value.encode()
     except (AttributeError, UnicodeEncodeError):
-        raise InvalidRequestError(
-            "cache_salt must be text that UTF-8 can hold.", param="cache_salt"
-        ) from None
+        raise wrong("cache_salt", "must be text that UTF-8 can hold") from None
 
 
 def _check_write_upto(value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise InvalidRequestError(
-            f"write_upto must be a number of tokens, 0 or more, got {value!r}.", param="write_upto"
-        )
+        raise wrong("write_upto", f"must be a number of tokens, 0 or more, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheScope:
+    """What tells one client's requests from another's, made once where a request is let in.
+
+    Requests share blocks under the same `salt` alone. Retention hints count against the budget of
+    `owner`; None leaves it to the salt. Clients take turns by `client`, and a router sends requests
+    of one `affinity` to one replica where nothing speaks against it.
+    """
+
+    salt: str | None = None
+    owner: str | None = None
+    client: str | None = None
+    affinity: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +109,7 @@ class Request:
     one of them. `roles` are who wrote which tokens of the prompt, where that is to be recorded.
     `affinity` is a key whose requests a router sends to one replica where nothing
     speaks against it. `hashes` are those of the prompt under its salt, where they are known:
-    whoever gives them must have made them of these very tokens.
+    they must be made of these very tokens.
 
     Raises `InvalidRequestError` for token ids that `as_token_ids` refuses, for a retention hint
     that leaves the prompt, and for a priority or a time that has no place in an order.
@@ -126,7 +134,7 @@ class Request:
         for name in ("priority", "arrival_time"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or value != value:
-                raise InvalidRequestError(f"{name} must be a number, got {value!r}.", param=name)
+                raise wrong(name, f"must be a number, got {value!r}")
 
     @property
     def job(self) -> str:
@@ -174,7 +182,7 @@ class RequestOutput:
     `error_code` tells errors that are no failure of the engine: a cache that has become too small
     for the request, a grammar that cannot be followed any further. `started_at`, in seconds of
     `time.monotonic`, comes with the first token: when its first step was submitted. `restarted`
-    says that the weights were replaced: all that came before is void, the answer begins anew.
+    says that the weights were replaced: all that came before is void, the answer begins again.
     """
 
     request_id: str

@@ -1,7 +1,7 @@
 """Retention hints: which tokens of a request are worth keeping, how much, and for how long.
 
 A hint orders eviction and does nothing else: it holds no block, refuses no request and changes no
-answer. What it raises counts against the budget of whoever gave it.
+answer. What it raises counts against the budget of the client that gave it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefixcache.config.checked import shown
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import InvalidRequestError, wrong
 
 DEFAULT_PRIORITY = 35
 TTL_PRIORITY = 60
@@ -26,7 +26,7 @@ class RetentionRange:
     """Tokens `start` to `end` of a request; without an `end` to the end of its answer.
 
     `priority` is from 0 to 100, the greater the later evicted. It holds for `ttl_s` seconds from
-    the last use, or without end; then it is the default again, 35. Left out it is 60 beside a TTL,
+    the last use, or without end; then it is the default again, 35. Left out it is 60 with a TTL,
     and 35 without one. Values are checked where they come together, in `CacheOptions`.
     """
 
@@ -49,10 +49,8 @@ def check_ranges(ranges: Sequence[RetentionRange]) -> None:
     There are at most 32; they begin at 0 or later, hold a token or more, and do not overlap.
     """
     if len(ranges) > MAX_RANGES:
-        raise InvalidRequestError(
-            f"retention may have at most {MAX_RANGES} ranges, got {len(ranges)}.",
-            param="retention",
-            code="too_long",
+        raise wrong(
+            "retention", f"may have at most {MAX_RANGES} ranges, got {len(ranges)}", code="too_long"
         )
     for index, one in enumerate(ranges):
         _check_range(one, f"retention[{index}]")
@@ -60,7 +58,7 @@ def check_ranges(ranges: Sequence[RetentionRange]) -> None:
 
 
 def check_within(ranges: Sequence[RetentionRange], num_tokens: int) -> None:
-    """Raises `InvalidRequestError` for a range that leaves a prompt of so many tokens."""
+    """Raises `InvalidRequestError` for a range that leaves a prompt of `num_tokens` tokens."""
     for index, one in enumerate(ranges):
         name, value = ("start", one.start) if one.end is None else ("end", one.end)
         if value > num_tokens:
@@ -106,4 +104,4 @@ def _is_ttl(value: object) -> bool:
 
 
 def _wrong(field: str, problem: str, value: object) -> InvalidRequestError:
-    return InvalidRequestError(f"{field} {problem}, got {shown(value)}.", param=field)
+    return wrong(field, f"{problem}, got {shown(value)}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import wrong
 from prefixcache.types.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20
@@ -26,7 +27,7 @@ class SamplingParams:
 
     Where `allowed_token_ids` is given, no other token is chosen. The answer holds none of
     `bad_words`, as long as another token may be chosen. They act by their token ids, which
-    `tokenization.bad_words` finds; sequences of ids may be given instead.
+    `tokenizer.with_bad_words` finds; sequences of ids may be given instead.
     """
 
     n: int = 1
@@ -72,7 +73,7 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
         if any(not text for text in self.stop):
-            raise InvalidRequestError("stop must not hold an empty string.", param="stop")
+            raise wrong("stop", "must not hold an empty string")
         self._check_words()
 
     def _check_lengths(self) -> None:
@@ -80,28 +81,25 @@ class SamplingParams:
             return
         _in_range("max_tokens", self.max_tokens, 0, None)
         if self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(
-                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).",
-                param="min_tokens",
+            raise wrong(
+                "min_tokens", f"({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             )
 
     def _check_words(self) -> None:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidRequestError(
-                "allowed_token_ids must not be empty.", param="allowed_token_ids"
-            )
+            raise wrong("allowed_token_ids", "must not be empty")
         if self.allowed_token_ids is not None and self.structured_output is not None:
-            raise InvalidRequestError(
-                "allowed_token_ids and structured output exclude each other.",
-                param="allowed_token_ids",
-            )
+            raise wrong("allowed_token_ids", "and structured output exclude each other")
         if any(not word.strip() for word in self.bad_words) or not all(self.bad_words_token_ids):
-            raise InvalidRequestError("bad_words must not hold an empty word.", param="bad_words")
+            raise wrong("bad_words", "must not hold an empty word")
 
     def for_choice(self, index: int) -> SamplingParams:
         """Options of choice number `index` of the `n`: its seed is `seed + index`."""
         seed = None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
-        return replace(self, n=1, seed=seed)
+        choice = copy(self)  # not `replace`: nothing of it need be checked again
+        object.__setattr__(choice, "n", 1)
+        object.__setattr__(choice, "seed", seed)
+        return choice
 
     @property
     def greedy(self) -> bool:
@@ -123,8 +121,8 @@ def _in_range(
     if isinstance(value, bool) or not finite or too_low or too_high:
         bracket = "(" if open_low else "["
         upper = "infinity" if high is None else high
-        raise InvalidRequestError(
-            f"{name} must be a number in {bracket}{low}, {upper}], "
-            f"got {value if finite else 'one that no float holds'}.",
-            param=name,
+        raise wrong(
+            name,
+            f"must be a number in {bracket}{low}, {upper}], "
+            f"got {value if finite else 'one that no float holds'}",
         )

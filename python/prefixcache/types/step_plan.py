@@ -1,13 +1,13 @@
-"""What the scheduler decided for one step: plain data, all the runner is told.
+"""What the scheduler decided for one step: plain data, all that the runner gets.
 
 Letters of shapes here and in the runner: T tokens in the step, S sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ class TokenMask(Protocol):
     def words(self, seconds: float) -> npt.NDArray[np.int32] | None:
         """One bit a token, bit i of word w being token 32 * w + i; valid until the next token.
 
-        Waits at most so many seconds: None when it is not known then. Raises `GrammarError` when
+        Waits at most `seconds`: None when it is not known then. Raises `GrammarError` when
         the answer cannot follow its grammar any further.
         """
         ...
@@ -49,7 +49,7 @@ class SamplingInput:
 class PromptLogprobsInput:
     """Asks for log probabilities of the tokens that *follow* a chunk's positions in the prompt.
 
-    There is no such token at the prompt's end. `count` likeliest tokens are told beside each.
+    There is no such token at the prompt's end. `count` likeliest tokens come with each.
     """
 
     followers: TokenIds
@@ -72,17 +72,42 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class StateCopy:
+    """A copy between a snapshot's slot and the working state of the sequence in a row of the plan.
+
+    It is due before the token at `position` is computed, or after the last one before it: out of
+    the slot where `restores`, else into it.
+    """
+
+    row: int
+    position: int
+    slot: int
+    restores: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: decodes first, then chunks of prompts. The order is that of the batch's rows.
 
     `token_ids` [T] are the tokens of the sequences side by side; -1 - i stands for the i-th token
     that the step before samples, where that is not known yet. The first `num_decodes` sequences
     extend an answer by one token.
+
+    A runner refuses by name what it does not support of the following (`check_supported`). Nothing
+    plans it yet. `drafts` are pairs (row, n): the last n tokens of that sequence are guesses, and a
+    token is sampled after each of them as well as before the first. `pooled` are pairs (row, what):
+    the sequence ends in a score or an embedding and samples nothing. `state_copies` are in the
+    order in which they are due. `loads` are pairs (request id, block ids) of sequences that are in
+    no row: they wait until these blocks are filled from elsewhere.
     """
 
     sequences: tuple[ScheduledSequence, ...]
     token_ids: TokenIds
     num_decodes: int
+    drafts: Sequence[tuple[int, int]] = ()
+    pooled: Sequence[tuple[int, Literal["score", "embedding"]]] = ()
+    state_copies: Sequence[StateCopy] = ()
+    loads: Sequence[tuple[str, npt.NDArray[np.int32]]] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -109,15 +134,21 @@ class SequenceOutput:
     is_late: bool = False
 
 
-class SubmittedStep(Protocol):
-    """A step that the runner computes. `outputs` waits until it is done, unless `is_known`."""
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a step: one output for each sequence of its plan, in order."""
 
-    @property
-    def outputs(self) -> Callable[[], list[SequenceOutput]]:
-        """One output for each sequence of the plan."""
-        ...
+    outputs: Sequence[SequenceOutput]
+
+
+class InFlightStep(Protocol):
+    """A step that a runner has taken; its `results` are still to be read."""
 
     @property
     def is_known(self) -> bool:
-        """Whether nothing need be waited for."""
+        """Whether its results need not be waited for.
+
+        Otherwise the next step may be submitted before, with this one's tokens named by their
+        places.
+        """
         ...

@@ -1,4 +1,4 @@
-"""What the text of an answer must look like: plain data, made by whoever reads a request."""
+"""What the text of an answer must look like: plain data, made where a request is read."""
 
 from __future__ import annotations
 

@@ -11,14 +11,14 @@ import numpy.typing as npt
 from prefixcache.exceptions import InvalidRequestError
 
 TokenIds = npt.NDArray[np.int32]
-"""One dimension, dense, written by nobody: whoever needs a part takes a view."""
+"""One dimension, dense, never written to: take a view of a part."""
 
 
 def as_token_ids(values: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
     """The prompt's ids as an array: `values` themselves if they are one already, else a copy.
 
-    Raises `InvalidRequestError` for what is no list of integers, and for those that int32 does not
-    hold. Whether the model has the ids is for `Engine.check` to say.
+    Raises `InvalidRequestError` for anything but a list of integers, and for integers that int32
+    does not hold. Whether the model has the ids is for `Engine.check` to say.
     """
     if _is_token_ids(values):
         return values

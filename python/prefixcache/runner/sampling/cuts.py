@@ -18,7 +18,7 @@ _NUCLEUS_CANDIDATES = (64, 512)
 # A token's mass, 1 for the likeliest, in whole units: their sums are the same in any order, and
 # those of 2**18 tokens fit into int64.
 _UNITS = 2.0**44
-# What is made of so many rows stays in a CPU's cache.
+# What is made of this number of rows stays in a CPU's cache.
 _ROWS_IN_CACHE = 4
 # A float32's place below its row's largest has 32 bits; each look tells some of them.
 _LOOKS = ((21, 11), (10, 11), (0, 10))

@@ -26,7 +26,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _MASK = 2**64 - 1
 
-# From so many rows on numpy computes the keys sooner than Python's own integers.
+# From this number of rows on numpy computes the keys sooner than Python's own integers.
 _MANY_ROWS = 8
 
 Keys = npt.NDArray[np.int64]

@@ -91,7 +91,7 @@ class TokenCounts:
         return used
 
     def _count(self, context: int, sampling: SamplingInput, vocab_size: int) -> None:
-        """Of a request that is new, or whose answer began anew: all its tokens are known."""
+        """Of a request that is new, or whose answer was restarted: all its tokens are known."""
         prompt, answer = sampling.tokens.prompt, sampling.tokens.answer
         counts_V = 2 * np.bincount(answer, minlength=vocab_size)
         counts_V[prompt] += 1

@@ -99,7 +99,7 @@ class Sampler:
 
         `likeliest_R` are the logits' `greedy_token_ids`, where they were computed already.
 
-        Logits of 16 bits are widened unless all rows are greedy, which changes no maximum. A row
+        Logits of 16 bits become float32 unless all rows are greedy, which changes no maximum. A row
         without a finite one gets an error in place of a token.
         """
         if _all_plain_greedy(rows):

@@ -20,10 +20,16 @@ from pydantic import ValidationError, create_model
 from starlette.responses import Response
 
 from prefixcache.engine.weights_names import check_tag
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import wrong
 from prefixcache.server.admin.model_dirs import ModelDirs
-from prefixcache.server.http.body import Fields, parse_fields, parse_object, read_body
-from prefixcache.server.http.fields import RequestFields, invalid_field
+from prefixcache.server.http.body import (
+    Fields,
+    RequestFields,
+    invalid_field,
+    parse_fields,
+    parse_object,
+    read_body,
+)
 from prefixcache.server.jobs.context import tell_unknown
 from prefixcache.server.options.limits import MAX_PATH_CHARACTERS
 from prefixcache.types.modes import InFlightMode
@@ -67,7 +73,7 @@ class UpdateWeightsRequest(RequestFields):
     def chosen_path(self) -> str:
         """Where the weights are. Raises `InvalidRequestError` when that is left out."""
         if self.model_path is None:
-            raise InvalidRequestError("model_path is required.", param="model_path")
+            raise wrong("model_path", "is required")
         return self.model_path
 
     def chosen_mode(self) -> InFlightMode:
@@ -75,9 +81,7 @@ class UpdateWeightsRequest(RequestFields):
         if not self.abort_all_requests:
             return self.mode or "recompute"
         if self.mode not in (None, "abort"):
-            raise InvalidRequestError(
-                f"mode is {self.mode!r}, but abort_all_requests is true.", param="mode"
-            )
+            raise wrong("mode", f"is {self.mode!r}, but abort_all_requests is true")
         return "abort"
 
 
@@ -166,7 +170,7 @@ def add_changes(
 def update_weights(
     control: Control, path: str, mode: InFlightMode, revision: str | None, tag: str | None
 ) -> tuple[int, PrefixHashInfo]:
-    """The new version, and the hashes under it: told before another update can follow."""
+    """The new version, and the hashes under it, returned before another update can follow."""
     check_tag(tag)
     checkpoint = control.check_path(path, revision)
 
@@ -215,7 +219,7 @@ def _endpoint(run: RunCommand, command: Callable[..., Any]) -> Callable[..., Any
         given = fields.model_dump(include=set(options.model_fields), exclude_none=True)
         for name in required:
             if name not in given:
-                raise InvalidRequestError(f"{name} is required.", param=name)
+                raise wrong(name, "is required")
         result = await run(command, given)
         return Response() if result is None else JSONResponse(result)
 

@@ -1,4 +1,4 @@
-"""What probes and balancers ask: whether the server lives, is ready, and what it has to do."""
+"""What probes, balancers and monitors ask: whether the server lives, is ready, and how it does."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic_core import to_jsonable_python
 from starlette.responses import Response
 
+from prefixcache.metrics import LabelledMetrics
 from prefixcache.server.http.errors import ApiError
 
 if TYPE_CHECKING:
@@ -27,8 +30,11 @@ def health_router(
     flags: Mapping[str, Any],
     events: EventPublisher | None = None,
 ) -> APIRouter:
-    """The endpoints, for one engine that was started with `flags` and whose `events` are told."""
+    """The endpoints, for one engine started with `flags`, whose `events` are published."""
     router = APIRouter()
+    labelled = LabelledMetrics(
+        engine.metrics, prefix=served.metrics_prefix, model_name=served.names[0]
+    )
 
     async def health() -> Response:
         if engine.dead is not None:
@@ -61,6 +67,23 @@ def health_router(
             "kv_events": None if events is None else events.endpoints,
             "flags": to_jsonable_python(flags, fallback=str),
         }
+
+    @router.get("/version")
+    async def show_version() -> dict[str, Any]:
+        weights = engine.control.weights_info()
+        return {
+            "version": version,
+            "batch_invariant": served.batch_invariant,
+            "dtype": served.dtype,
+            "cpu_activations": served.activations,
+            "weights": None if weights is None else asdict(weights),
+            "prefix_hash": None if engine.dead else asdict(engine.control.prefix_hash_info()),
+        }
+
+    @router.get("/metrics")
+    def metrics() -> Response:
+        text = generate_latest(labelled)
+        return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
     return router
 

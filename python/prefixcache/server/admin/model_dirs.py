@@ -21,7 +21,7 @@ _MOST_LOGGED = 1000
 class ModelDirs:
     """Without `folders` a model may come from anywhere, but no error tells what is there.
 
-    With them it must lie in one of these, and errors are told in full. Raises `FieldError` for one
+    With them it must lie in one of these, and errors are shown in full. Raises `FieldError` for one
     that is no folder.
     """
 

@@ -8,15 +8,15 @@ from typing import Any
 from pydantic_core import to_json
 
 from prefixcache.config.checked import shown
+from prefixcache.exceptions import wrong
 from prefixcache.server.jobs.caching import Marked, Place
-from prefixcache.server.jobs.parts import (
+from prefixcache.text.chat.parts import (
     Values,
     content_of,
     objects,
     one_object,
     text_of,
     word_of,
-    wrong,
 )
 
 Message = dict[str, Any]
@@ -80,8 +80,8 @@ class Conversation:
         inner = [] if content is None else _blocks(content, f"{field}.content")
         parts = [self._text(*one, part) for part, one in enumerate(inner)]
         self._mark(block, field, None)
-        told = content_of(parts) or ""
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": told})
+        text = content_of(parts) or ""
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _add_assistant(self, content: object, field: str) -> None:
         message: Message = {"role": "assistant", "content": None}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prefixcache.server.http.errors import anthropic_error
-from prefixcache.server.jobs.answers import Choice, told_diagnosis, usage
+from prefixcache.server.jobs.answers import Choice, diagnosis_fields, usage
 from prefixcache.server.jobs.caching import written_by_ttl
 from prefixcache.server.jobs.diagnosis import anthropic_comparison
 from prefixcache.server.jobs.job_maker import Job
@@ -21,7 +21,7 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageForm:
-    """Anthropic's `message` objects and their events. `request_id` is told with errors."""
+    """Anthropic's `message` objects and their events. `request_id` goes with errors."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
@@ -36,7 +36,7 @@ class MessageForm:
             "content": _content(choice),
             **_end(choice),
             "usage": message_usage(job, choice),
-            **_told(job),
+            **_diagnosis(job),
         }
 
     def begin(self, job: Job) -> Iterable[Event]:  # noqa: ARG002
@@ -49,7 +49,7 @@ class MessageForm:
             self._begun = True
             counts = {**message_usage(job, choice), "output_tokens": 0}
             ended = {"stop_reason": None, "stop_sequence": None}
-            message = {**_head(job), "content": [], **ended, "usage": counts, **_told(job)}
+            message = {**_head(job), "content": [], **ended, "usage": counts, **_diagnosis(job)}
             yield {"type": "message_start", "message": message}
         yield from self._add(choice.delta)
         if output.finished:
@@ -104,12 +104,12 @@ def _head(job: Job) -> dict[str, Any]:
     return {"id": job.call.id, "type": "message", "role": "assistant", "model": job.model}
 
 
-def _told(job: Job) -> dict[str, Any]:
+def _diagnosis(job: Job) -> dict[str, Any]:
     """What was found out of the cache, where that was asked for."""
     if job.diagnosis is None or job.diagnosis.comparison is None:
-        return told_diagnosis(job)
+        return diagnosis_fields(job)
     compared = anthropic_comparison(job.diagnosis.comparison)
-    return {**told_diagnosis(job), "diagnostics": compared}
+    return {**diagnosis_fields(job), "diagnostics": compared}
 
 
 def _content(choice: Choice) -> Sequence[dict[str, Any]]:

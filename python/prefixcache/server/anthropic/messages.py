@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.responses import Response
 
+from prefixcache.exceptions import wrong
 from prefixcache.server.anthropic.message_blocks import (
     Conversation,
     chat_tool_choice,
@@ -19,18 +20,17 @@ from prefixcache.server.anthropic.message_blocks import (
     marked_tools,
 )
 from prefixcache.server.anthropic.message_events import MessageForm
-from prefixcache.server.http.body import parse_fields, parse_object, read_body
+from prefixcache.server.http.body import RequestFields, parse_fields, parse_object, read_body
 from prefixcache.server.http.errors import MESSAGES_PATH
-from prefixcache.server.http.fields import RequestFields
 from prefixcache.server.jobs.answers import answer_in_events
 from prefixcache.server.jobs.caching import CachingControls, anthropic_controls
 from prefixcache.server.jobs.context import Call, new_call, tell_unknown
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
-from prefixcache.server.jobs.parts import one_object, wrong
 from prefixcache.server.jobs.sampling_fields import SamplingFields
-from prefixcache.server.openai.chat import chat_job, chat_plan
+from prefixcache.server.openai.chat import chat_job, count_chat
 from prefixcache.server.openai.protocol import ChatRequest
+from prefixcache.text.chat.parts import one_object
 
 # Fields that a chat has under the same name, ours among them.
 _SAME = frozenset({*SamplingFields.model_fields, "chat_template_kwargs"}) - {
@@ -97,8 +97,8 @@ class CountTokensRequest(RequestFields):
         }
         if self.thinking is not None:
             thinks = self.thinking.get("type") != "disabled"
-            told = {"enable_thinking": thinks, **(extra.get("chat_template_kwargs") or {})}
-            body["chat_template_kwargs"] = told
+            variables = {"enable_thinking": thinks, **(extra.get("chat_template_kwargs") or {})}
+            body["chat_template_kwargs"] = variables
         if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
             body["continue_final_message"] = True
         return {name: value for name, value in body.items() if value is not None}
@@ -111,10 +111,8 @@ class CountTokensRequest(RequestFields):
         return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
 
 
-class _Diagnostics(BaseModel):
+class _Diagnostics(BaseModel, strict=True, extra="allow"):
     """The earlier answer to compare the prompt with; null, as on a first turn, asks nothing."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     previous_message_id: str | None = None
 
@@ -165,16 +163,11 @@ def messages_router(maker: JobMaker) -> APIRouter:
     async def count_tokens(request: Request) -> dict[str, int]:
         body = await read_body(request)
         parsed = await maker.workers.run(
-            len(body), lambda: _parsed(parse_object(body), CountTokensRequest)
+            len(body), lambda: parse_message(parse_object(body), CountTokensRequest)
         )
         tell_unknown(request, parsed.fields)
         with fields_named(_NAMES):
-            maker.check_model(parsed.chat.model)
-            plan = await chat_plan(maker, parsed.chat, len(body))
-            ids = await maker.encoder.encode(
-                plan.prompt, param="messages", add_special_tokens=False
-            )
-        return {"input_tokens": len(ids)}
+            return {"input_tokens": await count_chat(maker, parsed.chat, len(body))}
 
     return router
 
@@ -182,18 +175,15 @@ def messages_router(maker: JobMaker) -> APIRouter:
 async def _asked(maker: JobMaker, request: Request) -> tuple[Job, bool]:
     """What a body asks, and whether as a stream; nothing of the body itself."""
     body = await read_body(request)
-    parsed = await maker.workers.run(len(body), lambda: parse_message(parse_object(body)))
+    parsed = await maker.workers.run(
+        len(body), lambda: parse_message(parse_object(body), MessagesRequest)
+    )
     tell_unknown(request, parsed.fields)
     call = dataclasses.replace(new_call(request, "msg"), id=f"msg_{uuid.uuid4().hex}")
     job = await message_job(maker, parsed, len(body), call)
     if job.diagnosis is not None and parsed.fields.diagnostics is not None:
         job.diagnosis.compared_with = parsed.fields.diagnostics.previous_message_id
     return job, bool(parsed.fields.stream)
-
-
-def parse_message(values: dict[str, Any]) -> ParsedMessage[MessagesRequest]:
-    """The body of a message, checked. Takes time that grows with it."""
-    return _parsed(values, MessagesRequest)
 
 
 async def message_job(
@@ -204,7 +194,8 @@ async def message_job(
         return await chat_job(maker, parsed.chat, size, call, parsed.controls)
 
 
-def _parsed(values: dict[str, Any], model: type[Asked]) -> ParsedMessage[Asked]:
+def parse_message(values: dict[str, Any], model: type[Asked]) -> ParsedMessage[Asked]:
+    """The body of a message as `model` has it, checked. Takes time that grows with it."""
     fields = parse_fields(values, model)
     conversation = Conversation(fields.system, fields.messages)
     controls = anthropic_controls(

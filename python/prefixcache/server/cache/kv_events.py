@@ -64,6 +64,6 @@ class _SnapshotResponse(StreamingResponse):
 
 
 async def _parts(events: EventPublisher, workers: Workers) -> AsyncIterator[bytes]:
-    snapshot = await workers.beside(events.snapshot)
-    while part := await workers.beside(snapshot.next_part):
+    snapshot = await workers.in_thread(events.snapshot)
+    while part := await workers.in_thread(snapshot.next_part):
         yield part

@@ -1,57 +1,76 @@
-"""`GET /prefix_cache/misses`: which prompts were computed again, why, and what to do about it.
+"""Why prompts were not cached.
 
-The administrator's: it shows what clients sent.
+`POST /prefix_cache/explain` takes the body of a completion, a chat, a response or a message, checks
+it as one, and says how much of it is cached and why no more; nothing is computed. The answer holds
+only what the caller may know: see `jobs/diagnosis.py`. `GET /prefix_cache/misses` says which
+prompts were computed again, why, and what to do about it. It is the administrator's, since it shows
+what clients sent.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
-from prefixcache.diagnostics.advice import Summary, summarize
+from prefixcache.diagnostics.advice import summarize
 from prefixcache.diagnostics.room import CacheDiagnostics
-from prefixcache.exceptions import InvalidRequestError
-from prefixcache.server.jobs.diagnosis import diagnostics_off
+from prefixcache.server.cache.prompt_body import prompt_job
+from prefixcache.server.http.json_text import json_response, object_json
+from prefixcache.server.http.paging import page_limit
+from prefixcache.server.jobs.diagnosis import Diagnosis, check_may_ask, diagnostics_off
 from prefixcache.server.jobs.job_maker import JobMaker
+from prefixcache.server.openai.response_store import ResponseStore
 
-_MOST = 1000
+_MOST_FINDINGS = 1000
 
 
-def misses_router(maker: JobMaker) -> APIRouter:
-    """The endpoint, for one served model."""
+def misses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
+    """The endpoints, for one served model and the responses that a body may go on from."""
     router = APIRouter()
+
+    @router.post("/prefix_cache/explain")
+    async def explain_prefix_cache(request: Request) -> Response:
+        job = await prompt_job(request, maker, store, "explain")
+        check_may_ask(job.call.caller, job.requests[0].cache.salt, "an explanation")
+        diagnosis = job.diagnosis
+        if diagnosis is None:
+            raise diagnostics_off("/prefix_cache/explain")
+        for one in job.requests[:: job.params.n]:
+            maker.engine.check(one)
+        diagnosis.explains = True
+        return json_response(await maker.workers.in_thread(partial(_explained, diagnosis)))
 
     @router.get("/prefix_cache/misses")
     async def show_misses(request: Request) -> dict[str, Any]:
-        limit = _limit(request.query_params.get("limit", "20"))
+        limit = page_limit(request.query_params, _MOST_FINDINGS)
         diagnostics = maker.diagnostics
         if diagnostics is None:
             raise diagnostics_off("/prefix_cache/misses")
-        summary = await maker.workers.beside(lambda: _summary(diagnostics))
-        return _told(summary, limit)
+        return await maker.workers.in_thread(partial(_summary, diagnostics, limit))
 
     return router
 
 
-def _limit(given: str) -> int:
-    if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= _MOST):
-        raise InvalidRequestError(f"limit must be from 1 to {_MOST}.", param="limit")
-    return int(given[:9])
+def _explained(diagnosis: Diagnosis) -> bytes:
+    """The answer's JSON: of thousands of prompts it is long, and so nothing for the event loop."""
+    diagnosis.explain()
+    prompts = diagnosis.explanations or []
+    counts = ("prompt_tokens", "cached_tokens")
+    sums = {name: sum(one[name] for one in prompts) for name in counts}
+    return object_json({**sums, "prompts": prompts})
 
 
-def _summary(diagnostics: CacheDiagnostics) -> Summary:
+def _summary(diagnostics: CacheDiagnostics, limit: int) -> dict[str, Any]:
     diagnostics.settle()
-    return summarize(diagnostics.history.prompts(), block_size=diagnostics.block_size)
-
-
-def _told(summary: Summary, limit: int) -> dict[str, Any]:
+    found = summarize(diagnostics.history.prompts(), block_size=diagnostics.block_size)
     return {
-        "since": summary.since,
-        "num_requests": summary.num_requests,
-        "prompt_tokens": summary.prompt_tokens,
-        "cached_tokens": summary.cached_tokens,
-        "tokens_recomputed": summary.tokens_recomputed,
-        "num_findings": len(summary.findings),
-        "findings": [finding.as_json() for finding in summary.findings[:limit]],
+        "since": found.since,
+        "num_requests": found.num_requests,
+        "prompt_tokens": found.prompt_tokens,
+        "cached_tokens": found.cached_tokens,
+        "tokens_recomputed": found.tokens_recomputed,
+        "num_findings": len(found.findings),
+        "findings": [finding.as_json() for finding in found.findings[:limit]],
     }

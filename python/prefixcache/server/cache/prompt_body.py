@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 from fastapi import Request
 
-from prefixcache.server.anthropic.messages import message_job, parse_message
-from prefixcache.server.http.body import parse_fields, parse_object, read_body
+from prefixcache.server.anthropic.messages import MessagesRequest, message_job, parse_message
+from prefixcache.server.http.body import RequestFields, parse_fields, parse_object, read_body
 from prefixcache.server.http.errors import has_anthropic_header
-from prefixcache.server.http.fields import RequestFields
 from prefixcache.server.jobs.context import Call, new_call, tell_unknown
 from prefixcache.server.jobs.encode import parse_prompts
 from prefixcache.server.jobs.field_names import fields_named
@@ -21,21 +19,14 @@ from prefixcache.server.openai.chat import chat_job, chat_names
 from prefixcache.server.openai.completions import completion_job
 from prefixcache.server.openai.protocol import ChatRequest, CompletionRequest
 from prefixcache.server.openai.response_store import ResponseStore
-from prefixcache.server.openai.responses import ResponsesRequest, response_job
+from prefixcache.server.openai.responses import ResponsesRequest, response_before, response_job
 
 Values = Mapping[str, Any]
+_MakeJob = Callable[[JobMaker, Call], Awaitable[Job]]
 
 # What a body with messages has for Anthropic's API alone.
 _FIELDS = ("cache_control", "stop_sequences", "system")
 _BLOCKS = ("tool_result", "tool_use")
-
-
-@dataclass(frozen=True, slots=True)
-class _PromptBody:
-    """A body's fields, and what makes the requests that the endpoint of such bodies makes."""
-
-    fields: RequestFields
-    job: Callable[[JobMaker, Call], Awaitable[Job]]
 
 
 async def prompt_job(request: Request, maker: JobMaker, store: ResponseStore, prefix: str) -> Job:
@@ -47,43 +38,34 @@ async def prompt_job(request: Request, maker: JobMaker, store: ResponseStore, pr
     """
     body, call = await read_body(request), new_call(request, prefix)
     anthropic = has_anthropic_header(request.scope)
-    parsed = await maker.workers.run(len(body), partial(_parse, body, store, anthropic))
-    tell_unknown(request, parsed.fields)
-    return await parsed.job(maker, call)
+    fields, make = await maker.workers.run(len(body), partial(_parse, body, store, anthropic))
+    tell_unknown(request, fields)
+    return await make(maker, call)
 
 
-def _parse(body: bytes, store: ResponseStore, anthropic: bool) -> _PromptBody:
-    values = parse_object(body)
+def _parse(body: bytes, store: ResponseStore, anthropic: bool) -> tuple[RequestFields, _MakeJob]:
+    """A body's fields, and what makes the requests that the endpoint of such bodies makes."""
+    values, size = parse_object(body), len(body)
+    if "messages" in values and (anthropic or _is_message(values)):
+        # `max_tokens`, which that API requires, says nothing of a prompt.
+        parsed = parse_message({"max_tokens": 0, **values}, MessagesRequest)
+        return parsed.fields, lambda maker, call: message_job(maker, parsed, size, call)
     if "messages" in values:
-        if anthropic or _is_message(values):
-            return _message(values, len(body))
-        return _chat(parse_fields(values, ChatRequest), len(body))
+        chat = parse_fields(values, ChatRequest)
+        return chat, lambda maker, call: _chat_job(maker, chat, size, call)
     if values.keys() & {"input", "previous_response_id"}:
-        return _response(parse_fields(values, ResponsesRequest), store, len(body))
-    return _completion(parse_fields(values, CompletionRequest))
+        response = parse_fields(values, ResponsesRequest)
+        return response, lambda maker, call: response_job(
+            maker, response, response_before(store, response, call), size, call
+        )
+    completion = parse_fields(values, CompletionRequest)
+    prompts = parse_prompts(completion.prompt)
+    return completion, lambda maker, call: completion_job(maker, completion, prompts, call)
 
 
-def _completion(fields: CompletionRequest) -> _PromptBody:
-    prompts = parse_prompts(fields.prompt)
-    return _PromptBody(fields, lambda maker, call: completion_job(maker, fields, prompts, call))
-
-
-def _chat(fields: ChatRequest, size: int) -> _PromptBody:
-    async def job(maker: JobMaker, call: Call) -> Job:
-        with fields_named(chat_names(fields)):
-            return await chat_job(maker, fields, size, call)
-
-    return _PromptBody(fields, job)
-
-
-def _response(fields: ResponsesRequest, store: ResponseStore, size: int) -> _PromptBody:
-    return _PromptBody(fields, lambda maker, call: response_job(maker, store, fields, size, call))
-
-
-def _message(values: dict[str, Any], size: int) -> _PromptBody:
-    """`max_tokens`, which that API requires, says nothing of a prompt."""
-    parsed = parse_message({"max_tokens": 0, **values})
-    return _PromptBody(parsed.fields, lambda maker, call: message_job(maker, parsed, size, call))
+async def _chat_job(maker: JobMaker, fields: ChatRequest, size: int, call: Call) -> Job:
+    with fields_named(chat_names(fields)):
+        return await chat_job(maker, fields, size, call)
 
 
 def _is_message(values: Values) -> bool:

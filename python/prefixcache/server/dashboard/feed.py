@@ -6,13 +6,15 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 
-# Making events takes at most one part in so many of the time, however large the cache is.
+# Making events takes at most one fiftieth of the time, however large the cache is.
 _LEAST_REST = 50
 
 
+@dataclass(slots=True)
 class Feed:
     """Gives each page what `take` returned last, by name, every `period` seconds.
 
@@ -21,27 +23,18 @@ class Feed:
     when `is_stopping`. One event loop uses it; `take` runs in a thread, never twice at once.
     """
 
-    def __init__(
-        self,
-        take: Callable[[], Mapping[str, bytes]],
-        greet: Callable[[], bytes],
-        is_stopping: Callable[[], bool],
-        *,
-        period: float = 1.0,
-        most_pages: int = 16,
-    ) -> None:
-        self._take = take
-        self._greet = greet
-        self._is_stopping = is_stopping
-        self._period = period
-        self._most_pages = most_pages
-        self._pages: set[_Page] = set()
-        self._loop: asyncio.Task[None] | None = None
+    take: Callable[[], Mapping[str, bytes]]
+    greet: Callable[[], bytes]
+    is_stopping: Callable[[], bool]
+    period: float = 1.0
+    most_pages: int = 16
+    _pages: set[_Page] = field(default_factory=set["_Page"])
+    _loop: asyncio.Task[None] | None = None
 
     @property
     def is_full(self) -> bool:
         """Whether no more pages may be opened."""
-        return len(self._pages) >= self._most_pages
+        return len(self._pages) >= self.most_pages
 
     @property
     def is_running(self) -> bool:
@@ -55,26 +48,23 @@ class Feed:
         page = _Page()
         self._pages.add(page)
         try:
-            self._start()
-            yield self._greet()
+            if not self.is_running:
+                self._loop = asyncio.create_task(self._run())
+            yield self.greet()
             while text := await page.next():
                 yield text
         finally:
             self._pages.discard(page)
 
-    def _start(self) -> None:
-        if not self.is_running:
-            self._loop = asyncio.create_task(self._run())
-
     async def _run(self) -> None:
         try:
-            while self._pages and not self._is_stopping():
+            while self._pages and not self.is_stopping():
                 begun = time.monotonic()
-                events = await asyncio.to_thread(self._take)
+                events = await asyncio.to_thread(self.take)
                 for page in self._pages:
                     page.offer(events)
                 spent = time.monotonic() - begun
-                await asyncio.sleep(max(self._period, _LEAST_REST * spent))
+                await asyncio.sleep(max(self.period, _LEAST_REST * spent))
         except Exception:
             logger.exception("The pages of the dashboard end.")
         finally:

@@ -34,7 +34,7 @@ class PromptsView:
         self._last: tuple[float, bytes] | None = None
 
     def take(self, block_size: int) -> Mapping[str, bytes]:
-        """The event, made anew every few seconds; a page that was opened since needs the last."""
+        """The event, made again every few seconds; a page that was opened since needs the last."""
         now = time.monotonic()
         if self._last is None or now - self._last[0] >= _PERIOD:
             self._last = now, named_event(self._event(block_size))

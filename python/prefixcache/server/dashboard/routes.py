@@ -33,7 +33,7 @@ _MEDIA_TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Nothing from elsewhere, no script or style but the files beside the page, and no text as markup:
+# Nothing from elsewhere, no script or style but the page's own files, and no text as markup:
 # browsers that know trusted types refuse to make any of a string.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "

@@ -34,7 +34,7 @@ _MOST_REQUESTS = 50
 
 
 class View:
-    """Reads one engine, beside its steps. One thread at a time calls `take`."""
+    """Reads one engine in parallel with its steps. One thread at a time calls `take`."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class View:
         self._prompts = None if history is None else PromptsView(history, served.tokenizer)
 
     def greet(self) -> bytes:
-        """What a page is told first: what it looks at, and the last points of its curves."""
+        """What a page is sent first: what it looks at, and the last points of its curves."""
         return named_event(
             {
                 "type": "hello",

@@ -27,8 +27,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prefixcache.exceptions import FieldError
 from prefixcache.server.http.errors import ApiError, error_response, speaks_anthropic
-from prefixcache.server.options.cross_origin import CrossOrigin
-from prefixcache.types.cache_scope import CacheScope
+from prefixcache.server.options.serve_options import CrossOrigin
+from prefixcache.types.request import CacheScope
 
 _PUBLIC_PATHS = frozenset({"/dashboard", "/health", "/ping", "/ready"})
 _PUBLIC_PREFIX = "/dashboard/assets/"
@@ -68,6 +68,7 @@ _FORWARDING = frozenset(
         "x-real-ip",
     }
 )
+_FORWARDING_PREFIXES = ("x-forwarded-", "x-original-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,12 +177,10 @@ class AccessCheck:
         caller = self._caller(digest, is_local=not is_foreign_page and _is_local(scope, headers))
         if self._api_keys and not (caller.is_admin or _holds(self._api_keys, digest)):
             raise _key_needed("the server's API key")
-        if not (caller.is_admin or self._is_for_clients(path)) and _exists(scope):
+        is_for_clients = path in self._client_paths or path.startswith(_CLIENT_PREFIXES)
+        if not (caller.is_admin or is_for_clients) and _exists(scope):
             raise self._admin_needed(scope)
         return caller
-
-    def _is_for_clients(self, path: str) -> bool:
-        return path in self._client_paths or path.startswith(_CLIENT_PREFIXES)
 
     def _is_foreign_page(self, headers: Headers) -> bool:
         """Whether a browser asks on behalf of a page of another origin, which is allowed.
@@ -264,16 +263,13 @@ def _address(text: str) -> IPv4Address | IPv6Address | None:
 def _is_local(scope: Scope, headers: Headers) -> bool:
     """Whether the client runs on this machine and nothing seems to stand between.
 
-    A Unix socket has no client address. nginx speaks HTTP/1.0 to servers unless told otherwise.
+    A Unix socket has no client address. nginx speaks HTTP/1.0 to servers by default.
     """
     client = scope.get("client")
     if client is None or scope["http_version"] == "1.0":
         return False
-    return is_loopback(client[0]) and not any(map(_tells_of_a_proxy, headers))
-
-
-def _tells_of_a_proxy(header: str) -> bool:
-    return header in _FORWARDING or header.startswith(("x-forwarded-", "x-original-"))
+    by_proxy = any(name in _FORWARDING or name.startswith(_FORWARDING_PREFIXES) for name in headers)
+    return is_loopback(client[0]) and not by_proxy
 
 
 def is_loopback(host: str) -> bool:

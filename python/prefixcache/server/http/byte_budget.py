@@ -8,7 +8,7 @@ from prefixcache.server.http.errors import ApiError
 
 
 class ByteBudget:
-    """At most `most` bytes of bodies, and of log probabilities that answers keep.
+    """At most `most` bytes of bodies, and of log probabilities that answers keep; `size` are held.
 
     Where they are more, the largest of what still grows is given up: whoever sends long bodies, or
     sends them slowly, keeps nobody else from sending a short one. One event loop uses it.
@@ -16,32 +16,8 @@ class ByteBudget:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._growing: dict[_Share, None] = {}
         self.size = 0
-
-    def open(self) -> Body:
-        """The body of a request that begins."""
-        return Body(self)
-
-    def open_logprobs(self) -> KeptLogprobs:
-        """The log probabilities of a request that begins."""
-        return KeptLogprobs(self)
-
-    def grow(self, share: _Share, size: int) -> None:
-        """A part has come."""
-        self._growing[share] = None
-        self.size += size
-        while self.size > self.most and self._growing:
-            max(self._growing, key=len).give_up()
-
-    def shrink(self, share: _Share, size: int) -> None:
-        """A share grows no longer, and holds so much less."""
-        self._growing.pop(share, None)
-        self.size -= size
-
-    def complete(self, share: _Share) -> None:
-        """All has come: it is no longer given up for others."""
-        self._growing.pop(share, None)
+        self.growing: dict[_Share, None] = {}
 
 
 class _Share:
@@ -50,29 +26,31 @@ class _Share:
     def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget
         self._size = 0
-        self._is_given_up = False
+        self.is_given_up = False
 
     def __len__(self) -> int:
         return self._size
 
     def grow(self, size: int) -> bool:
-        """Counts so many bytes more; False when the server has no room for them."""
+        """Counts that many bytes more; False when the server has no room for them."""
+        budget = self._budget
         self._size += size
-        self._budget.grow(self, size)
-        return not self._is_given_up
+        budget.size += size
+        budget.growing[self] = None
+        while budget.size > budget.most and budget.growing:
+            largest = max(budget.growing, key=len)
+            largest.release()
+            largest.is_given_up = True
+        return not self.is_given_up
 
     def complete(self) -> None:
         """All has come: it is no longer given up for others."""
-        self._budget.complete(self)
-
-    def give_up(self) -> None:
-        """Keeps nothing, now or later."""
-        self.release()
-        self._is_given_up = True
+        self._budget.growing.pop(self, None)
 
     def release(self) -> None:
         """Nothing is kept any more. Idempotent."""
-        self._budget.shrink(self, self._size)
+        self.complete()
+        self._budget.size -= self._size
         self._size = 0
 
 
@@ -89,8 +67,7 @@ class Body(_Share):
         if not self.grow(len(part)):
             raise ApiError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                "The server has no memory for this body beside those of others. Send it again "
-                "later.",
+                "The server has no memory for this body now. Send it again later.",
                 code="bodies_full",
                 retry_after=1,
             )
@@ -111,9 +88,9 @@ class KeptLogprobs(_Share):
     """The log probabilities that one answer keeps until all of it is written."""
 
     def add(self, size: int) -> None:
-        """Counts so many bytes more, or less.
+        """Counts that many bytes more, or less.
 
-        Raises `ApiError`: 400 where the answer alone is too much, 503 where it is beside others.
+        Raises `ApiError`: 400 where the answer alone is too much, 503 where it is with others.
         """
         most = self._budget.most
         if len(self) + size > most:
@@ -126,8 +103,8 @@ class KeptLogprobs(_Share):
         if size and not self.grow(size):
             raise ApiError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                "The server has no memory for the log probabilities of this answer beside those "
-                "of others. Send it again later, ask for fewer, or stream the answer.",
+                "The server has no memory for the log probabilities of this answer now. "
+                "Send it again later, ask for fewer, or stream the answer.",
                 code="logprobs_full",
                 retry_after=1,
             )

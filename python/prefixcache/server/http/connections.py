@@ -29,7 +29,7 @@ _LEAST_BYTES_A_SECOND = 1024
 _MAX_HEAD_BYTES = 64 * 2**10
 # Around a body: its head, what frames its chunks, and trailers.
 _MAX_FRAMING_BYTES = 2**20
-# Whether a silent client is still there: asked after so many seconds, then so often, so many times.
+# Whether a silent client is still there: seconds to the first probe and between two, their number.
 _PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 
 

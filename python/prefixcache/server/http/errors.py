@@ -54,21 +54,16 @@ _STATUSES: dict[type[PrefixCacheError], HTTPStatus] = {
     SlowReaderError: HTTPStatus.REQUEST_TIMEOUT,
 }
 
-# By status where it is neither `invalid_request_error` nor `internal_server_error`.
-_TYPES: dict[int, str] = {
-    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
-    HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable_error",
-    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
-}
-
-_ANTHROPIC_TYPES: dict[int, str] = {
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.FORBIDDEN: "permission_error",
-    HTTPStatus.NOT_FOUND: "not_found_error",
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
-    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
-    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
-    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+# By status, as OpenAI and as Anthropic call it, where it is not just an invalid request.
+_INVALID = "invalid_request_error"
+_TYPES: dict[int, tuple[str, str]] = {
+    HTTPStatus.UNAUTHORIZED: (_INVALID, "authentication_error"),
+    HTTPStatus.FORBIDDEN: (_INVALID, "permission_error"),
+    HTTPStatus.NOT_FOUND: (_INVALID, "not_found_error"),
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: (_INVALID, "request_too_large"),
+    HTTPStatus.TOO_MANY_REQUESTS: ("rate_limit_error", "rate_limit_error"),
+    HTTPStatus.SERVICE_UNAVAILABLE: ("service_unavailable_error", "overloaded_error"),
+    HTTPStatus.GATEWAY_TIMEOUT: ("timeout_error", "timeout_error"),
 }
 
 _MOST_CHARACTERS = 2000
@@ -123,7 +118,7 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
     param = getattr(error, "param", None)
     body = {
         "message": message,
-        "type": _type_of(status),
+        "type": _types_of(status)[0],
         "param": param and shortened(param, _MOST_PARAM_CHARACTERS),
         "code": getattr(error, "code", None),
     }
@@ -133,9 +128,8 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
 def anthropic_error(error: Exception, request_id: str) -> dict[str, Any]:
     """The body of an error as Anthropic's clients read it, and its event in a stream."""
     status, message = _status_and_message(error)
-    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    told = {"type": kind, "message": message}
-    return {"type": "error", "error": told, "request_id": request_id}
+    inner = {"type": _types_of(status)[1], "message": message}
+    return {"type": "error", "error": inner, "request_id": request_id}
 
 
 def stream_error(error: Exception, path: str, request_id: str, num_events: int) -> bytes:
@@ -144,9 +138,9 @@ def stream_error(error: Exception, path: str, request_id: str, num_events: int) 
         return named_event(anthropic_error(error, request_id))
     body = error_body(error)[1]
     if path == RESPONSES_PATH:
-        told = {"type": "error", "sequence_number": num_events}
+        fields = {"type": "error", "sequence_number": num_events}
         return named_event(
-            told | {name: body["error"][name] for name in ("code", "message", "param")}
+            fields | {name: body["error"][name] for name in ("code", "message", "param")}
         )
     return event(body) + DONE
 
@@ -194,8 +188,8 @@ def error_response(
 
 
 def is_unexpected(error: Exception) -> bool:
-    """Whether clients are told nothing of the error, so that it belongs into the log."""
-    return not isinstance(error, (ApiError, *_STATUSES))
+    """Whether clients learn nothing of the error, so that it belongs into the log."""
+    return _status(error) is None
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -212,19 +206,21 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _status_and_message(error: Exception) -> tuple[int, str]:
-    """An error may quote of a request whatever it likes: no more than so much is told."""
-    status, message = _known_error(error)
-    return status, shortened(message, _MOST_CHARACTERS)
+    """An error may quote of a request whatever it likes: it is cut to a bounded length."""
+    status = _status(error)
+    if status is None:
+        message = "The server failed to answer; its log says why."
+        return HTTPStatus.INTERNAL_SERVER_ERROR, message
+    return status, shortened(str(error), _MOST_CHARACTERS)
 
 
-def _known_error(error: Exception) -> tuple[int, str]:
+def _status(error: Exception) -> HTTPStatus | None:
+    """None for what was not raised on purpose."""
     if isinstance(error, ApiError):
-        return error.status, str(error)
-    for kind, status in _STATUSES.items():
-        if isinstance(error, kind):
-            return status, str(error)
-    return HTTPStatus.INTERNAL_SERVER_ERROR, "The server failed to answer; its log says why."
+        return error.status
+    return next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), None)
 
 
-def _type_of(status: int) -> str:
-    return _TYPES.get(status, "invalid_request_error" if status < 500 else "internal_server_error")
+def _types_of(status: int) -> tuple[str, str]:
+    usual = (_INVALID, _INVALID) if status < 500 else ("internal_server_error", "api_error")
+    return _TYPES.get(status, usual)

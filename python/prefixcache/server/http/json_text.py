@@ -42,7 +42,7 @@ def json_pieces(value: object) -> list[bytes]:
 
     def mark(part: object) -> str:
         if not isinstance(part, Written):
-            raise TypeError(f"{type(part).__name__} is no JSON")
+            raise TypeError(f"{type(part).__name__} cannot be written as JSON")
         parts.append(part)
         return _MARK
 

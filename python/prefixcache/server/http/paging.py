@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import InvalidRequestError, wrong
 
 _DEFAULT_LIMIT = 20
 
@@ -14,10 +14,10 @@ def page(
 ) -> tuple[range, bool]:
     """Which of the objects with these ids are on the page, and whether more lie in its direction.
 
-    `after` and `before` are the parameters that name the object beside the page. `limit` is from 1
+    `after` and `before` are the parameters that name the object next to the page. `limit` is from 1
     to `most`. Raises `InvalidRequestError`, naming the parameter.
     """
-    limit = _limit(query.get("limit"), most)
+    limit = page_limit(query, most)
     if after in query and before in query:
         raise InvalidRequestError(f"{after} and {before} exclude each other.", param=before)
     if before in query:
@@ -29,16 +29,16 @@ def page(
     return range(begin, end), end < len(ids)
 
 
-def _limit(text: str | None, most: int) -> int:
-    if text is None:
-        return _DEFAULT_LIMIT
+def page_limit(query: Mapping[str, str], most: int) -> int:
+    """`limit`, or 20. Raises `InvalidRequestError` for other than 1 to `most`."""
+    text = query.get("limit", str(_DEFAULT_LIMIT))
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
     if not 1 <= number <= most:
-        raise InvalidRequestError(f"limit must be a number from 1 to {most}.", param="limit")
+        raise wrong("limit", f"must be a number from 1 to {most}")
     return number
 
 
 def _place(name: str, ids: Sequence[str], param: str) -> int:
     if name not in ids:
-        raise InvalidRequestError(f"{param} names none of the objects in the list.", param=param)
+        raise wrong(param, "names none of the objects in the list")
     return ids.index(name)

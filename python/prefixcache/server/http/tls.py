@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from prefixcache.exceptions import FieldError
 from prefixcache.server.http.connections import Connection, ConnectionLimits
-from prefixcache.server.options.tls_options import TlsOptions
+from prefixcache.server.options.serve_options import TlsOptions
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Certificates:
             logger.info("The TLS certificate was renewed from %s.", self._options.ssl_certfile)
 
     async def watch(self) -> None:
-        """Renews them for ever; files are read beside the event loop."""
+        """Renews them for ever; files are read in a thread."""
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             await asyncio.to_thread(self.renew)
@@ -226,7 +226,9 @@ def _load_pair(context: ssl.SSLContext, certfile: Path, keyfile: Path | None) ->
         path = keyfile or certfile
         problem = f"holds no key in PEM that can be used: {path}."
         if has_asked:
-            problem = f"holds an encrypted key, which nobody gives the password of: {path}."
+            problem = (
+                f"holds an encrypted key, for which there is no way to give the password: {path}."
+            )
         elif isinstance(error, ssl.SSLError) and error.reason == _WRONG_KEY:
             problem = f"is not the key of the certificate in {certfile}."
         raise FieldError("ssl_keyfile" if keyfile else "ssl_certfile", problem) from None

@@ -141,7 +141,7 @@ _OUTPUT = "gen_ai.usage.output_tokens"
 def tracing_to(endpoint: str, version: str) -> Tracing:
     """Traces for an OTLP collector, over gRPC unless OpenTelemetry's variables name another way.
 
-    Raises `FieldError` for what is no address, and where OpenTelemetry is not installed.
+    Raises `FieldError` for an invalid address, and where OpenTelemetry is not installed.
     """
     try:
         parts = urlsplit(endpoint)
@@ -174,7 +174,7 @@ def _exporter(endpoint: str, protocol: str) -> SpanExporter:
 
 
 def _route(scope: Scope) -> str | None:
-    """Set by the router; a path that a client invented is no name of a group of requests."""
+    """Set by the router; a path that a client invented names no group of requests."""
     return getattr(scope.get("route"), "path", None)
 
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 # What may run in the event loop. All else waits for the interpreter twice, there and back.
 _SMALL = 2**14
 # Many that are small hold it up as one that is not: they together take this share of its time, and
-# so many seconds at once.
+# this many seconds at once.
 _SHARE = 0.25
 _SECONDS_AT_ONCE = 0.005
 # Python code of several threads takes turns, and the event loop waits for its own turn: more
@@ -39,14 +39,14 @@ class Workers:
         `size` is of that input: bytes, characters or numbers.
         """
         if size >= _SMALL or not self._has_time():
-            return await self.beside(function)
+            return await self.in_thread(function)
         begun = time.monotonic()
         try:
             return function()
         finally:
             self._owed_seconds += time.monotonic() - begun
 
-    async def beside(self, function: Callable[[], T]) -> T:
+    async def in_thread(self, function: Callable[[], T]) -> T:
         """The result of `function`, which is never called in the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 

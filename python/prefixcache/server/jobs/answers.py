@@ -34,7 +34,7 @@ Outputs = AsyncGenerator[list[tuple[int, RequestOutput]], None]
 
 # Log probabilities that are written in one go.
 _LONG_ANSWER = 2**16
-# What Python takes for those of a token, and for each of the likeliest beside it.
+# What Python takes for those of a token, and for each of the likeliest next to it.
 _TOKEN_BYTES = 256
 _TOP_BYTES = 72
 
@@ -100,7 +100,7 @@ class Choice:
     def add(self, output: RequestOutput) -> None:
         """Takes what a step added. Raises `ApiError` when the engine failed on it."""
         if output.restarted:
-            self._begin_anew()
+            self._restart()
         if output.finish_reason == "error":
             raise failed_answer(output.error, output.error_code)
         if not self.num_tokens:
@@ -131,7 +131,7 @@ class Choice:
         if self.message.tool_calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         self.text.clear()
         self.logprobs.clear()
         self.prompt_logprobs = None
@@ -201,14 +201,14 @@ async def answer(
     if options is None:
 
         def whole(choices: Choices) -> dict[str, Any]:
-            told = {"usage": usage(choices.counts), **told_diagnosis(job)}
-            return {**form.response(job, choices), **told}
+            more = {"usage": usage(choices.counts), **diagnosis_fields(job)}
+            return {**form.response(job, choices), **more}
 
         work = _whole_body(maker, job, whole)
         return json_response(await unless_disconnected(request.receive, work))
     outputs = await _outputs(maker, job)
     chunks = _chunk_events(outputs, job, form, options, maker.workers)
-    return EventStream(_to_the_end(chunks, job))
+    return EventStream(_to_the_end(chunks, job, lambda error: event(error_body(error)[1]), DONE))
 
 
 class EventForm(Protocol):
@@ -250,7 +250,7 @@ async def answer_in_events(
         return json_response(await unless_disconnected(request.receive, work))
     outputs = await _outputs(maker, job)
     events = _named_events(outputs, job, form, maker.workers)
-    return EventStream(_named_to_the_end(events, job, form))
+    return EventStream(_to_the_end(events, job, lambda error: named_event(form.failed(job, error))))
 
 
 async def _named_events(
@@ -262,7 +262,7 @@ async def _named_events(
         await _explain(workers, job, choices)
         return map(named_event, form.events(job, choice, output))
 
-    with _told_to_the_log(job, choices):
+    with _noted_for_the_log(job, choices):
         for payload in form.begin(job):
             yield named_event(payload)
         async with aclosing(_batches(job, outputs, choices, events_of)) as batches:
@@ -293,29 +293,30 @@ async def _batches(
                 yield b"".join(written)
 
 
-async def _named_to_the_end(
-    events: AsyncGenerator[bytes, None], job: Job, form: EventForm
+async def _to_the_end(
+    events: AsyncGenerator[bytes, None],
+    job: Job,
+    failed: Callable[[Exception], bytes],
+    end: bytes = b"",
 ) -> AsyncGenerator[bytes, None]:
-    """The events, and that of an error where they fail."""
+    """The events, what `failed` makes of an error where they fail, and the `end`."""
     try:
         async with aclosing(events):
             async for one in events:
                 yield one
-    except Exception as error:  # noqa: BLE001 - the status is sent: the error goes into the stream
-        _note_failure(error, job)
-        yield named_event(form.failed(job, error))
-
-
-def _note_failure(error: Exception, job: Job) -> None:
-    if is_unexpected(error):
-        logger.exception("The stream %s failed.", job.call.id)
-    job.call.outcome.failed_status = error_body(error)[0]
+    except Exception as error:
+        if is_unexpected(error):
+            logger.exception("The stream %s failed.", job.call.id)
+        job.call.outcome.failed_status = error_body(error)[0]
+        yield failed(error)
+    if end:
+        yield end
 
 
 async def gathered(maker: JobMaker, job: Job) -> Choices:
     """All answers, when they have ended. Raises `ApiError` when the engine failed on one."""
     choices = Choices(job)
-    with _told_to_the_log(job, choices):
+    with _noted_for_the_log(job, choices):
         async with aclosing(await _outputs(maker, job)) as outputs:
             async for batch in outputs:
                 for index, output in batch:
@@ -333,7 +334,7 @@ def _add(job: Job, choices: Choices, index: int, output: RequestOutput) -> None:
 
 
 def _logprob_bytes(choice: Choice) -> int:
-    """About what its log probabilities take; of each kind all have the same number beside them."""
+    """About what its log probabilities take; those of a kind have equally many likeliest tokens."""
     size = 0
     for kept in (choice.logprobs, choice.prompt_logprobs):
         if kept:
@@ -387,18 +388,6 @@ def usage(counts: TokenCounts) -> dict[str, Any]:
     return shown
 
 
-async def _to_the_end(chunks: AsyncGenerator[bytes, None], job: Job) -> AsyncGenerator[bytes, None]:
-    """The chunks, an error event where they fail, and [DONE]."""
-    try:
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                yield chunk
-    except Exception as error:  # noqa: BLE001 - the status is sent: the error goes into the stream
-        _note_failure(error, job)
-        yield event(error_body(error)[1])
-    yield DONE
-
-
 async def _chunk_events(
     outputs: Outputs,
     job: Job,
@@ -408,36 +397,45 @@ async def _chunk_events(
 ) -> AsyncGenerator[bytes, None]:
     choices = Choices(job, keeps_logprobs=False)
     always = bool(options.continuous_usage_stats)
-    told = bool(options.include_usage) or always
+    has_usage = bool(options.include_usage) or always
 
     async def events_of(choice: Choice, output: RequestOutput) -> Iterable[bytes]:
-        shown = {"usage": usage(choices.counts) if always else None} if told else {}
-        texts = partial(_texts, form.chunks(job, choice, output), shown)
+        shown = {"usage": usage(choices.counts) if always else None} if has_usage else {}
+        chunks = form.chunks(job, choice, output)
+
+        def texts() -> list[bytes]:
+            return [event({**chunk, **shown}) for chunk in chunks]
+
         # Log probabilities of a prompt come all in one chunk.
-        size = _prompt_size(job, output.prompt_logprobs)
+        size = len(output.prompt_logprobs or ()) * (1 + (job.params.prompt_logprobs or 0))
         return await workers.run(size, texts) if size else texts()
 
-    with _told_to_the_log(job, choices):
+    with _noted_for_the_log(job, choices):
         async with aclosing(_batches(job, outputs, choices, events_of)) as batches:
             async for batch in batches:
                 yield batch
     await _explain(workers, job, choices)
-    shown = {"usage": usage(choices.counts)} if told else {}
-    if told or told_diagnosis(job):
-        yield event({**form.last_chunk(job), **shown, **told_diagnosis(job)})
+    shown = {"usage": usage(choices.counts)} if has_usage else {}
+    if has_usage or diagnosis_fields(job):
+        yield event({**form.last_chunk(job), **shown, **diagnosis_fields(job)})
 
 
 async def _explain(workers: Workers, job: Job, choices: Sequence[Choice]) -> None:
     """Finds out what the answer is to tell of the cache, once, when prompts have been computed."""
     if job.diagnosis is not None and job.diagnosis.is_due:
-        await workers.beside(partial(job.diagnosis.explain, _admitted(job, choices)))
+        await workers.in_thread(partial(job.diagnosis.explain, _admitted(job, choices)))
 
 
-def told_diagnosis(job: Job) -> dict[str, Any]:
+def diagnosis_fields(job: Job) -> dict[str, Any]:
     """The member of an answer with `cache_diagnostics`: an explanation for each prompt."""
     if job.diagnosis is None or job.diagnosis.explanations is None:
         return {}
     return {"cache_diagnostics": job.diagnosis.explanations}
+
+
+def head(job: Job, kind: str) -> dict[str, Any]:
+    """The first members of OpenAI's objects of a `kind`."""
+    return {"id": job.call.id, "object": kind, "created": job.created, "model": job.model}
 
 
 def _admitted(job: Job, choices: Sequence[Choice]) -> list[Admitted | None]:
@@ -459,16 +457,8 @@ def _admission(request: EngineRequest, choice: Choice) -> Admitted | None:
     )
 
 
-def _texts(chunks: Iterable[dict[str, Any]], shown: dict[str, Any]) -> list[bytes]:
-    return [event({**chunk, **shown}) for chunk in chunks]
-
-
-def _prompt_size(job: Job, logprobs: Sequence[TokenLogprobs | None] | None) -> int:
-    return len(logprobs or ()) * (1 + (job.params.prompt_logprobs or 0))
-
-
 @contextmanager
-def _told_to_the_log(job: Job, choices: Choices) -> Generator[None, None, None]:
+def _noted_for_the_log(job: Job, choices: Choices) -> Generator[None, None, None]:
     """However the answer ends, the log has what came of it."""
     try:
         yield
@@ -491,7 +481,7 @@ def _first(times: Iterable[float | None]) -> float | None:
 
 
 def _raise_if_void(output: RequestOutput) -> None:
-    """What was streamed before the answer began anew cannot be taken back."""
+    """What was streamed before the answer began again cannot be taken back."""
     if output.restarted:
         raise ApiError(
             HTTPStatus.SERVICE_UNAVAILABLE,

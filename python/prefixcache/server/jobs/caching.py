@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 from prefixcache.config.checked import shown
-from prefixcache.exceptions import InvalidRequestError
-from prefixcache.server.jobs.sampling_fields import SamplingFields
+from prefixcache.exceptions import InvalidRequestError, wrong
+from prefixcache.server.jobs.sampling_fields import PromptCacheOptions, ResponseCacheOptions
 from prefixcache.types.retention_range import RetentionRange
 
 _SECONDS = {"5m": 300, "30m": 1800, "1h": 3600, "12h": 12 * 3600, "24h": 24 * 3600}
@@ -79,46 +79,27 @@ class PromptCaching:
     write_upto: int | None = None
 
 
-def caching_controls(fields: SamplingFields, marked: Iterable[Marked] = ()) -> CachingControls:
-    """What OpenAI's caching fields of a body ask; `marked` are the breakpoints of its content."""
-    options = fields.prompt_cache_options
-    return openai_controls(
-        marked,
-        mode=None if options is None else options.mode,
-        ttl=None if options is None else options.ttl,
-        has_options=options is not None,
-        retention=fields.prompt_cache_retention,
-    )
-
-
 def openai_controls(
     marked: Iterable[Marked],
-    *,
-    mode: Literal["implicit", "explicit"] | None = None,
-    ttl: str | None = None,
-    has_options: bool = False,
+    options: PromptCacheOptions | ResponseCacheOptions | None = None,
     retention: str | None = None,
 ) -> CachingControls:
-    """The meaning of `prompt_cache_options`, `prompt_cache_retention`, `prompt_cache_breakpoint`.
+    """The meaning of `prompt_cache_breakpoint`, `prompt_cache_options`, `prompt_cache_retention`.
 
-    `mode` and `ttl` are those of the options, and are left out where the options leave them out;
-    `has_options` says whether there are options at all. Of many breakpoints the latest four count,
-    in implicit mode the latest three. Raises `InvalidRequestError` for a breakpoint that is none,
-    and for options beside `retention`, which says the same.
+    `marked` are the breakpoints of the content. Of many the latest four count, in implicit mode the
+    latest three. Raises `InvalidRequestError` for a breakpoint that is none, and for options next
+    to `retention`, which says the same.
     """
-    if has_options and retention is not None:
-        raise InvalidRequestError(
-            "prompt_cache_retention stands beside prompt_cache_options: give one, not both.",
-            param="prompt_cache_retention",
-        )
-    default = ttl or "30m"
+    if options is not None and retention is not None:
+        raise wrong("prompt_cache_retention", "excludes prompt_cache_options: give one, not both")
+    default = (options and options.ttl) or "30m"
     breakpoints = [
         Breakpoint(place, _ttl_seconds(value, field, ("mode", "explicit"), ("30m", "12h"), default))
         for place, field, value in marked
     ]
-    explicit = mode == "explicit"
+    explicit = options is not None and options.mode == "explicit"
     most = _MAX_BREAKPOINTS if explicit else _MAX_BREAKPOINTS - 1
-    implicit = default if has_options and not explicit else None
+    implicit = None if options is None or explicit else default
     kept = retention if retention == "24h" else implicit
     return CachingControls(
         breakpoints=tuple(breakpoints[-most:]),
@@ -150,10 +131,10 @@ def anthropic_controls(
     ]
     for (before, after), one in zip(itertools.pairwise(breakpoints), found[1:], strict=True):
         if after.ttl_s > before.ttl_s:
-            raise InvalidRequestError(
-                f"{one.field}.ttl is longer than that of a block before it: longer TTLs come "
-                "first, in the order tools, system, messages.",
-                param=f"{one.field}.ttl",
+            raise wrong(
+                f"{one.field}.ttl",
+                "is longer than that of a block before it: longer TTLs come "
+                "first, in the order tools, system, messages",
             )
     return CachingControls(breakpoints=tuple(breakpoints), explicit=bool(breakpoints))
 
@@ -164,10 +145,10 @@ def marked_parts(messages: Iterable[Mapping[str, Any]], control: str) -> Iterato
         content = message.get("content")
         if isinstance(content, list):
             for part, value in enumerate(cast("list[object]", content)):
-                found = _get(value, control)
-                if found is not None:
+                fields = cast("Mapping[str, object]", value) if isinstance(value, Mapping) else {}
+                if fields.get(control) is not None:
                     field = f"messages[{index}].content[{part}].{control}"
-                    yield Marked(Place("messages", index, part), field, found)
+                    yield Marked(Place("messages", index, part), field, fields[control])
 
 
 def breakpoint_ends(
@@ -246,15 +227,15 @@ def _ttl_seconds(
     """The seconds of a control that must be an object with `kind`, and may have a `ttl`."""
     key, word = kind
     if not isinstance(value, Mapping):
-        raise _wrong(field, "an object", value)
+        raise wrong(field, f"must be an object, got {shown(value)}")
     given = cast("Mapping[str, object]", value)
     if given.get(key) != word:
-        raise _wrong(f"{field}.{key}", repr(word), given.get(key))
+        raise wrong(f"{field}.{key}", f"must be {word!r}, got {shown(given.get(key))}")
     ttl = given.get("ttl")
     if ttl is None:
         return _SECONDS[default]
     if not isinstance(ttl, str) or ttl not in ttls:
-        raise _wrong(f"{field}.ttl", " or ".join(map(repr, ttls)), ttl)
+        raise wrong(f"{field}.ttl", f"must be {' or '.join(map(repr, ttls))}, got {shown(ttl)}")
     return _SECONDS[ttl]
 
 
@@ -277,11 +258,3 @@ def _end(text: str, other: str) -> int:
     return bisect.bisect_left(
         range(1, shortest + 1), True, key=lambda end: text[:end] != other[:end]
     )
-
-
-def _get(value: object, key: str) -> object:
-    return cast("Mapping[str, object]", value).get(key) if isinstance(value, Mapping) else None
-
-
-def _wrong(field: str, expected: str, value: object) -> InvalidRequestError:
-    return InvalidRequestError(f"{field} must be {expected}, got {shown(value)}.", param=field)

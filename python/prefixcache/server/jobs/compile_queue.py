@@ -57,7 +57,7 @@ class TurnQueue:
         self._is_running = False
 
     async def run(self, client: str | None, function: Callable[[threading.Event], T]) -> T:
-        """The result of `function`, whose argument is set when nobody wants it any more."""
+        """The result of `function`, whose argument is set when the caller is cancelled."""
         if self._is_running:
             await self._turn(client)
         self._is_running = True
@@ -84,7 +84,7 @@ class TurnQueue:
 
     def _end(self, call: asyncio.Future[Any]) -> None:
         if not call.cancelled():
-            call.exception()  # whoever wanted it may have left
+            call.exception()  # else asyncio logs it where the caller has left
         self._start_next()
 
     def _start_next(self) -> None:

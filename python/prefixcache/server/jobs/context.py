@@ -17,6 +17,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from prefixcache.config.checked import shortened
 from prefixcache.exceptions import InvalidRequestError, RequestTimeoutError
 from prefixcache.server.http.access import Caller
+from prefixcache.server.http.body import (
+    Fields,
+    RequestFields,
+    parse_fields,
+    parse_object,
+    read_body,
+)
 from prefixcache.server.http.byte_budget import Body, ByteBudget, KeptLogprobs
 from prefixcache.server.http.errors import (
     error_response,
@@ -24,10 +31,10 @@ from prefixcache.server.http.errors import (
     speaks_anthropic,
     stream_error,
 )
-from prefixcache.server.http.fields import RequestFields
 from prefixcache.server.http.request_log import CLIENT_LEFT, Outcome, log_request
 from prefixcache.server.http.sse import unless_disconnected
 from prefixcache.server.http.tracing import Tracing
+from prefixcache.server.http.workers import Workers
 from prefixcache.server.options.limits import ServerLimits
 
 T = TypeVar("T")
@@ -94,8 +101,18 @@ def new_call(request: Request, prefix: str) -> Call:
     )
 
 
+async def read_fields(
+    request: Request, workers: Workers, model: type[Fields]
+) -> tuple[Fields, int]:
+    """The checked fields of a body, and how many bytes it has; see `tell_unknown`."""
+    body = await read_body(request)
+    fields = await workers.run(len(body), lambda: parse_fields(parse_object(body), model))
+    tell_unknown(request, fields)
+    return fields, len(body)
+
+
 def tell_unknown(request: Request, fields: RequestFields) -> None:
-    """Lets the answer's head name the fields that nobody reads.
+    """Lets the answer's head name the unknown fields.
 
     Raises `InvalidRequestError` where the server is strict.
     """
@@ -104,7 +121,7 @@ def tell_unknown(request: Request, fields: RequestFields) -> None:
         return
     if request.state.strict:
         raise InvalidRequestError(
-            f"{shortened(unknown[0])} is no field of this endpoint, and --strict refuses such.",
+            f"{shortened(unknown[0])} is unknown here, and --strict rejects unknown fields.",
             param=unknown[0],
             code="unknown_parameter",
         )
@@ -141,12 +158,13 @@ class RequestContext:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(Headers(scope=scope))
-        outcome, body, logprobs = Outcome(), self._budget.open(), self._budget.open_logprobs()
+        outcome, body, logprobs = Outcome(), Body(self._budget), KeptLogprobs(self._budget)
+        seconds = self._request_seconds
         state = {
             "request_id": request_id,
             "outcome": outcome,
             "strict": self._strict,
-            "deadline": self._deadline(),
+            "deadline": None if seconds is None else time.monotonic() + seconds,
             "body": body,
             "logprobs": logprobs,
         }
@@ -164,10 +182,6 @@ class RequestContext:
             if self._tracing is not None:
                 self._tracing.record(scope, status, seconds, request_id, outcome)
 
-    def _deadline(self) -> float | None:
-        seconds = self._request_seconds
-        return None if seconds is None else time.monotonic() + seconds
-
     async def _answer(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         try:
             if self._lifecycle.stopping:
@@ -181,24 +195,22 @@ class RequestContext:
             await answer.fail(server_stopping())
 
 
+@dataclass(slots=True)
 class _Answer:
     """Adds the id to the answer's head, and remembers its status and whether all of it was sent."""
 
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, request_id: str, outcome: Outcome
-    ) -> None:
-        self._scope = scope
-        self._receive = receive
-        self._send = send
-        self._request_id = request_id
-        self._outcome = outcome
-        self._status: int | None = None
-        self._streams_events = False
-        self._complete = False
+    _scope: Scope
+    _receive: Receive
+    _send: Send
+    _request_id: str
+    _outcome: Outcome
+    _status: int | None = None
+    _streams_events: bool = False
+    _complete: bool = False
 
     @property
     def final_status(self) -> int:
-        """What was told, or nginx's status for a client who left before the end."""
+        """The status sent, or nginx's status for a client who left before the end."""
         return self._status if self._status is not None and self._complete else CLIENT_LEFT
 
     async def send(self, message: Message) -> None:

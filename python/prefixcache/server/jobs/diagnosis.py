@@ -13,8 +13,9 @@ from prefixcache.diagnostics.history import RememberedPrompt, shared_tokens
 from prefixcache.diagnostics.reasons import Asked, Explanation
 from prefixcache.diagnostics.room import Admitted, CacheDiagnostics, asked_of
 from prefixcache.diagnostics.spans import PromptSource
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import InvalidRequestError, wrong
 from prefixcache.server.http.access import Caller
+from prefixcache.server.jobs.context import Call
 from prefixcache.types.request import Request
 
 # Prompts of one request that are remembered; more are not.
@@ -42,6 +43,7 @@ class Comparison:
     missed_tokens: int = 0
 
 
+@dataclass(slots=True)
 class Diagnosis:
     """The prompts of one job: `begin` when they go to the engine, `end` when its answers ended.
 
@@ -50,78 +52,66 @@ class Diagnosis:
     `requests` are one for each prompt, `sources` what that was made of.
     """
 
-    def __init__(
-        self,
-        diagnostics: CacheDiagnostics,
-        *,
-        name: str,
-        caller: Caller,
-        model: str,
-        requests: Sequence[Request],
-        sources: Sequence[PromptSource | None],
-        explains: bool,
-    ) -> None:
-        self.explains = explains
-        self.compared_with: str | None = None
-        self.explanations: list[dict[str, Any]] | None = None
-        self.comparison: Comparison | None = None
-        self._diagnostics = diagnostics
-        self._name = name
-        self._caller = caller
-        self._model = model
-        self._requests = requests
-        self._sources = sources
-        self._prompts: Sequence[RememberedPrompt] = ()
-        self._is_told = False
+    diagnostics: CacheDiagnostics
+    call: Call
+    model: str
+    requests: Sequence[Request]
+    sources: Sequence[PromptSource | None]
+    explains: bool
+    compared_with: str | None = None
+    explanations: list[dict[str, Any]] | None = None
+    comparison: Comparison | None = None
+    _prompts: Sequence[RememberedPrompt] = ()
+    _is_explained: bool = False
 
     @property
     def is_due(self) -> bool:
-        """Whether `explain` is to be called before the answer is told."""
-        return (self.explains or self.compared_with is not None) and not self._is_told
+        """Whether `explain` is to be called before the answer is sent."""
+        return (self.explains or self.compared_with is not None) and not self._is_explained
 
     def begin(self) -> None:
         """Remembers the prompts. What is not to be explained is held no longer."""
         prompts = [*self._remembered()][:_MOST_PROMPTS]
-        for request, prompt in zip(self._requests, prompts, strict=False):
-            self._diagnostics.begin(request.request_id, prompt)
+        for request, prompt in zip(self.requests, prompts, strict=False):
+            self.diagnostics.begin(request.request_id, prompt)
         self._prompts = prompts if self.is_due else ()
 
     def end(self, admitted: Sequence[Admitted | None]) -> None:
         """What became of the prompts; None of one that was not computed."""
-        for request, one in zip(self._requests, admitted, strict=True):
-            self._diagnostics.end(request.request_id, one)
+        for request, one in zip(self.requests, admitted, strict=True):
+            self.diagnostics.end(request.request_id, one)
 
     def explain(self, admitted: Sequence[Admitted | None] | None = None) -> None:
         """Finds out what the answer is to tell, or without `admitted` what the cache has now.
 
         For a thread: it takes a while.
         """
-        self._diagnostics.settle()
+        self.diagnostics.settle()
         prompts = self._prompts or [*self._remembered()]
-        told = [None] * len(prompts) if admitted is None else admitted[: len(prompts)]
+        outcomes = [None] * len(prompts) if admitted is None else admitted[: len(prompts)]
         if self.explains:
-            pairs = zip(self._requests, prompts, told, strict=False)
+            pairs = zip(self.requests, prompts, outcomes, strict=False)
             self.explanations = [self._explained(*one) for one in pairs]
         if self.compared_with is not None:
-            self.comparison = self._compared(self.compared_with, prompts[0], told[0])
-        self._prompts, self._is_told = (), True
+            self.comparison = self._compared(self.compared_with, prompts[0], outcomes[0])
+        self._prompts, self._is_explained = (), True
 
     def _remembered(self) -> Iterator[RememberedPrompt]:
         """The prompts as they are remembered; their arrival is now on both clocks."""
         wall, clock = time.time(), time.monotonic()
-        sources = self._sources or [None] * len(self._requests)
-        keeps_text = self._diagnostics.keeps_text
-        kind = _PREFIX.match(self._name)
+        sources = self.sources or [None] * len(self.requests)
+        keeps_text = self.diagnostics.keeps_text
+        kind = _PREFIX.match(self.call.id)
         api = "" if kind is None else _APIS.get(kind[0], kind[0])
-        for index, (request, source) in enumerate(zip(self._requests, sources, strict=True)):
+        for index, (request, source) in enumerate(zip(self.requests, sources, strict=True)):
             length, cache = len(request.prompt_token_ids), request.cache
             upto = length if cache.write_upto is None else min(cache.write_upto, length)
             yield RememberedPrompt(
-                request_id=self._name if not index else f"{self._name}-{index}",
+                request_id=self.call.id if not index else f"{self.call.id}-{index}",
                 time=wall,
-                owner=self._caller.namespace,
+                owner=self.call.caller.namespace,
                 salt=cache.salt,
-                model=self._model,
+                model=self.model,
                 api=api,
                 token_ids=request.prompt_token_ids,
                 source=source if keeps_text else None,
@@ -136,17 +126,17 @@ class Diagnosis:
         self, request: Request, prompt: RememberedPrompt, admitted: Admitted | None
     ) -> dict[str, Any]:
         asked = _unsent(request, prompt) if admitted is None else asked_of(prompt, admitted)
-        found = self._diagnostics.explain(asked, sees_all=self._caller.is_admin)
-        return explanation_fields(found, prompt, self._caller)
+        found = self.diagnostics.explain(asked, sees_all=self.call.caller.is_admin)
+        return explanation_fields(found, prompt, self.call.caller)
 
     def _compared(
         self, name: str, prompt: RememberedPrompt, admitted: Admitted | None
     ) -> Comparison:
-        earlier = self._diagnostics.history.find(name, owner=prompt.owner)
+        earlier = self.diagnostics.history.find(name, owner=prompt.owner)
         if earlier is None or earlier.salt != prompt.salt:
             return Comparison()
         hit = 0 if admitted is None else admitted.hit_tokens
-        return compared(prompt, earlier, hit, self._diagnostics.block_size)
+        return compared(prompt, earlier, hit, self.diagnostics.block_size)
 
 
 _OPENAI_REASONS: Mapping[ChangedPart, str] = {
@@ -194,9 +184,7 @@ def anthropic_comparison(found: Comparison) -> dict[str, Any] | None:
 
 def diagnostics_off(param: str) -> InvalidRequestError:
     """The error for asking `param` of a server without diagnostics."""
-    return InvalidRequestError(
-        f"{param} needs a server whose --diagnostics-memory is not 0.", param=param
-    )
+    return wrong(param, "needs a server whose --diagnostics-memory is not 0")
 
 
 def check_may_ask(caller: Caller, salt: str | None, what: str) -> None:
@@ -229,7 +217,7 @@ def explanation_fields(
 def _earlier_fields(
     earlier: RememberedPrompt, shared: int, prompt: RememberedPrompt, caller: Caller
 ) -> dict[str, Any]:
-    """What may be told of an earlier prompt: to who did not send it, neither its name nor text."""
+    """What a caller may know of an earlier prompt: name and text only where the caller sent it."""
     is_own = caller.is_admin or (earlier.owner is not None and earlier.owner == caller.namespace)
     difference = find_difference(
         prompt.token_ids, prompt.source, earlier.token_ids, earlier.source, shows_earlier=is_own

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple, cast
 
 from prefixcache.diagnostics.spans import PromptSource
-from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError
+from prefixcache.exceptions import InvalidRequestError, RequestTooLargeError, wrong
 from prefixcache.server.http.workers import Workers
 from prefixcache.server.jobs.caching import (
     CachingControls,
@@ -24,7 +24,7 @@ from prefixcache.types.token_ids import TokenIds, as_token_ids
 
 # Characters that are encoded in one go; then it is another client's turn.
 _SLICE = 2**18
-# What a text costs beside its length, in characters.
+# What a text costs on top of its length, in characters.
 _OVERHEAD = 256
 # Tokens before those that are kept of a prompt's end, which may be other ones for the cut.
 _CUT_TOKENS = 64
@@ -66,7 +66,7 @@ class PromptEncoder:
     ) -> list[TokenIds]:
         """Token ids of `texts`, in turns with other clients when they are long.
 
-        With `last` so many tokens of each text's end. Raises `RequestTooLargeError`, without
+        With `last` that many tokens of each text's end. Raises `RequestTooLargeError`, without
         encoding any, for a text that can never fit.
         """
         if last is not None:
@@ -97,10 +97,9 @@ class PromptEncoder:
             answer = fields.given_max_tokens
             return max(limit - (1 if answer is None else answer), 1)
         if not 1 <= kept <= limit:
-            raise InvalidRequestError(
-                f"truncate_prompt_tokens must be from 1 to {limit}, or -1 for what has room, "
-                f"got {kept}.",
-                param="truncate_prompt_tokens",
+            raise wrong(
+                "truncate_prompt_tokens",
+                f"must be from 1 to {limit}, or -1 for what has room, got {kept}",
             )
         return kept
 
@@ -191,7 +190,7 @@ def _all_ids(items: Sequence[object]) -> bool:
 
 
 def _bad_prompt(what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"prompt must be {what}.", param="prompt")
+    return wrong("prompt", f"must be {what}")
 
 
 def _roles(roles: Iterable[str], edges: Sequence[int]) -> tuple[RoleSpan, ...]:

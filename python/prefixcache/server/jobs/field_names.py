@@ -17,17 +17,17 @@ _INDEX = re.compile(r"\[\d+\]")
 def fields_named(names: Mapping[str, str]) -> Generator[None, None, None]:
     """Renames fields in errors, where an endpoint calls a field by a name of its own.
 
-    What is wrong with a part of a field, as `messages[0].tool_call_id`, is told of that field:
+    What is wrong with a part of a field, as `messages[0].tool_call_id`, is reported for that field:
     endpoints number their parts otherwise. A name with `[]` is of a part that all number alike.
     """
     try:
         yield
     except InvalidRequestError as error:
         param = error.param or ""
-        name, told = _part_named(param, names) or _field_named(param, names) or (None, "")
+        name, renamed = _part_named(param, names) or _field_named(param, names) or (None, "")
         if name is None:
             raise
-        message = str(error).replace(param, told, 1)
+        message = str(error).replace(param, renamed, 1)
         raise type(error)(message, param=name, code=error.code) from None
 
 
@@ -37,8 +37,8 @@ def _part_named(param: str, names: Mapping[str, str]) -> tuple[str, str] | None:
     for known, name in names.items():
         begin = known.replace("[]", index[0], 1) if index else known
         if "[]" in known and param.startswith(begin):
-            told = name.replace("[]", index[0] if index else "", 1) + param.removeprefix(begin)
-            return told, told
+            renamed = name.replace("[]", index[0] if index else "", 1) + param.removeprefix(begin)
+            return renamed, renamed
     return None
 
 
@@ -47,8 +47,8 @@ def _field_named(param: str, names: Mapping[str, str]) -> tuple[str, str] | None
     if name is None:
         return None
     _, inside, member = param.rpartition(".")
-    told = f"{name}: {names.get(member, member)}" if inside and param not in names else name
-    return name, told
+    renamed = f"{name}: {names.get(member, member)}" if inside and param not in names else name
+    return name, renamed
 
 
 @contextmanager

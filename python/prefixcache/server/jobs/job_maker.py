@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from prefixcache.config.logs import with_fields
 from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.diagnostics.spans import PromptSource
-from prefixcache.exceptions import InvalidRequestError
-from prefixcache.server.http.access import Caller
+from prefixcache.exceptions import wrong
 from prefixcache.server.http.errors import ApiError
 from prefixcache.server.http.workers import Workers
 from prefixcache.server.jobs.caching import PromptCaching
@@ -26,11 +25,10 @@ from prefixcache.server.jobs.diagnosis import Diagnosis, check_may_ask, diagnost
 from prefixcache.server.jobs.encode import PromptEncoder
 from prefixcache.server.jobs.field_names import fields_named, schemas_named
 from prefixcache.server.jobs.params import choice_params, fitting_max_tokens
-from prefixcache.server.jobs.sampling_fields import RetentionFields, SamplingFields
+from prefixcache.server.jobs.sampling_fields import SamplingFields
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.text.chat.message import MessageParser
-from prefixcache.types.cache_scope import CacheScope
-from prefixcache.types.request import CacheOptions, Request, RoleSpan
+from prefixcache.types.request import CacheOptions, CacheScope, Request, RoleSpan
 from prefixcache.types.retention_range import RetentionRange
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import TokenIds
@@ -122,7 +120,9 @@ class JobMaker:
         scope = call.caller.scope(fields.cache_salt, fields.prompt_cache_key)
         cache_options = _cache_options(fields, scope, caching or PromptCaching())
         if fields.cache_diagnostics:
-            self._check_diagnostics(call.caller, cache_options.salt)
+            if self.diagnostics is None:
+                raise diagnostics_off("cache_diagnostics")
+            check_may_ask(call.caller, cache_options.salt, "cache_diagnostics")
         make = partial(self._requests, fields, prompts, params, call, scope, cache_options, roles)
         grammar = await self._grammar(fields, params, call)
         if self.served.num_logged_characters:
@@ -131,7 +131,14 @@ class JobMaker:
             len(prompts) * params.n * _REQUEST_COST, lambda: tuple(make())
         )
         model, parts = self.check_model(fields.model), [*sources]
-        explains = bool(fields.cache_diagnostics)
+        diagnosis = self.diagnostics and Diagnosis(
+            self.diagnostics,
+            call,
+            model,
+            requests[:: params.n],
+            parts,
+            explains=bool(fields.cache_diagnostics),
+        )
         return Job(
             call=call,
             model=model,
@@ -142,33 +149,8 @@ class JobMaker:
             new_parser=new_parser,
             grammar=grammar,
             sources=parts,
-            diagnosis=self._diagnosis(call, model, requests[:: params.n], parts, explains),
+            diagnosis=diagnosis,
         )
-
-    def _diagnosis(
-        self,
-        call: Call,
-        model: str,
-        requests: Sequence[Request],
-        sources: Sequence[PromptSource | None],
-        explains: bool,
-    ) -> Diagnosis | None:
-        if self.diagnostics is None:
-            return None
-        return Diagnosis(
-            self.diagnostics,
-            name=call.id,
-            caller=call.caller,
-            model=model,
-            requests=requests,
-            sources=sources,
-            explains=explains,
-        )
-
-    def _check_diagnostics(self, caller: Caller, salt: str | None) -> None:
-        if self.diagnostics is None:
-            raise diagnostics_off("cache_diagnostics")
-        check_may_ask(caller, salt, "cache_diagnostics")
 
     def _log_prompts(self, prompts: Sequence[TokenIds], call: Call) -> None:
         """As the model gets them, up to the limit together."""
@@ -180,8 +162,8 @@ class JobMaker:
             text = self.served.tokenizer.decode(prompt[:room].tolist(), skip_special_tokens=False)
             texts.append(text[:room])
             room -= len(texts[-1]) + 1
-        told = with_fields(event="prompts", message=f"Prompts of {call.id}", prompts=texts)
-        logger.info("Prompts of %s: %s", call.id, texts, extra=told)
+        extra = with_fields(event="prompts", message=f"Prompts of {call.id}", prompts=texts)
+        logger.info("Prompts of %s: %s", call.id, texts, extra=extra)
 
     async def _grammar(
         self, fields: SamplingFields, params: SamplingParams, call: Call
@@ -200,13 +182,9 @@ class JobMaker:
 
     def _check_priority(self, priority: int) -> None:
         if priority and not self.served.priorities:
-            raise InvalidRequestError(
-                "priority needs a server with --scheduling-policy priority.", param="priority"
-            )
+            raise wrong("priority", "needs a server with --scheduling-policy priority")
         if abs(priority) > MAX_PRIORITY:
-            raise InvalidRequestError(
-                f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}.", param="priority"
-            )
+            raise wrong("priority", f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}")
 
     def _requests(
         self,
@@ -244,20 +222,17 @@ def _cache_options(
     fields: SamplingFields, scope: CacheScope, caching: PromptCaching
 ) -> CacheOptions:
     if fields.retention and caching.retention:
-        raise InvalidRequestError(
-            "retention stands beside TTLs of another caching control: give one, not both.",
-            param="retention",
-        )
+        raise wrong("retention", "excludes TTLs of another caching control: give one, not both")
+    retention = tuple(
+        RetentionRange(one.start or 0, one.end, one.priority, one.ttl_s)
+        for one in fields.retention or ()
+    )
     return CacheOptions(
         salt=scope.salt,
         read=fields.cache_read is not False,
         write=fields.cache_write is not False,
         hit_threshold=fields.cache_hit_threshold,
-        retention=caching.retention or tuple(map(_range, fields.retention or ())),
+        retention=caching.retention or retention,
         owner=scope.owner,
         write_upto=caching.write_upto,
     )
-
-
-def _range(fields: RetentionFields) -> RetentionRange:
-    return RetentionRange(fields.start or 0, fields.end, fields.priority, fields.ttl_s)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import InvalidRequestError, wrong
 from prefixcache.server.jobs.sampling_fields import SamplingFields
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.server.options.limits import MAX_SEQUENCES
-from prefixcache.text.tokenization.bad_words import with_bad_words
-from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.text.tokenization.tokenizer import Tokenizer, with_bad_words
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import TokenIds
 
@@ -31,15 +30,16 @@ def sampling_params(
     _check_stream_fields(fields)
     given = {name: getattr(fields, name) for name in _PASSED_ON}
     chosen = {name: value for name, value in given.items() if value is not None}
+    allowed = fields.allowed_token_ids
     params = SamplingParams(
         **{**served.generation.sampling_options(), **chosen},
         max_tokens=max_tokens,
         logprobs=logprobs,
-        stop=_stop_strings(fields.stop),
+        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         logit_bias=_logit_bias(fields.logit_bias or {}),
         structured_output=fields.structured_output and fields.structured_output[1],
-        allowed_token_ids=_tuple_or_none(fields.allowed_token_ids),
+        allowed_token_ids=None if allowed is None else tuple(allowed),
         bad_words=tuple(fields.bad_words or ()),
     )
     check_ids(params.stop_token_ids, served.tokenizer, "stop_token_ids")
@@ -48,11 +48,9 @@ def sampling_params(
 
 def _check_stream_fields(fields: SamplingFields) -> None:
     if fields.stream and fields.prompt_logprobs is not None:
-        raise InvalidRequestError(
-            "prompt_logprobs cannot be streamed; set stream to false.", param="prompt_logprobs"
-        )
+        raise wrong("prompt_logprobs", "cannot be streamed; set stream to false")
     if fields.stream_options is not None and not fields.stream:
-        raise InvalidRequestError("stream_options needs stream to be true.", param="stream_options")
+        raise wrong("stream_options", "needs stream to be true")
 
 
 def check_num_sequences(num_prompts: int, n: int) -> None:
@@ -66,11 +64,10 @@ def check_num_sequences(num_prompts: int, n: int) -> None:
 
 def check_ids(token_ids: Sequence[int], tokenizer: Tokenizer, param: str) -> None:
     """Raises `InvalidRequestError` for ids outside the vocabulary."""
-    wrong = next((i for i in token_ids if not 0 <= i < tokenizer.vocab_size), None)
-    if wrong is not None:
-        raise InvalidRequestError(
-            f"{param} holds the token id {wrong}; ids are from 0 to {tokenizer.vocab_size - 1}.",
-            param=param,
+    unknown = next((i for i in token_ids if not 0 <= i < tokenizer.vocab_size), None)
+    if unknown is not None:
+        raise wrong(
+            param, f"holds the token id {unknown}; ids are from 0 to {tokenizer.vocab_size - 1}"
         )
 
 
@@ -89,18 +86,8 @@ def choice_params(params: SamplingParams, max_tokens: int | None) -> tuple[Sampl
     return tuple(fitted.for_choice(choice) for choice in range(params.n))
 
 
-def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
-
-
-def _tuple_or_none(values: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if values is None else tuple(values)
-
-
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
     try:
         return {int(token_id): value for token_id, value in bias.items()}
     except ValueError:
-        raise InvalidRequestError(
-            "logit_bias must map token ids to numbers.", param="logit_bias"
-        ) from None
+        raise wrong("logit_bias", "must map token ids to numbers") from None

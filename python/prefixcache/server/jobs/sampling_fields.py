@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Literal, cast
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
-from prefixcache.exceptions import InvalidRequestError
-from prefixcache.server.http.fields import (
-    RequestFields,
-    check_length,
-)
+from prefixcache.exceptions import wrong
+from prefixcache.server.http.body import RequestFields, check_length
 from prefixcache.server.jobs.structured_fields import (
     GuidedFields,
     Named,
@@ -20,33 +17,19 @@ from prefixcache.server.jobs.structured_fields import (
     StructuredOutputsFields,
     only_one,
 )
-from prefixcache.server.options.limits import (
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_WORD_CHARACTERS,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIASES,
-    MAX_MODEL_NAME_CHARACTERS,
-    MAX_SALT_CHARACTERS,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-)
+from prefixcache.server.options import limits
 from prefixcache.types.retention_range import MAX_RANGES
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(BaseModel, strict=True, extra="allow"):
     """What a stream tells besides text."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class RetentionFields(BaseModel):
+class RetentionFields(BaseModel, strict=True, extra="forbid"):
     """One retention hint, as `RetentionRange`; an unknown field is refused, as it does nothing."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     start: int | None = None
     end: int | None = None
@@ -54,13 +37,20 @@ class RetentionFields(BaseModel):
     ttl_s: float | None = None
 
 
-class PromptCacheOptions(BaseModel):
+class PromptCacheOptions(BaseModel, strict=True):
     """OpenAI's options of the prompt cache; `server/jobs/caching.py` says what they mean here."""
-
-    model_config = ConfigDict(strict=True)
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m"] | None = None
+
+
+class ResponseCacheOptions(BaseModel, strict=True):
+    """Those of `/v1/responses`, where a longer TTL may be asked for, and that nothing be said."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m", "12h"] | None = None
+    prewarm: bool | None = None
+    comparison_response_id: str | None = None
 
 
 class SamplingFields(RequestFields, GuidedFields):
@@ -90,13 +80,13 @@ class SamplingFields(RequestFields, GuidedFields):
         "use_beam_search": (False,),
     }
     max_lengths: ClassVar[dict[str, int]] = {
-        "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
-        "cache_salt": MAX_SALT_CHARACTERS,
-        "logit_bias": MAX_LOGIT_BIASES,
-        "model": MAX_MODEL_NAME_CHARACTERS,
-        "prompt_cache_key": MAX_SALT_CHARACTERS,
+        "allowed_token_ids": limits.MAX_ALLOWED_TOKEN_IDS,
+        "cache_salt": limits.MAX_SALT_CHARACTERS,
+        "logit_bias": limits.MAX_LOGIT_BIASES,
+        "model": limits.MAX_MODEL_NAME_CHARACTERS,
+        "prompt_cache_key": limits.MAX_SALT_CHARACTERS,
         "retention": MAX_RANGES,
-        "stop_token_ids": MAX_STOP_TOKEN_IDS,
+        "stop_token_ids": limits.MAX_STOP_TOKEN_IDS,
     }
 
     model: str | None = None
@@ -163,8 +153,13 @@ class SamplingFields(RequestFields, GuidedFields):
     def check_lengths(cls, values: Mapping[str, Any]) -> None:
         """As for all requests; stop strings have a limit together, and so have bad words."""
         super().check_lengths(values)
-        check_texts("stop", values.get("stop"), MAX_STOP_STRINGS, MAX_STOP_CHARACTERS)
-        check_texts("bad_words", values.get("bad_words"), MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
+        check_texts("stop", values.get("stop"), limits.MAX_STOP_STRINGS, limits.MAX_STOP_CHARACTERS)
+        check_texts(
+            "bad_words",
+            values.get("bad_words"),
+            limits.MAX_BAD_WORDS,
+            limits.MAX_BAD_WORD_CHARACTERS,
+        )
 
 
 def check_texts(name: str, value: object, most: int, most_characters: int) -> None:
@@ -173,8 +168,8 @@ def check_texts(name: str, value: object, most: int, most_characters: int) -> No
     check_length(name, texts, most)
     characters = sum(len(text) for text in texts if isinstance(text, str))
     if characters > most_characters:
-        raise InvalidRequestError(
-            f"{name} may have at most {most_characters} characters in all, got {characters}.",
-            param=name,
+        raise wrong(
+            name,
+            f"may have at most {most_characters} characters in all, got {characters}",
             code="too_long",
         )

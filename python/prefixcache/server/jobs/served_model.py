@@ -27,7 +27,7 @@ class ServedModel:
     With `any_name` clients may ask for any other name too. `clamps_max_tokens` shortens answers to
     what the context has room for, where requests that ask for more are refused otherwise.
     `header_lines` are left out of prompts. With
-    `strict` a field that nobody reads is an error instead of a warning. `metrics_prefix` is what
+    `strict` an unknown field is an error instead of a warning. `metrics_prefix` is what
     names in `/metrics` begin with. The log shows `num_logged_characters` of a request's prompts.
     With `records_roles` a chat's requests say who wrote which of their tokens.
     """

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import InvalidRequestError, wrong
+from prefixcache.server.http.body import check_length
 from prefixcache.server.options.limits import MAX_GRAMMAR_CHARACTERS
 from prefixcache.types.structured_output import Kind, StructuredOutput
 
@@ -15,10 +16,8 @@ Named = tuple[str, StructuredOutput]
 """A structured output, and the field that asked for it."""
 
 
-class JsonSchemaFields(BaseModel):
+class JsonSchemaFields(BaseModel, strict=True, extra="allow"):
     """`response_format.json_schema`. Every schema is followed as if it were strict."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     name: str | None = None
     description: str | None = None
@@ -26,10 +25,8 @@ class JsonSchemaFields(BaseModel):
     content: dict[str, Any] | bool | None = Field(default=None, alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(BaseModel, strict=True, extra="allow"):
     """OpenAI's form."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFields | None = None
@@ -42,16 +39,14 @@ class ResponseFormat(BaseModel):
             return [("response_format", StructuredOutput("json_object"))]
         field = "response_format.json_schema"
         if self.json_schema is None:
-            raise InvalidRequestError(f"{field} is missing.", param=field)
+            raise wrong(field, "is missing")
         if self.json_schema.content is None:
-            raise InvalidRequestError(f"{field}.schema is missing.", param=f"{field}.schema")
+            raise wrong(f"{field}.schema", "is missing")
         return [_made(f"{field}.schema", "json", self.json_schema.content)]
 
 
-class StructuredOutputsFields(BaseModel):
+class StructuredOutputsFields(BaseModel, strict=True, extra="allow"):
     """vLLM's form: one of these."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     schema_: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -64,7 +59,7 @@ class StructuredOutputsFields(BaseModel):
         for name in ("structural_tag", "whitespace_pattern", "disable_any_whitespace"):
             if (self.model_extra or {}).get(name):
                 field = f"structured_outputs.{name}"
-                raise InvalidRequestError(f"{field} is not supported.", param=field)
+                raise wrong(field, "is not supported")
         return _found("structured_outputs.", self.schema_, self)
 
 
@@ -79,14 +74,9 @@ class GuidedFields(BaseModel):
 
     def guided(self) -> list[Named]:
         """What they ask for, in order."""
-        asked = StructuredOutputsFields(
-            json=self.guided_json,
-            regex=self.guided_regex,
-            choice=self.guided_choice,
-            grammar=self.guided_grammar,
-            json_object=self.guided_json_object,
-        )
-        return _found("guided_", self.guided_json, asked)
+        names = GuidedFields.model_fields
+        asked = {name.removeprefix("guided_"): getattr(self, name) for name in names}
+        return _found("guided_", self.guided_json, StructuredOutputsFields(**asked))
 
 
 def _found(prefix: str, schema: object, asked: StructuredOutputsFields) -> list[Named]:
@@ -104,12 +94,7 @@ def _found(prefix: str, schema: object, asked: StructuredOutputsFields) -> list[
 
 def _made(field: str, kind: Kind, value: object) -> Named:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    if len(text) > MAX_GRAMMAR_CHARACTERS:
-        raise InvalidRequestError(
-            f"{field} may have at most {MAX_GRAMMAR_CHARACTERS} characters, got {len(text)}.",
-            param=field,
-            code="too_long",
-        )
+    check_length(field, text, MAX_GRAMMAR_CHARACTERS)
     return field, StructuredOutput(kind, text)
 
 

@@ -11,17 +11,16 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from prefixcache.diagnostics.spans import PromptSource
-from prefixcache.exceptions import InvalidRequestError
-from prefixcache.server.http.body import parse_fields, parse_object, read_body
-from prefixcache.server.jobs.answers import Choice, answer, streaming
+from prefixcache.exceptions import InvalidRequestError, wrong
+from prefixcache.server.jobs.answers import Choice, answer, head, streaming
 from prefixcache.server.jobs.caching import (
     CachingControls,
     Place,
-    caching_controls,
     changed_behind,
     marked_parts,
+    openai_controls,
 )
-from prefixcache.server.jobs.context import Call, new_call, tell_unknown
+from prefixcache.server.jobs.context import Call, new_call, read_fields
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.logprobs import chat_logprobs, prompt_logprobs
@@ -55,15 +54,19 @@ async def _asked(
     maker: JobMaker, request: Request
 ) -> tuple[Job, ChatForm, StreamOptions | None, dict[str, str]]:
     """What a body asks, and nothing of the body itself."""
-    body = await read_body(request)
-    fields = await maker.workers.run(
-        len(body), lambda: parse_fields(parse_object(body), ChatRequest)
-    )
-    tell_unknown(request, fields)
+    fields, size = await read_fields(request, maker.workers, ChatRequest)
     names = chat_names(fields)
     with fields_named(names):
-        job = await chat_job(maker, fields, len(body), new_call(request, "chatcmpl"))
+        job = await chat_job(maker, fields, size, new_call(request, "chatcmpl"))
         return job, ChatForm(maker.served.tokenizer, fields), streaming(fields), names
+
+
+async def count_chat(maker: JobMaker, fields: ChatRequest, size: int) -> int:
+    """How many tokens the prompt of a chat has; `size` is that of the body."""
+    maker.check_model(fields.model)
+    plan, _ = await chat_plan(maker, fields, size)
+    encode = maker.encoder.encode
+    return len(await encode(plan.prompt, param="messages", add_special_tokens=False))
 
 
 async def chat_plan(
@@ -71,16 +74,11 @@ async def chat_plan(
     fields: ChatFields,
     size: int,
     structured_output: StructuredOutput | None = None,
-) -> ChatPlan:
-    """The messages in the model's own form of a chat, and how it answers. `size` is the body's."""
-    plan, _ = await _sourced_plan(maker, fields, size, structured_output)
-    return plan
-
-
-async def _sourced_plan(
-    maker: JobMaker, fields: ChatFields, size: int, structured_output: StructuredOutput | None
 ) -> tuple[ChatPlan, PromptSource]:
-    """The plan, and what its prompt was made of."""
+    """The messages in the model's own form of a chat, how it answers, and what the prompt is of.
+
+    `size` is that of the body.
+    """
     if maker.served.tokenizer.chat_template is None:
         raise InvalidRequestError(
             "This model has no chat template; use /v1/completions.", param="messages"
@@ -139,7 +137,7 @@ async def chat_job(
     """
     maker.check_model(fields.model)
     params, kept = _params(maker, fields), maker.encoder.num_kept(fields)
-    plan, source = await _sourced_plan(maker, fields, size, params.structured_output)
+    plan, source = await chat_plan(maker, fields, size, params.structured_output)
     special = fields.add_special_tokens is True
     if controls is None:
         controls = await maker.workers.run(size, partial(_controls, fields))
@@ -169,7 +167,8 @@ async def chat_job(
 
 def _controls(fields: ChatRequest) -> CachingControls:
     messages = ({"content": message.content} for message in fields.messages)
-    return caching_controls(fields, marked_parts(messages, "prompt_cache_breakpoint"))
+    marked = marked_parts(messages, "prompt_cache_breakpoint")
+    return openai_controls(marked, fields.prompt_cache_options, fields.prompt_cache_retention)
 
 
 def _params(maker: JobMaker, fields: ChatRequest) -> SamplingParams:
@@ -184,7 +183,7 @@ def _num_logprobs(fields: ChatRequest) -> int | None:
     if fields.logprobs:
         return fields.top_logprobs or 0
     if fields.top_logprobs:
-        raise InvalidRequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+        raise wrong("top_logprobs", "needs logprobs to be true")
     return None
 
 
@@ -201,7 +200,7 @@ class ChatForm:
     def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
         """The whole answer, without `usage`."""
         body: dict[str, Any] = {
-            **_head(job, "chat.completion"),
+            **head(job, "chat.completion"),
             "choices": [self._whole(choice) for choice in choices],
         }
         scored = choices[0].prompt_logprobs
@@ -233,7 +232,7 @@ class ChatForm:
 
     def last_chunk(self, job: Job) -> dict[str, Any]:
         """The chunk without choices that carries the usage."""
-        return {**_head(job, "chat.completion.chunk"), "choices": []}
+        return {**head(job, "chat.completion.chunk"), "choices": []}
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         shown: dict[str, Any] = {
@@ -258,7 +257,7 @@ class ChatForm:
             "finish_reason": choice.finish_reason if ended else None,
             "stop_reason": choice.stop_reason if ended else None,
         }
-        return {**_head(job, "chat.completion.chunk"), "choices": [shown]}
+        return {**head(job, "chat.completion.chunk"), "choices": [shown]}
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if self._num_logprobs is None or not logprobs:
@@ -266,12 +265,8 @@ class ChatForm:
         return chat_logprobs(logprobs, self._num_logprobs, self._tokenizer)
 
 
-def _head(job: Job, kind: str) -> dict[str, Any]:
-    return {"id": job.call.id, "object": kind, "created": job.created, "model": job.model}
-
-
 def _message(message: Message, *, with_reasoning: bool) -> dict[str, Any]:
-    """`content` is null where the answer says nothing beside calls or reasoning."""
+    """`content` is null where the answer holds nothing but calls or reasoning."""
     content, reasoning = message.content, message.reasoning
     said = content or not (message.tool_calls or reasoning)
     shown: dict[str, Any] = {

@@ -12,10 +12,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from prefixcache.diagnostics.spans import PromptSource
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import wrong
 from prefixcache.server.http.body import parse_fields, parse_object, read_body
-from prefixcache.server.jobs.answers import Choice, answer, streaming
-from prefixcache.server.jobs.caching import caching_controls, prompt_caching
+from prefixcache.server.jobs.answers import Choice, answer, head, streaming
+from prefixcache.server.jobs.caching import openai_controls, prompt_caching
 from prefixcache.server.jobs.context import Call, new_call, tell_unknown
 from prefixcache.server.jobs.encode import parse_prompts
 from prefixcache.server.jobs.field_names import fields_named
@@ -69,7 +69,8 @@ async def completion_job(
     params, kept = _params(maker, fields), maker.encoder.num_kept(fields)
     check_num_sequences(len(prompts), params.n)
     prompts = await _stripped(maker, prompts)
-    caching = prompt_caching(caching_controls(fields), ())
+    controls = openai_controls((), fields.prompt_cache_options, fields.prompt_cache_retention)
+    caching = prompt_caching(controls, ())
     encoded = await _encoded(maker, prompts, fields.add_special_tokens is not False, kept)
     sources = [PromptSource(one) if isinstance(one, str) else None for one in prompts]
     return await maker.job(fields, encoded, params, call=call, caching=caching, sources=sources)
@@ -114,13 +115,11 @@ def _with_best_of(params: SamplingParams, fields: CompletionRequest) -> Sampling
     if best_of is None or best_of == params.n:
         return params
     if best_of < params.n:
-        raise InvalidRequestError(
-            f"best_of ({best_of}) must not be less than n ({params.n}).", param="best_of"
-        )
+        raise wrong("best_of", f"({best_of}) must not be less than n ({params.n})")
     if fields.stream:
-        raise InvalidRequestError(
-            "best_of above n cannot be streamed: which choices are the best is known at their end.",
-            param="best_of",
+        raise wrong(
+            "best_of",
+            "above n cannot be streamed: which choices are the best is known at their end",
         )
     with fields_named({"n": "best_of"}):
         return dataclasses.replace(params, n=best_of, logprobs=params.logprobs or 0)
@@ -159,18 +158,18 @@ class CompletionForm:
         """The whole answer, without `usage`."""
         best = _best(job, choices, self._n)
         shown = [{**self._whole(job, choice), "index": i} for i, choice in enumerate(best)]
-        return {**_head(job), "choices": shown}
+        return {**head(job, "text_completion"), "choices": shown}
 
     def chunks(self, job: Job, choice: Choice, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """One chunk, or none while text is held back."""
         shown = self._choice(job, choice, output.text, output.logprobs, output.token_ids)
         if any(map(shown.get, ("text", "logprobs", "token_ids"))) or output.finished:
             choice.started = True
-            yield {**_head(job), "choices": [shown]}
+            yield {**head(job, "text_completion"), "choices": [shown]}
 
     def last_chunk(self, job: Job) -> dict[str, Any]:
         """The chunk without choices that carries the usage."""
-        return {**_head(job), "choices": []}
+        return {**head(job, "text_completion"), "choices": []}
 
     def _whole(self, job: Job, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.text)
@@ -220,12 +219,3 @@ class CompletionForm:
         return completion_logprobs(
             tokens, self._num_logprobs, self._tokenizer, offsets=choice.text_offsets
         )
-
-
-def _head(job: Job) -> dict[str, Any]:
-    return {
-        "id": job.call.id,
-        "object": "text_completion",
-        "created": job.created,
-        "model": job.model,
-    }

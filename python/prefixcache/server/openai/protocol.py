@@ -8,18 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, FailFast, Field
 
-from prefixcache.server.http.fields import (
-    RequestFields,
-    refuse_unless_harmless,
-)
-from prefixcache.server.jobs.sampling_fields import (
-    SamplingFields,
-)
-from prefixcache.server.options.limits import (
-    MAX_MESSAGES,
-)
+from prefixcache.server.http.body import RequestFields, refuse_unless_harmless
+from prefixcache.server.jobs.sampling_fields import SamplingFields
+from prefixcache.server.options.limits import MAX_MESSAGES
 from prefixcache.text.chat.tools import ToolUse, read_tool_use
 
 
@@ -39,10 +32,8 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = None
 
 
-class _Message(BaseModel):
+class _Message(BaseModel, strict=True, extra="allow"):
     """One message. Content is text, or parts of type text, which the template's renderer checks."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     role: str = Field(min_length=1)
     content: str | list[Any] | None = None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from prefixcache.server.http.errors import error_body
-from prefixcache.server.jobs.answers import Choice, told_diagnosis, usage
+from prefixcache.server.jobs.answers import Choice, diagnosis_fields, usage
 from prefixcache.server.jobs.diagnosis import openai_comparison
 from prefixcache.server.jobs.job_maker import Job
 from prefixcache.server.jobs.logprobs import chat_logprobs
@@ -18,8 +19,6 @@ from prefixcache.types.request import RequestOutput, TokenLogprobs
 
 Event = dict[str, Any]
 Item = dict[str, Any]
-
-_INCOMPLETE = {"length": "max_output_tokens", "cache_threshold": "cache_threshold"}
 
 
 class OutputItems:
@@ -74,8 +73,8 @@ class OutputItems:
     def _close(self, status: str) -> Iterator[Event]:
         item, self._is_open = self.items[-1], False
         if item["type"] == "function_call":
-            told = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._event("response.function_call_arguments.done", **told)
+            fields = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("response.function_call_arguments.done", **fields)
         else:
             (part,) = item["content"]
             logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
@@ -121,6 +120,7 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
+@dataclass(slots=True)
 class ResponseForm:
     """OpenAI's `response` objects and their events, which are numbered.
 
@@ -128,19 +128,12 @@ class ResponseForm:
     complete.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        settings: Mapping[str, Any],
-        num_logprobs: int | None,
-        keep: Callable[[Mapping[str, Any]], None],
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._settings = settings
-        self._num_logprobs = num_logprobs
-        self._keep = keep
-        self._output = OutputItems()
-        self._num_events = 0
+    tokenizer: Tokenizer
+    settings: Mapping[str, Any]
+    num_logprobs: int | None
+    keep: Callable[[Mapping[str, Any]], None]
+    _output: OutputItems = field(default_factory=OutputItems)
+    _num_events: int = 0
 
     def body(self, job: Job, choice: Choice) -> dict[str, Any]:
         """The whole answer."""
@@ -167,32 +160,34 @@ class ResponseForm:
             status = _status(job, choice)
             for event in self._output.end(status):
                 yield self._numbered(job, event)
-            told = self._complete(job, choice, status)
+            complete = self._complete(job, choice, status)
             kind = status if status in ("completed", "incomplete") else "failed"
-            yield self._numbered(job, {"type": f"response.{kind}", "response": told})
+            yield self._numbered(job, {"type": f"response.{kind}", "response": complete})
 
     def failed(self, job: Job, error: Exception) -> Event:
         """The last event of an answer that failed."""
-        told = error_body(error)[1]["error"]
-        shown = {"code": told["code"] or "server_error", "message": told["message"]}
+        fields = error_body(error)[1]["error"]
+        shown = {"code": fields["code"] or "server_error", "message": fields["message"]}
         response = {**self._response(job, "failed"), "error": shown}
         return self._numbered(job, {"type": "response.failed", "response": response})
 
     def _take(self, delta: MessageDelta, logprobs: Sequence[TokenLogprobs]) -> list[Event]:
         shown = None
-        if self._num_logprobs is not None and logprobs:
-            shown = [*chat_logprobs(logprobs, self._num_logprobs, self._tokenizer)["content"]]
+        if self.num_logprobs is not None and logprobs:
+            shown = [*chat_logprobs(logprobs, self.num_logprobs, self.tokenizer)["content"]]
         return [*self._output.add(delta, shown)]
 
     def _complete(self, job: Job, choice: Choice, status: str) -> dict[str, Any]:
         body = self._response(job, status)
         if status == "incomplete":
-            reason = choice.finish_reason or ""
-            body["incomplete_details"] = {"reason": _INCOMPLETE.get(reason, reason)}
+            cut = choice.finish_reason == "length"
+            body["incomplete_details"] = {
+                "reason": "max_output_tokens" if cut else choice.finish_reason or ""
+            }
         body["usage"] = _usage(usage(choice.counts))
-        body |= _told(job)
+        body |= _diagnosis(job)
         body["completed_at"] = int(time.time()) if status == "completed" else None
-        self._keep(body)
+        self.keep(body)
         return body
 
     def _response(self, job: Job, status: str) -> dict[str, Any]:
@@ -205,7 +200,7 @@ class ResponseForm:
             "error": None,
             "incomplete_details": None,
             "model": job.model,
-            **self._settings,
+            **self.settings,
             "output": [*self._output.items],
             "usage": None,
         }
@@ -217,18 +212,18 @@ class ResponseForm:
 
 
 def _status(job: Job, choice: Choice) -> str:
-    """An answer that nobody wanted is complete without one."""
+    """Where no answer was wanted, the response is complete without one."""
     if job.params.max_tokens == 0 or choice.finish_reason in ("stop", "tool_calls"):
         return "completed"
     return "cancelled" if choice.finish_reason == "abort" else "incomplete"
 
 
-def _told(job: Job) -> dict[str, Any]:
+def _diagnosis(job: Job) -> dict[str, Any]:
     """What was found out of the cache, where that was asked for."""
     if job.diagnosis is None or job.diagnosis.comparison is None:
-        return told_diagnosis(job)
+        return diagnosis_fields(job)
     compared = openai_comparison(job.diagnosis.comparison)
-    return {**told_diagnosis(job), "prompt_cache_diagnostics": compared}
+    return {**diagnosis_fields(job), "prompt_cache_diagnostics": compared}
 
 
 def _usage(counts: Mapping[str, Any]) -> dict[str, Any]:

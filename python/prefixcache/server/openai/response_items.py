@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prefixcache.config.checked import shown
-from prefixcache.server.jobs.parts import (
+from prefixcache.exceptions import wrong
+from prefixcache.text.chat.parts import (
     Values,
     content_of,
     objects,
@@ -14,7 +15,6 @@ from prefixcache.server.jobs.parts import (
     text_of,
     text_part,
     word_of,
-    wrong,
 )
 
 Message = dict[str, Any]
@@ -163,8 +163,8 @@ def chat_format(value: object) -> object:
     if form.get("type") != "json_schema":
         return form
     names = ("name", "description", "schema", "strict")
-    told = {name: form[name] for name in names if form.get(name) is not None}
-    return {"type": "json_schema", "json_schema": told}
+    schema = {name: form[name] for name in names if form.get(name) is not None}
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def answer_messages(items: Sequence[Values]) -> list[Message]:

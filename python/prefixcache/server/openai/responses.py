@@ -7,26 +7,28 @@ import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict
 from pydantic_core import from_json, to_json
 from starlette.responses import Response
 
-from prefixcache.exceptions import InvalidRequestError
-from prefixcache.server.http.body import parse_fields, parse_object, read_body
+from prefixcache.exceptions import wrong
+from prefixcache.server.http.body import RequestFields, parse_fields
 from prefixcache.server.http.errors import RESPONSES_PATH, ApiError
-from prefixcache.server.http.fields import RequestFields
 from prefixcache.server.http.json_text import Written, json_response, json_text, object_json
 from prefixcache.server.http.paging import page
 from prefixcache.server.jobs.answers import answer_in_events
 from prefixcache.server.jobs.caching import CachingControls, marked_parts, openai_controls
-from prefixcache.server.jobs.context import Call, new_call, tell_unknown
+from prefixcache.server.jobs.context import Call, new_call, read_fields
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
-from prefixcache.server.jobs.sampling_fields import SamplingFields, StreamOptions
-from prefixcache.server.openai.chat import chat_job, chat_plan
+from prefixcache.server.jobs.sampling_fields import (
+    ResponseCacheOptions,
+    SamplingFields,
+    StreamOptions,
+)
+from prefixcache.server.openai.chat import chat_job, count_chat
 from prefixcache.server.openai.protocol import ChatRequest
 from prefixcache.server.openai.response_events import ResponseForm
 from prefixcache.server.openai.response_items import (
@@ -60,17 +62,6 @@ _NAMES = {
 }
 
 
-class _CacheOptions(BaseModel):
-    """As for a chat; here a longer TTL may be asked for, and that nothing be said."""
-
-    model_config = ConfigDict(strict=True)
-
-    mode: Literal["implicit", "explicit"] | None = None
-    ttl: Literal["30m", "12h"] | None = None
-    prewarm: bool | None = None
-    comparison_response_id: str | None = None
-
-
 class ResponsesRequest(RequestFields):
     """Body of `POST /v1/responses`. What a chat takes under the same name is checked there."""
 
@@ -88,7 +79,7 @@ class ResponsesRequest(RequestFields):
     input: Any = None
     instructions: str | None = None
     include: list[str] | None = None
-    prompt_cache_options: _CacheOptions | None = None
+    prompt_cache_options: ResponseCacheOptions | None = None
     max_output_tokens: int | None = None
     metadata: dict[str, str] | None = None
     previous_response_id: str | None = None
@@ -109,7 +100,7 @@ class ResponsesRequest(RequestFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens beside each of the answer's; None tells no log probabilities."""
+        """Likeliest tokens for each of the answer's; None means no log probabilities."""
         asked = "message.output_text.logprobs" in (self.include or ())
         return (self.top_logprobs or 0) if asked or self.top_logprobs else None
 
@@ -138,16 +129,10 @@ class ResponsesRequest(RequestFields):
 
     def caching(self, chat: ChatRequest) -> CachingControls:
         """What the caching fields ask; `chat` has the breakpoints."""
-        options = self.prompt_cache_options
-        return openai_controls(
-            marked_parts(chat.plain_messages(), "prompt_cache_breakpoint"),
-            mode=None if options is None else options.mode,
-            ttl=None if options is None else options.ttl,
-            has_options=options is not None,
-            retention=chat.prompt_cache_retention,
-        )
+        marked = marked_parts(chat.plain_messages(), "prompt_cache_breakpoint")
+        return openai_controls(marked, self.prompt_cache_options, chat.prompt_cache_retention)
 
-    def _told_options(self) -> dict[str, str] | None:
+    def _shown_options(self) -> dict[str, str] | None:
         options = self.prompt_cache_options
         if options is None:
             return None
@@ -162,7 +147,7 @@ class ResponsesRequest(RequestFields):
         """The members of an answer that tell what was asked; `params` are those of sampling."""
         extra, text = self.model_extra or {}, self.text or {}
         reasoning = {"effort": None, "summary": None, **(self.reasoning or {})}
-        told = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+        repeated = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
         return {
             "background": False,
             "instructions": self.instructions,
@@ -170,7 +155,7 @@ class ResponsesRequest(RequestFields):
             "max_tool_calls": None,
             "metadata": self.metadata or {},
             "parallel_tool_calls": extra.get("parallel_tool_calls") is not False,
-            "prompt_cache_options": self._told_options(),
+            "prompt_cache_options": self._shown_options(),
             "previous_response_id": self.previous_response_id,
             "reasoning": reasoning,
             "service_tier": "default",
@@ -181,7 +166,7 @@ class ResponsesRequest(RequestFields):
             "top_logprobs": self.top_logprobs or 0,
             "truncation": self.truncation or "disabled",
             **params,
-            **{name: extra.get(name) for name in told},
+            **{name: extra.get(name) for name in repeated},
         }
 
 
@@ -191,44 +176,33 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
 
     @router.post(RESPONSES_PATH)
     async def create_response(request: Request) -> Response:
-        body = await read_body(request)
-        fields = await maker.workers.run(
-            len(body), lambda: parse_fields(parse_object(body), ResponsesRequest)
-        )
-        tell_unknown(request, fields)
+        fields, size = await read_fields(request, maker.workers, ResponsesRequest)
         # What was asked is remembered with the answer, so the body counts until that has come.
         call = dataclasses.replace(
             new_call(request, "resp"), id=f"resp_{uuid.uuid4().hex}", body=None
         )
-        before = _before(store, fields, call)
-        job = await _job(maker, fields, before, len(body), call)
-        asked = await maker.workers.run(len(body), partial(_asked, fields))
-        told = await maker.workers.run(len(body), partial(_told_settings, fields, job))
-        _compare(job, fields)
+        before = response_before(store, fields, call)
+        job = await response_job(maker, fields, before, size, call)
+        asked = await maker.workers.run(size, partial(_asked, fields))
+        settings = await maker.workers.run(size, partial(_written_settings, fields, job))
+        if job.diagnosis is not None and fields.prompt_cache_options is not None:
+            job.diagnosis.compared_with = fields.prompt_cache_options.comparison_response_id
         keep = partial(_keep, store, asked, before, call)
-        form = ResponseForm(maker.served.tokenizer, told, fields.num_logprobs, keep)
+        form = ResponseForm(maker.served.tokenizer, settings, fields.num_logprobs, keep)
         with fields_named(_NAMES):
             return await answer_in_events(
-                request, maker, job, form, stream=bool(fields.stream), size=len(body)
+                request, maker, job, form, stream=bool(fields.stream), size=size
             )
 
     @router.post(f"{RESPONSES_PATH}/input_tokens")
     async def count_input_tokens(request: Request) -> dict[str, Any]:
-        body = await read_body(request)
-        fields = await maker.workers.run(
-            len(body), lambda: parse_fields(parse_object(body), ResponsesRequest)
-        )
-        tell_unknown(request, fields)
-        before = _before(store, fields, new_call(request, "count"))
-        size = len(body) + before.size
+        fields, size = await read_fields(request, maker.workers, ResponsesRequest)
+        before = response_before(store, fields, new_call(request, "count"))
+        size += before.size
         chat = await maker.workers.run(size, lambda: _chat_fields(fields, before))
         with fields_named(_NAMES):
-            maker.check_model(chat.model)
-            plan = await chat_plan(maker, chat, size)
-            ids = await maker.encoder.encode(
-                plan.prompt, param="messages", add_special_tokens=False
-            )
-        return {"object": "response.input_tokens", "input_tokens": len(ids)}
+            count = await count_chat(maker, chat, size)
+        return {"object": "response.input_tokens", "input_tokens": count}
 
     @router.get(f"{RESPONSES_PATH}/{{response_id}}")
     async def retrieve_response(response_id: str, request: Request) -> Response:
@@ -243,8 +217,8 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
     @router.get(f"{RESPONSES_PATH}/{{response_id}}/input_items")
     async def list_input_items(response_id: str, request: Request) -> Response:
         items = _stored(store, request, response_id).items
-        told = partial(_told_items, items, response_id, request.query_params)
-        return json_response(await maker.workers.run(len(items), told))
+        write = partial(_page_of_items, items, response_id, request.query_params)
+        return json_response(await maker.workers.run(len(items), write))
 
     return router
 
@@ -255,39 +229,28 @@ _NOTHING = StoredResponse(b"", b"", ())
 
 
 async def response_job(
-    maker: JobMaker, store: ResponseStore, fields: ResponsesRequest, size: int, call: Call
-) -> Job:
-    """The requests of a response, checked. `size` is that of the body."""
-    return await _job(maker, fields, _before(store, fields, call), size, call)
-
-
-async def _job(
     maker: JobMaker, fields: ResponsesRequest, before: StoredResponse, size: int, call: Call
 ) -> Job:
+    """The requests of a response that goes on from `before`, checked. `size` is the body's."""
     size += before.size
     chat = await maker.workers.run(size, lambda: _chat_fields(fields, before))
     with fields_named(_NAMES):
         return await chat_job(maker, chat, size, call, fields.caching(chat))
 
 
-def _compare(job: Job, fields: ResponsesRequest) -> None:
-    options = fields.prompt_cache_options
-    if job.diagnosis is not None and options is not None:
-        job.diagnosis.compared_with = options.comparison_response_id
-
-
 def _chat_fields(fields: ResponsesRequest, before: StoredResponse) -> ChatRequest:
     if fields.truncation not in (None, "auto", "disabled"):
-        raise InvalidRequestError("truncation must be 'auto' or 'disabled'.", param="truncation")
+        raise wrong("truncation", "must be 'auto' or 'disabled'")
     body = fields.chat([message for turn in before.messages for message in from_json(turn)])
     with fields_named(_NAMES):
         chat = parse_fields(body, ChatRequest)
     if len(chat.messages) > MAX_MESSAGES:
-        raise InvalidRequestError(f"input makes more than {MAX_MESSAGES} messages.", param="input")
+        raise wrong("input", f"makes more than {MAX_MESSAGES} messages")
     return chat
 
 
-def _before(store: ResponseStore, fields: ResponsesRequest, call: Call) -> StoredResponse:
+def response_before(store: ResponseStore, fields: ResponsesRequest, call: Call) -> StoredResponse:
+    """The response that a request goes on from. Raises `ApiError` (404) where it is not kept."""
     name = fields.previous_response_id
     if name is None:
         return _NOTHING
@@ -297,7 +260,7 @@ def _before(store: ResponseStore, fields: ResponsesRequest, call: Call) -> Store
     return found
 
 
-def _told_settings(fields: ResponsesRequest, job: Job) -> dict[str, Any]:
+def _written_settings(fields: ResponsesRequest, job: Job) -> dict[str, Any]:
     """Those settings that may be long are written once, for all events that have them."""
     params = {"temperature": job.params.temperature, "top_p": job.params.top_p}
     return {
@@ -340,21 +303,21 @@ def _stored(store: ResponseStore, request: Request, name: str) -> StoredResponse
     return found
 
 
-def _told_items(items: bytes, response_id: str, query: Mapping[str, str]) -> bytes:
+def _page_of_items(items: bytes, response_id: str, query: Mapping[str, str]) -> bytes:
     """The page of items that the query asks for, the last one first unless it says `order=asc`."""
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise InvalidRequestError("order must be 'asc' or 'desc'.", param="order")
-    told = [
+        raise wrong("order", "must be 'asc' or 'desc'")
+    listed = [
         {**item, "id": item.get("id") or f"item_{index}_{response_id}"}
         for index, item in enumerate(from_json(items))
     ]
     if order == "desc":
-        told.reverse()
-    ids = [str(item["id"]) for item in told]
+        listed.reverse()
+    ids = [str(item["id"]) for item in listed]
     places, more = page(query, ids, most=_MOST_ITEMS, after="after", before="before")
     ends = {"first_id": ids[places[0]], "last_id": ids[places[-1]]} if places else {}
-    data = [told[place] for place in places]
+    data = [listed[place] for place in places]
     return object_json({"object": "list", "data": data, "has_more": more, **ends})
 
 

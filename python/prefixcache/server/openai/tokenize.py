@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from prefixcache.server.http.body import parse_fields, parse_object, read_body
 from prefixcache.server.http.json_text import json_response, list_json, text_json
-from prefixcache.server.jobs.context import tell_unknown
+from prefixcache.server.jobs.context import read_fields, tell_unknown
 from prefixcache.server.jobs.job_maker import JobMaker
 from prefixcache.server.jobs.params import check_ids
 from prefixcache.server.openai.chat import chat_plan
@@ -33,16 +33,14 @@ def tokenize_router(maker: JobMaker) -> APIRouter:
         tell_unknown(request, fields)
         maker.check_model(fields.model)
         ids = await _token_ids(maker, fields, len(body))
-        told = partial(_told, maker, ids, bool(fields.return_token_strs))
-        return json_response(await workers.run(len(ids), told))
+        write = partial(_token_json, maker, ids, bool(fields.return_token_strs))
+        return json_response(await workers.run(len(ids), write))
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = await read_body(request)
-        fields = await workers.run(len(body), partial(_parse_tokens, body))
-        tell_unknown(request, fields)
+        fields, size = await read_fields(request, workers, DetokenizeRequest)
         maker.check_model(fields.model)
-        return json_response(await workers.run(len(body), partial(_text, maker, fields)))
+        return json_response(await workers.run(size, partial(_text, maker, fields)))
 
     return router
 
@@ -59,13 +57,13 @@ async def _token_ids(
 ) -> TokenIds:
     if isinstance(fields, TokenizeChatRequest):
         special = fields.add_special_tokens is True
-        plan = await chat_plan(maker, fields, size)
+        plan, _ = await chat_plan(maker, fields, size)
         return await maker.encoder.encode(plan.prompt, param="messages", add_special_tokens=special)
     special = fields.add_special_tokens is not False
     return await maker.encoder.encode(fields.prompt, param="prompt", add_special_tokens=special)
 
 
-def _told(maker: JobMaker, ids: TokenIds, with_names: bool) -> bytes:
+def _token_json(maker: JobMaker, ids: TokenIds, with_names: bool) -> bytes:
     token = maker.served.tokenizer.token
     names = list_json([token(token_id) for token_id in ids.tolist()]) if with_names else b"null"
     return b'{"count":%d,"max_model_len":%d,"tokens":%b,"token_strs":%b}' % (
@@ -74,10 +72,6 @@ def _told(maker: JobMaker, ids: TokenIds, with_names: bool) -> bytes:
         list_json(ids.tolist()),
         names,
     )
-
-
-def _parse_tokens(body: bytes) -> DetokenizeRequest:
-    return parse_fields(parse_object(body), DetokenizeRequest)
 
 
 def _text(maker: JobMaker, fields: DetokenizeRequest) -> bytes:

@@ -47,7 +47,7 @@ class HeaderLines:
         return {**message, "content": content and self.stripped(content)}
 
     def _part(self, part: object) -> object:
-        """What is no text is refused by whoever reads it."""
+        """Parts that are not text are rejected by the endpoint."""
         if not isinstance(part, Mapping):
             return part
         fields = cast("Mapping[str, object]", part)
@@ -63,7 +63,7 @@ def _compiled(pattern: str) -> SchemaValidator:
         found = SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
     except SchemaError as error:
         reason = " ".join(str(error).split("SchemaError:", 1)[-1].split())
-        raise FieldError(_FIELD, f"is no pattern: {reason}") from None
+        raise FieldError(_FIELD, f"is not a pattern: {reason}") from None
     if found.isinstance_python(""):
         raise FieldError(_FIELD, f"must not match an empty line, as {pattern!r} does.")
     return found

@@ -1,4 +1,4 @@
-"""Flags of `prefixcache serve` beside those of the engine. Nothing here imports FastAPI."""
+"""Flags of `prefixcache serve` other than those of the engine. Nothing here imports FastAPI."""
 
 from __future__ import annotations
 
@@ -18,11 +18,21 @@ from prefixcache.config.flags import flag
 from prefixcache.config.logs import LogFormat, LogLevel
 from prefixcache.events.config import KVEventsConfig, parse_kv_events
 from prefixcache.exceptions import FieldError
-from prefixcache.server.options.cross_origin import CrossOrigin
 from prefixcache.server.options.limits import MAX_BODY_BYTES
-from prefixcache.server.options.tls_options import TlsOptions
 from prefixcache.text.chat.parser_names import ReasoningParserName, ToolCallParserName
 
+ANY = "*"
+
+_ORIGIN = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:(?P<port>[1-9]\d{0,4}))?"
+)
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_LAST_PORT = 65535
+_FORM = (
+    "must be * or an origin as browsers send it: https://host or https://host:port, in lower case, "
+    "without a path, without / at the end and without the scheme's own port"
+)
 _PERMISSIONS = re.compile(r"0?[0-7]{3}")
 
 LOG_LEVEL_HELP = "debug shows what the cache does."
@@ -35,6 +45,82 @@ def _parse_variables(value: object) -> Mapping[str, Any] | None:
     if value is not None and not isinstance(value, dict):
         raise ValueError('must be a JSON object, as {"enable_thinking": false}')
     return cast("Mapping[str, Any] | None", value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsOptions(Checked):
+    """The files of a server that speaks HTTPS alone; without a certificate it speaks HTTP."""
+
+    ssl_certfile: Path | None = flag(
+        None, "Certificate and those it was signed with, in PEM: serve HTTPS.", "TLS"
+    )
+    ssl_keyfile: Path | None = flag(
+        None, "Key of the certificate, in PEM.", "TLS", shown="in --ssl-certfile"
+    )
+    ssl_ca_certs: Path | None = flag(
+        None, "Certificates in PEM that must have signed those of clients.", "TLS"
+    )
+    ssl_cert_reqs: Annotated[int, Ge(0), Le(2)] = flag(
+        0, "Certificates of clients: 0 asks for none, 1 checks given ones, 2 needs one.", "TLS"
+    )
+
+    def check_together(self) -> None:
+        """Raises `FieldError` for an option that would do nothing."""
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise FieldError(name, "needs --ssl-certfile.")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise FieldError("ssl_cert_reqs", "needs --ssl-ca-certs to check certificates against.")
+        if self.ssl_ca_certs is not None and not self.ssl_cert_reqs:
+            problem = "checks nobody without --ssl-cert-reqs 1, or 2 to need a certificate."
+            raise FieldError("ssl_ca_certs", problem)
+
+    @property
+    def files(self) -> list[tuple[str, Path]]:
+        """All files, each with the name of its field."""
+        names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+        paths = [(name, getattr(self, name)) for name in names]
+        return [(name, path) for name, path in paths if path is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossOrigin(Checked):
+    """Which pages of other origins may use the server, and how. Without origins none may."""
+
+    allowed_origins: tuple[str, ...] = flag(
+        (),
+        "Origin of web pages that may use the server, as https://app.example.com, or *; a JSON "
+        "list, or given several times.",
+        "Access",
+        shown="none",
+        listed=True,
+    )
+    allowed_methods: tuple[str, ...] = flag(
+        (ANY,), "Methods that such pages may use.", "Access", shown=ANY, listed=True
+    )
+    allowed_headers: tuple[str, ...] = flag(
+        (ANY,), "Headers that such pages may send.", "Access", shown=ANY, listed=True
+    )
+    allow_credentials: bool = flag(
+        False, "Let browsers send cookies of this host with such requests.", "Access"
+    )
+
+    def check_together(self) -> None:
+        """Raises `FieldError` for what no browser could ever match, or lets in every page."""
+        for origin in self.allowed_origins:
+            if origin != ANY and not _is_origin(origin):
+                raise FieldError("allowed_origins", f"{_FORM}, got {origin!r}.")
+        for name in ("allowed_methods", "allowed_headers"):
+            wrong = [token for token in getattr(self, name) if not _TOKEN.fullmatch(token)]
+            if wrong:
+                raise FieldError(name, f"must be names or *, got {wrong[0]!r}.")
+        if self.allow_credentials and (ANY in self.allowed_origins or not self.allowed_origins):
+            problem = "needs --allowed-origins that are named: with * every page had the cookies."
+            raise FieldError("allow_credentials", problem)
+
+    def allows(self, origin: str) -> bool:
+        """Whether pages of an origin, as a browser names it, may use the server."""
+        return ANY in self.allowed_origins or origin in self.allowed_origins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +151,7 @@ class ServeOptions(Checked):
         "What the weights must be: quantized (gguf) or not (none); they are served as they are.",
         "Model",
     )
-    strict: bool = flag(
-        False, "Refuse fields of requests that nobody reads, instead of a warning.", "Server"
-    )
+    strict: bool = flag(False, "Reject unknown fields of requests, instead of a warning.", "Server")
     clamp_max_tokens: bool = flag(
         False, "Shorten max_tokens to what the context has room for.", "Server"
     )
@@ -170,8 +254,8 @@ class ServeOptions(Checked):
     )
     diagnostics_memory: ByteSize = flag(
         16 * 2**20,
-        "Most memory for the last prompts and lost blocks, by which /prefix_cache/explain says why "
-        "a prompt missed; 0 remembers nothing.",
+        "Most memory for the last prompts and evicted blocks, by which /prefix_cache/explain says "
+        "why a prompt missed; 0 remembers nothing.",
         "Cache",
         shown="16MiB",
         metavar="<bytes or size>",
@@ -215,7 +299,7 @@ class ServeOptions(Checked):
     )
 
     def check_together(self) -> None:
-        """Raises `FieldError` for what is no set of permissions, or no pattern."""
+        """Raises `FieldError` for invalid permissions or patterns."""
         from prefixcache.server.options.header_lines import HeaderLines
 
         HeaderLines(self.strip_header_pattern)
@@ -232,3 +316,11 @@ def _check_reach(config: KVEventsConfig) -> None:
         config.check_reach()
     except FieldError as error:
         raise FieldError("kv_events_config", f"has an endpoint in reach: {error}") from None
+
+
+def _is_origin(text: str) -> bool:
+    found = _ORIGIN.fullmatch(text)
+    if found is None:
+        return False
+    port = int(found["port"] or 0)
+    return port <= _LAST_PORT and port != _DEFAULT_PORTS.get(found["scheme"], -1)

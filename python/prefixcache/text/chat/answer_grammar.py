@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import wrong
 from prefixcache.text.chat.formats import ToolFormat
 from prefixcache.text.chat.grammars import FREE, SPACING, Markers, escaped, literal
 from prefixcache.text.chat.reasoning import CLOSING, OPENING, Begin
@@ -101,9 +101,11 @@ def _reasoned(
     )
 
 
-def answer_grammar(output: StructuredOutput, begin: Begin, markers: Markers) -> StructuredOutput:
-    """The grammar of an answer that may begin with reasoning."""
-    if begin == "outside":
+def answer_grammar(
+    output: StructuredOutput | None, begin: Begin, markers: Markers
+) -> StructuredOutput | None:
+    """The grammar of an answer that may begin with reasoning; None where it may say anything."""
+    if output is None or begin == "outside":
         return output
     if begin == "inside" or output.kind == "grammar":
         return dataclasses.replace(output, begin_after=CLOSING)
@@ -113,9 +115,7 @@ def answer_grammar(output: StructuredOutput, begin: Begin, markers: Markers) -> 
 def _answer_rule(name: str, output: StructuredOutput) -> str:
     """The rule `name`: what an answer must look like that calls no tool."""
     if output.kind == "grammar":
-        raise InvalidRequestError(
-            "tools that may be called cannot be combined with a grammar.", param="tools"
-        )
+        raise wrong("tools", "that may be called cannot be combined with a grammar")
     return f"{name}: {_answer(output)}"
 
 

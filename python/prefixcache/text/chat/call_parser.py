@@ -33,9 +33,9 @@ class CallSyntax:
 
 
 class CallParser:
-    """Content and calls. What only looks like a call until its name is told is content.
+    """Content and calls. What only looks like a call until its name is known is content.
 
-    `known` are the names of tools. With `most` no more calls than that are told.
+    `known` are the names of tools. With `most` no more calls than that are passed on.
     """
 
     in_reasoning = False
@@ -121,7 +121,7 @@ class CallParser:
                 stream.take(1)
             elif not (yield from self._read_field(call)):
                 return False
-        if following != "}" or not call.told:
+        if following != "}" or not call.is_named:
             return False
         stream.take(1)
         if not call.has_arguments:
@@ -137,8 +137,11 @@ class CallParser:
         if key in _ARGUMENTS:
             return (yield from self._read_arguments(call, first))
         value = yield from self._whole_value()
-        if key == "name" and not call.told:
-            if not isinstance(value, str) or not value or self._is_unknown(value):
+        if key == "name" and not call.is_named:
+            if not isinstance(value, str) or not value:
+                return False
+            # Only a marker says that what names an unknown tool is a call.
+            if self._syntax.bare and value not in self._known:
                 return False
             self._begin(call, value)
         return value is not _CUT
@@ -146,7 +149,7 @@ class CallParser:
     def _read_arguments(self, call: _Call, first: str) -> Reading[bool]:
         """An object is passed on as it is written; text that holds one, when it is whole."""
         call.has_arguments = True
-        if call.told and first == "{":
+        if call.is_named and first == "{":
             return (yield from self._stream.value(lambda text: self._add(call, text)))
         pieces: list[str] = []
         whole = yield from self._stream.value(pieces.append)
@@ -175,29 +178,25 @@ class CallParser:
         except (ValueError, RecursionError):
             return _CUT
 
-    def _is_unknown(self, name: str) -> bool:
-        """Only a marker says that what names an unknown tool is a call."""
-        return self._syntax.bare and name not in self._known
-
     def _say(self, text: str) -> None:
         if text and not (self._num_calls and text.isspace()):
             self._content.append(text)
 
     def _begin(self, call: _Call, name: str) -> None:
-        call.told, call.index = True, self._num_calls
+        call.is_named, call.index = True, self._num_calls
         self._num_calls += 1
         self._stream.unmark()
-        if self._is_told(call):
+        if self._is_passed_on(call):
             early, call.early = call.early, ""
             self._deltas.append(ToolCallDelta(call.index, self._new_id(), name, early))
 
     def _add(self, call: _Call, arguments: str) -> None:
-        if not call.told:
+        if not call.is_named:
             call.early += arguments
-        elif self._is_told(call):
+        elif self._is_passed_on(call):
             self._deltas.append(ToolCallDelta(call.index, arguments=arguments))
 
-    def _is_told(self, call: _Call) -> bool:
+    def _is_passed_on(self, call: _Call) -> bool:
         return self._most is None or call.index < self._most
 
 
@@ -206,7 +205,7 @@ class _Call:
 
     def __init__(self) -> None:
         self.index = 0
-        self.told = False
+        self.is_named = False
         self.has_arguments = False
         self.early = ""
 

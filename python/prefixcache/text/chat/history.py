@@ -7,7 +7,8 @@ from typing import Any, cast
 
 from prefixcache._core import parse_json
 from prefixcache.config.checked import shown
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import wrong
+from prefixcache.text.chat.parts import one_object
 
 # Of the arguments of one call.
 _MAX_VALUES = 2**16
@@ -45,24 +46,24 @@ def _read_message(
     if calls is None or calls == []:
         return read
     if read.get("role") != "assistant":
-        raise _wrong(f"{field}.tool_calls", "is for messages of the role 'assistant'")
+        raise wrong(f"{field}.tool_calls", "is for messages of the role 'assistant'")
     if not isinstance(calls, list):
-        raise _wrong(f"{field}.tool_calls", f"must be a list, got {shown(calls)}")
+        raise wrong(f"{field}.tool_calls", f"must be a list, got {shown(calls)}")
     listed = enumerate(cast("list[object]", calls))
     read["tool_calls"] = [_read_call(c, f"{field}.tool_calls[{i}]", names) for i, c in listed]
     return read
 
 
 def _read_call(value: object, field: str, names: dict[str, str]) -> dict[str, Any]:
-    call = _object(value, field)
+    call = one_object(value, field)
     if call.get("type", "function") != "function":
-        raise _wrong(f"{field}.type", f"must be 'function', got {shown(call['type'])}")
-    function = _object(call.get("function"), f"{field}.function")
+        raise wrong(f"{field}.type", f"must be 'function', got {shown(call['type'])}")
+    function = one_object(call.get("function"), f"{field}.function")
     call_id, name = call.get("id"), function.get("name")
     if not isinstance(call_id, str) or not call_id:
-        raise _wrong(f"{field}.id", f"must be a string, got {shown(call_id)}")
+        raise wrong(f"{field}.id", f"must be a string, got {shown(call_id)}")
     if not isinstance(name, str) or not name:
-        raise _wrong(f"{field}.function.name", f"must be a string, got {shown(name)}")
+        raise wrong(f"{field}.function.name", f"must be a string, got {shown(name)}")
     names[call_id] = name
     arguments = _arguments(function.get("arguments"), f"{field}.function.arguments")
     return {
@@ -78,23 +79,23 @@ def _arguments(value: object, field: str) -> Mapping[str, Any]:
     if value is None or value == "":
         return {}
     if not isinstance(value, str):
-        raise _wrong(field, f"must be a string that holds a JSON object, got {shown(value)}")
+        raise wrong(field, f"must be a string that holds a JSON object, got {shown(value)}")
     try:
         read = parse_json(value.encode(), max_numbers=_MAX_VALUES, max_others=_MAX_VALUES)
     except ValueError as error:
         reason = error.args[1] if len(error.args) > 1 else "a lone surrogate"
-        raise _wrong(field, f"is not a JSON object: {reason}") from None
+        raise wrong(field, f"is not a JSON object: {reason}") from None
     if not isinstance(read, dict):
-        raise _wrong(field, f"must hold a JSON object, got {shown(value)}")
+        raise wrong(field, f"must hold a JSON object, got {shown(value)}")
     return cast("dict[str, Any]", read)
 
 
 def _read_result(message: dict[str, Any], field: str, names: Mapping[str, str]) -> None:
     call_id = message.get("tool_call_id")
     if not isinstance(call_id, str):
-        raise _wrong(f"{field}.tool_call_id", f"must be a string, got {shown(call_id)}")
+        raise wrong(f"{field}.tool_call_id", f"must be a string, got {shown(call_id)}")
     if call_id not in names:
-        raise _wrong(
+        raise wrong(
             f"{field}.tool_call_id",
             f"must be the id of a call in a message before it, got {shown(call_id)}",
         )
@@ -111,16 +112,6 @@ def _read_reasoning(message: dict[str, Any], field: str) -> None:
         if text is None:
             continue
         if not isinstance(text, str):
-            raise _wrong(f"{field}.{name}", f"must be a string, got {shown(text)}")
+            raise wrong(f"{field}.{name}", f"must be a string, got {shown(text)}")
         if message.get(other) is None:
             message[other] = text
-
-
-def _object(value: object, field: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise _wrong(field, f"must be an object, got {shown(value)}")
-    return cast("Mapping[str, Any]", value)
-
-
-def _wrong(field: str, problem: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field} {problem}.", param=field)

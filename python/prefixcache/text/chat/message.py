@@ -42,7 +42,7 @@ class MessageParser(Protocol):
         ...
 
     def push(self, text: str, *, finished: bool) -> MessageDelta:
-        """What is certain after this text; with `finished` no more comes, and all is told."""
+        """What is certain after this text; with `finished`, which ends it, all is certain."""
         ...
 
 
@@ -88,12 +88,12 @@ class Message:
 
     def __init__(self) -> None:
         self._parts: list[Text | ToolCall] = []
-        self._untold: list[TokenLogprobs] = []
+        self._pending: list[TokenLogprobs] = []
         self.tool_calls: list[ToolCall] = []
 
     @property
     def content(self) -> str:
-        """What is said beside reasoning and calls."""
+        """The text without reasoning and calls."""
         return self._joined("content")
 
     @property
@@ -106,26 +106,26 @@ class Message:
     ) -> list[TokenLogprobs]:
         """Takes what was added by tokens with these log probabilities.
 
-        Returns those of tokens that are content, which are told with it or at the end: a token may
+        Returns those of tokens that are content, which come with it or at the end: a token may
         have no text yet, or be a part of reasoning or of a call.
         """
-        self._untold += logprobs
+        self._pending += logprobs
         if delta.reasoning:
             self._text("reasoning").pieces.append(delta.reasoning)
-        told = list[TokenLogprobs]()
-        if delta.content or (finished and self._untold and self._ends_in_content()):
+        released = list[TokenLogprobs]()
+        if delta.content or (finished and self._pending and self._ends_in_content()):
             part = self._text("content")
             part.pieces.append(delta.content)
-            told, self._untold = self._untold, []
-            part.logprobs += told
+            released, self._pending = self._pending, []
+            part.logprobs += released
         elif delta:
-            self._untold = []
+            self._pending = []
         for one in delta.tool_calls:
             if one.name is not None:
                 self.tool_calls.append(ToolCall(one.id or "", one.name))
                 self._parts.append(self.tool_calls[-1])
             self.tool_calls[one.index].add(one.arguments)
-        return told
+        return released
 
     def parts(self) -> Iterator[tuple[MessageDelta, Sequence[TokenLogprobs]]]:
         """Each part as if it had come at once, with the log probabilities of its tokens."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from prefixcache.exceptions import InvalidRequestError, ModelLoadError
+from prefixcache.exceptions import InvalidRequestError, ModelLoadError, wrong
 from prefixcache.text.chat.answer_grammar import answer_grammar, tool_grammar
 from prefixcache.text.chat.formats import SMOLLM2, TOOL_FORMATS, ToolFormat, detected_format
 from prefixcache.text.chat.grammars import Markers
@@ -153,10 +153,17 @@ class ChatFormat:
         )
         if self._library is not None:
             return _library_plan(self._library, prompt, tool_use, structured_output)
-        begin = self._begin(prompt, continued=continue_final_message)
+        reasoning, output = self._reasoning, structured_output
+        begin = (
+            reasoning.begin(prompt, continued=continue_final_message) if reasoning else "outside"
+        )
+        if calls is None:
+            grammar = answer_grammar(output, begin, self._markers)
+        else:
+            grammar = tool_grammar(tool_use, calls, output, begin, self._markers)
         return ChatPlan(
             prompt=prompt,
-            structured_output=self._grammar(tool_use, calls, structured_output, begin),
+            structured_output=grammar,
             new_parser=partial(_parser, calls, tool_use, begin),
             show_special_tokens=self._marked_specially(calls, begin),
         )
@@ -186,26 +193,10 @@ class ChatFormat:
             raise InvalidRequestError("This model has no chat template.", param="messages")
         return self._template
 
-    def _begin(self, prompt: str, *, continued: bool) -> Begin:
-        if self._reasoning is None:
-            return "outside"
-        return self._reasoning.begin(prompt, continued=continued)
-
     def _marked_specially(self, calls: ToolFormat | None, begin: Begin) -> bool:
         markers = () if calls is None else calls.markers
         reasoning = () if begin == "outside" else (OPENING, CLOSING)
         return any(map(self._markers.is_special, (*markers, *reasoning)))
-
-    def _grammar(
-        self,
-        use: ToolUse,
-        calls: ToolFormat | None,
-        output: StructuredOutput | None,
-        begin: Begin,
-    ) -> StructuredOutput | None:
-        if calls is not None:
-            return tool_grammar(use, calls, output, begin, self._markers)
-        return None if output is None else answer_grammar(output, begin, self._markers)
 
 
 def _library_plan(
@@ -213,10 +204,10 @@ def _library_plan(
 ) -> ChatPlan:
     """A response template tells how answers are read, not how they are written."""
     if use.mode == "required":
-        raise InvalidRequestError(
-            "tool_choice must be 'none' or 'auto': this model's calls cannot be forced, since they "
-            "are known by its response template alone.",
-            param="tool_choice",
+        raise wrong(
+            "tool_choice",
+            "must be 'none' or 'auto': this model's calls cannot be forced, since they "
+            "are known by its response template alone",
         )
     return ChatPlan(
         prompt=prompt,

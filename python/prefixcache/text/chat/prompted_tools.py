@@ -1,4 +1,4 @@
-"""Tools for models whose template knows none: they are told in the prompt, in SmolLM2's form."""
+"""Tools for models whose template knows none: they are listed in the prompt, in SmolLM2's form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prefixcache.text.chat.tools import Tool
 
 _Messages = list[dict[str, Any]]
 
-_TOLD = """\
+_INSTRUCTIONS = """\
 You can call functions. These are the functions, each with the JSON schema of its parameters:
 <tools>{tools}</tools>
 To call some of them, answer with nothing but a list of calls in this form:
@@ -36,10 +36,10 @@ def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> _M
 
 
 def _with_tools(messages: _Messages, tools: Sequence[Tool]) -> _Messages:
-    told = _TOLD.format(tools=_json([tool.spec for tool in tools]))
+    text = _INSTRUCTIONS.format(tools=_json([tool.spec for tool in tools]))
     if not messages or messages[0].get("role") != "system":
-        return [{"role": "system", "content": told}, *messages]
-    first = {**messages[0], "content": f"{messages[0].get('content', '')}\n\n{told}"}
+        return [{"role": "system", "content": text}, *messages]
+    first = {**messages[0], "content": f"{messages[0].get('content', '')}\n\n{text}"}
     return [first, *messages[1:]]
 
 

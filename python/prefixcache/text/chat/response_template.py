@@ -38,7 +38,7 @@ class ResponseTemplate:
 
 
 class ResponseTemplateParser:
-    """Text is told as it comes, calls when they are whole. What cannot be read is content."""
+    """Text is passed on as it comes, calls when they are whole. What cannot be read is content."""
 
     def __init__(self, parser: Any, use: ToolUse) -> None:
         self.in_reasoning = False
@@ -46,7 +46,7 @@ class ResponseTemplateParser:
         self._calls_field = None if use.mode == "none" else "tool_calls"
         self._most = None if use.parallel else 1
         self._num_calls = 0
-        self._unread: list[str] = []  # of a field that is told when it is whole
+        self._unread: list[str] = []  # of a field that is passed on when it is whole
         self._broken = False
         self._follow(parser.initial_events)
 
@@ -84,13 +84,13 @@ class ResponseTemplateParser:
         return MessageDelta("".join(content), "".join(reasoning), tuple(calls))
 
     def _calls(self, value: object) -> list[ToolCallDelta]:
-        told: list[ToolCallDelta] = []
+        deltas: list[ToolCallDelta] = []
         for one in cast("list[dict[str, Any]]", value if isinstance(value, list) else [value]):
             if self._num_calls == self._most:
                 break
             function = one["function"]
             arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
             call_id = f"call_{secrets.token_hex(12)}"
-            told.append(ToolCallDelta(self._num_calls, call_id, function["name"], arguments))
+            deltas.append(ToolCallDelta(self._num_calls, call_id, function["name"], arguments))
             self._num_calls += 1
-        return told
+        return deltas

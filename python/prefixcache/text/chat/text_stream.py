@@ -101,7 +101,7 @@ class TextStream:
                 return False
 
     def value(self, sink: Sink) -> Reading[bool]:
-        """Passes on one JSON value, told by its brackets and quotes; False when it is cut off."""
+        """Passes on one JSON value, found by its brackets and quotes; False when it is cut off."""
         if self._text[:1] in ("{", "[", '"'):
             return (yield from self._enclosed(sink))
         while (end := _SCALAR_END.search(self._text)) is None:

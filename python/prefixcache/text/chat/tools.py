@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from prefixcache.config.checked import shown
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import wrong
+from prefixcache.text.chat.parts import one_object
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -63,7 +64,7 @@ def read_tool_use(
     mode, names = _read_choice(choice)
     if not known:
         if mode == "required":
-            raise _wrong("tool_choice", "needs tools to choose from")
+            raise wrong("tool_choice", "needs tools to choose from")
         return NO_TOOLS
     callable_tools = known if names is None else _chosen(known, names)
     one = isinstance(choice, Mapping) and choice.get("type") == "function"
@@ -79,34 +80,34 @@ def shown_tool(index: int, spec: Mapping[str, Any]) -> Tool:
 def _read_tools(tools: Sequence[Any]) -> tuple[Tool, ...]:
     if len(tools) > MAX_TOOLS:
         message = f"may have at most {MAX_TOOLS} entries, got {len(tools)}"
-        raise _wrong("tools", message, code="too_long")
+        raise wrong("tools", message, code="too_long")
     read = tuple(_read_tool(tool, index) for index, tool in enumerate(tools))
     name, times = Counter(tool.name for tool in read).most_common(1)[0] if read else ("", 0)
     if times > 1:
-        raise _wrong("tools", f"has {times} functions named {name!r}")
+        raise wrong("tools", f"has {times} functions named {name!r}")
     return read
 
 
 def _read_tool(value: object, index: int) -> Tool:
     field = f"tools[{index}]"
-    tool = _object(value, field)
+    tool = one_object(value, field)
     if tool.get("type", "function") != "function":
-        raise _wrong(f"{field}.type", f"must be 'function', got {shown(tool['type'])}")
-    function = _object(tool.get("function"), f"{field}.function")
+        raise wrong(f"{field}.type", f"must be 'function', got {shown(tool['type'])}")
+    function = one_object(tool.get("function"), f"{field}.function")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _wrong(
+        raise wrong(
             f"{field}.function.name",
             f"must be 1 to 128 letters, digits, '_', '-' and '.', got {shown(name)}",
         )
     if not isinstance(function.get("description", ""), (str, type(None))):
-        raise _wrong(f"{field}.function.description", "must be a string")
+        raise wrong(f"{field}.function.description", "must be a string")
     parameters = function.get("parameters")
     if parameters is None:
         parameters = _NO_PARAMETERS
-    schema = _object(parameters, f"{field}.function.parameters")
+    schema = one_object(parameters, f"{field}.function.parameters")
     if schema.get("type", "object") != "object":
-        raise _wrong(f"{field}.function.parameters.type", "must be 'object'")
+        raise wrong(f"{field}.function.parameters.type", "must be 'object'")
     return Tool(index, name, schema, tool, strict=function.get("strict") is True)
 
 
@@ -121,8 +122,10 @@ def _read_choice(choice: object) -> tuple[Mode, list[str] | None]:
         if fields.get("type") == "function":
             return "required", [_name_of(fields, "tool_choice")]
         if fields.get("type") == "allowed_tools":
-            return _read_allowed(_object(fields.get("allowed_tools"), "tool_choice.allowed_tools"))
-    raise _wrong(
+            return _read_allowed(
+                one_object(fields.get("allowed_tools"), "tool_choice.allowed_tools")
+            )
+    raise wrong(
         "tool_choice",
         "must be 'none', 'auto', 'required' or an object that names a function, "
         f"got {shown(choice)}",
@@ -133,18 +136,18 @@ def _read_allowed(allowed: Mapping[str, Any]) -> tuple[Mode, list[str]]:
     field = "tool_choice.allowed_tools"
     mode, tools = allowed.get("mode", "auto"), allowed.get("tools")
     if mode not in ("auto", "required"):
-        raise _wrong(f"{field}.mode", f"must be 'auto' or 'required', got {shown(mode)}")
+        raise wrong(f"{field}.mode", f"must be 'auto' or 'required', got {shown(mode)}")
     if not isinstance(tools, list) or not tools:
-        raise _wrong(f"{field}.tools", "must be a list that is not empty")
+        raise wrong(f"{field}.tools", "must be a list that is not empty")
     named = enumerate(cast("list[object]", tools))
     return mode, [_name_of(tool, f"{field}.tools[{index}]") for index, tool in named]
 
 
 def _name_of(value: object, field: str) -> str:
-    function = _object(_object(value, field).get("function"), f"{field}.function")
+    function = one_object(one_object(value, field).get("function"), f"{field}.function")
     name = function.get("name")
     if not isinstance(name, str):
-        raise _wrong(f"{field}.function.name", f"must be a string, got {shown(name)}")
+        raise wrong(f"{field}.function.name", f"must be a string, got {shown(name)}")
     return name
 
 
@@ -152,15 +155,5 @@ def _chosen(known: Sequence[Tool], names: Collection[str]) -> tuple[Tool, ...]:
     by_name = {tool.name: tool for tool in known}
     missing = next((name for name in names if name not in by_name), None)
     if missing is not None:
-        raise _wrong("tool_choice", f"names {shown(missing)}, which is none of tools")
+        raise wrong("tool_choice", f"names {shown(missing)}, which is none of tools")
     return tuple(by_name[name] for name in dict.fromkeys(names))
-
-
-def _object(value: object, field: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise _wrong(field, f"must be an object, got {shown(value)}")
-    return cast("Mapping[str, Any]", value)
-
-
-def _wrong(field: str, problem: str, code: str | None = None) -> InvalidRequestError:
-    return InvalidRequestError(f"{field} {problem}.", param=field, code=code)

@@ -1,1 +1,1 @@
-"""Keeps answers to grammars: which tokens may follow, worked out beside the model."""
+"""Keeps answers to grammars: which tokens may follow, worked out in parallel with the model."""

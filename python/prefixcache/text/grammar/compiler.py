@@ -130,7 +130,7 @@ def _json(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise GrammarError(f"it is no JSON: {error}") from None
+        raise GrammarError(f"it is not JSON: {error}") from None
 
 
 def _explained(output: StructuredOutput, error: str) -> str:

@@ -12,9 +12,8 @@ from weakref import WeakValueDictionary
 
 from prefixcache.exceptions import GrammarError, InvalidRequestError, SlowGrammarError
 from prefixcache.text.grammar.compiler import compile_grammar
-from prefixcache.text.grammar.guide import Grammar
+from prefixcache.text.grammar.guide import Grammar, Marker
 from prefixcache.text.grammar.lanes import Lanes
-from prefixcache.text.grammar.marker import Marker
 from prefixcache.text.grammar.trial import Trial
 from prefixcache.text.grammar.vocabulary import Vocabulary
 from prefixcache.types.structured_output import StructuredOutput
@@ -23,8 +22,8 @@ _MOST_KEPT = 64
 _MOST_BYTES_KEPT = 2**28
 _MOST_MARKERS = 8
 _MOST_REFUSED = 1024
-_MOST_LINES_TOLD = 8
-_MOST_CHARACTERS_TOLD = 160  # of a line
+_MOST_LINES = 8
+_MOST_CHARACTERS = 160  # of a line
 
 
 class Grammars:
@@ -114,7 +113,7 @@ class Grammars:
         return grammar
 
     def _refuse(self, output: StructuredOutput, problem: str) -> str:
-        """Remembers that it cannot be compiled, and why; returns what clients are told."""
+        """Remembers that it cannot be compiled, and why; returns the message for clients."""
         with self._lock:
             self._refused[_digest(output)] = problem
             if len(self._refused) > _MOST_REFUSED:
@@ -150,12 +149,12 @@ def _digest(output: StructuredOutput) -> bytes:
 
 def _without_long_quotes(problem: str) -> str:
     """Llguidance quotes lines of a grammar, and names in it, however long they are."""
-    return "\n".join(map(_cut, problem.splitlines()[:_MOST_LINES_TOLD]))
+    return "\n".join(map(_cut, problem.splitlines()[:_MOST_LINES]))
 
 
 def _cut(line: str) -> str:
     """The line without its middle, where it is long: what is wrong stands before or behind."""
-    most = _MOST_CHARACTERS_TOLD // 2
+    most = _MOST_CHARACTERS // 2
     return line if len(line) <= 2 * most else f"{line[:most]}...{line[-most:]}"
 
 

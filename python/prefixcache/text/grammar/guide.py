@@ -12,10 +12,44 @@ import numpy as np
 from prefixcache.exceptions import GrammarError
 from prefixcache.text.grammar.compiler import Matcher
 from prefixcache.text.grammar.lanes import Lanes, Pace
-from prefixcache.text.grammar.marker import Marker
 from prefixcache.text.grammar.vocabulary import Vocabulary, Words
 
 _TOO_COMPLEX = "The answer left what its grammar can follow, or a limit of it was reached: "
+
+
+class Marker:
+    """A text that ends what is free. It ends at a token's end: no token may reach beyond it.
+
+    A state is the number of the marker's bytes that the text ends with; 0 at the start.
+    """
+
+    def __init__(self, text: str, vocabulary: Vocabulary) -> None:
+        self._marker = text.encode()
+        self._vocabulary = vocabulary
+        self.words = lru_cache(maxsize=32)(self._words)
+        self.words(0)
+
+    def is_found(self, state: int) -> bool:
+        """Whether the grammar begins here."""
+        return state == len(self._marker)
+
+    def follow(self, state: int, token_id: int) -> int:
+        """The state behind one more token."""
+        text = self._marker[:state] + self._vocabulary.tokens[token_id]
+        longest = min(len(text), len(self._marker))
+        return next(n for n in range(longest, -1, -1) if text.endswith(self._marker[:n]))
+
+    def _words(self, state: int) -> Words:
+        """All tokens but those that end the answer, or go on behind the marker."""
+        vocabulary, marker, begun = self._vocabulary, self._marker, self._marker[:state]
+        ends = set(vocabulary.eos_token_ids)
+        return vocabulary.words_of(
+            [
+                token_id
+                for token_id, token in enumerate(vocabulary.tokens)
+                if token_id not in ends and marker not in begun + token[:-1]
+            ]
+        )
 
 
 class Grammar:
@@ -38,7 +72,11 @@ class Grammar:
         self._matcher = matcher
         self._copying = threading.Lock()
         self.first_words = first_words
-        self.words_without = lru_cache(maxsize=8)(self._words_without)
+
+        def words_without(token_ids: tuple[int, ...]) -> Words:
+            return ~vocabulary.words_of(token_ids)
+
+        self.words_without = lru_cache(maxsize=8)(words_without)
 
     def new_matcher(self) -> Matcher:
         """One at the grammar's beginning."""
@@ -48,9 +86,6 @@ class Grammar:
     def guide(self, *, ignore_eos: bool = False) -> Guide:
         """For a new answer. With `ignore_eos` it ends only where nothing else can follow."""
         return Guide(self, ignore_eos=ignore_eos)
-
-    def _words_without(self, token_ids: tuple[int, ...]) -> Words:
-        return ~self.vocabulary.words_of(token_ids)
 
 
 class Guide:

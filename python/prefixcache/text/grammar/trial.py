@@ -1,4 +1,4 @@
-"""Compiles a grammar in a process that may take so much time and memory, and no more.
+"""Compiles a grammar in a process that has bounded time and memory.
 
 Some schemas and expressions take minutes or gigabytes to compile whatever llguidance's own limits
 are, and nothing can stop a thread. So a server lets a grammar that is new be compiled here first.
@@ -156,8 +156,8 @@ def _start(vocabulary: Vocabulary) -> subprocess.Popen[bytes]:
         start_new_session=True,  # an interrupt from the keyboard is not for it
     )
     assert process.stdin is not None
-    told = (vocabulary.tokens, vocabulary.special_token_ids, vocabulary.eos_token_ids)
-    pickle.dump(told, process.stdin)
+    sent = (vocabulary.tokens, vocabulary.special_token_ids, vocabulary.eos_token_ids)
+    pickle.dump(sent, process.stdin)
     process.stdin.flush()
     assert process.stdout is not None
     process.stdout.readline()  # from here on it takes signals
@@ -194,7 +194,7 @@ def main() -> None:
             return
         child = os.fork()
         if not child:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a failed allocation would be told there
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where a failed allocation is reported
             _answer(target, _tried(StructuredOutput(*fields), vocabulary, seconds))
             os._exit(0)
         # It stays a process that can be killed until its status is taken, which is when none waits.
@@ -222,7 +222,7 @@ def _tried(output: StructuredOutput, vocabulary: Vocabulary, seconds: float) -> 
         return TrialResult(0, str(error))
     except MemoryError:
         return TrialResult(0, _TOO_MUCH)
-    except Exception as error:  # noqa: BLE001 - whatever the compiler raised, the client is told
+    except Exception as error:  # noqa: BLE001 - whatever the compiler raised, the client learns it
         return TrialResult(0, f"the compiler failed with {type(error).__name__}")
     return TrialResult(max(_memory()[1] - before, 0), None)
 

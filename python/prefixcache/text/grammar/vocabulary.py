@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLTokenizer, TokenizerWrapper
+
+if TYPE_CHECKING:
+    from prefixcache.config.model_config import ModelConfig
+    from prefixcache.text.tokenization.tokenizer import Tokenizer
 
 Words = npt.NDArray[np.int32]
 """One bit a token: bit i of word w is token 32 * w + i."""
 
 
 # Sets of tokens that llguidance looks for in a mask as a whole: what a JSON string may go on with
-# that has room for so many characters. Strings of bounded length are as quick as others then.
+# that has room for that many characters. Strings of bounded length are as quick as others then.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _ROOMS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 40)
 _SLICES = (
@@ -75,3 +80,19 @@ class _Source:
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
         return list(self._encode(text))
+
+
+def tokens_that_end(tokenizer: Tokenizer, model: ModelConfig) -> tuple[int, ...]:
+    """The tokens that end an answer."""
+    return tuple(model.eos_token_ids or tokenizer.eos_token_ids)
+
+
+def vocabulary_of(tokenizer: Tokenizer, model: ModelConfig) -> Vocabulary:
+    """The tokens of a model; their bytes are those that answers are made of."""
+    size = max(model.vocab_size, tokenizer.vocab_size)
+    return Vocabulary(
+        tokens=tuple(map(tokenizer.token_bytes, range(size))),
+        special_token_ids=tuple(sorted(tokenizer.special_token_ids)),
+        eos_token_ids=tokens_that_end(tokenizer, model),
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False).tolist(),
+    )

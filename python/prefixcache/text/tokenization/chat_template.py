@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prefixcache.config.checked import shown
 from prefixcache.config.model_config import read_json_object
-from prefixcache.exceptions import InvalidRequestError, ModelLoadError
+from prefixcache.exceptions import InvalidRequestError, ModelLoadError, wrong
 
 # Ends in a space: a template that trims the content loses it, and so tells.
 _CUT = "<<the final message ends here>> "
@@ -72,10 +72,7 @@ class ChatTemplate:
         if not continue_final_message:
             return self._render(plain, add_generation_prompt, variables)
         if add_generation_prompt:
-            raise InvalidRequestError(
-                "continue_final_message and add_generation_prompt exclude each other.",
-                param="continue_final_message",
-            )
+            raise wrong("continue_final_message", "and add_generation_prompt exclude each other")
         return self._render_open_end(plain, variables)
 
     def _render(
@@ -101,10 +98,7 @@ class ChatTemplate:
     def _render_open_end(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         content = messages[-1].get("content") if messages else None
         if not isinstance(content, str):
-            raise InvalidRequestError(
-                "continue_final_message needs a final message with text.",
-                param="continue_final_message",
-            )
+            raise wrong("continue_final_message", "needs a final message with text")
         marked = [*messages[:-1], {**messages[-1], "content": content + _CUT}]
         head, found, tail = self._render(marked, False, variables).rpartition(_CUT.rstrip())
         if not found or content.strip() not in head:
@@ -129,17 +123,16 @@ def plain_message(message: Mapping[str, Any], field: str) -> dict[str, Any]:
 def _text_of(part: object, field: str) -> str:
     """Templates turn parts of other types into tokens for what nobody has read."""
     if not isinstance(part, Mapping):
-        raise InvalidRequestError(f"{field} must be an object, got {shown(part)}.", param=field)
+        raise wrong(field, f"must be an object, got {shown(part)}")
     part = cast("Mapping[str, Any]", part)
     if part.get("type") not in ("text", "input_text"):
-        raise InvalidRequestError(
-            f"{field}.type must be 'text', the only kind of part that is read, "
-            f"got {shown(part.get('type'))}.",
-            param=f"{field}.type",
+        raise wrong(
+            f"{field}.type",
+            f"must be 'text', the only kind of part that is read, got {shown(part.get('type'))}",
         )
     text = part.get("text")
     if not isinstance(text, str):
-        raise InvalidRequestError(f"{field}.text must be a string.", param=f"{field}.text")
+        raise wrong(f"{field}.text", "must be a string")
     return text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -11,8 +12,9 @@ from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as _Backend
 
 from prefixcache.config.model_config import read_json_object
-from prefixcache.exceptions import InvalidRequestError, ModelLoadError
+from prefixcache.exceptions import ModelLoadError, wrong
 from prefixcache.text.tokenization.chat_template import ChatTemplate, load_chat_template
+from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import TokenIds, as_token_ids
 
 _REPLACEMENT = "\ufffd"
@@ -30,7 +32,7 @@ _NAMED_TOKENS = (
 class Tokenizer:
     """Encodes text as the model's folder says, and decodes token ids.
 
-    `added_token_ids` are the tokens that stand beside the vocabulary proper, by their text.
+    `added_token_ids` are the tokens in addition to the vocabulary proper, by their text.
     `longest_token` is the most characters that a token spells; `eos_token_ids` holds the token
     that the tokenizer itself names, where it names one. `response_template` tells transformers how
     to read answers. Safe to share between threads.
@@ -155,10 +157,35 @@ def check_text(text: str, param: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"{param} is not valid Unicode: a lone surrogate at position {error.start}.",
-            param=param,
+        raise wrong(
+            param, f"is not valid Unicode: a lone surrogate at position {error.start}"
         ) from None
+
+
+def with_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """`params` with the token ids of their bad words in addition to those that they have.
+
+    As in vLLM a word is banned as it is encoded, and also behind a space where that makes another
+    token of its beginning. Raises `InvalidRequestError` for a word that is not valid Unicode.
+    """
+    if not params.bad_words:
+        return params
+    words = [word.lstrip() for word in params.bad_words]
+    plain = _encoded(tokenizer, words)
+    spaced = _encoded(tokenizer, [f" {word}" for word in words])
+    pairs = zip(plain, spaced, strict=True)
+    others = [
+        behind
+        for alone, behind in pairs
+        if alone and len(behind) == len(alone) and behind[0] != alone[0]
+    ]
+    found = (*params.bad_words_token_ids, *filter(None, plain), *others)
+    return dataclasses.replace(params, bad_words_token_ids=tuple(dict.fromkeys(found)))
+
+
+def _encoded(tokenizer: Tokenizer, words: list[str]) -> list[tuple[int, ...]]:
+    encoded = tokenizer.encode_batch(words, add_special_tokens=False, param="bad_words")
+    return [tuple(ids.tolist()) for ids in encoded]
 
 
 class _TokenBytes(dict[int, bytes]):

@@ -1,6 +1,6 @@
 """The memory below KV tensors: address space that is reserved once, whose pages come and go.
 
-A tensor keeps its address whatever becomes of its pages, so nothing that holds it is bound anew.
+A tensor keeps its address whatever becomes of its pages, so nothing has to be bound again.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _libc() -> Any:
 
 
 def host_page_bytes(block_bytes: int, num_tensors: int, max_blocks: int) -> int:
-    """The size of pages for tensors with blocks of so many bytes: huge ones where they help.
+    """The size of pages for tensors whose blocks have `block_bytes`: huge ones where they help.
 
     They are touched in a third of the time and given back in a twentieth. But memory then comes and
     goes in runs of blocks that fill a huge page in every tensor, so there must be many of these.

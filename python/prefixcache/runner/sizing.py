@@ -1,4 +1,4 @@
-"""How many blocks of KV fit: into free memory, or beside a GPU's largest step, which is tried."""
+"""How many blocks of KV fit: into free memory, or what a profile run leaves of a GPU's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from prefixcache.config.engine_config import CacheConfig
 from prefixcache.exceptions import FieldError, OutOfMemoryError
-from prefixcache.kv.specs import KVLayout
+from prefixcache.kv.specs import KVLayout, PoolSizes
 
 _MIB = 1 << 20
 _DEFAULT_SHARE = 0.5
@@ -26,31 +26,6 @@ _CGROUP_FILES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSizes:
-    """How large the pool is and may become, in blocks, the null block included.
-
-    It has `start` blocks at first, `ceiling` at most and `floor` at least; each is of
-    `block_bytes`. Shares are of `free_bytes`, what was free at the start.
-    """
-
-    start: int
-    ceiling: int
-    floor: int
-    block_bytes: int
-    free_bytes: int
-
-    def blocks_of(self, memory: int | float) -> int:
-        """Blocks that so many bytes hold, or a share of what was free at the start."""
-        asked = int(memory * self.free_bytes) if isinstance(memory, float) else memory
-        return asked // self.block_bytes
-
-    def describe(self) -> str:
-        """The range of sizes, for errors."""
-        low, high = (size * self.block_bytes / _MIB for size in (self.floor, self.ceiling))
-        return f"{self.floor} to {self.ceiling} blocks ({low:,.1f} to {high:,.1f} MiB)"
-
-
 def choose_num_blocks(
     cache: CacheConfig, layout: KVLayout, dtype: torch.dtype, device: torch.device
 ) -> int:
@@ -58,7 +33,7 @@ def choose_num_blocks(
 
     `num_blocks` and `kv_cache_memory` are taken at their word; a share is one of the memory that is
     free now. With neither, half of that is used, on a CPU at most 4 GiB. Where not even one block
-    beside the null block fits it raises `FieldError` if bytes were asked for, else
+    next to the null block fits it raises `FieldError` if bytes were asked for, else
     `OutOfMemoryError`.
     """
     if cache.num_blocks is not None:
@@ -87,7 +62,7 @@ def _budget(asked: int | float | None, device: torch.device) -> int:
 
 
 def pool_sizes(cache: CacheConfig, start: int, block_bytes: int, device: torch.device) -> PoolSizes:
-    """The range of a pool that starts with so many blocks.
+    """The range of a pool that starts with `start` blocks.
 
     Raises `FieldError` for a ceiling beyond the machine, and for sizes that are out of order.
     """
@@ -158,10 +133,10 @@ def _read_number(file: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Bytes of a device around a trial step.
+    """Bytes of a device around a profile run.
 
     `total` and `free` are the driver's numbers, over all processes. Torch's allocator holds
-    `reserved` of what is not free, and needed `peak` at the worst moment of the trial.
+    `reserved` of what is not free, and needed `peak` at the worst moment of the run.
     """
 
     total: int
@@ -175,11 +150,11 @@ class DeviceMemory:
         return self.total - self.free - self.reserved
 
 
-def measure_peak(trial: Callable[[], None], device: torch.device) -> DeviceMemory:
+def measure_peak(profile_run: Callable[[], None], device: torch.device) -> DeviceMemory:
     """Runs the largest step and reads what it took. The device must be a CUDA device."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    trial()
+    profile_run()
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return DeviceMemory(
@@ -191,11 +166,11 @@ def measure_peak(trial: Callable[[], None], device: torch.device) -> DeviceMemor
 
 
 def fitting_blocks(memory: DeviceMemory, utilization: float, block_bytes: int) -> int:
-    """Blocks, the null block included, that fit beside everything else.
+    """Blocks, the null block included, that fit next to everything else.
 
     `utilization` is the share of the whole device that this process may use, as in vLLM. CUDA
     graphs live in what it leaves. Raises `OutOfMemoryError` with the numbers when not even one
-    block beside the null block fits.
+    block next to the null block fits.
     """
     allowed = int(memory.total * utilization)
     budget = allowed - memory.outside - memory.peak

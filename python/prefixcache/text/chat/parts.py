@@ -1,4 +1,4 @@
-"""What the bodies of `/v1/responses` and `/v1/messages` are made of, checked as it is read."""
+"""Objects, lists and texts of a request's body, checked as they are read; errors name the place."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from prefixcache.config.checked import shown
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import wrong
 
 Values = Mapping[str, Any]
 
 
-def wrong(field: str, problem: str) -> InvalidRequestError:
-    """The error that names a field."""
-    return InvalidRequestError(f"{field} {problem}.", param=field)
-
-
 def one_object(value: object, field: str) -> Values:
-    """Raises `InvalidRequestError` for what is no object."""
+    """Raises `InvalidRequestError` for anything but an object."""
     if not isinstance(value, Mapping):
         raise wrong(field, f"must be an object, got {shown(value)}")
     return cast("Values", value)

@@ -11,10 +11,7 @@ import torch
 from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.exceptions import ConfigError
-from prefixcache.kv.memory import CudaMemory, HostMemory, cuda_driver, host_page_bytes
-from prefixcache.kv.sizing import DeviceMemory, PoolSizes, fitting_blocks, measure_peak
-from prefixcache.kv.specs import KVLayout, kv_layout
-from prefixcache.kv.tensors import KVTensors, Reserve
+from prefixcache.kv.specs import KVLayout, PoolSizes, kv_layout
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.ops.cuda import pin_matmul
 from prefixcache.runner.cuda_graph import (
@@ -23,7 +20,10 @@ from prefixcache.runner.cuda_graph import (
     DecodeGraphs,
     graph_sizes,
 )
-from prefixcache.runner.trial import run_largest_step
+from prefixcache.runner.kv_tensors import KVTensors, Reserve
+from prefixcache.runner.profile_run import run_largest_step
+from prefixcache.runner.reserved_memory import CudaMemory, HostMemory, cuda_driver, host_page_bytes
+from prefixcache.runner.sizing import DeviceMemory, fitting_blocks, measure_peak
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ def choose_device(config: EngineConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def is_sized_by_trial(config: EngineConfig, device: torch.device) -> bool:
-    """Whether the pool takes what a trial step leaves: on CUDA, unless its size is given."""
+def is_sized_by_run(config: EngineConfig, device: torch.device) -> bool:
+    """Whether the pool takes what a profile run leaves: on CUDA, unless its size is given."""
     cache = config.cache
     return device.type == "cuda" and cache.num_blocks is None and cache.kv_cache_memory is None
 
@@ -101,14 +101,14 @@ def _reserve(
     return partial(CudaMemory, device=device.index or 0, driver=driver)
 
 
-def trial_blocks(
+def profile_blocks(
     config: EngineConfig,
     model: DecoderModel,
     attention: GroupedAttention,
     max_model_len: int,
     measure: Measure = measure_peak,
 ) -> int:
-    """Blocks that fit beside the largest step, the null block included.
+    """Blocks that fit next to the largest step, the null block included.
 
     Binds `attention` to a pool of the null block alone. Raises `OutOfMemoryError`.
     """

@@ -20,12 +20,12 @@ from prefixcache.attention.base import AttentionGroup, AttentionSpec
 from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.exceptions import OutOfMemoryError
 from prefixcache.kv.cache_manager import Blocks
-from prefixcache.kv.memory import ReservedMemory
-from prefixcache.kv.sizing import available_memory
 from prefixcache.kv.specs import KVLayout
+from prefixcache.runner.reserved_memory import ReservedMemory
+from prefixcache.runner.sizing import available_memory
 
 _MIB = 1 << 20
-# Copied through a buffer of so many bytes, blocks stay in the processor's cache.
+# Copied through a buffer of this size, blocks stay in the processor's cache.
 _COPY_BYTES = _MIB // 2
 # Runs of neighbours from this length on are faster copied run by run.
 _LEAST_RUN = 4
@@ -38,7 +38,7 @@ class KVTensors:
     """The KV tensors that all groups share, bound to the attention that reads and writes them.
 
     `num_blocks` counts the null block, whose memory alone is kept while the rest is given up. With
-    `reserve`, which makes the address space of a tensor of so many bytes, blocks can be added up to
+    `reserve`, which makes the address space of a tensor by its bytes, blocks can be added up to
     `max_blocks` and taken away, and the tensors keep their addresses; otherwise `max_blocks` is not
     looked at.
 
@@ -72,6 +72,11 @@ class KVTensors:
         """Bytes of address space, of which the system gives what is used."""
         most = self.num_blocks if self.reserve is None else max(self.max_blocks, self.num_blocks)
         return most * self.bytes_per_block
+
+    @property
+    def comes_when_written(self) -> bool:
+        """Whether memory that was given back is there again once a block is written."""
+        return self.reserve is not None and self.device.type == "cpu"
 
     @property
     def is_resizable(self) -> bool:
@@ -268,5 +273,5 @@ def _between_ids(first: int, last: int) -> slice:
 
 
 def _widest(num_bytes: int) -> torch.dtype:
-    """The type of the largest numbers that so many bytes are made of."""
+    """The type of the largest numbers that `num_bytes` are made of."""
     return torch.int64 if num_bytes % 8 == 0 else torch.int16 if num_bytes % 2 == 0 else torch.uint8

@@ -20,20 +20,16 @@ _NOTHING = SequenceOutput()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PendingStep:
-    """A submitted step. `outputs` is called once, when its results are needed.
+class LaunchedStep:
+    """A step in flight on the device. `read` waits for its numbers, unless it `is_known`."""
 
-    It waits until the device has computed them, and gives one output for each sequence of the plan.
-    `is_known` tells that it need not wait. Otherwise the next step may be submitted before, with
-    this one's tokens named by their places.
-    """
-
-    outputs: Callable[[], list[SequenceOutput]]
+    results: StepResults
+    read: Callable[[], npt.NDArray[np.int64]]
     is_known: bool
 
 
 class StepResults:
-    """What the host is told of a step: its tokens, and the log probabilities that were asked for.
+    """What the host gets of a step: its tokens, and the log probabilities that were asked for.
 
     `numbers`, one row of int64 on the device, is what `outputs` reads; it begins with the sampled
     `token_ids_R`. `prompt_logprobs` are by the place of their sequence in the plan.
@@ -68,9 +64,9 @@ class StepResults:
 
 
 class ResultCopies:
-    """Sampled tokens, and what is told about them, on their way to the host: one copy a step.
+    """Sampled tokens, and what goes with them, on their way to the host: one copy a step.
 
-    At most two copies are under way: the third start reuses the first one's memory.
+    At most two copies are in flight: the third start reuses the first one's memory.
     """
 
     def __init__(self, max_seqs: int, device: torch.device) -> None:

@@ -1,12 +1,12 @@
-"""What an engine keeps in memory, and gives back when it sleeps: weights, KV, captured graphs."""
+"""What a runner keeps in memory, and gives back when it sleeps: weights, KV, captured graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from prefixcache.kv.tensors import KVTensors, give_back
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.runner.cuda_graph import DecodeGraphs
+from prefixcache.runner.kv_tensors import KVTensors, give_back
 from prefixcache.runner.model_runner import ModelRunner
 
 
@@ -32,18 +32,18 @@ class ModelMemory:
         self._make_graphs = make_graphs
 
     def make_kv(self) -> None:
-        """Allocates the KV tensors, zeroed. Raises `OutOfMemoryError`."""
+        """See `base.ModelMemory`."""
         self._kv.allocate()
         self.has_kv = True
 
     def give_up_kv(self) -> None:
-        """Frees the KV tensors' memory."""
+        """See `base.ModelMemory`."""
         self.has_kv = False
         self._runner.graphs = None
         self._kv.give_up()
 
     def settle(self) -> None:
-        """Drops graphs that point nowhere and makes those that are due."""
+        """See `base.ModelMemory`. Drops graphs that point nowhere and makes those that are due."""
         if not (self.has_kv and self.weights.complete):
             self._runner.graphs = None
             give_back(self._kv.device)

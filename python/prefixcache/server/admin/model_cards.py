@@ -1,32 +1,27 @@
-"""What is served: the model's names, version, metrics."""
+"""The model's names, as OpenAI's and Anthropic's clients list them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import datetime, timezone
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import PlainTextResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.responses import Response
 
-from prefixcache.metrics import LabelledMetrics
-from prefixcache.server.http.errors import MODELS_PATH, has_anthropic_header
+from prefixcache.server.http.errors import MODELS_PATH, ApiError, has_anthropic_header
 from prefixcache.server.http.paging import page
 from prefixcache.server.jobs.job_maker import JobMaker
 
 if TYPE_CHECKING:
-    from prefixcache.engine.async_engine import AsyncEngine
-    from prefixcache.server.jobs.served_model import ServedModel
+    pass
 
 # Anthropic's own limit of a page.
 _MOST_MODELS = 1000
 
 
 def models_router(maker: JobMaker) -> APIRouter:
-    """The endpoints of the served model's names."""
+    """The endpoints of the served model's names, and those that clients look for in vain."""
     router, served = APIRouter(), maker.served
 
     @router.get(MODELS_PATH)
@@ -40,32 +35,13 @@ def models_router(maker: JobMaker) -> APIRouter:
         card = _anthropic_card if has_anthropic_header(request.scope) else _card
         return card(maker, maker.check_model(name))
 
-    return router
-
-
-def info_router(engine: AsyncEngine, served: ServedModel, version: str) -> APIRouter:
-    """The endpoints of the version and of metrics, for one engine."""
-    router = APIRouter()
-    labelled = LabelledMetrics(
-        engine.metrics, prefix=served.metrics_prefix, model_name=served.names[0]
-    )
-
-    @router.get("/version")
-    async def show_version() -> dict[str, Any]:
-        weights = engine.control.weights_info()
-        return {
-            "version": version,
-            "batch_invariant": served.batch_invariant,
-            "dtype": served.dtype,
-            "cpu_activations": served.activations,
-            "weights": None if weights is None else asdict(weights),
-            "prefix_hash": None if engine.dead else asdict(engine.control.prefix_hash_info()),
-        }
-
-    @router.get("/metrics")
-    def metrics() -> Response:
-        text = generate_latest(labelled)
-        return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
+    @router.post("/v1/embeddings")
+    async def create_embedding() -> None:
+        raise ApiError(
+            HTTPStatus.NOT_FOUND,
+            "/v1/embeddings is not served: this server generates text and computes no embeddings.",
+            code="unsupported_endpoint",
+        )
 
     return router
 

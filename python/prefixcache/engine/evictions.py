@@ -1,4 +1,4 @@
-"""The one reader of the cache's log of losses, beside the step loop, for whoever wants to know."""
+"""The one reader of the cache's log of evicted blocks, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from prefixcache.kv.cache_manager import CacheManager
 _PERIOD = 0.5
 _LOG_CAPACITY = 1 << 14
 # So that converting them keeps the interpreter from the step loop for less than a millisecond.
-_LOSSES_AT_ONCE = 4096
+_READ_AT_ONCE = 4096
 
 
-class LossReader:
-    """Tells listeners what the cache lost; without any, nothing is logged and nothing runs.
+class EvictionReader:
+    """Reports evicted blocks to listeners; without any, nothing is logged and nothing runs.
 
     From the first listener on a thread reads the log twice a second, as long as the object lives.
-    The step loop only writes that log, and never waits: losses beyond its capacity are counted by
+    The step loop only writes that log, and never waits: blocks beyond its capacity are counted by
     the cache as missed.
     """
 
@@ -38,7 +38,7 @@ class LossReader:
         capacity: int = _LOG_CAPACITY,
         gap_bounds: Sequence[float] = (),
     ) -> None:
-        """Calls `listener` with all that is lost from now on, from one thread at a time.
+        """Calls `listener` with all that is evicted from now on, from one thread at a time.
 
         The first listener decides on the log's capacity and on the gaps that the cache counts.
         """
@@ -51,28 +51,28 @@ class LossReader:
             self._listeners.append(listener)
         if is_first:
             reader = threading.Thread(
-                target=_read_on, args=(weakref.ref(self),), name="kv-cache-losses", daemon=True
+                target=_read_on, args=(weakref.ref(self),), name="kv-cache-evictions", daemon=True
             )
             reader.start()
 
     def read(self) -> None:
-        """Tells what was lost since the last time. From any thread."""
+        """Reports what was evicted since the last time. From any thread."""
         with self._reading:
             if self._listeners:
                 self._read_all()
 
     def _read_all(self) -> None:
         since, self._read_at = self._read_at, time.monotonic()
-        for _ in range(max(self._capacity // _LOSSES_AT_ONCE, 1)):
-            rows = self._cache.take_losses(_LOSSES_AT_ONCE)
-            losses = Evictions(rows, since, self._read_at, self._cache.weight_version)
+        for _ in range(max(self._capacity // _READ_AT_ONCE, 1)):
+            rows = self._cache.take_losses(_READ_AT_ONCE)
+            evictions = Evictions(rows, since, self._read_at, self._cache.weight_version)
             for listener in self._listeners:
-                listener(losses)
-            if len(rows["cause"]) < _LOSSES_AT_ONCE:
+                listener(evictions)
+            if len(rows["cause"]) < _READ_AT_ONCE:
                 return
 
 
-def _read_on(reference: weakref.ref[LossReader]) -> None:
+def _read_on(reference: weakref.ref[EvictionReader]) -> None:
     """Reads until the object is gone: an engine has no end that could stop a thread."""
     while (reader := reference()) is not None:
         reader.read()

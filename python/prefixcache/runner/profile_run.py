@@ -49,7 +49,7 @@ def _split(total: int, most: int) -> list[int]:
 
 
 def null_batch(lengths: list[int], block_size: int, device: torch.device) -> AttentionBatch:
-    """Sequences of so many tokens in a step, none before it, all in the null block."""
+    """Sequences of these lengths in a step, none before it, all in the null block."""
     pages = [-(-length // block_size) for length in lengths]
     last = [length - (count - 1) * block_size for length, count in zip(lengths, pages, strict=True)]
     return AttentionBatch(

@@ -12,7 +12,8 @@ import numpy as np
 
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 from prefixcache.models.blocks import IndexedTensor, write_index
-from prefixcache.models.gguf_header import GgufHeader, GgufTensor, read_header
+from prefixcache.models.gguf.header import GgufHeader, GgufTensor, read_header
+from prefixcache.models.gguf.tokenizer import write_tokenizer
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -49,22 +50,6 @@ _TOP_LEVEL = {
     "output.weight": "lm_head.weight",
 }
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_DIGITS_APART = r"\p{N}"
-_GPT2_WORDS = (
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # as OpenAI's
-)
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# How text is cut before byte-pair merging, by the name GGUF gives it in tokenizer.ggml.pre.
-_WORD_PATTERNS = {
-    "default": (_GPT2_WORDS,),
-    "gpt-2": (_GPT2_WORDS,),
-    "smollm": (_DIGITS_APART, _GPT2_WORDS),
-    "llama-bpe": (_LLAMA3_WORDS,),
-    "qwen2": (_LLAMA3_WORDS.replace("{1,3}", ""),),
-}
 
 
 def convert_gguf(file: Path, folder: Path, sha256: str) -> None:
@@ -90,7 +75,7 @@ def _convert(file: Path, header: GgufHeader, folder: Path, sha256: str) -> None:
     write_index(folder, tensors, size=file.stat().st_size, sha256=sha256)
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", _token_ids(metadata))
-    _write_tokenizer(file, folder, metadata, config["max_position_embeddings"])
+    write_tokenizer(folder, header.metadata, config["max_position_embeddings"])
 
 
 class _Metadata:
@@ -194,39 +179,6 @@ def _token_ids(metadata: _Metadata) -> dict[str, int]:
     names = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
     ids = {key: metadata.get(f"tokenizer.ggml.{name}_token_id") for name, key in names.items()}
     return {key: int(value) for key, value in ids.items() if value is not None}
-
-
-def _write_tokenizer(file: Path, folder: Path, metadata: _Metadata, max_length: int) -> None:
-    try:
-        _convert_tokenizer(file, folder, metadata, max_length)
-    except UnsupportedModelError:
-        raise
-    except Exception as error:  # tokenizers has no exceptions of its own
-        raise ModelLoadError(f"its tokenizer cannot be converted: {error}") from error
-
-
-def _convert_tokenizer(file: Path, folder: Path, metadata: _Metadata, max_length: int) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-    if metadata.get("tokenizer.ggml.model") == "gpt2":
-        _set_word_patterns(tokenizer.backend_tokenizer, metadata.get("tokenizer.ggml.pre"))
-    tokenizer.model_max_length = max_length
-    tokenizer.save_pretrained(str(folder))
-
-
-def _set_word_patterns(backend: Any, name: str | None) -> None:
-    """Transformers cuts every byte-level vocabulary as GPT-2 does; its authors may not."""
-    from tokenizers import Regex, pre_tokenizers
-
-    patterns = _WORD_PATTERNS.get(name or "default")
-    if patterns is None:
-        raise UnsupportedModelError(
-            f"tokenizer.ggml.pre {name!r} is not supported. Supported: {', '.join(_WORD_PATTERNS)}."
-        )
-    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, last])
 
 
 def _indexed(header: GgufHeader, config: dict[str, Any]) -> Iterator[IndexedTensor]:

@@ -1,0 +1,1 @@
+"""GGUF files: their header, the tokenizer they hold, and the model folder made of them."""

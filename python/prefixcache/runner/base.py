@@ -1,0 +1,234 @@
+"""The boundary between deciding and computing: all that the layers above ask of a runner.
+
+Numpy arrays, numbers and plain data cross it, never a tensor: nothing above imports torch. New
+weights alone pass through as their owner has them, and only the runner looks at them. A device has
+a runner of its own: it fills this interface, and `engine/build.py` chooses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from prefixcache.config.model_config import ModelConfig
+from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.kv.elastic import BlockMemory
+from prefixcache.kv.specs import KVLayout, PoolSizes
+from prefixcache.types.modes import WeightsInfo
+from prefixcache.types.step_plan import InFlightStep, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from prefixcache.models.checkpoint import Checkpoint
+
+Step = TypeVar("Step", bound=InFlightStep)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """What is known of a model once it is loaded.
+
+    `hardware` describes in words what computes. Where `shares_answers` is false, blocks that
+    decodes wrote may not be hit.
+    """
+
+    dtype: str
+    hardware: str
+    attention: str
+    batch_invariant: bool
+    shares_answers: bool
+    max_model_len: int
+    weights_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpecs:
+    """The KV cache of a loaded model: its groups of layers, and how large its pool may be."""
+
+    layout: KVLayout
+    sizes: PoolSizes
+
+
+class StepRunner(Protocol[Step]):
+    """What the step loop needs: it computes a planned step and gives what was sampled.
+
+    At most two submitted steps may wait for their results.
+    """
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may still be computed when its outputs are known.
+
+        Where nothing is sampled they are known at once; an error then shows in a later step.
+        """
+        ...
+
+    @property
+    def block_tables(self) -> Sequence[BlockTableBuffers]:
+        """Arrays for the cache to fill before each step, one set a KV cache group."""
+        ...
+
+    def submit(self, plan: StepPlan, /) -> Step:
+        """Computes the step. It may still be computed when this returns.
+
+        The plan's tokens below zero are those that the step before sampled. Raises what
+        `check_supported` does.
+        """
+        ...
+
+    def results(self, step: Step, /) -> StepResult:
+        """What came of a step: once, in the order of submission. Waits unless `step.is_known`.
+
+        Raises whatever kept the device from computing.
+        """
+        ...
+
+    def run_empty_step(self) -> None:
+        """Computes one token of no request, in the null block; waits for it.
+
+        Raises whatever keeps the device from computing.
+        """
+        ...
+
+
+class Runner(StepRunner[Step], Protocol[Step]):
+    """One model on one device. Nothing but `device` can be used before `load`."""
+
+    @property
+    def device(self) -> str:
+        """As "cpu" or "cuda:0"."""
+        ...
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether a sequence may read KV computed for another; else the prefix cache stays off."""
+        ...
+
+    @property
+    def kv(self) -> BlockMemory:
+        """The memory of the pool's blocks."""
+        ...
+
+    @property
+    def memory(self) -> ModelMemory:
+        """What sleeping gives up."""
+        ...
+
+    def load(self, model: ModelConfig, folder: Path, /) -> ModelSpec:
+        """Loads the model in a folder and makes the memory of its KV cache.
+
+        Raises `ConfigError`, `ModelLoadError` or `OutOfMemoryError`.
+        """
+        ...
+
+    def kv_specs(self) -> KVSpecs:
+        """The shape of the KV cache."""
+        ...
+
+    def available_memory(self) -> int:
+        """Bytes of the device that can still be allocated. From any thread."""
+        ...
+
+
+class ModelMemory(Protocol):
+    """The memory that a model takes and gives up when the engine sleeps; between two steps."""
+
+    @property
+    def weights(self) -> ModelWeights:
+        """The model's weights."""
+        ...
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether the KV cache has its memory."""
+        ...
+
+    def make_kv(self) -> None:
+        """Makes the KV cache's memory, zeroed. Raises `OutOfMemoryError`."""
+        ...
+
+    def give_up_kv(self) -> None:
+        """Frees the KV cache's memory."""
+        ...
+
+    def settle(self) -> None:
+        """Makes, or drops, what needs both weights and KV, after either came or went."""
+        ...
+
+
+class ModelWeights(Protocol):
+    """The weights of a model, which can be replaced and given up.
+
+    Tensors go by their checkpoint's names. What does not fit raises `ModelLoadError`.
+    """
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """What holds just these weights; None when some came from elsewhere."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether the weights are there, every one of them."""
+        ...
+
+    @property
+    def info(self) -> WeightsInfo:
+        """How they are kept. From any thread."""
+        ...
+
+    @property
+    def quantized_digest(self) -> str | None:
+        """Which weights a folder's numbers were quantized for, and how; None where none were."""
+        ...
+
+    @property
+    def requantized_digest(self) -> str | None:
+        """The same of an update in chunks, which quantizes what is kept in blocks."""
+        ...
+
+    def check_folder(self, folder: Path, /) -> Checkpoint:
+        """The weights in a folder, for `load`, which must be of this very model.
+
+        From any thread. They are read then for their digest.
+        """
+        ...
+
+    def load(self, checkpoint: Checkpoint, /) -> None:
+        """Writes all weights of a checked folder, in place if they are there.
+
+        When the folder has changed meanwhile, the weights of the folder before are back, as
+        `checkpoint` says, or they are given up where no folder holds them.
+        """
+        ...
+
+    def check_tensors(self, tensors: Mapping[str, Any], /) -> None:
+        """Raises `ModelLoadError` for tensors that `write` would refuse."""
+        ...
+
+    def check_all_named(self, names: Collection[str], /) -> None:
+        """Raises `ModelLoadError` when a tensor of the model is not among `names`."""
+        ...
+
+    def write(self, tensors: Mapping[str, Any], /) -> set[str]:
+        """Replaces the named weights in place, all or none; the model's own names of them."""
+        ...
+
+    def missing(self) -> set[str]:
+        """Weights that were never written since the model was made again."""
+        ...
+
+    def give_up(self) -> None:
+        """Frees the weights' memory."""
+        ...
+
+
+def check_supported(plan: StepPlan, supported: Collection[str] = ()) -> None:
+    """Raises `NotImplementedError` naming a field of the plan that is used and not `supported`.
+
+    What every runner does needs no name.
+    """
+    for name in ("drafts", "pooled", "state_copies", "loads"):
+        if getattr(plan, name) and name not in supported:
+            raise NotImplementedError(f"This runner does not support {name} of a step.")

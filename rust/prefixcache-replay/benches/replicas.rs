@@ -261,7 +261,6 @@ fn run(trace: Trace, replicas: usize, words: &[String]) -> Result<(), Box<dyn Er
         ("power of two", Policy::PowerOfTwo),
         ("prefix", Policy::Prefix(weights)),
         ("cost of Dynamo", Policy::Prefix(DYNAMO)),
-        ("as SGLang", Policy::Thresholds),
     ];
     let is_named = |policy: &str| words.iter().any(|word| policy.starts_with(word.as_str()));
     let any_named = policies.iter().any(|(policy, _)| is_named(policy));

@@ -27,10 +27,6 @@ pub enum Policy {
     PowerOfTwo,
     /// The one with the lowest cost, as [`Chooser`] counts it.
     Prefix(Weights),
-    /// The one with the longest prefix, by the thresholds of SGLang's cache-aware router, which here knows what is
-    /// cached: where less than 0.3 of a prompt hits, the one that has the fewest blocks; and where the most requests
-    /// of a server are 64 and half as many again above the fewest, the one with the fewest.
-    Thresholds,
 }
 
 /// Servers that are all alike.
@@ -210,12 +206,7 @@ impl Knowledge {
         })
     }
 
-    fn choose(
-        &mut self,
-        job: &Asked<'_>,
-        policy: Policy,
-        in_flight: &[usize],
-    ) -> Result<(ReplicaId, Expected), IndexError> {
+    fn choose(&mut self, job: &Asked<'_>) -> Result<(ReplicaId, Expected), IndexError> {
         self.index.hits(job.hashes, &mut self.hits);
         for hits in &mut self.hits {
             *hits *= job.block_size as u32;
@@ -226,10 +217,7 @@ impl Knowledge {
             loads: &self.loads,
             key: None,
         };
-        let id = match policy {
-            Policy::Thresholds => self.choose_by_thresholds(job.input_tokens, in_flight)?,
-            _ => self.chooser.choose(&prompt, 1)[0],
-        };
+        let id = self.chooser.choose(&prompt, 1)[0];
         let hit = self.hits[usize::from(id.0)] as usize;
         let computed = job.input_tokens.saturating_sub(hit);
         let start = (hit / job.block_size).min(job.hashes.len());
@@ -238,32 +226,6 @@ impl Knowledge {
         self.loads[usize::from(id.0)] += computed as f64;
         let tokens = computed;
         Ok((id, Expected { tokens, start }))
-    }
-
-    fn choose_by_thresholds(
-        &self,
-        input_tokens: usize,
-        in_flight: &[usize],
-    ) -> Result<ReplicaId, IndexError> {
-        let ids = || (0..in_flight.len()).map(|server| ReplicaId(server as u16));
-        let by_requests = |id: &ReplicaId| in_flight[usize::from(id.0)];
-        let [most, fewest] = [in_flight.iter().max(), in_flight.iter().min()]
-            .map(|count| count.copied().unwrap_or(0));
-        if most - fewest > 64 && most as f64 > 1.5 * fewest as f64 {
-            return Ok(ids().min_by_key(by_requests).unwrap_or(ReplicaId(0)));
-        }
-        let (server, &hit) = (0..)
-            .zip(&self.hits)
-            .max_by_key(|(_, hit)| **hit)
-            .unwrap_or((0, &0));
-        if f64::from(hit) > 0.3 * input_tokens as f64 {
-            return Ok(ReplicaId(server));
-        }
-        let counted = ids().map(|id| Ok((self.index.num_cached(id)?, by_requests(&id), id.0)));
-        let counted = counted.collect::<Result<Vec<_>, IndexError>>()?;
-        Ok(ReplicaId(
-            counted.into_iter().min().map_or(0, |(_, _, id)| id),
-        ))
     }
 
     fn evicted(&mut self, server: usize, hashes: &[u64]) -> Result<(), IndexError> {
@@ -305,7 +267,6 @@ impl Fleet {
         let servers = (0..config.num_replicas).map(|_| Server::new(&config.cache, block_size));
         let knowledge = match config.policy {
             Policy::Prefix(weights) => Some(Knowledge::new(&config, weights)?),
-            Policy::Thresholds => Some(Knowledge::new(&config, Weights::default())?),
             Policy::RoundRobin | Policy::PowerOfTwo => None,
         };
         Ok(Self {
@@ -352,7 +313,7 @@ impl Fleet {
             return Ok((self.choose_blindly(), Expected { tokens, start: 0 }));
         };
         let begin = Instant::now();
-        let (id, expected) = knowledge.choose(asked, self.config.policy, &self.in_flight)?;
+        let (id, expected) = knowledge.choose(asked)?;
         self.outcome
             .choice_ns
             .push(begin.elapsed().as_nanos() as u64);

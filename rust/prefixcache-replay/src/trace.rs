@@ -76,7 +76,7 @@ trait Form: Send {
 
 enum Source {
     Plain { lines: Lines, form: Box<dyn Form> },
-    Recorded(Recorded),
+    Recorded(Box<Recorded>),
 }
 
 /// Requests in the order of their arrival, one after the other.
@@ -120,7 +120,8 @@ impl Reader {
         let (source, name, block_size) = if recorded::is_first_line(first) {
             let events = Events::begin(path, lines, bytes.clone())?;
             let block_size = events.header().block_size;
-            (Source::Recorded(Recorded::new(events)), None, block_size)
+            let recorded = Box::new(Recorded::new(events));
+            (Source::Recorded(recorded), None, block_size)
         } else if first.starts_with('{') {
             lines.unread();
             let form = Box::new(Mooncake);

@@ -17,7 +17,7 @@ LONG_CASES     ?= 1000
 LOOM    := RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 SHUTTLE := RUSTFLAGS="--cfg shuttle" CARGO_TARGET_DIR=target/shuttle
 
-# Targets of one line run beside each other, and each prints its output in one piece (GNU make 4).
+# Targets of one line run in parallel, and each prints its output in one piece (GNU make 4).
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 PYTEST   := $(BIN)/pytest --reruns=$(RERUNS) --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
@@ -124,7 +124,7 @@ soak: setup-dev                    ## hostile traffic on one server (MINUTES=60 
 bench: setup-dev                   ## what the cache saves: table, picture, record
 	$(BIN)/prefixcache bench --dtype float32 --output benches/record/saves.json --plot docs/what-the-cache-saves.svg
 
-bench-peers: setup                 ## beside transformers; ARGS="--llama-python P" adds llama.cpp
+bench-peers: setup                 ## with transformers in one run; ARGS="--llama-python P" adds llama.cpp
 	$(BIN)/python benches/serving/compare.py --output benches/record/compare.json $(ARGS)
 
 bench-core: setup                  ## the core's operations from Rust and from Python

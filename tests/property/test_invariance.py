@@ -230,8 +230,8 @@ def test_answers_and_blocks_of_any_schedule_are_those_of_lone_cold_runs(
 def test_answers_of_kept_blocks_are_those_of_lone_runs_with_widened_weights(
     tmp_path: Path, seed: int
 ) -> None:
-    folder, widened = make_pair(tmp_path, "bfloat16", "Q4_1", **WIDE)
-    bench, total = Bench(folder, "bfloat16", widened=widened), Counts()
+    folder, dequantized = make_pair(tmp_path, "bfloat16", "Q4_1", **WIDE)
+    bench, total = Bench(folder, "bfloat16", dequantized=dequantized), Counts()
     for turn in range(bounded(usual=2, long=50)):
         total.add(bench.compare(random_schedule(seed + turn)))
     assert_same(total)

@@ -258,7 +258,7 @@ def _plot_outcomes(axes: Axes, asked: Sequence[Asked]) -> None:
         "answered": ("equal",),
         "refused": ("refused",),
         "failed by a fault": ("failed",),
-        "cut or begun anew": ("cut", "begun", "aborted"),
+        "cut or restarted": ("cut", "restarted", "aborted"),
     }
     last = max((one.at for one in asked), default=1.0)
     edges = np.linspace(0, last + 1e-9, _BUCKETS + 1)

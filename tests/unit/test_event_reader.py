@@ -117,7 +117,7 @@ def test_another_process_at_the_endpoint_is_a_new_start(publisher: FakePublisher
         wait_until(lambda: connected(follower))
         publisher.publish(stored(1))
         wait_for(follower, publisher)
-        publisher.begin_anew()
+        publisher.start_again()
         publisher.publish(stored(7))
         publisher.publish(stored(8))
         wait_for(follower, publisher)
@@ -160,7 +160,7 @@ def test_whatever_is_lost_both_agree_in_the_end(publisher: FakePublisher, seed: 
         for number in range(bounded(usual=300, long=5000)):
             what = choose.random()
             if what < 0.005:
-                publisher.begin_anew()
+                publisher.start_again()
             elif what < 0.015:
                 publisher.publish(AllBlocksCleared())
             else:

@@ -141,7 +141,7 @@ def test_the_steps_mix_decodes_with_chunks_and_hit_the_cache(
     ours = PagedServer(model, backend, num_blocks=48, max_tokens=16)
     assert ours.generate(asked, 12) == PagedServer(model).generate(asked, 12)
     kinds = [{s.num_tokens == 1 for s in plan.sequences} for plan in ours.plans]
-    assert {True, False} in kinds, "no step held decodes beside chunks"
+    assert {True, False} in kinds, "no step held decodes with chunks"
     assert ours.scheduler.num_preemptions, "the pool was large enough for all"
     assert ours.scheduler.hit_counter.hit_tokens, "no prompt hit the cache"
 
@@ -385,7 +385,7 @@ def test_a_graph_launches_no_block_whose_tables_nobody_wrote(invariance: str, ho
 
 
 def test_captured_decodes_of_a_large_batch_keep_their_keys_whole() -> None:
-    """And by the kernel that can be told so, with no more tiles than it planned."""
+    """And by the kernel that has such an option, with no more tiles than it planned."""
     made = []
 
     class Kernels:
@@ -451,7 +451,7 @@ def test_tables_go_to_the_device_from_pinned_memory(monkeypatch) -> None:
 
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("invariance", MODES)
-def test_the_hosts_tables_may_be_filled_anew_once_a_step_is_planned(
+def test_the_hosts_tables_may_be_filled_again_once_a_step_is_planned(
     monkeypatch: pytest.MonkeyPatch, invariance: str, graph: bool
 ) -> None:
     """The next step is planned while the device computes this one."""

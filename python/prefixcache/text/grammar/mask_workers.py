@@ -1,4 +1,4 @@
-"""Threads that work out masks: grammars that are slow keep no others waiting."""
+"""Threads that compute token masks; a slow grammar keeps no other one waiting."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _MAX_THREADS = 4
 _NAME = "prefixcache-grammar"
 
 
-class Pace:
-    """Whether a grammar's masks are quick, by those of late. A new grammar must show it first."""
+class Latency:
+    """Whether a grammar's masks are quick, by the last ones. A new grammar must show it first."""
 
     def __init__(self) -> None:
         self._num_quick = 0
@@ -25,15 +25,15 @@ class Pace:
         return self._num_quick >= _TRUSTED_AFTER
 
     def observe(self, seconds: float) -> None:
-        """Takes the time of one mask, that of the processor."""
+        """Takes the time of one mask, in CPU time."""
         self._num_quick = 0 if seconds > _QUICK_SECONDS else self._num_quick + 1
         self.is_slow = not self._num_quick or (self.is_slow and not self.is_trusted)
 
 
-class Lanes:
+class MaskWorkers:
     """Threads for grammars that are quick, and one for the others.
 
-    They start with the first job, and end when nobody holds the lanes any more, or with the
+    They start with the first job, and end when nothing refers to this object any more, or with the
     interpreter: it waits for them, since a thread in the grammar library does not survive its end.
     """
 
@@ -42,6 +42,6 @@ class Lanes:
         self._quick = ThreadPoolExecutor(num_quick, thread_name_prefix=_NAME)
         self._other = ThreadPoolExecutor(1, thread_name_prefix=_NAME)
 
-    def put(self, function: Callable[[int], None], token_id: int, pace: Pace) -> None:
+    def put(self, function: Callable[[int], None], token_id: int, latency: Latency) -> None:
         """Lets a thread call `function`, which raises nothing."""
-        (self._quick if pace.is_trusted else self._other).submit(function, token_id)
+        (self._quick if latency.is_trusted else self._other).submit(function, token_id)

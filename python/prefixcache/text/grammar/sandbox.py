@@ -39,7 +39,7 @@ _NUM_STEPS = 24
 """Tokens that are followed: some grammars are simple to compile and impossible to follow."""
 
 
-class TrialResult(NamedTuple):
+class SandboxResult(NamedTuple):
     """What compiling took, in bytes, or why it failed; `is_slow` where its time was over."""
 
     num_bytes: int
@@ -47,7 +47,7 @@ class TrialResult(NamedTuple):
     is_slow: bool = False
 
 
-class Trial:
+class Sandbox:
     """Compiles grammars of one vocabulary, one after another, in another process.
 
     Each may take `seconds` of processor time. The process starts with the first grammar, and ends
@@ -69,7 +69,7 @@ class Trial:
         """How many bytes the compiled grammar takes.
 
         Raises `GrammarError` when it cannot be compiled within the limits, `SlowGrammarError` when
-        a longer trial may do, `QueueFullError` when the machine has no time for it, and
+        a longer sandbox may do, `QueueFullError` when the machine has no time for it, and
         `CancelledError` soon after `cancelled` is set.
         """
         with self._lock:
@@ -96,7 +96,7 @@ class Trial:
         output: StructuredOutput,
         vocabulary: Vocabulary,
         cancelled: threading.Event | None,
-    ) -> TrialResult | None:
+    ) -> SandboxResult | None:
         """None where no answer came in time, or the process was lost."""
         process = self._process or _start(vocabulary)
         self._process = None  # until it has answered
@@ -113,15 +113,15 @@ class Trial:
             _end(process)
             return None
         self._process = process
-        return TrialResult(*json.loads(answer))
+        return SandboxResult(*json.loads(answer))
 
 
-class Trials:
+class Sandboxes:
     """A process for grammars that compile at once, and one for the few that do not."""
 
     def __init__(self) -> None:
-        self.quick = Trial(QUICK_SECONDS)
-        self.thorough = Trial()
+        self.quick = Sandbox(QUICK_SECONDS)
+        self.thorough = Sandbox()
 
     def close(self) -> None:
         """Ends the processes; they start again with the next grammar."""
@@ -136,7 +136,7 @@ _TOO_MUCH = (
 
 
 def _wait_for_answer(process: subprocess.Popen[bytes], cancelled: threading.Event | None) -> bool:
-    """Whether an answer came in time. What is `cancelled` meanwhile is answered soon."""
+    """Whether an answer came in time. After `cancelled` the answer comes soon."""
     waiting = select.poll()  # `select` takes no descriptor above 1023
     waiting.register(cast("IO[bytes]", process.stdout), select.POLLIN)
     end = time.monotonic() + _MAX_WAIT_SECONDS
@@ -150,7 +150,7 @@ def _wait_for_answer(process: subprocess.Popen[bytes], cancelled: threading.Even
 
 def _start(vocabulary: Vocabulary) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "prefixcache.text.grammar.trial"],
+        [sys.executable, "-m", "prefixcache.text.grammar.sandbox"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # an interrupt from the keyboard is not for it
@@ -203,15 +203,15 @@ def main() -> None:
         _, status = os.waitpid(ended, 0)
         if status:
             is_slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
-            _answer(target, TrialResult(0, _TOO_MUCH, is_slow))
+            _answer(target, SandboxResult(0, _TOO_MUCH, is_slow))
 
 
-def _answer(target: IO[bytes], result: TrialResult) -> None:
+def _answer(target: IO[bytes], result: SandboxResult) -> None:
     target.write(json.dumps(result).encode() + b"\n")
     target.flush()
 
 
-def _tried(output: StructuredOutput, vocabulary: Vocabulary, seconds: float) -> TrialResult:
+def _tried(output: StructuredOutput, vocabulary: Vocabulary, seconds: float) -> SandboxResult:
     virtual, before = _memory()
     signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
     resource.setrlimit(resource.RLIMIT_AS, (virtual + _MAX_BYTES, virtual + _MAX_BYTES))
@@ -219,12 +219,12 @@ def _tried(output: StructuredOutput, vocabulary: Vocabulary, seconds: float) -> 
     try:
         _follow(output, vocabulary)
     except GrammarError as error:
-        return TrialResult(0, str(error))
+        return SandboxResult(0, str(error))
     except MemoryError:
-        return TrialResult(0, _TOO_MUCH)
+        return SandboxResult(0, _TOO_MUCH)
     except Exception as error:  # noqa: BLE001 - whatever the compiler raised, the client learns it
-        return TrialResult(0, f"the compiler failed with {type(error).__name__}")
-    return TrialResult(max(_memory()[1] - before, 0), None)
+        return SandboxResult(0, f"the compiler failed with {type(error).__name__}")
+    return SandboxResult(max(_memory()[1] - before, 0), None)
 
 
 def _follow(output: StructuredOutput, vocabulary: Vocabulary) -> None:

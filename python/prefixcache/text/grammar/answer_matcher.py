@@ -11,43 +11,43 @@ import numpy as np
 
 from prefixcache.exceptions import GrammarError
 from prefixcache.text.grammar.compiler import Matcher
-from prefixcache.text.grammar.lanes import Lanes, Pace
+from prefixcache.text.grammar.mask_workers import Latency, MaskWorkers
 from prefixcache.text.grammar.vocabulary import Vocabulary, Words
 
 _TOO_COMPLEX = "The answer left what its grammar can follow, or a limit of it was reached: "
 
 
-class Marker:
+class Trigger:
     """A text that ends what is free. It ends at a token's end: no token may reach beyond it.
 
-    A state is the number of the marker's bytes that the text ends with; 0 at the start.
+    A state is the number of the trigger's bytes that the text ends with; 0 at the start.
     """
 
     def __init__(self, text: str, vocabulary: Vocabulary) -> None:
-        self._marker = text.encode()
+        self._trigger = text.encode()
         self._vocabulary = vocabulary
         self.words = lru_cache(maxsize=32)(self._words)
         self.words(0)
 
     def is_found(self, state: int) -> bool:
         """Whether the grammar begins here."""
-        return state == len(self._marker)
+        return state == len(self._trigger)
 
     def follow(self, state: int, token_id: int) -> int:
-        """The state behind one more token."""
-        text = self._marker[:state] + self._vocabulary.tokens[token_id]
-        longest = min(len(text), len(self._marker))
-        return next(n for n in range(longest, -1, -1) if text.endswith(self._marker[:n]))
+        """The state after one more token."""
+        text = self._trigger[:state] + self._vocabulary.tokens[token_id]
+        longest = min(len(text), len(self._trigger))
+        return next(n for n in range(longest, -1, -1) if text.endswith(self._trigger[:n]))
 
     def _words(self, state: int) -> Words:
-        """All tokens but those that end the answer, or go on behind the marker."""
-        vocabulary, marker, begun = self._vocabulary, self._marker, self._marker[:state]
+        """All tokens but those that end the answer, or go beyond the trigger."""
+        vocabulary, trigger, begun = self._vocabulary, self._trigger, self._trigger[:state]
         ends = set(vocabulary.eos_token_ids)
         return vocabulary.words_of(
             [
                 token_id
                 for token_id, token in enumerate(vocabulary.tokens)
-                if token_id not in ends and marker not in begun + token[:-1]
+                if token_id not in ends and trigger not in begun + token[:-1]
             ]
         )
 
@@ -60,14 +60,14 @@ class Grammar:
         matcher: Matcher,
         first_words: Words,
         vocabulary: Vocabulary,
-        marker: Marker | None,
-        lanes: Lanes,
+        trigger: Trigger | None,
+        workers: MaskWorkers,
         num_bytes: int = 0,
     ) -> None:
         self.vocabulary = vocabulary
-        self.marker = marker
-        self.pace = Pace()
-        self.lanes = lanes
+        self.trigger = trigger
+        self.latency = Latency()
+        self.workers = workers
         self.num_bytes = num_bytes
         self._matcher = matcher
         self._copying = threading.Lock()
@@ -83,15 +83,15 @@ class Grammar:
         with self._copying:
             return self._matcher.copy()
 
-    def guide(self, *, ignore_eos: bool = False) -> Guide:
+    def for_answer(self, *, ignore_eos: bool = False) -> AnswerMatcher:
         """For a new answer. With `ignore_eos` it ends only where nothing else can follow."""
-        return Guide(self, ignore_eos=ignore_eos)
+        return AnswerMatcher(self, ignore_eos=ignore_eos)
 
 
-class Guide:
+class AnswerMatcher:
     """Follows one answer token by token.
 
-    What may follow a token is worked out in another thread as soon as the token is known. All
+    The mask after a token is computed in another thread as soon as the token is known. All
     methods are for the thread of the loop.
     """
 
@@ -110,7 +110,7 @@ class Guide:
         """Takes the sampled token; what may follow it is worked out from now on."""
         if token_id not in self._ends:
             self._track.is_known.clear()
-            self._grammar.lanes.put(self._track.follow, token_id, self._grammar.pace)
+            self._grammar.workers.put(self._track.follow, token_id, self._grammar.latency)
 
     @property
     def is_held(self) -> bool:
@@ -118,15 +118,15 @@ class Guide:
         if self._track.is_known.is_set():
             self._was_late = False
             return False
-        return self._was_late or self._grammar.pace.is_slow
+        return self._was_late or self._grammar.latency.is_slow
 
     def wait(self, seconds: float) -> None:
         """Waits until what may follow is known, but no longer than that."""
         self._track.is_known.wait(seconds)
 
-    def mask(self, unwanted: Sequence[int]) -> GuideMask:
+    def mask(self, unwanted: Sequence[int]) -> AnswerMask:
         """Which tokens may follow, less those `unwanted` where that leaves any."""
-        return GuideMask(self, (*unwanted, *self._always_unwanted))
+        return AnswerMask(self, (*unwanted, *self._always_unwanted))
 
     def words(self, seconds: float, unwanted: tuple[int, ...]) -> Words | None:
         """See `TokenMask.words`."""
@@ -140,24 +140,24 @@ class Guide:
         return wanted if wanted.any() else track.words
 
 
-class GuideMask:
+class AnswerMask:
     """A `TokenMask` for the next token of one answer."""
 
-    __slots__ = ("_guide", "_unwanted")
+    __slots__ = ("_matcher", "_unwanted")
 
-    def __init__(self, guide: Guide, unwanted: tuple[int, ...]) -> None:
-        self._guide = guide
+    def __init__(self, matcher: AnswerMatcher, unwanted: tuple[int, ...]) -> None:
+        self._matcher = matcher
         self._unwanted = unwanted
 
     def words(self, seconds: float) -> Words | None:
         """See `TokenMask.words`."""
-        return self._guide.words(seconds, self._unwanted)
+        return self._matcher.words(seconds, self._unwanted)
 
 
 class _Track:
-    """An answer's place in marker and grammar, from its beginning on.
+    """An answer's place in trigger and grammar, from its beginning on.
 
-    `follow` runs in a lane's thread while `is_known` is unset; else the loop's thread reads it.
+    `follow` runs in a worker's thread while `is_known` is unset; else the loop's thread reads it.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -166,28 +166,28 @@ class _Track:
         self._matcher: Matcher | None = None
         self.error: str | None = None
         self.words = (
-            grammar.first_words if grammar.marker is None else grammar.marker.words(self._state)
+            grammar.first_words if grammar.trigger is None else grammar.trigger.words(self._state)
         )
         self._own_words: Words | None = None
         self.is_known = threading.Event()
         self.is_known.set()
 
     def follow(self, token_id: int) -> None:
-        """Goes on behind one more token, and tells the grammar's pace how long it took."""
+        """Follows one more token, and notes how long it took."""
         begun = time.thread_time()
         try:
-            self.words = self._words_behind(token_id)
+            self.words = self._words_after(token_id)
         except BaseException as error:  # noqa: BLE001 - a panic of llguidance is this answer's alone
             self.error = str(error) or repr(error)
-        self._grammar.pace.observe(time.thread_time() - begun)
+        self._grammar.latency.observe(time.thread_time() - begun)
         self.is_known.set()
 
-    def _words_behind(self, token_id: int) -> Words:
-        marker = self._grammar.marker
-        if marker is not None and not marker.is_found(self._state):
-            self._state = marker.follow(self._state, token_id)
-            found = marker.is_found(self._state)
-            return self._grammar.first_words if found else marker.words(self._state)
+    def _words_after(self, token_id: int) -> Words:
+        trigger = self._grammar.trigger
+        if trigger is not None and not trigger.is_found(self._state):
+            self._state = trigger.follow(self._state, token_id)
+            found = trigger.is_found(self._state)
+            return self._grammar.first_words if found else trigger.words(self._state)
         if self._matcher is None or self._own_words is None:
             self._matcher = self._grammar.new_matcher()
             self._own_words = np.zeros(len(self._grammar.first_words), dtype=np.int32)

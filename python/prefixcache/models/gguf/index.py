@@ -1,7 +1,7 @@
-"""A folder whose weights are one file of tensors in GGUF's formats, with an index beside it.
+"""A folder whose weights are one file of tensors in GGUF's formats, with an index next to it.
 
-The index says what a tensor is called in a checkpoint and where it lies, so that nothing else of
-the file need be understood: its own header is not read.
+The index has the name of each tensor in a checkpoint and its place in the file. The file's own
+header is not read.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from prefixcache.config.model_config import read_json_object
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.digests import file_sha256
 from prefixcache.models.safetensors_file import read_bytes
-from prefixcache.ops.blocks import BLOCK_FORMATS, QuantizedTensor, row_bytes
+from prefixcache.ops.quantized import QUANT_FORMATS, QuantizedTensor, row_bytes
 
 INDEX_FILE = "model.gguf.index.json"
 WEIGHTS_FILE = "model.gguf"
-DENSE_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+UNQUANTIZED_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _VERSION = 1
 
@@ -34,7 +34,7 @@ _VERSION = 1
 class IndexedTensor:
     """A tensor by its name in a checkpoint. `offset` counts bytes from the file's start.
 
-    Where `paired_heads` is not 0, its rows are those of so many heads, and the two of a rotated
+    Where `paired_heads` is not 0, its rows are those of that many heads, and the two of a rotated
     pair stand side by side, which a checkpoint has half a head apart. `offset_by` is what numbers
     in the file are greater than those of a checkpoint.
     """
@@ -49,9 +49,9 @@ class IndexedTensor:
     @property
     def nbytes(self) -> int:
         """Bytes in the file. Raises `ValueError` where the format is unknown or does not fit."""
-        if self.format in DENSE_TYPES:
-            return prod(self.shape) * DENSE_TYPES[self.format].itemsize
-        if self.format not in BLOCK_FORMATS or len(self.shape) != 2:
+        if self.format in UNQUANTIZED_TYPES:
+            return prod(self.shape) * UNQUANTIZED_TYPES[self.format].itemsize
+        if self.format not in QUANT_FORMATS or len(self.shape) != 2:
             raise ValueError(f"{self.format} with shape {list(self.shape)}")
         return self.shape[0] * row_bytes(self.format, self.shape[1])
 
@@ -66,7 +66,7 @@ class TensorIndex:
     def read(self, wanted: Iterable[IndexedTensor]) -> Iterator[Tensor | QuantizedTensor]:
         """Those tensors, one after the other.
 
-        Raises `ModelLoadError` when the file cannot be read, or is cut meanwhile.
+        Raises `ModelLoadError` when the file cannot be read, or is cut while it is read.
         """
         try:
             with self.file.open("rb") as stream:
@@ -86,8 +86,8 @@ def write_index(
 ) -> None:
     """Writes the index of the file that the folder has, or will have, by `WEIGHTS_FILE`.
 
-    `size` are the file's bytes. `sha256` is checked when weights are read, and None where the file
-    is nobody else's, who could put another one in its place.
+    `size` are the file's bytes. `sha256` is checked when weights are read, and None if the file
+    belongs to the folder, so that nothing replaces it.
     """
     entries = {one.name: _fields_of(one) for one in tensors}
     content = {"version": _VERSION, "size": size, "sha256": sha256, "tensors": entries}
@@ -153,11 +153,11 @@ def _check_file(file: Path, size: int, sha256: str | None) -> None:
 
 
 def _as_in_a_checkpoint(tensor: IndexedTensor, data: Tensor) -> Tensor | QuantizedTensor:
-    dense = DENSE_TYPES.get(tensor.format)
-    rows = data.view(tensor.shape[0], -1) if dense is None else data.view(dense).view(tensor.shape)
+    dtype = UNQUANTIZED_TYPES.get(tensor.format)
+    rows = data.view(tensor.shape[0], -1) if dtype is None else data.view(dtype).view(tensor.shape)
     if tensor.paired_heads:
         rows = _unpaired(rows, tensor.paired_heads)
-    if dense is None:
+    if dtype is None:
         return QuantizedTensor(tensor.format, (tensor.shape[0], tensor.shape[1]), rows)
     return rows.float() - tensor.offset_by if tensor.offset_by else rows
 

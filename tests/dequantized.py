@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from prefixcache.models.conversion import widen_folder
+from prefixcache.models.conversion import dequantize_folder
 
 
-def save_widened(folder: Path, target: Path, dtype: torch.dtype = torch.float32) -> Path:
+def save_dequantized(folder: Path, target: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Writes the folder's model with its numbers, rounded once to `dtype`, as safetensors."""
     target.mkdir()
-    widen_folder(folder, target, dtype)
+    dequantize_folder(folder, target, dtype)
     return target

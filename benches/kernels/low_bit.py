@@ -1,4 +1,4 @@
-"""Linears over GGUF blocks beside bfloat16, interleaved in one process: best of several times.
+"""Linears over GGUF blocks and over bfloat16, interleaved in one process: best of several times.
 
 `python benches/kernels/low_bit.py [--shape 2048x8192] [--threads 2]`. Each format walks over enough
 copies of a layer that they do not stay in the cache. "read" is the C library's memchr over as many
@@ -66,7 +66,7 @@ def multiply(ours: list[PackedLinear], rows: int, inputs: int, outputs: int) -> 
 
 
 def read(num_bytes: int, threads: int) -> Callable[[], None]:
-    """Reads so many bytes, each thread its share."""
+    """Reads that many bytes, each thread its share."""
     memory = np.full(num_bytes, 2, np.uint8)
     find = ctypes.CDLL(None).memchr
     find.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)

@@ -127,7 +127,7 @@ class PrefixRouting:
         return self._index.stored(self._numbers[replica], hashes)
 
     def removed(self, replica: str, hashes: Hashes) -> None:
-        """A replica has lost blocks. Raises `KeyError` for a replica that is not there."""
+        """A replica has evicted blocks. Raises `KeyError` for a replica that is not there."""
         self._index.removed(self._numbers[replica], hashes)
 
     def clear(self, replica: str) -> None:

@@ -243,7 +243,7 @@ impl ReplicaIndex {
         self.insert(id, Known::Cached, hashes)
     }
 
-    /// A replica has lost blocks. What it was not known to have is passed over.
+    /// A replica has evicted blocks. What it was not known to have is passed over.
     pub fn removed(&mut self, id: ReplicaId, hashes: &[u64]) -> Result<(), IndexError> {
         self.remove(id, Known::Cached, hashes)
     }

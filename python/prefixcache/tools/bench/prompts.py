@@ -19,7 +19,7 @@ from prefixcache.types.token_ids import TokenIds, as_token_ids
 
 SOURCE_TEXT = (
     "The river turned north beyond the old mill, where farmers had stacked wood for winter and "
-    "children waited beside a narrow bridge. Nobody could remember which family built the house "
+    "children waited near a narrow bridge. Nobody could remember which family built the house "
     "first, but every summer visitors asked about its painted windows, heavy doors, and the "
     "garden that reached down to the water. A letter arrived from another country one morning. It "
     "described ships, markets, music in crowded streets, and the long road over the mountains. "

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use prefixcache_core::EvictionPolicy;
-use prefixcache_core::naming::{Chain, Namer};
-use prefixcache_replay::recording::{Agreement, Counters, replay, write_name};
+use prefixcache_core::policy::{Chain, NameBlocks};
+use prefixcache_replay::recording::{Agreement, Counters, Pseudonyms, replay, write_name};
 use prefixcache_replay::trace::TraceError;
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
@@ -18,14 +18,14 @@ use crate::tokens::Tokens;
 
 /// Pseudonyms for the blocks of requests in one recording: hashes under a key. Any thread.
 #[pyclass(frozen, module = "prefixcache._core")]
-pub struct BlockPseudonyms(Namer);
+pub struct BlockPseudonyms(Pseudonyms);
 
 #[pymethods]
 impl BlockPseudonyms {
     /// Pseudonyms under a `key` of 32 bytes, for blocks of `block_size` tokens.
     #[new]
     fn new(key: &[u8], block_size: Number<names::BlockSize>) -> PyResult<Self> {
-        let pseudonyms = Namer::new(key_of("key", key)?, block_size.0);
+        let pseudonyms = Pseudonyms::new(key_of("key", key)?, block_size.0);
         Ok(Self(pseudonyms.map_err(IntoPyErr::into_py_err)?))
     }
 
@@ -75,8 +75,8 @@ pub fn key_of(argument: &'static str, bytes: &[u8]) -> PyResult<[u8; 32]> {
 /// file and line, for what is no recording, and OSError for what cannot be read.
 #[pyfunction]
 pub fn replay_recording(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyDict>> {
-    let found = py.detach(|| replay(&path)).map_err(into_py_err)?;
-    agreement(py, &found)
+    let outcome = py.detach(|| replay(&path)).map_err(into_py_err)?;
+    agreement(py, &outcome)
 }
 
 fn into_py_err(error: TraceError) -> PyErr {
@@ -86,21 +86,21 @@ fn into_py_err(error: TraceError) -> PyErr {
     }
 }
 
-fn agreement<'py>(py: Python<'py>, found: &Agreement) -> PyResult<Bound<'py, PyDict>> {
+fn agreement<'py>(py: Python<'py>, outcome: &Agreement) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
-    dict.set_item("agrees", found.agrees())?;
-    dict.set_item("difference", &found.difference)?;
-    dict.set_item("ended", &found.ended)?;
-    dict.set_item("parts", found.parts)?;
-    dict.set_item("requests", found.requests)?;
-    dict.set_item("events", found.events)?;
-    dict.set_item("checks", found.checks)?;
-    dict.set_item("unchecked_events", found.unchecked)?;
-    dict.set_item("live", counters(py, &found.live)?)?;
-    dict.set_item("replayed", counters(py, &found.replayed)?)?;
-    dict.set_item("block_size", found.header.block_size)?;
-    dict.set_item("num_blocks", found.header.num_blocks)?;
-    let policy = found.header.eviction_policy;
+    dict.set_item("agrees", outcome.agrees())?;
+    dict.set_item("difference", &outcome.difference)?;
+    dict.set_item("ended", &outcome.ended)?;
+    dict.set_item("parts", outcome.parts)?;
+    dict.set_item("requests", outcome.requests)?;
+    dict.set_item("events", outcome.events)?;
+    dict.set_item("checks", outcome.checks)?;
+    dict.set_item("unchecked_events", outcome.unchecked)?;
+    dict.set_item("live", counters(py, &outcome.live)?)?;
+    dict.set_item("replayed", counters(py, &outcome.replayed)?)?;
+    dict.set_item("block_size", outcome.header.block_size)?;
+    dict.set_item("num_blocks", outcome.header.num_blocks)?;
+    let policy = outcome.header.eviction_policy;
     let mut words = EvictionPolicy::WORDS.iter();
     let word = words.find_map(|&(word, named)| (named == policy).then_some(word));
     dict.set_item("eviction_policy", word)?;

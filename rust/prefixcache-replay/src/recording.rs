@@ -12,4 +12,4 @@ pub(crate) use events::{Added, Event, Events, Line, hint_of};
 pub use events::{Counters, Header};
 pub use exact::{Agreement, replay};
 pub(crate) use names::parse as parse_names;
-pub use names::write as write_name;
+pub use names::{Pseudonyms, write as write_name};

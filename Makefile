@@ -141,7 +141,7 @@ fuzz-merge: fuzz-build             ## adds to the committed corpus what runs her
 soak: setup-dev                    ## hostile traffic on one server (MINUTES=60 ARGS="--report docs/soak --rate 6")
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(ARGS)
 
-bench: setup                       ## what the cache saves: table, picture, record
+bench: setup-dev                   ## what the cache saves: table, picture, record
 	$(BIN)/prefixcache bench --dtype float32 --output benches/record/saves.json --plot docs/what-the-cache-saves.svg
 
 bench-peers: setup                 ## with transformers in one run; ARGS="--llama-python P" adds llama.cpp

@@ -15,23 +15,23 @@ from torch import Tensor
 
 from prefixcache._core import Cpu
 from prefixcache.config.engine_config import Activations
-from prefixcache.ops.blocks import BLOCK_FORMATS, QuantizedTensor
 from prefixcache.ops.invariant import InvariantLinear, InvariantOps
+from prefixcache.ops.quantized import QUANT_FORMATS, QuantizedTensor
 
 SHAPES = ((768, 3072), (1536, 576))
 ROWS = (1, 8, 1024)
 COLD_BYTES = 64 << 20
 
 
-def random_blocks(block_format: str, inputs: int, outputs: int) -> QuantizedTensor:
+def random_blocks(quant_format: str, inputs: int, outputs: int) -> QuantizedTensor:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[block_format]]
+    numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[quant_format]]
     blocks = torch.randint(0, 256, (outputs, inputs // numbers, size), dtype=torch.uint8)
     # The second byte of a scale or minimum: numbers of usual sizes.
-    for place in {"Q6_K": [209], "Q4_0": [1], "Q5_0": [1], "Q8_0": [1]}.get(block_format, [1, 3]):
+    for place in {"Q6_K": [209], "Q4_0": [1], "Q5_0": [1], "Q8_0": [1]}.get(quant_format, [1, 3]):
         blocks[:, :, place] = blocks[:, :, place] % 4 + 0x20
-    return QuantizedTensor(block_format, (outputs, inputs), blocks.flatten(1))
+    return QuantizedTensor(quant_format, (outputs, inputs), blocks.flatten(1))
 
 
 def layers(
@@ -58,15 +58,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--formats", default=",".join(sorted(BLOCK_FORMATS)))
+    parser.add_argument("--formats", default=",".join(sorted(QUANT_FORMATS)))
     arguments = parser.parse_args()
     cpu = Cpu(arguments.threads)
     print(f"{arguments.threads} threads, {cpu.instructions}")
     for inputs, outputs in SHAPES:
         copies = COLD_BYTES // (inputs * outputs)
         dense = layers(cpu, torch.randn(outputs, inputs).bfloat16(), copies, "exact")
-        for block_format in arguments.formats.split(","):
-            blocks = random_blocks(block_format, inputs, outputs)
+        for quant_format in arguments.formats.split(","):
+            blocks = random_blocks(quant_format, inputs, outputs)
             ways = {"bfloat16": dense}
             ways |= {way: layers(cpu, blocks, copies, way) for way in ("exact", "int8")}
             for rows in ROWS:
@@ -80,7 +80,7 @@ def main() -> None:
                     f"{way} {value:6.1f} ({value / speed['bfloat16']:.2f})"
                     for way, value in speed.items()
                 )
-                print(f"{block_format} {inputs}x{outputs} {rows:5} rows: {line}", flush=True)
+                print(f"{quant_format} {inputs}x{outputs} {rows:5} rows: {line}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import typer
 from numpy.typing import NDArray
 
 from prefixcache._core import Cpu, PackedLinear
-from prefixcache.ops.blocks import BLOCK_FORMATS, BlockFormat, row_bytes
+from prefixcache.ops.quantized import QUANT_FORMATS, QuantFormat, row_bytes
 
 _OUTPUTS, _INPUTS = 2048, 4096
 _REPEATS = 7
@@ -25,7 +25,7 @@ def main(
 ) -> None:
     """Print bytes of the file a second of the processor's time, the best of a few times."""
     cpu = Cpu(threads)
-    for name in BLOCK_FORMATS:
+    for name in QUANT_FORMATS:
         # Zeros: any bytes take as long, and their scales are numbers.
         blocks = np.zeros((_OUTPUTS, row_bytes(name, _INPUTS)), np.uint8)
         layer = PackedLinear(cpu, _INPUTS, _OUTPUTS, "bfloat16", activations=activations)
@@ -33,7 +33,7 @@ def main(
         print(f"{name:5} {blocks.nbytes / best / 1e9:6.2f} GB/s")
 
 
-def _seconds(layer: PackedLinear, blocks: NDArray[np.uint8], name: BlockFormat) -> float:
+def _seconds(layer: PackedLinear, blocks: NDArray[np.uint8], name: QuantFormat) -> float:
     start = time.process_time()
     layer.copy_blocks(0, blocks.ctypes.data, _OUTPUTS, name)
     return time.process_time() - start

@@ -1,8 +1,8 @@
 """How much of a step is linears: decode of eight sequences and prefill of 1,056 tokens.
 
 `python benches/serving/share_of_step.py [--model MODEL] [--context 128]`. A model of GGUF blocks is
-served exact, with activations of eight bits, and widened to bfloat16, by one thread each, in turns
-in one process. A step is the engine's, in processor time; between two of them the same layers
+served exact, with activations of eight bits, and dequantized to bfloat16, by one thread each, in
+turns in one process. A step is the engine's, in processor time; between two of them the same layers
 multiply as many rows alone. "Layers" is what a step takes in its layers beside linears: attention,
 norms, rotations; "rest" is the scheduler, the sampler and Python. From the share of the linears
 follows what a step can gain from them at most, whatever their kernels do. It means something with
@@ -26,7 +26,7 @@ import torch
 from contenders.ours import Contender
 
 from prefixcache.config.engine_config import DEFAULT_MODEL
-from prefixcache.models.conversion import widen_folder
+from prefixcache.models.conversion import dequantize_folder
 from prefixcache.models.hub import resolve_model
 
 PREFILL = 1056
@@ -40,7 +40,7 @@ class Way:
         self.contender = Contender(
             threads=1, max_tokens=16384, max_seqs=BATCH, dtype="bfloat16", **flags
         )
-        self.model: Any = self.contender._engine._runner._model  # type: ignore[attr-defined]
+        self.model: Any = self.contender._engine._runner.steps._model  # type: ignore[attr-defined]
         self.in_model = 0.0
         for name in ("forward", "compute_logits"):
             setattr(self.model, name, self._timed(getattr(self.model, name)))
@@ -97,18 +97,19 @@ def measure(ways: dict[str, Way], rounds: int, rows: int, sampled: int, step: St
         for name, of in times.items()
     }
     for name, (whole, model, linears) in medians.items():
-        share, widened = linears / whole, medians["widened"]
+        share, dequantized = linears / whole, medians["dequantized"]
         print(
             f"| {name} | {whole:.1f} | {linears:.1f} | {model - linears:.1f} | {whole - model:.1f} "
-            f"| {100 * share:.0f} % | {widened[0] / whole:.2f} | {widened[2] / linears:.2f} "
-            f"| {1 / (1 - share + share / 1.5):.2f} | {1 / (1 - share):.2f} |"
+            f"| {100 * share:.0f} % | {dequantized[0] / whole:.2f} "
+            f"| {dequantized[2] / linears:.2f} | {1 / (1 - share + share / 1.5):.2f} "
+            f"| {1 / (1 - share):.2f} |"
         )
 
 
 def head(title: str) -> None:
     print(f"\n{title}, ms of a processor\n")
     print(
-        "| | step | linears | layers | rest | linears of step | times widened "
+        "| | step | linears | layers | rest | linears of step | times dequantized "
         "| its linears | step, were they 1.5 times as fast | were they free |\n" + "|---" * 10 + "|"
     )
 
@@ -122,12 +123,12 @@ def main() -> None:
     torch.set_grad_enabled(False)
     draw = random.Random(0)
     with tempfile.TemporaryDirectory() as scratch:
-        widened = Path(scratch)
-        widen_folder(resolve_model(arguments.model), widened, torch.bfloat16)
+        dequantized = Path(scratch)
+        dequantize_folder(resolve_model(arguments.model), dequantized, torch.bfloat16)
         ways = {
             "exact": Way(model=arguments.model),
             "int8": Way(model=arguments.model, cpu_activations="int8"),
-            "widened": Way(model=str(widened)),
+            "dequantized": Way(model=str(dequantized)),
         }
 
     def prompt(length: int) -> list[int]:

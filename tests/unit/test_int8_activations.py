@@ -19,7 +19,7 @@ from prefixcache.engine.build import BuiltEngine, build
 from prefixcache.exceptions import ConfigError
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.loader import load_model
-from prefixcache.ops.blocks import BLOCK_FORMATS
+from prefixcache.ops.quantized import QUANT_FORMATS
 from repeatable import bounded
 from tiny_gguf import write_gguf
 from tiny_models import make_model
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose tensors are blocks of every format and dense ones, mixed in its projections."""
     place = tmp_path_factory.mktemp("int8")
     model = make_model("llama", **SHAPE)
-    file = write_gguf(place / "tiny.gguf", model, formats=("F16", *BLOCK_FORMATS))
+    file = write_gguf(place / "tiny.gguf", model, formats=("F16", *QUANT_FORMATS))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREFIXCACHE_HOME", str(place / "home"))
         return resolve_model(str(file))
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def computed(
     folder: Path, dtype: torch.dtype, activations: Activations, pieces: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Logits and KV of the prompt, in steps of so many tokens."""
+    """Logits and KV of the prompt, in steps of this many tokens."""
     config = ModelConfig.from_hf(folder)
     options: dict[str, Any] = {"dtype": dtype, "device": torch.device("cpu"), "cpu": CPU}
     model = load_model(config, folder, activations=activations, **options)
@@ -92,7 +92,9 @@ def test_the_root_of_hashes_tells_the_arithmetic(folder: Path) -> None:
         for dtype in ("bfloat16", "float32")
         for activations in get_args(Activations)
     }
-    assert len(set(roots.values())) == 4
+    lower = engine(folder, dtype="float32", cpu_instructions="portable")
+    roots["float32", "portable"] = lower.engine.control.prefix_hash_info().root_hash
+    assert len(set(roots.values())) == 5
 
 
 @pytest.mark.parametrize(
@@ -100,6 +102,7 @@ def test_the_root_of_hashes_tells_the_arithmetic(folder: Path) -> None:
     [
         ({"attention": "torch", "batch_invariant": False}, "needs the CPU's own kernels"),
         ({"cpu_activations": "int4"}, "cpu_activations must be 'exact' or 'int8', got 'int4'"),
+        ({"cpu_instructions": "sse9"}, "cpu_instructions must be one of portable.*, not sse9"),
     ],
 )
 def test_what_cannot_be_is_refused(folder: Path, flags: dict[str, Any], reason: str) -> None:

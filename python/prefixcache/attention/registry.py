@@ -12,6 +12,7 @@ from prefixcache._core import Cpu
 from prefixcache.attention.base import AttentionBackend, AttentionGroup, AttentionSpec
 from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.exceptions import ConfigError
+from prefixcache.ops.threads import default_threads
 
 _CPU = torch.device("cpu")
 
@@ -44,7 +45,7 @@ def _torch(
 def _cpu(specs: Sequence[AttentionSpec], options: AttentionOptions) -> Sequence[AttentionBackend]:
     from prefixcache.attention.cpu import CpuAttention
 
-    cpu = options.cpu or Cpu(torch.get_num_threads())
+    cpu = options.cpu or Cpu(default_threads())
     return [CpuAttention(spec, cpu, options.dtype) for spec in specs]
 
 
@@ -94,7 +95,7 @@ _FACTORIES: dict[str, _Factory] = {
 
 
 def attention_names() -> tuple[str, ...]:
-    """Names that `make_attention` knows, beside "auto"."""
+    """Names that `make_attention` knows, in addition to "auto"."""
     return tuple(_FACTORIES)
 
 

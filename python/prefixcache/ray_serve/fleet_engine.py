@@ -12,9 +12,9 @@ from prefixcache.ray_serve.answer import Answer, Batch
 from prefixcache.ray_serve.fleet.broadcast import ask_all
 from prefixcache.ray_serve.fleet.fleet_state import Refused
 from prefixcache.ray_serve.fleet.orders import Orders
+from prefixcache.text.grammar.answer_matcher import Grammar
 from prefixcache.text.grammar.grammars import Grammars
-from prefixcache.text.grammar.guide import Grammar
-from prefixcache.text.grammar.trial import Trials
+from prefixcache.text.grammar.sandbox import Sandboxes
 from prefixcache.types.request import Request
 from prefixcache.types.structured_output import StructuredOutput
 
@@ -43,7 +43,7 @@ class FleetEngine:
         self._generate = replicas.options(method_name="generate", stream=True)
         self._replicas = replicas
         self._grammars = grammars
-        self._trials = Trials()
+        self._sandboxes = Sandboxes()
 
     async def generate_batches(
         self,
@@ -72,8 +72,8 @@ class FleetEngine:
         self, output: StructuredOutput, cancelled: Event, *, quick: bool = False
     ) -> Grammar:
         """As `AsyncEngine.compile`. The replica that answers compiles it again."""
-        trial = self._trials.quick if quick else self._trials.thorough
-        return self._grammars.compile(output, trial, cancelled)
+        sandbox = self._sandboxes.quick if quick else self._sandboxes.thorough
+        return self._grammars.compile(output, sandbox, cancelled)
 
     def check(self, request: Request) -> None:
         """Nothing: the replica checks a request before it takes it."""
@@ -88,4 +88,4 @@ class FleetEngine:
 
     def close(self) -> None:
         """Ends what compiles grammars."""
-        self._trials.close()
+        self._sandboxes.close()

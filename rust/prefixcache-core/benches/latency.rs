@@ -170,7 +170,11 @@ fn evictions(pool: &mut impl BlockStore, cached: usize, between: impl Fn()) -> V
 /// The lock-free pool's forms: a name, the order of eviction, and whether somebody listens to evictions.
 const FORMS: [(&str, EvictionPolicy, bool); 3] = [
     ("lock-free", EvictionPolicy::Lru, false),
-    ("lock-free, evictions are told", EvictionPolicy::Lru, true),
+    (
+        "lock-free, evictions are reported",
+        EvictionPolicy::Lru,
+        true,
+    ),
     ("lock-free, reuse-queue", EvictionPolicy::ReuseQueue, false),
 ];
 

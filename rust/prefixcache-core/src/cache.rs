@@ -131,8 +131,8 @@ impl<S: Lookup> PrefixCache<S> {
 
     /// Lets the eviction policy go by other names than hashes, for sequences made from now on: a recording that has
     /// these names can then be replayed. Once in a cache's life.
-    pub fn name_blocks(&self, namer: Arc<dyn NameBlocks>) -> Result<(), InvalidArgument> {
-        let set = self.home.namer.set(namer);
+    pub fn name_blocks(&self, pseudonyms: Arc<dyn NameBlocks>) -> Result<(), InvalidArgument> {
+        let set = self.home.pseudonyms.set(pseudonyms);
         set.map_err(|_| InvalidArgument::new("key", "must be given once"))
     }
 

@@ -138,8 +138,9 @@ impl Sequence {
         tokens: Vec<u32>,
         hashes: PrefixHashes,
     ) -> Self {
-        let namer = home.namer.get();
-        let mut names = namer.map(|namer| Names::keyed(namer, scope.cache_salt.as_deref()));
+        let pseudonyms = home.pseudonyms.get();
+        let mut names =
+            pseudonyms.map(|pseudonyms| Names::keyed(pseudonyms, scope.cache_salt.as_deref()));
         if let Some(names) = &mut names {
             names.extend_to(&tokens, home.config.block_size);
         }

@@ -373,7 +373,7 @@ pub trait BlockStore: Lookup {
         None
     }
 
-    /// The next block that lost content, or got it from another block, while the content's band was not the default
+    /// The next block whose content was evicted, or came from another block, while the content's band was not the default
     /// one: whoever gives bands has to forget it. Each change is reported once.
     fn take_hinted_change(&mut self) -> Option<HintedChange> {
         None

@@ -15,7 +15,7 @@ use prefixcache_core::pool::{AnyWriter, BlockState};
 use prefixcache_core::sequence as core;
 use prefixcache_core::store::{FreeOrder, Lookup, Move, Moves, PoolConfig};
 use prefixcache_core::weights::WeightsName;
-use prefixcache_replay::recording::Namer;
+use prefixcache_replay::recording::Pseudonyms;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
@@ -461,7 +461,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         self.0.write_hinted(|core| core.demote_expired(most))
     }
 
-    /// Set the time that TTLs, losses and the eviction policy go by, in seconds, and end the use of the clock.
+    /// Set the time that TTLs, evictions and the eviction policy go by, in seconds, and end the use of the clock.
     fn set_time(&self, seconds: One<names::Seconds, Duration>) -> PyResult<()> {
         let now = seconds.0;
         self.0.write_hinted(|core| core.set_time(now))
@@ -473,8 +473,8 @@ retention_budget=0.2, max_cached_blocks=None)"
     fn name_blocks(&self, key: &[u8]) -> PyResult<()> {
         let key = key_of("key", key)?;
         let core = &mut *self.0.write()?;
-        Namer::new(key, core.block_size())
-            .and_then(|namer| core.name_blocks(Arc::new(namer)))
+        Pseudonyms::new(key, core.block_size())
+            .and_then(|pseudonyms| core.name_blocks(Arc::new(pseudonyms)))
             .map_err(IntoPyErr::into_py_err)
     }
 
@@ -743,19 +743,19 @@ retention_budget=0.2, max_cached_blocks=None)"
         listening.map_err(IntoPyErr::into_py_err)
     }
 
-    /// Take up to `max_losses` losses out of the log, the oldest first, as arrays. Any thread.
+    /// Take up to `max_losses` evictions out of the log, the oldest first, as arrays. Any thread.
     fn take_losses<'py>(
         &self,
         py: Python<'py>,
         max_losses: Number<names::MaxLosses>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let (core, most) = (self.0.reader()?, max_losses.0);
-        let losses = py.detach(|| {
-            let mut losses = Vec::new();
-            core.store().take_evictions(most, &mut losses);
-            losses
+        let evictions = py.detach(|| {
+            let mut evictions = Vec::new();
+            core.store().take_evictions(most, &mut evictions);
+            evictions
         });
-        evictions::arrays(py, &losses)
+        evictions::arrays(py, &evictions)
     }
 
     /// EvictionLog for which the log had no room. Any thread.

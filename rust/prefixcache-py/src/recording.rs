@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use prefixcache_core::policy::{Chain, NameBlocks};
-use prefixcache_replay::recording::{Agreement, Counters, Namer, Policy, replay, write_name};
+use prefixcache_replay::recording::{Agreement, Counters, Policy, Pseudonyms, replay, write_name};
 use prefixcache_replay::trace::TraceError;
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
@@ -17,15 +17,15 @@ use crate::tokens::Tokens;
 
 /// Names the blocks of requests for one recording, by hashes under a key. Any thread.
 #[pyclass(frozen, module = "prefixcache._core")]
-pub struct BlockNamer(Namer);
+pub struct BlockNamer(Pseudonyms);
 
 #[pymethods]
 impl BlockNamer {
-    /// A namer with a `key` of 32 bytes, for blocks of `block_size` tokens.
+    /// Pseudonyms under a `key` of 32 bytes, for blocks of `block_size` tokens.
     #[new]
     fn new(key: &[u8], block_size: Number<names::BlockSize>) -> PyResult<Self> {
-        let namer = Namer::new(key_of("key", key)?, block_size.0);
-        Ok(Self(namer.map_err(IntoPyErr::into_py_err)?))
+        let pseudonyms = Pseudonyms::new(key_of("key", key)?, block_size.0);
+        Ok(Self(pseudonyms.map_err(IntoPyErr::into_py_err)?))
     }
 
     /// Tokens in a block.

@@ -76,7 +76,7 @@ pub enum ConfigError {
     /// The cache could not be made.
     #[error(transparent)]
     Argument(#[from] InvalidArgument),
-    /// There is no memory for what is told of lost blocks.
+    /// There is no memory for the log of evictions.
     #[error(transparent)]
     Listen(#[from] ListenError),
 }
@@ -217,7 +217,7 @@ impl Cache {
         Ok(sequence.num_tokens())
     }
 
-    /// Keeps lost blocks for [`Self::take_lost`] from now on: those of one request at least.
+    /// Keeps evicted blocks for [`Self::take_lost`] from now on: those of one request at least.
     pub fn listen(&self) -> Result<(), ListenError> {
         let capacity = (self.num_blocks + 1).next_power_of_two();
         self.cache.store().listen(capacity, &[])

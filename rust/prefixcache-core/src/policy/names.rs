@@ -22,28 +22,28 @@ pub trait NameBlocks: std::fmt::Debug + Send + Sync {
 #[derive(Debug, Default)]
 pub(crate) struct Names {
     /// What makes the next ones, and the chain before the first block; nothing where names are given.
-    namer: Option<(Arc<dyn NameBlocks>, Chain)>,
+    pseudonyms: Option<(Arc<dyn NameBlocks>, Chain)>,
     /// The chain behind each block.
     names: Vec<BlockHash>,
 }
 
 impl Names {
     /// Names that are made as tokens become known.
-    pub(crate) fn keyed(namer: &Arc<dyn NameBlocks>, salt: Option<&str>) -> Self {
+    pub(crate) fn keyed(pseudonyms: &Arc<dyn NameBlocks>, salt: Option<&str>) -> Self {
         Self {
-            namer: Some((Arc::clone(namer), namer.begin(salt))),
+            pseudonyms: Some((Arc::clone(pseudonyms), pseudonyms.begin(salt))),
             names: Vec::new(),
         }
     }
 
     /// Names the full blocks of `tokens`, all of the sequence, that have no name yet.
     pub(crate) fn extend_to(&mut self, tokens: &[u32], block_size: usize) {
-        let Some((namer, first)) = &self.namer else {
+        let Some((pseudonyms, first)) = &self.pseudonyms else {
             return;
         };
         for block in tokens[self.names.len() * block_size..].chunks_exact(block_size) {
             let before = self.names.last().map_or(first, BlockHash::as_bytes);
-            let chain = namer.next(before, block);
+            let chain = pseudonyms.next(before, block);
             self.names.push(BlockHash::from_bytes(chain));
         }
     }

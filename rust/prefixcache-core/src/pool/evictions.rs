@@ -187,3 +187,31 @@ impl<M: Mode> BlockPool<M> {
         !self.has_copy(spot, content)
     }
 }
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use crate::hints::Band;
+    use crate::id::{BlockHash, BlockId, GroupId};
+    use crate::pool::Writer;
+    use crate::store::{BlockKey, BlockStore, HintedChange, Lookup, PoolConfig};
+
+    /// Without hints nobody takes such changes out of their queue.
+    #[test]
+    fn evictions_of_pins_are_reported_only_once_bands_are_given() {
+        let mut pool = Writer::new(PoolConfig::new(4)).unwrap();
+        let key = BlockKey::new(BlockHash::from_bytes([7; 32]), GroupId::new(0));
+        for band in [None, Some(Band::of(100))] {
+            let mut blocks = Vec::new();
+            pool.allocate(1, &mut blocks).unwrap();
+            let _registration = pool.register(blocks[0], key, pool.epoch()).unwrap();
+            pool.pin(&blocks).unwrap();
+            if let Some(band) = band {
+                assert!(pool.set_band(&key, BlockId::NULL, band));
+            }
+            pool.release(&blocks).unwrap();
+            assert_eq!(pool.release_cached(3), 1);
+            let reported = band.map(|_| HintedChange::Evicted(blocks[0]));
+            assert_eq!(pool.take_hinted_change(), reported);
+        }
+    }
+}

@@ -15,7 +15,7 @@ pub(crate) struct Home {
     pub(crate) config: HashConfig,
     pub(crate) weights: CurrentWeights,
     /// What names blocks for the eviction policy, where it goes by names.
-    pub(crate) namer: OnceLock<Arc<dyn NameBlocks>>,
+    pub(crate) pseudonyms: OnceLock<Arc<dyn NameBlocks>>,
     /// Tokens of the sequences that were committed.
     pub(crate) queries: AtomicU64,
     /// Tokens of them that were hits.
@@ -37,7 +37,7 @@ impl Home {
         Self {
             weights: CurrentWeights::new(weights, |name| root_of(&config, name)),
             config,
-            namer: OnceLock::new(),
+            pseudonyms: OnceLock::new(),
             queries: AtomicU64::new(0),
             hits: AtomicU64::new(0),
             abandoned: SegQueue::new(),

@@ -11,21 +11,21 @@ use crate::lines::Fault;
 /// Hexadecimal digits of a name.
 const DIGITS: usize = 16;
 
-/// Names blocks under one key.
+/// The pseudonyms of blocks under one key.
 #[derive(Clone)]
-pub struct Namer {
+pub struct Pseudonyms {
     key: [u8; 32],
     block_size: usize,
 }
 
-impl std::fmt::Debug for Namer {
+impl std::fmt::Debug for Pseudonyms {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_struct("Namer").finish_non_exhaustive()
+        formatter.debug_struct("Pseudonyms").finish_non_exhaustive()
     }
 }
 
-impl Namer {
-    /// A namer with a key that is used for nothing else. Fails for blocks without tokens.
+impl Pseudonyms {
+    /// Pseudonyms under a key that is used for nothing else. Fails for blocks without tokens.
     pub fn new(key: [u8; 32], block_size: usize) -> Result<Self, InvalidArgument> {
         if block_size == 0 {
             let reason = "must be at least 1, not 0";
@@ -49,7 +49,7 @@ impl Namer {
     }
 }
 
-impl NameBlocks for Namer {
+impl NameBlocks for Pseudonyms {
     fn begin(&self, salt: Option<&str>) -> Chain {
         let mut bytes = vec![u8::from(salt.is_some())];
         bytes.extend_from_slice(salt.unwrap_or_default().as_bytes());

@@ -24,7 +24,7 @@ from prefixcache.events.wire import (
     decode_snapshot,
 )
 from prefixcache.exceptions import InvalidRequestError
-from prefixcache.ray_serve.fleet.fleet_state import Refused
+from prefixcache.ray_serve.replicas.replica_state import Refused
 
 pytest.importorskip("ray")
 
@@ -41,6 +41,7 @@ from ray.serve.request_router import PendingRequest
 from prefixcache.ray_serve import known_caches
 from prefixcache.ray_serve import router as router_module
 from prefixcache.ray_serve.job import RoutedJob
+from prefixcache.ray_serve.replica import EngineReplica
 from prefixcache.ray_serve.router import PrefixRequestRouter
 from prefixcache.types.request import Request
 from ray_in_process import job_of, replica_of, request_of, until
@@ -70,11 +71,18 @@ class FakeReplica:
         self.node_id = node
         self.asked: list[str] = []
         self.queue_len = 0
-        self.target: Any = mock.Mock(probe=mock.AsyncMock(side_effect=self._probe))
+        # Only what a replica has can be called.
+        self.target: Any = mock.Mock(spec=EngineReplica)
+        self.target.probe_all = mock.AsyncMock(side_effect=self._probe_all)
         self._answer = probe
 
-    def _probe(self, request: Request) -> int | Refused:
-        return self._answer if isinstance(self._answer, int) else self._answer(request)
+    def _probe_all(self, requests: Sequence[Request]) -> list[int] | Refused:
+        answers = [
+            self._answer if isinstance(self._answer, int) else self._answer(request)
+            for request in requests
+        ]
+        refused = [one for one in answers if isinstance(one, Refused)]
+        return refused[0] if refused else answers
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
         return self.queue_len
@@ -196,7 +204,7 @@ async def test_the_longest_prefix_comes_first(router: PrefixRequestRouter) -> No
     assert of.expected_hits == {"b": 36}
     # Without it Ray would ask again at once for as long as nobody takes the request.
     assert call.routing_context.should_backoff is True
-    assert [one.asked for one in replicas] == [["probe"]] * 3
+    assert [one.asked for one in replicas] == [["probe_all"]] * 3
 
 
 async def test_calls_that_are_no_jobs_go_to_any_replica(router: PrefixRequestRouter) -> None:
@@ -233,7 +241,7 @@ async def test_a_late_probe_counts_as_nothing_known(router, monkeypatch):
     monkeypatch.setattr(router_module, "_PROBE_SECONDS", 0.05)
     late, other = update(router, FakeReplica("a", 36), FakeReplica("b", 8))
     never = asyncio.Event()
-    late.target.probe = lambda _: never.wait()
+    late.target.probe_all = lambda _: never.wait()
     of = job()
     assert await order(router, [late, other], of) == ["b", "a"]
     assert of.expected_hits == {"b": 8}
@@ -276,7 +284,7 @@ async def test_questions_under_way_are_no_load(router: PrefixRequestRouter) -> N
     replica.queue_len = 1
     update(router, replica)
     answer = asyncio.Event()
-    replica.target.probe = lambda _: answer.wait()
+    replica.target.probe_all = lambda _: answer.wait()
     choosing = asyncio.ensure_future(order(router, [replica], job()))
     await until(lambda: replica.asked)
     await until(lambda: router.replica_queue_len_cache.get(replica.replica_id))
@@ -307,7 +315,7 @@ async def test_events_tell_without_a_probe(router: PrefixRequestRouter, readers:
     await tell(router, readers, "b", stored(of, 5))
     assert await order(router, replicas, of) == ["b", "c", "a"]
     assert of.expected_hits == {"b": 20}
-    assert [one.asked for one in replicas] == [[], [], ["probe"]]
+    assert [one.asked for one in replicas] == [[], [], ["probe_all"]]
     readers.updates["tcp://127.0.0.1:b"].put(
         Update(1, [BlockRemoved(of.short_hashes()[1:5].tolist(), None)])
     )
@@ -338,7 +346,7 @@ async def test_what_a_replica_said_itself_outdoes_its_events(router, readers):
     of = job(actual_hits={"a": 0, "c": 8})
     await tell(router, readers, "a", stored(of, 9))
     assert await order(router, replicas, of) == ["c", "b", "a"]
-    assert [one.asked for one in replicas] == [[], ["probe"], []]
+    assert [one.asked for one in replicas] == [[], ["probe_all"], []]
 
 
 async def test_a_dead_replica_is_forgotten(router: PrefixRequestRouter, readers: Readers) -> None:
